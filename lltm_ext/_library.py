@@ -1,0 +1,106 @@
+"""What the ops' Python faces share: how a function reaches its op, and its rules under torch.func.
+
+Kernels, fake kernels, autograd and autocast are registered with the dispatcher by the C++ modules, so that
+``torch.ops.lltm_ext.*`` is complete for torch.compile, torch.export and C++ programs. What stays in Python
+is torch.func: its transforms (vmap, grad, jacrev, ...) cannot enter a C++ autograd function, so under them a
+public function takes the op's ``torch.autograd.Function`` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ops = torch.ops.lltm_ext
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def check_tensor(op: str, name: str, value: Any) -> None:
+    """Raises the TypeError that the dispatcher words less well when no argument is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
+
+
+def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    """The vmap rule of an elementwise op: one call on the whole batch, whose dimension comes first."""
+
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
+        batched = [
+            a
+            if not isinstance(a, Tensor)
+            else a.expand(info.batch_size, *a.shape)
+            if d is None
+            else a.movedim(d, 0)
+            for a, d in zip(args, in_dims, strict=True)
+        ]
+        return op(*batched), 0
+
+    return rule
+
+
+def vmap_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The vmap rule of an op that has no batched form: one call a slice, stacked."""
+
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        slices = [
+            function(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(slices[0], Tensor):
+            return torch.stack(slices), 0
+        stacked = tuple(torch.stack(outputs) for outputs in zip(*slices, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+def vmap_rows(
+    function: Callable[..., tuple[Tensor, ...]], args: dict[int, int], outputs: tuple[int, ...]
+) -> Callable[..., Any]:
+    """The vmap rule of an op whose rows are independent: the vmapped dimension joins the rows.
+
+    ``args`` maps the positions of the arguments that have rows to the dimension they lie in, ``outputs``
+    gives that of each output. Where another argument (a weight) is vmapped too, falls back to a call a slice.
+    """
+    loop = vmap_loop(function)
+
+    def rule(info: Any, in_dims: Sequence[int | None], *values: Any) -> tuple[Any, Any]:
+        if any(d is not None and i not in args for i, d in enumerate(in_dims)):
+            return loop(info, in_dims, *values)
+        folded = list(values)
+        for i, row in args.items():
+            x, d = values[i], in_dims[i]
+            batched = x.movedim(d, row) if d is not None else torch.stack([x] * info.batch_size, row)
+            folded[i] = batched.flatten(row, row + 1)
+        found = function(*folded)
+        return tuple(
+            x.unflatten(row, (info.batch_size, -1)) for x, row in zip(found, outputs, strict=True)
+        ), outputs
+
+    return rule
+
+
+def differentiable_gradients(
+    reference: Callable[..., Any], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated again, by any transform: those of a pure-PyTorch ``reference``."""
+    given = [i for i, x in enumerate(inputs) if x is not None]
+
+    def of_given(*tensors: Tensor) -> Any:
+        values = dict(zip(given, tensors, strict=True))
+        return reference(*(values.get(i) for i in range(len(inputs))))
+
+    outputs, pull_back = torch.func.vjp(  # type: ignore[misc]
+        of_given, *(x for x in inputs if x is not None)
+    )
+    found = pull_back(
+        tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, grad_outputs, strict=True))
+    )
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for i, gradient in zip(given, found, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)

@@ -1,0 +1,263 @@
+"""What a build of the modules compiles with: the CUDA compiler, the architectures, the parallel jobs.
+
+Standard library only and importable by file path: setup.py loads it before lltm_ext can be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+BYTES_PER_JOB = 2 * 2**30
+
+# What a toolkit must hold, and where each part may stand.
+NVCC = "bin/nvcc"
+HEADER = "include/cuda_runtime.h"
+PARTS = (
+    (HEADER,),
+    ("include/crt/host_config.h",),
+    ("include/nv/target", "include/cccl/nv/target"),
+    ("nvvm/bin/cicc", "lib/nvidia-cuda-toolkit/bin/cicc"),
+)
+
+
+class ToolchainError(RuntimeError):
+    """The modules cannot be built here; the message says why and which command mends it."""
+
+
+class Cuda(NamedTuple):
+    """A complete CUDA toolkit."""
+
+    home: Path
+    version: str  # of nvcc, all of it: 13.0.88
+
+    @property
+    def nvcc(self) -> Path:
+        return self.home / NVCC
+
+
+def minor(version: str) -> str:
+    """'2.11' of '2.11.0+cu130'."""
+    return ".".join(version.split(".")[:2])
+
+
+def major(version: str) -> str:
+    """'13' of '13.0'."""
+    return version.split(".")[0]
+
+
+# ---- CUDA or not -------------------------------------------------------------------------------------------
+
+
+def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether to build the CUDA kernels: as torch was built, GPU or not, unless LLTM_EXT_CUDA says so."""
+    choice = env.get("LLTM_EXT_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise ToolchainError(f"LLTM_EXT_CUDA must be 0 or 1, got {choice!r}. Run: unset LLTM_EXT_CUDA")
+    if choice == "1" and torch_cuda is None:
+        release = torch_version.split("+")[0]
+        raise ToolchainError(
+            f"LLTM_EXT_CUDA=1 asks for CUDA kernels, but torch {torch_version} is built without CUDA. "
+            f'Run: python -m pip install --force-reinstall "torch=={release}" '
+            "--index-url https://download.pytorch.org/whl/cu130"
+        )
+    return choice != "0" and torch_cuda is not None
+
+
+# ---- the compiler ------------------------------------------------------------------------------------------
+
+
+def find_cuda(
+    torch_cuda: str,
+    env: Mapping[str, str] = os.environ,
+    sys_path: Sequence[str] = sys.path,
+    local: Path = Path("/usr/local"),
+) -> Cuda:
+    """The first complete toolkit of the CUDA major version that torch was built with."""
+    looked, problems = [], []
+    for origin, home in _candidates(torch_cuda, env, sys_path, local):
+        looked.append(f"{origin} ({home})")
+        if not _is_executable(home / NVCC):
+            continue
+        problem = _problem(home, torch_cuda)
+        if problem is None:
+            return Cuda(home, nvcc_version(home / NVCC))
+        problems.append(f"{problem}, found through {origin}")
+    reason = problems[0] if problems else "no compiler (nvcc) was found; looked at " + ", ".join(looked)
+    raise ToolchainError(f"torch is built with CUDA {torch_cuda}, but {reason}. {_remedy(torch_cuda)}")
+
+
+def _candidates(
+    torch_cuda: str, env: Mapping[str, str], sys_path: Sequence[str], local: Path
+) -> Iterator[tuple[str, Path]]:
+    """Where a toolkit may be, best first: what the user names, what comes with torch, what the system has."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if env.get(name):
+            yield name, Path(env[name])
+    for entry in sys_path:
+        prefix = Path(entry or ".", "nvidia", f"cu{major(torch_cuda)}").absolute()
+        if prefix.is_dir():
+            yield "the PyPI packages", prefix
+    on_path = shutil.which("nvcc", path=env.get("PATH", ""))
+    home = Path(on_path or "/").resolve().parent.parent
+    if on_path and (home / HEADER).exists():  # without headers it is a wrapper script, of no toolkit here
+        yield "nvcc on PATH", home
+    exact = local / f"cuda-{torch_cuda}"
+    others = sorted(local.glob(f"cuda-{major(torch_cuda)}*"), reverse=True)
+    for home in dict.fromkeys([exact, local / "cuda", *others]):
+        if home.is_dir():
+            yield "the system", home
+
+
+def _problem(home: Path, torch_cuda: str) -> str | None:
+    """Why the toolkit in `home`, which has an nvcc, will not do; None if it will."""
+    try:
+        version = nvcc_version(home / NVCC)
+    except ToolchainError as error:
+        return str(error)
+    if major(version) != major(torch_cuda):
+        return f"the compiler in {home} is of CUDA {minor(version)}, another major version"
+    for places in PARTS:
+        if not any((home / place).exists() for place in places):
+            return f"the toolkit in {home} lacks {places[0]}"
+    return None
+
+
+def _remedy(torch_cuda: str) -> str:
+    if int(major(torch_cuda)) >= 13:
+        command = f'python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]=={torch_cuda}.*"'
+    else:  # PyPI has no nvcc of CUDA 12
+        command = f"conda install -c nvidia cuda-toolkit={torch_cuda} && export CUDA_HOME=$CONDA_PREFIX"
+    return f"Run: {command}  (or set LLTM_EXT_CUDA=0 to build for the CPU alone)"
+
+
+def _is_executable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """'13.0.88': the whole version that `nvcc --version` prints."""
+    found = re.search(r"V(\d+\.\d+\.\d+)", _output(nvcc, "--version"))
+    if found is None:
+        raise ToolchainError(f"{nvcc} --version names no version")
+    return found[1]
+
+
+def cxx_version(env: Mapping[str, str] = os.environ) -> str:
+    """The first line that the C++ compiler says of itself."""
+    return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
+
+
+def _output(program: str | Path, *arguments: str) -> str:
+    command = [str(program), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ToolchainError(f"{program} does not run ({error})") from error
+
+
+def cudart_folder(home: Path, folder: Path) -> Path | None:
+    """Where the linker finds libcudart.so; None: in the toolkit itself.
+
+    PyPI's runtime has libcudart.so.13 alone, which -lcudart does not find, so `folder` gets a link to it.
+    """
+    libraries = next((home / name for name in ("lib64", "lib") if (home / name).is_dir()), home)
+    versioned = sorted(libraries.glob("libcudart.so.*"))
+    if (libraries / "libcudart.so").exists() or not versioned:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(versioned[0])
+    return folder
+
+
+# ---- architectures -----------------------------------------------------------------------------------------
+
+
+def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
+    """TORCH_CUDA_ARCH_LIST, or those of ours that the compiler knows and PTX of the last for later GPUs."""
+    chosen = env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if chosen:
+        return chosen
+    listed = re.findall(r"compute_(\d+)(\d)\b", _output(nvcc, "--list-gpu-arch"))
+    known = {f"{first}.{last}" for first, last in listed}
+    usable = [architecture for architecture in ARCHITECTURES if architecture in known]
+    if not usable:
+        raise ToolchainError(
+            f"{nvcc} knows none of {', '.join(ARCHITECTURES)}. Run: export TORCH_CUDA_ARCH_LIST={max(known)}"
+        )
+    return [*usable[:-1], usable[-1] + "+PTX"]
+
+
+# ---- parallel jobs -----------------------------------------------------------------------------------------
+
+
+def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
+    if env.get("MAX_JOBS"):
+        return int(env["MAX_JOBS"])
+    return max(1, min(_cores(root), _memory(root) // BYTES_PER_JOB))
+
+
+def _cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for limit in _cgroup(root, "cpu", "cpu.max"):  # '200000 100000', or 'max 100000'
+        quota, period = limit.split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _memory(root: Path) -> int:
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    limits = [*_cgroup(root, "memory", "memory.max"), *_cgroup(root, "memory", "memory.limit_in_bytes")]
+    bytes_ = [int(limit) for limit in limits if limit.isdecimal()]
+    return min([int(available[1]) * 1024 if available else BYTES_PER_JOB, *bytes_])
+
+
+def _cgroup(root: Path, controller: str, name: str) -> Iterator[str]:
+    """What the files `name` of this process's control groups and of those above say (version 1 and 2)."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, path = line.split(":", 2)[1:]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                yield _read(folder / name).strip()
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+# ---- the source --------------------------------------------------------------------------------------------
+
+
+def source_revision(folder: Path) -> str:
+    """The git tree hash of `folder`, of the files as they are: in a clean checkout, `git rev-parse HEAD:src`.
+
+    Computed here, so that it says the same in an sdist, without git, and the truth of an edited checkout.
+    """
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and any(path.iterdir()):
+            entries.append((path.name + "/", b"40000 ", bytes.fromhex(source_revision(path))))
+        elif path.is_file():
+            entries.append((path.name, b"100644 ", _git_hash(b"blob", path.read_bytes())))
+    tree = b"".join(mode + name.rstrip("/").encode() + b"\0" + hash_ for name, mode, hash_ in sorted(entries))
+    return _git_hash(b"tree", tree).hex()
+
+
+def _git_hash(kind: bytes, content: bytes) -> bytes:
+    return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False).digest()

@@ -1,0 +1,497 @@
+"""LLTM (Long-Long-Term Memory): the cell of the PyTorch C++ extension tutorial, one step or a whole sequence.
+
+The cell is an LSTM without a forget gate. With gates in the order input, output, candidate::
+
+    i, o, z = split(x W_ih^T + h W_hh^T + b)
+    c' = c + elu(z) * sigmoid(i)
+    h' = tanh(c') * sigmoid(o)
+
+Source: Goldsborough, "Custom C++ and CUDA Extensions", https://pytorch.org/tutorials/advanced/cpp_extension.html
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lltm_ext._C import lltm as _C  # noqa: F401  registers the ops
+from lltm_ext._library import check_tensor, differentiable_gradients, ops, transforms_active, vmap_rows
+
+State = tuple[Tensor, Tensor]
+
+
+def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
+    input_gate, output_gate, candidate = gates.chunk(3, dim=-1)
+    new_cell = old_cell + F.elu(candidate) * torch.sigmoid(input_gate)
+    new_h = torch.tanh(new_cell) * torch.sigmoid(output_gate)
+    return new_h.to(gates.dtype), new_cell.to(old_cell.dtype)
+
+
+def lltm_cell_reference(
+    input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
+) -> State:
+    """:func:`lltm_cell` in pure PyTorch."""
+    gates = torch.cat([old_h, input], dim=1) @ weights.t()
+    return _cell_reference(gates if bias is None else gates + bias, old_cell)
+
+
+def lltm_reference(
+    input: Tensor, hx: State, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """:func:`lltm` in pure PyTorch: a Python loop over the steps."""
+    h, c = hx
+    projection = input @ weight_ih.t()
+    if bias is not None:
+        projection = projection + bias
+    outputs = []
+    for gates in projection.unbind(0):
+        h, c = _cell_reference(gates + h @ weight_hh.t(), c)
+        outputs.append(h)
+    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
+    return output, (h, c)
+
+
+class _CellFunction(torch.autograd.Function):
+    """One step: ``(new_h, new_cell, gates, X)``.
+
+    The last two are for backward. They are outputs because setup_context sees nothing else.
+    """
+
+    @staticmethod
+    def forward(
+        input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
+    ) -> tuple[Tensor, ...]:
+        return ops.lltm_cell_forward(input, weights, bias, old_h, old_cell)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
+        _, new_cell, gates, X = output
+        ctx.mark_non_differentiable(gates, X)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, new_cell, gates, X)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, new_cell, gates, X = ctx.saved_tensors
+        grad_h, grad_cell = grad_outputs[:2]
+        if grad_h is None and grad_cell is None:
+            return (None,) * 5
+        if torch.is_grad_enabled():
+            return differentiable_gradients(lltm_cell_reference, inputs, (grad_h, grad_cell))
+        _, weights, bias, _, _ = inputs
+        grad_X, grad_weights, grad_bias, grad_old_cell = ops.lltm_cell_backward(
+            grad_h, grad_cell, new_cell, gates, X, weights
+        )
+        hidden = new_cell.shape[1]
+        return (
+            grad_X[:, hidden:],
+            grad_weights,
+            None if bias is None else grad_bias.view_as(bias),
+            grad_X[:, :hidden],
+            grad_old_cell,
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        return vmap_rows(_CellFunction.apply, {0: 0, 3: 0, 4: 0}, (0, 0, 1, 0))(info, in_dims, *args)
+
+
+class LLTMFunction(_CellFunction):
+    """``LLTMFunction.apply(input, weights, bias, old_h, old_cell)`` returns ``(new_h, new_cell)``.
+
+    One step, with the arguments of the tutorial's function of this name; see :func:`lltm_cell`.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> State:
+        return _CellFunction.apply(*args)[:2]
+
+
+class _SequenceFunction(torch.autograd.Function):
+    """A whole sequence: ``(output, h_n, c_n, gates, cells)``, of which the last two are for backward."""
+
+    @staticmethod
+    def forward(
+        input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return ops.lltm_forward(input, h0, c0, weight_ih, weight_hh, bias, None, False, "auto")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
+        y, _, _, gates, cells = output
+        ctx.mark_non_differentiable(gates, cells)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, y, gates, cells)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, output, gates, cells = ctx.saved_tensors
+        grads = grad_outputs[:3]
+        if all(g is None for g in grads):
+            return (None,) * 6
+        if torch.is_grad_enabled():
+            return differentiable_gradients(_sequence_reference, inputs, grads)
+        *states_and_weights, bias = inputs
+        gradients = ops.lltm_backward(*grads, *states_and_weights, output, gates, cells, None, False, True)
+        return (*gradients[:5], None if bias is None else gradients[5])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        return vmap_rows(_SequenceFunction.apply, {0: 1, 1: 0, 2: 0}, (1, 0, 0, 1, 1))(info, in_dims, *args)
+
+
+def _sequence_reference(
+    input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, (h_n, c_n) = lltm_reference(input, (h0, c0), weight_ih, weight_hh, bias)
+    return output, h_n, c_n
+
+
+def lltm_cell(
+    input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One step of the LLTM cell, in the tutorial's argument order.
+
+    Args:
+        input: [B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
+        weights: [3*H, H+I]; the columns of ``old_h`` before those of ``input``, the rows of the input gate
+            before those of the output gate and the candidate.
+        bias: [3*H] (or [1, 3*H], as old checkpoints of the tutorial have it), or None.
+        old_h: [B, H].
+        old_cell: [B, H], in the dtype of ``input``; for half types also float32, which spares the cell state
+            its rounding at every step.
+
+    Returns:
+        ``(new_h, new_cell)``, each [B, H]; new_h in the dtype of ``input``, new_cell in that of ``old_cell``.
+
+    Raises:
+        TypeError: for another dtype, or no tensor.
+        RuntimeError: for shapes or devices that do not fit, or another layout.
+
+    Source: the formula at the head of this module.
+    """
+    check_tensor("lltm_cell", "input", input)
+    if transforms_active():
+        return LLTMFunction.apply(input, weights, bias, old_h, old_cell)
+    return ops.lltm_cell(input, weights, bias, old_h, old_cell)
+
+
+def lltm(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    algorithm: str = "auto",
+) -> tuple[Tensor, State]:
+    """A whole sequence of the LLTM cell.
+
+    Args:
+        input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
+        hx: ``(h0, c0)``, each [B, H]; c0 in the dtype of ``input``, for half types also in float32.
+        weight_ih: [3*H, I].
+        weight_hh: [3*H, H].
+        bias: [3*H], or None.
+        algorithm: "stepwise" (a matrix product and a pointwise kernel a step), or "auto", which picks.
+
+    Returns:
+        ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
+        Inside, the cell state and its gradient stay float32 (float64 for float64).
+
+    Raises:
+        TypeError: for another dtype, or no tensor.
+        ValueError: for another algorithm.
+        RuntimeError: for shapes or devices that do not fit, or another layout.
+
+    Source: the formula at the head of this module.
+    """
+    check_tensor("lltm", "input", input)
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        raise TypeError(f"lltm: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
+    h0, c0 = hx
+    if transforms_active():
+        output, h_n, c_n, *_ = _SequenceFunction.apply(input, h0, c0, weight_ih, weight_hh, bias)
+    else:
+        output, h_n, c_n = ops.lltm(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
+    return output, (h_n, c_n)
+
+
+class LLTMCell(nn.Module):
+    """One step of the LLTM, called like :class:`torch.nn.LSTMCell`: ``h, c = cell(input, (h, c))``.
+
+    Args:
+        input_size: I, the number of features of the input.
+        hidden_size: H, the number of units.
+        bias: whether the gates have a bias.
+
+    Attributes:
+        weights: [3*H, H+I], as the tutorial's module has it, whose checkpoints load here.
+        bias: [3*H].
+
+    Shapes:
+        input [B, I] or [I]; the states [B, H] or [H], zeros where not given; the results likewise.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes("LLTMCell", input_size=input_size, hidden_size=hidden_size)
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.weights = nn.Parameter(
+            torch.empty(3 * hidden_size, hidden_size + input_size, device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = nn.Parameter(torch.empty(3 * hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as the tutorial and nn.LSTMCell do."""
+        _init_uniform(self, self.hidden_size)
+
+    def forward(self, input: Tensor, hx: State | None = None) -> State:
+        check_tensor("LLTMCell", "input", input)
+        if input.dim() not in (1, 2) or input.shape[-1] != self.input_size:
+            raise RuntimeError(
+                f"LLTMCell: expected input of shape [batch, input_size] or [input_size] with "
+                f"input_size = {self.input_size}, got {list(input.shape)}"
+            )
+        if hx is None:
+            zeros = input.new_zeros(*input.shape[:-1], self.hidden_size)
+            hx = (zeros, zeros)
+        old_h, old_cell = _check_hx("LLTMCell", hx, (*input.shape[:-1], self.hidden_size))
+        if input.dim() == 2:
+            return lltm_cell(input, self.weights, self.bias, old_h, old_cell)
+        new_h, new_cell = lltm_cell(input[None], self.weights, self.bias, old_h[None], old_cell[None])
+        return new_h[0], new_cell[0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Checkpoints of the tutorial's repository hold a bias of one row.
+        bias = state_dict.get(prefix + "bias")
+        if isinstance(bias, Tensor) and bias.shape == (1, 3 * self.hidden_size):
+            state_dict[prefix + "bias"] = bias[0]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias is not None else ", bias=False")
+
+
+class LLTM(nn.Module):
+    """The LLTM as a layer, called like :class:`torch.nn.LSTM`: ``output, (h_n, c_n) = layer(input, hx)``.
+
+    Args:
+        input_size: I, the number of features of the input.
+        hidden_size: H, the number of units.
+        num_layers: L, the layers stacked, each fed with the output of the one below.
+        bias: whether the gates have a bias.
+        batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
+        dropout: the probability of dropout on the output of every layer but the last.
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
+
+    Attributes:
+        weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];
+        bias_l{k}: [3*H]. Those of the other direction end in ``_reverse``.
+
+    Shapes:
+        input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence;
+        hx ``(h0, c0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros where not given;
+        output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes("LLTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if isinstance(dropout, bool) or not 0 <= dropout <= 1:
+            raise ValueError(f"LLTM: expected dropout to be a probability in [0, 1], got {dropout!r}")
+        if dropout > 0 and num_layers == 1:
+            warnings.warn(
+                "LLTM: dropout acts on the output of every layer but the last, so it does nothing with "
+                f"num_layers=1, got dropout={dropout}",
+                stacklevel=2,
+            )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
+        self._suffixes = ("", "_reverse") if bidirectional else ("",)
+        for layer in range(num_layers):
+            layer_input = input_size if layer == 0 else hidden_size * len(self._suffixes)
+            for suffix in self._suffixes:
+                shapes: dict[str, tuple[int, ...]] = {
+                    "weight_ih": (3 * hidden_size, layer_input),
+                    "weight_hh": (3 * hidden_size, hidden_size),
+                }
+                if bias:
+                    shapes["bias"] = (3 * hidden_size,)
+                for name, shape in shapes.items():
+                    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                    self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
+        _init_uniform(self, self.hidden_size)
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: State | None = None
+    ) -> tuple[Tensor | PackedSequence, State]:
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        check_tensor("LLTM", "input", input)
+        self._check_input(input, dims=(2, 3))
+        if input.dim() == 2:
+            if hx is not None:
+                h0, c0 = _check_hx("LLTM", hx, (self._states, self.hidden_size))
+                hx = (h0.unsqueeze(1), c0.unsqueeze(1))
+            output, h_n, c_n = self._run(input.unsqueeze(1), hx, None)
+            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
+        output, h_n, c_n = self._run(input.transpose(0, 1) if self.batch_first else input, hx, None)
+        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n)
+
+    def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+        data, batch_sizes, sorted_indices, unsorted_indices = input
+        self._check_input(data, dims=(2,))
+        if hx is not None and sorted_indices is not None:
+            h0, c0 = _check_hx("LLTM", hx, (self._states, int(batch_sizes[0]), self.hidden_size))
+            hx = (h0.index_select(1, sorted_indices), c0.index_select(1, sorted_indices))
+        output, h_n, c_n = self._run(data, hx, batch_sizes.tolist())
+        if unsorted_indices is not None:
+            h_n, c_n = h_n.index_select(1, unsorted_indices), c_n.index_select(1, unsorted_indices)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), (h_n, c_n)
+
+    def _run(
+        self, input: Tensor, hx: State | None, batch_sizes: list[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
+        batch = input.shape[1] if batch_sizes is None else batch_sizes[0]
+        shape = (self._states, batch, self.hidden_size)
+        if hx is None:
+            zeros = input.new_zeros(shape)
+            hx = (zeros, zeros)
+        h0, c0 = _check_hx("LLTM", hx, shape)
+        h_n: list[Tensor] = []
+        c_n: list[Tensor] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for suffix in self._suffixes:
+                weight_ih, weight_hh, bias = self._parameters_of(layer, suffix)
+                state = len(h_n)
+                output, h, c = self._run_one(
+                    input, h0[state], c0[state], weight_ih, weight_hh, bias, batch_sizes, suffix == "_reverse"
+                )
+                outputs.append(output)
+                h_n.append(h)
+                c_n.append(c)
+            input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            if self.dropout > 0 and layer < self.num_layers - 1:
+                input = F.dropout(input, self.dropout, self.training)
+        return input, torch.stack(h_n), torch.stack(c_n)
+
+    @staticmethod
+    def _run_one(
+        input: Tensor,
+        h0: Tensor,
+        c0: Tensor,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias: Tensor | None,
+        batch_sizes: list[int] | None,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not transforms_active():
+            return ops.lltm(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse)
+        if batch_sizes is not None:
+            raise RuntimeError(
+                "LLTM: expected a padded input under torch.func transforms, got a PackedSequence"
+            )
+        steps = input.flip(0) if reverse else input
+        output, h_n, c_n, *_ = _SequenceFunction.apply(steps, h0, c0, weight_ih, weight_hh, bias)
+        return output.flip(0) if reverse else output, h_n, c_n
+
+    @property
+    def _states(self) -> int:
+        return self.num_layers * len(self._suffixes)
+
+    def _parameters_of(self, layer: int, suffix: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        end = f"_l{layer}{suffix}"
+        return (
+            getattr(self, "weight_ih" + end),
+            getattr(self, "weight_hh" + end),
+            getattr(self, "bias" + end) if self.bias else None,
+        )
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims or input.shape[-1] != self.input_size:
+            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
+            raise RuntimeError(
+                f"LLTM: expected input of shape {layout} or [length, input_size] with "
+                f"input_size = {self.input_size}, got {list(input.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        options = {
+            "num_layers": (self.num_layers, 1),
+            "bias": (self.bias, True),
+            "batch_first": (self.batch_first, False),
+            "dropout": (self.dropout, 0.0),
+            "bidirectional": (self.bidirectional, False),
+        }
+        changed = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
+
+
+def _check_sizes(name: str, **sizes: int) -> None:
+    for argument, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
+        if size <= 0:
+            raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
+
+
+def _check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
+    for argument, state in zip(("h0", "c0"), hx, strict=True):
+        check_tensor(name, argument, state)
+        if state.shape != shape:
+            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
+    return hx[0], hx[1]
+
+
+def _init_uniform(module: nn.Module, hidden_size: int) -> None:
+    bound = 1 / math.sqrt(hidden_size)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+
+
+torch.library.register_vmap("lltm_ext::lltm_cell", vmap_rows(ops.lltm_cell, {0: 0, 3: 0, 4: 0}, (0, 0)))
+torch.library.register_vmap("lltm_ext::lltm", vmap_rows(ops.lltm, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))

@@ -1,0 +1,77 @@
+// What an op demands of its arguments. Every message names the op, the argument, what was expected and
+// what came. The checks read sizes as SymInt, so that real and fake tensors raise the same errors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+namespace lltm_ext {
+
+inline void check_defined(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
+}
+
+inline void check_device(const char* op, const char* name, const at::Tensor& x) {
+  check_defined(op, name, x);
+  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
+              x.layout());
+  TORCH_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), op, ": expected ", name,
+              " on a CPU or CUDA device, got ", x.device());
+#ifndef LLTM_EXT_WITH_CUDA
+  TORCH_CHECK(!x.is_cuda(), op, ": expected ", name,
+              " on the CPU, for which alone this lltm_ext was built, got ", x.device());
+#endif
+}
+
+inline void check_same_device(const char* op, const char* name, const at::Tensor& x, const at::Tensor& like) {
+  check_defined(op, name, x);
+  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
+              x.layout());
+  TORCH_CHECK(x.device() == like.device(), op, ": expected ", name, " on ", like.device(), ", got ",
+              x.device());
+}
+
+inline void check_contiguous(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
+}
+
+inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
+  const at::ScalarType type = x.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
+                   op, ": expected ", name, " of dtype float16, bfloat16, float32 or float64, got ",
+                   c10::getDtypeNames(type).first);
+}
+
+inline void check_same_dtype(const char* op, const char* name, const at::Tensor& x, at::ScalarType expected) {
+  TORCH_CHECK_TYPE(x.scalar_type() == expected, op, ": expected ", name, " of dtype ",
+                   c10::getDtypeNames(expected).first, ", got ", c10::getDtypeNames(x.scalar_type()).first);
+}
+
+inline void check_dim(const char* op, const char* name, const at::Tensor& x, int64_t dim,
+                      const char* meaning) {
+  TORCH_CHECK(x.dim() == dim, op, ": expected ", name, " of shape ", meaning, ", got ", x.sym_sizes());
+}
+
+inline void check_shape(const char* op, const char* name, const at::Tensor& x, c10::SymIntArrayRef expected,
+                        const char* meaning) {
+  TORCH_CHECK(x.sym_sizes().equals(expected), op, ": expected ", name, " of shape ", meaning, " = ", expected,
+              ", got ", x.sym_sizes());
+}
+
+}  // namespace lltm_ext
+
+// The tutorials' names, for the raw bindings. `x` is also the argument's name in the message.
+#define CHECK_CONTIGUOUS(op, x) ::lltm_ext::check_contiguous(op, #x, x)
+#define CHECK_INPUT(op, x)                 \
+  do {                                     \
+    ::lltm_ext::check_device(op, #x, x);   \
+    CHECK_CONTIGUOUS(op, x);               \
+    ::lltm_ext::check_floating(op, #x, x); \
+  } while (false)
+#define CHECK_SAME(op, x, like)                                    \
+  do {                                                             \
+    ::lltm_ext::check_same_device(op, #x, x, like);                \
+    ::lltm_ext::check_same_dtype(op, #x, x, (like).scalar_type()); \
+  } while (false)
+#define CHECK_SHAPE_OF(op, x, like) ::lltm_ext::check_shape(op, #x, x, (like).sym_sizes(), "of " #like)
+#define CHECK_SHAPE(op, x, meaning, ...) ::lltm_ext::check_shape(op, #x, x, {__VA_ARGS__}, meaning)

@@ -1,0 +1,26 @@
+// How a kernel is launched: grid sizes and the loop over what one grid does not cover.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace lltm_ext {
+
+constexpr int kThreads = 256;
+// More blocks than any chip holds at once; the loop below covers the rest.
+constexpr int64_t kMaxBlocks = 1 << 16;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline unsigned blocks_for(int64_t threads) {
+  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
+}
+
+}  // namespace lltm_ext
+
+// Grid-stride loop over [0, n). Offsets are 64-bit: tensors may hold more than 2^31 elements.
+#define CUDA_KERNEL_LOOP(i, n)                                                           \
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < (n); \
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x)

@@ -1,0 +1,62 @@
+// Registration of an op with torch's dispatcher, and what its autograd formula needs.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace lltm_ext {
+
+// One function serves every backend: its own checks name what it does not take, and on Meta (fake) tensors
+// it checks and allocates but runs no kernel.
+template <typename F>
+void implement(torch::Library& m, const char* op, F* function) {
+  m.impl(op, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
+}
+
+template <typename F>
+void implement_autograd(torch::Library& m, const char* op, F* function) {
+  m.impl(op, torch::dispatch(c10::DispatchKey::Autograd, function));
+}
+
+template <typename F>
+void implement_autocast(torch::Library& m, const char* op, F* function) {
+  m.impl(op, torch::dispatch(c10::DispatchKey::AutocastCPU, function));
+  m.impl(op, torch::dispatch(c10::DispatchKey::AutocastCUDA, function));
+}
+
+// For an autocast kernel: casts tensors to autocast's dtype (weights through its cache), and switches
+// autocast off below.
+class AutocastInputs {
+ public:
+  explicit AutocastInputs(const at::Tensor& input)
+      : device_(input.device().type()), dtype_(at::autocast::get_autocast_dtype(device_)) {}
+  at::Tensor operator()(const at::Tensor& x) const { return at::autocast::cached_cast(dtype_, x, device_); }
+  std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& x) const {
+    return at::autocast::cached_cast(dtype_, x, device_);
+  }
+
+ private:
+  at::DeviceType device_;
+  at::ScalarType dtype_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+// The op as seen from the top of the dispatcher, for calls that tracing, autocast or autograd must see.
+template <typename Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+inline bool needs_grad(const at::Tensor& x) {
+  // A forward-mode tangent counts, so that it meets autograd's own error and is never dropped in silence.
+  return x.defined() && (x.requires_grad() || x._fw_grad(0).defined());
+}
+inline bool needs_grad(const std::optional<at::Tensor>& x) { return x.has_value() && needs_grad(*x); }
+
+template <typename... Tensors>
+bool any_needs_grad(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+}
+
+}  // namespace lltm_ext

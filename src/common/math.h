@@ -1,0 +1,62 @@
+// The scalar formulas of every op, once, for CPU and GPU alike. Includes nothing of ours.
+#pragma once
+
+#include <cmath>
+
+#ifdef __CUDACC__
+#define LLTM_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define LLTM_HOST_DEVICE inline
+#endif
+
+namespace lltm_ext {
+
+// 1 / (1 + e^-x). Needs no branch: e^-x overflows to infinity, whose reciprocal is the right 0.
+template <typename T>
+LLTM_HOST_DEVICE T sigmoid(T x) {
+  return T(1) / (T(1) + std::exp(-x));
+}
+
+// Derivative of sigmoid, from its output.
+template <typename T>
+LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
+  return output * (T(1) - output);
+}
+
+// max(x, 0) that lets NaN through, as torch's does.
+template <typename T>
+LLTM_HOST_DEVICE T relu(T x) {
+  return x <= T(0) ? T(0) : x;
+}
+
+// The gradient through relu, from its output: 0 where the output is 0, and so at 0 itself.
+template <typename T>
+LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
+  return output <= T(0) ? T(0) : grad_output;
+}
+
+// The nearest integer, ties to even (the default rounding mode of every CPU and GPU).
+template <typename T>
+LLTM_HOST_DEVICE T round_half_to_even(T x) {
+  return std::nearbyint(x);
+}
+
+// Derivative of tanh, from its output.
+template <typename T>
+LLTM_HOST_DEVICE T tanh_derivative(T output) {
+  return T(1) - output * output;
+}
+
+// x above 0, e^x - 1 below it.
+template <typename T>
+LLTM_HOST_DEVICE T elu(T x) {
+  return x > T(0) ? x : std::expm1(x);
+}
+
+// Derivative of elu, from its output: below 0 the output is e^x - 1 and the derivative e^x.
+template <typename T>
+LLTM_HOST_DEVICE T elu_derivative(T output) {
+  return output > T(0) ? T(1) : output + T(1);
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,18 @@
+// N elements moved as one aligned access: 16 bytes is the widest load and store a thread has.
+#pragma once
+
+#include <cstdint>
+
+namespace lltm_ext {
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T data[N];
+};
+
+template <typename T>
+constexpr int kVecWidth = 16 / sizeof(T);
+
+inline bool is_vec_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace lltm_ext

@@ -1,0 +1,95 @@
+// gemm: the contract between the op's files. A stream as last argument means CUDA, none means the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace lltm_ext {
+
+// Those whose derivative follows from their output, so that backward needs nothing but the output.
+enum class Activation : int32_t { kNone, kRelu, kSigmoid, kTanh, kElu };
+
+// x[i] = activation(x[i]): one branch for all N.
+template <int N, typename A>
+LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
+  switch (activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kRelu:
+      for (int i = 0; i < N; ++i) x[i] = relu(x[i]);
+      return;
+    case Activation::kSigmoid:
+      for (int i = 0; i < N; ++i) x[i] = sigmoid(x[i]);
+      return;
+    case Activation::kTanh:
+      for (int i = 0; i < N; ++i) x[i] = std::tanh(x[i]);
+      return;
+    case Activation::kElu:
+      for (int i = 0; i < N; ++i) x[i] = elu(x[i]);
+      return;
+  }
+}
+
+struct GemmActivationBackward {
+  Activation activation;
+  template <typename A>
+  LLTM_HOST_DEVICE A operator()(A grad_output, A output) const {
+    switch (activation) {
+      case Activation::kNone:
+        return grad_output;
+      case Activation::kRelu:
+        return relu_backward(grad_output, output);
+      case Activation::kSigmoid:
+        return grad_output * sigmoid_derivative(output);
+      case Activation::kTanh:
+        return grad_output * tanh_derivative(output);
+      case Activation::kElu:
+        return grad_output * elu_derivative(output);
+    }
+    return grad_output;
+  }
+};
+
+// A batch of matrices, any strides (in elements): element (i, j) of matrix z stands at
+// data[z * batch_stride + i * row_stride + j * column_stride]. A transpose is two strides exchanged.
+template <typename T>
+struct Matrices {
+  const T* data;
+  int64_t batch_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+template <typename T>
+struct GemmArgs {
+  Matrices<T> a;    // batch of [m, k]
+  Matrices<T> b;    // batch of [k, n]
+  const T* bias;    // [n], or null
+  int64_t bias_stride;
+  T* c;             // [batch, m, n], contiguous
+  int64_t batch, m, n, k;
+  Activation activation;
+};
+
+// c = activation(a @ b + bias), summed and activated in the accumulate type, rounded once.
+template <typename T>
+void gemm(const GemmArgs<T>& args);
+// grad_input = grad_output * activation'(output), of n elements each.
+template <typename T>
+void gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
+                              int64_t n);
+
+#ifdef LLTM_EXT_WITH_CUDA
+template <typename T>
+cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
+template <typename T>
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
+                                     int64_t n, cudaStream_t stream);
+#endif
+
+}  // namespace lltm_ext

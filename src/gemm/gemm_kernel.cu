@@ -1,0 +1,50 @@
+// gemm on CUDA: which kernel takes which problem. float32 and float64 go to gemm_ffma.cuh, the half types to the
+// tensor cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits every run.
+#include "common/elementwise.cuh"
+#include "gemm/gemm.h"
+#include "gemm/gemm_ffma.cuh"
+#include "gemm/gemm_tensor.cuh"
+
+namespace lltm_ext {
+
+// Large tiles read each operand less often, small ones make more blocks: large where they nearly fill the chip.
+template <typename T>
+cudaError_t fills_chip(const GemmArgs<T>& args, int tile_rows, int tile_columns, bool& fills) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  fills = args.m > tile_rows / 2 && args.n > tile_columns / 2 &&
+          tiles_of(args, tile_rows, tile_columns).total * 3 >= int64_t{processors} * 2;
+  return error;
+}
+
+template <typename T>
+cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
+  bool large = false;
+  const cudaError_t error = fills_chip(args, 128, 128, large);
+  if (error != cudaSuccess) return error;
+  if constexpr (sizeof(T) == 2) {
+    return large ? launch_tensor<128>(args, stream) : launch_tensor<64>(args, stream);
+  } else if constexpr (sizeof(T) == 4) {
+    return large ? launch_ffma<FfmaTile<T, 128, 128, 16, 8, 8, 2>>(args, stream)
+                 : launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 4>>(args, stream);
+  } else {
+    return launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 3>>(args, stream);
+  }
+}
+
+template <typename T>
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
+                                     int64_t n, cudaStream_t stream) {
+  return launch_elementwise(GemmActivationBackward{activation}, n, stream, grad_input, grad_output, output);
+}
+
+#define INSTANTIATE(T)                                              \
+  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);      \
+  template cudaError_t gemm_activation_backward(Activation, const T*, const T*, T*, int64_t, cudaStream_t);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(__half)
+INSTANTIATE(__nv_bfloat16)
+
+}  // namespace lltm_ext

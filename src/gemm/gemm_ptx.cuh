@@ -1,0 +1,130 @@
+// The instructions that C++ has no name for, each in one function: asynchronous copies to shared memory, and
+// the tensor cores' matrix products.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace lltm_ext {
+
+// Copies the first `valid` of BYTES bytes and clears the others; `valid` 0 reads nothing. Both addresses are
+// multiples of BYTES, which is 4, 8 or 16. Asynchronous from sm_80 on.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+#if __CUDA_ARCH__ >= 800
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES), "r"(valid));
+  }
+#else
+  struct alignas(BYTES) Bytes {
+    uint16_t pair[BYTES / 2];
+  };
+  Bytes bytes = {};
+  if (valid == BYTES) {
+    bytes = *static_cast<const Bytes*>(global);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BYTES / 2; ++i) {
+      if (i < valid / 2) bytes.pair[i] = static_cast<const uint16_t*>(global)[i];
+    }
+  }
+  *static_cast<Bytes*>(shared) = bytes;
+#endif
+}
+
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// Waits until at most GROUPS of this thread's groups are still under way.
+template <int GROUPS>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of line r of matrix i. Each lane
+// receives, of every matrix, elements 2 (lane % 4) and the next of line lane / 4, or of column lane / 4 if TRANSPOSE.
+template <bool TRANSPOSE>
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* line) {
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(line));
+  if constexpr (TRANSPOSE) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from));
+  }
+}
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float32. With g = lane / 4 and t = 2 (lane % 4): a holds
+// rows g, g + 8 at k = t, t + 1, then the same at k + 8; b holds column g at k = t, t + 1, then at k + 8; c holds
+// row g at columns t, t + 1, then row g + 8.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+#if __CUDA_ARCH__ < 800
+// The sum of two products of bfloat16: the pairs that a register holds.
+__device__ __forceinline__ float dot_pairs(uint32_t x, uint32_t y, float sum) {
+  sum = fmaf(__uint_as_float(x << 16), __uint_as_float(y << 16), sum);
+  return fmaf(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u), sum);
+}
+#endif
+
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             __nv_bfloat16) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  // Turing's tensor cores know no bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
+  constexpr uint32_t kAll = 0xffffffffu;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {  // the lane of the four that holds k = 2 q, 2 q + 1
+    uint32_t row[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(kAll, a[i], lane / 4 * 4 + q);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int holder = (lane % 4 * 2 + j) * 4 + q;
+      const uint32_t column0 = __shfl_sync(kAll, b0, holder);
+      const uint32_t column1 = __shfl_sync(kAll, b1, holder);
+      c[j] = dot_pairs(row[2], column1, dot_pairs(row[0], column0, c[j]));
+      c[j + 2] = dot_pairs(row[3], column1, dot_pairs(row[1], column0, c[j + 2]));
+    }
+  }
+#endif
+}
+
+}  // namespace lltm_ext

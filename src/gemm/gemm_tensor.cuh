@@ -1,0 +1,183 @@
+// The kernel for float16 and bfloat16: tensor cores, float32 sums.
+//
+// A block of 4 warps computes a SIDE x SIDE tile of c, a quarter a warp. Slices of kDepth of K go to shared
+// memory through a ring of kStages asynchronous copies, in the order that they have in memory (K_MAJOR: k runs
+// fastest); the load of fragments transposes where it must. Lines are 16-byte chunks, permuted so that the eight
+// lines of a fragment lie in different banks.
+#pragma once
+
+#include "gemm/gemm_tile.cuh"
+
+namespace lltm_ext {
+
+constexpr int kDepth = 32;
+constexpr int kStages = 3;
+constexpr int kTensorThreads = 128;
+
+template <bool K_MAJOR, int SIDE>
+struct Slice {
+  static constexpr int kLines = K_MAJOR ? SIDE : kDepth;
+  static constexpr int kChunks = (K_MAJOR ? kDepth : SIDE) / 8;  // a line
+  static constexpr int kElements = SIDE * kDepth;
+
+  static __device__ __forceinline__ int at(int line, int chunk) {
+    // Lines of 64 bytes lie two in a row of banks, so the permutation changes with every other line.
+    const int permutation = kChunks == 4 ? line / 2 % 4 : line % 8;
+    return (line * kChunks + (chunk ^ permutation)) * 8;
+  }
+
+  // Copies the slice that starts at x.data; chunks are 16-byte accesses if `vectors`, else elements.
+  template <typename T>
+  static __device__ __forceinline__ void copy(T* shared, const Operand<T>& x, bool vectors, int64_t k_left) {
+    constexpr int kStep = kTensorThreads / kChunks;
+    static_assert(kTensorThreads % kChunks == 0 && kLines % kStep == 0);
+    const int depth = clamp_to_int(k_left, kDepth);
+    const int lines = K_MAJOR ? x.extent : depth;
+    const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+    const int valid = min(max((K_MAJOR ? depth : x.extent) - chunk * 8, 0), 8);
+    const int64_t stride = K_MAJOR ? x.k_stride : x.stride, line_stride = K_MAJOR ? x.stride : x.k_stride;
+    if (vectors) {
+      const T* from = x.data + first * line_stride + chunk * 8;
+#pragma unroll
+      for (int i = 0; i < kLines / kStep; ++i, from += kStep * line_stride) {
+        const int line = first + i * kStep;
+        copy_async<16>(shared + at(line, chunk), from, line < lines ? valid * 2 : 0);
+      }
+      return;
+    }
+    const T* from = x.data + first * line_stride + chunk * 8 * stride;
+#pragma unroll 2
+    for (int i = 0; i < kLines / kStep; ++i, from += kStep * line_stride) {
+      const int line = first + i * kStep;
+      Vec<T, 8> values;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        values.data[j] = line < lines && j < valid ? from[j * stride] : narrow<T>(0.0f);
+      }
+      *reinterpret_cast<Vec<T, 8>*>(shared + at(line, chunk)) = values;
+    }
+  }
+
+  // The 16 x 16 fragment from row (of a; column of b) `first` and k on: its four 8 x 8 matrices are rows 0-7,
+  // then 8-15 at the lower 8 k, and both at the upper.
+  template <typename T>
+  static __device__ __forceinline__ void load(uint32_t (&fragment)[4], const T* shared, int first, int k) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (K_MAJOR) {
+      load_matrices<false>(fragment, shared + at(first + lane % 16, k / 8 + lane / 16));
+    } else {
+      load_matrices<true>(fragment, shared + at(k + lane / 16 * 8 + lane % 8, first / 8 + lane / 8 % 2));
+    }
+  }
+};
+
+template <typename T, int SIDE, bool A_K_MAJOR, bool B_K_MAJOR>
+__global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
+    gemm_tensor_kernel(const GemmArgs<T> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
+  using SliceA = Slice<A_K_MAJOR, SIDE>;
+  using SliceB = Slice<B_K_MAJOR, SIDE>;
+  constexpr int kWarpSide = SIDE / 2;
+  constexpr int kRowBlocks = kWarpSide / 16, kColumnBlocks = kWarpSide / 16;
+  constexpr int kStage = SliceA::kElements + SliceB::kElements;
+  static_assert(kStages * kStage * sizeof(T) >= kWarpSide * SIDE * sizeof(float));
+  __shared__ __align__(128) T shared[kStages * kStage];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / 2 * kWarpSide, warp_column = warp % 2 * kWarpSide;
+
+  const TilePosition at = position(tiles, SIDE, SIDE);
+  Operand<T> a = rows_of_a(args, at, SIDE), b = columns_of_b(args, at, SIDE);
+  float sum[kRowBlocks][2 * kColumnBlocks][4] = {};
+  int filling = 0, stage = 0;
+  // Multiplies the slice at k and copies the one kAhead further on; the first rounds, at negative k, only copy.
+  constexpr int kAhead = (kStages - 1) * kDepth;
+  for (int64_t k = -kAhead; k < args.k; k += kDepth) {
+    if (k >= 0) {
+      copy_async_wait<kStages - 2>();
+      __syncthreads();  // the slice at k has come, and nobody reads the one that the next copy overwrites
+    }
+    if (k + kAhead < args.k) {
+      SliceA::copy(shared + filling * kStage, a, vectors_a, args.k - (k + kAhead));
+      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, args.k - (k + kAhead));
+      a.data += kDepth * a.k_stride;
+      b.data += kDepth * b.k_stride;
+    }
+    copy_async_commit();  // an empty group too: the wait counts groups
+    filling = filling + 1 == kStages ? 0 : filling + 1;
+    if (k >= 0) {
+      const T* slice_a = shared + stage * kStage;
+      const T* slice_b = slice_a + SliceA::kElements;
+#pragma unroll
+      for (int i = 0; i < kDepth; i += 16) {
+        uint32_t x[kRowBlocks][4], y[kColumnBlocks][4];
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) SliceA::load(x[r], slice_a, warp_row + r * 16, i);
+#pragma unroll
+        for (int s = 0; s < kColumnBlocks; ++s) SliceB::load(y[s], slice_b, warp_column + s * 16, i);
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int s = 0; s < kColumnBlocks; ++s) {
+            multiply_add(sum[r][2 * s], x[r], y[s][0], y[s][2], T{});
+            multiply_add(sum[r][2 * s + 1], x[r], y[s][1], y[s][3], T{});
+          }
+        }
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+
+  // The upper half of the tile, then the lower, goes through shared memory as float32.
+  float* staged = reinterpret_cast<float*>(shared);
+#pragma unroll 1
+  for (int part = 0; part < 2; ++part) {
+    __syncthreads();
+    if (warp / 2 == part) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+        for (int s = 0; s < 2 * kColumnBlocks; ++s) {
+          const int row = r * 16 + lane / 4, column = warp_column + s * 8 + lane % 4 * 2;
+          const auto stage_pair = [&](int row, float left, float right) {
+            *reinterpret_cast<Vec<float, 2>*>(staged + staged_at<T, SIDE>(row, column)) = {{left, right}};
+          };
+          stage_pair(row, sum[r][s][0], sum[r][s][1]);
+          stage_pair(row + 8, sum[r][s][2], sum[r][s][3]);
+        }
+      }
+    }
+    __syncthreads();
+    write_staged<kWarpSide, SIDE, kTensorThreads>(args, at, part * kWarpSide, staged);
+  }
+}
+
+// Whether an operand's lines are whole 16-byte vectors: `stride` 1 along the line, the others multiples.
+template <typename T>
+bool has_vectors(const T* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
+  return stride == 1 && is_vec_aligned(data) && line_stride % 8 == 0 && batch_stride % 8 == 0;
+}
+
+template <int SIDE, bool A_K_MAJOR, bool B_K_MAJOR, typename T>
+cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
+  const auto vectors = [](const Matrices<T>& x, bool rows_are_lines) {
+    return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
+                          : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
+  };
+  return launch_tiles(tiles_of(args, SIDE, SIDE), [&](unsigned blocks, const Tiles& tiles) {
+    gemm_tensor_kernel<T, SIDE, A_K_MAJOR, B_K_MAJOR><<<blocks, kTensorThreads, 0, stream>>>(
+        args, tiles, vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
+  });
+}
+
+template <int SIDE, typename T>
+cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
+  // Where neither stride is 1 the smaller one runs along the lines.
+  const bool a_k_major = args.a.column_stride <= args.a.row_stride;
+  const bool b_k_major = args.b.row_stride < args.b.column_stride;
+  if (a_k_major) {
+    return b_k_major ? launch_tensor<SIDE, true, true>(args, stream) : launch_tensor<SIDE, true, false>(args, stream);
+  }
+  return b_k_major ? launch_tensor<SIDE, false, true>(args, stream) : launch_tensor<SIDE, false, false>(args, stream);
+}
+
+}  // namespace lltm_ext

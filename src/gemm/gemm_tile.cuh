@@ -1,0 +1,134 @@
+// What both kernels share: how c is cut into tiles, how a tile's operands are addressed, and how a tile of
+// sums becomes a tile of c.
+#pragma once
+
+#include "common/launch.cuh"
+#include "common/types.h"
+#include "common/vec.cuh"
+#include "gemm/gemm.h"
+#include "gemm/gemm_ptx.cuh"
+
+namespace lltm_ext {
+
+// ---- Tiles of c. One block computes one tile. Tiles are counted over the whole batch in 64 bits, so neither the
+// batch nor a side of the matrix meets the limits of a grid's dimensions.
+
+struct Tiles {
+  int64_t rows, columns;  // of one matrix
+  int64_t total;          // of the batch
+  int64_t first = 0;      // that of block 0
+};
+
+struct TilePosition {
+  int64_t matrix, row, column;  // the tile's corner, in elements of c
+};
+
+template <typename T>
+Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns) {
+  const int64_t rows = ceil_div(args.m, tile_rows), columns = ceil_div(args.n, tile_columns);
+  return {rows, columns, args.batch * rows * columns};
+}
+
+// Calls launch(blocks, tiles) for all tiles: once, unless there are more than a grid may have blocks.
+template <typename Launch>
+cudaError_t launch_tiles(Tiles tiles, Launch launch) {
+  cudaError_t error = cudaSuccess;
+  for (; tiles.first < tiles.total && error == cudaSuccess; tiles.first += INT32_MAX) {
+    launch(static_cast<unsigned>(std::min<int64_t>(tiles.total - tiles.first, INT32_MAX)), tiles);
+    error = cudaGetLastError();
+  }
+  return error;
+}
+
+// Neighbours in time are neighbours in c: bands of 8 tile rows are walked column by column, so that the
+// blocks that run together read few rows of a and few columns of b, and find them in L2.
+__device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
+  constexpr int64_t kBand = 8;
+  const int64_t tile = tiles.first + blockIdx.x;
+  const int64_t per_matrix = tiles.rows * tiles.columns;
+  const int64_t matrix = tile / per_matrix;
+  const int64_t index = tile - matrix * per_matrix;
+  const int64_t band = index / (kBand * tiles.columns);
+  const int64_t within = index - band * kBand * tiles.columns;
+  const int64_t band_rows = min(kBand, tiles.rows - band * kBand);
+  return {matrix, (band * kBand + within % band_rows) * tile_rows, within / band_rows * tile_columns};
+}
+
+// ---- Operands. Both are seen alike: a line of `extent` (rows of a, columns of b) for every k.
+
+template <typename T>
+struct Operand {
+  const T* data;
+  int64_t stride;  // along the rows of a, the columns of b
+  int64_t k_stride;
+  int extent;  // how many rows or columns of the tile there are
+};
+
+__device__ __forceinline__ int clamp_to_int(int64_t x, int limit) {
+  return static_cast<int>(min(max(x, int64_t{0}), static_cast<int64_t>(limit)));
+}
+
+template <typename T>
+__device__ __forceinline__ Operand<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at, int rows) {
+  const Matrices<T>& a = args.a;
+  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride, a.row_stride, a.column_stride,
+          clamp_to_int(args.m - at.row, rows)};
+}
+
+template <typename T>
+__device__ __forceinline__ Operand<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at, int columns) {
+  const Matrices<T>& b = args.b;
+  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride, b.column_stride, b.row_stride,
+          clamp_to_int(args.n - at.column, columns)};
+}
+
+// ---- The epilogue. Sums are staged in shared memory, so that bias and activation are compiled once, in a
+// loop, and c is written in 16-byte stores by neighbouring threads.
+
+// Where the sum of (row, column) is staged: vectors of one row are permuted by the row's number, which
+// spreads the rows that a warp writes at once over the banks.
+template <typename T, int COLUMNS>
+__device__ __forceinline__ int staged_at(int row, int column) {
+  constexpr int V = kVecWidth<T>;
+  static_assert(COLUMNS % (8 * V) == 0);
+  return row * COLUMNS + (column / V ^ (row & 7)) * V + column % V;
+}
+
+// Writes ROWS x COLUMNS staged sums to c, from (row, column) of its matrix on. All THREADS call it.
+template <int ROWS, int COLUMNS, int THREADS, typename T>
+__device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const TilePosition& at, int first_row,
+                                             const acc_t<T>* staged) {
+  constexpr int V = kVecWidth<T>;
+  const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < ROWS * (COLUMNS / V); i += THREADS) {
+    const int tile_row = i / (COLUMNS / V), tile_column = i % (COLUMNS / V) * V;
+    const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
+    if (row >= args.m || column >= args.n) continue;
+    const int valid = clamp_to_int(args.n - column, V);
+    acc_t<T> x[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + j];
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
+      }
+    }
+    activate(args.activation, x);
+    Vec<T, V> y;
+#pragma unroll
+    for (int j = 0; j < V; ++j) y.data[j] = narrow<T>(x[j]);
+    T* c = args.c + (at.matrix * args.m + row) * args.n + column;
+    if (vectors) {
+      *reinterpret_cast<Vec<T, V>*>(c) = y;
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (j < valid) c[j] = y.data[j];
+      }
+    }
+  }
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,456 @@
+// lltm, a whole sequence: tensors in, tensors out. Dispatcher op lltm_ext::lltm with the forward and backward
+// that its autograd node calls.
+//
+// T is the length, B the batch, I the input size, H the hidden size. The input projection of all steps is one
+// matrix product before the loop, the weights' gradients one after it; a step in the loop is one product with
+// weight_hh and one pointwise kernel. Packed sequences come as the rows of all steps, one step after the
+// other
+// ([N, I], longest sequence first), with the number of rows in each; a dense input is the case of B rows in
+// each. `reverse` walks from the last step to the first and leaves every output at its own step.
+#include <ATen/OpMathType.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include "lltm/lltm_step.h"
+
+namespace lltm_ext {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using torch::autograd::variable_list;
+
+// The rows of each step, in the order in which the steps are computed.
+struct Steps {
+  struct Step {
+    int64_t first_row, rows;
+  };
+  std::vector<Step> steps;
+
+  Steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch, bool reverse) {
+    const auto rows_of = [&](int64_t t) { return batch_sizes ? (*batch_sizes)[t] : batch; };
+    int64_t first_row = 0;
+    for (int64_t t = 0; t < length; ++t) {
+      steps.push_back({first_row, rows_of(t)});
+      first_row += rows_of(t);
+    }
+    if (reverse) std::reverse(steps.begin(), steps.end());
+  }
+};
+
+void check_batch_sizes(const char* op, at::IntArrayRef sizes, const at::Tensor& input, int64_t batch) {
+  int64_t total = 0, previous = batch;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK(0 < size && size <= previous, op,
+                ": expected batch_sizes to be positive, to start at batch = ", batch,
+                " and never to grow, got ", sizes);
+    previous = size;
+    total += size;
+  }
+  TORCH_CHECK((sizes.empty() || sizes[0] == batch) && total == input.sym_size(0), op,
+              ": expected batch_sizes to start at batch = ", batch, " and to sum to the ", input.sym_size(0),
+              " rows of input, got ", sizes);
+}
+
+void check_inputs(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                  const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  const char* op = "lltm";
+  check_device(op, "input", input);
+  check_floating(op, "input", input);
+  if (batch_sizes) {
+    check_dim(op, "input", input, 2, "[rows of all steps, input_size]");
+  } else {
+    check_dim(op, "input", input, 3, "[length, batch, input_size]");
+  }
+  const auto check_like_input = [&](const char* name, const at::Tensor& x) {
+    check_same_device(op, name, x, input);
+    check_same_dtype(op, name, x, input.scalar_type());
+  };
+  check_like_input("h0", h0);
+  check_same_device(op, "c0", c0, input);
+  check_cell_dtype(op, "c0", c0, input);
+  check_like_input("weight_ih", weight_ih);
+  check_like_input("weight_hh", weight_hh);
+  if (bias) check_like_input("bias", *bias);
+
+  check_dim(op, "h0", h0, 2, "[batch, hidden_size]");
+  const c10::SymInt batch = batch_sizes ? h0.sym_size(0) : input.sym_size(1), hidden = h0.sym_size(1);
+  CHECK_SHAPE(op, h0, "[batch, hidden_size]", batch, hidden);
+  CHECK_SHAPE(op, c0, "[batch, hidden_size]", batch, hidden);
+  CHECK_SHAPE(op, weight_ih, "[3*hidden_size, input_size]", 3 * hidden, input.sym_size(-1));
+  CHECK_SHAPE(op, weight_hh, "[3*hidden_size, hidden_size]", 3 * hidden, hidden);
+  if (bias) check_shape(op, "bias", *bias, {3 * hidden}, "[3*hidden_size]");
+  if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, h0.size(0));
+  TORCH_CHECK_VALUE(algorithm == "auto" || algorithm == "stepwise", op,
+                    ": expected algorithm to be 'auto' or 'stepwise', got '", algorithm, "'");
+}
+
+int64_t length_of(const at::Tensor& input, at::OptionalIntArrayRef batch_sizes) {
+  return batch_sizes ? static_cast<int64_t>(batch_sizes->size()) : input.size(0);
+}
+
+at::Tensor flatten_rows(const at::Tensor& x) {
+  return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
+}
+
+// The first `rows` rows; skips making a view where that is all of them.
+at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
+  return rows == x.size(0) ? x : x.narrow(0, 0, rows);
+}
+
+struct Outputs {
+  at::Tensor output, h_n, c_n;
+  at::Tensor gates;  // activated, for the backward; as output, but 3 * H wide
+  at::Tensor cells;  // the cell state after each step, for the backward; as output
+};
+
+// Rows as the input has them, dense or packed, of another width.
+at::Tensor empty_rows(const at::Tensor& input, const c10::SymInt& width, at::ScalarType type) {
+  c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+  sizes.back() = width;
+  return at::empty_symint(sizes, input.options().dtype(type));
+}
+
+Outputs run_forward(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                    const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+                    at::OptionalIntArrayRef batch_sizes, bool reverse, bool save) {
+  const KernelGuard guard(input);
+  const int64_t batch = h0.size(0), hidden = h0.size(1);
+  const at::Tensor rows = flatten_rows(input);
+  const at::ScalarType state_type = at::toOpMathType(input.scalar_type());
+
+  Outputs out;
+  out.output = empty_rows(input, hidden, input.scalar_type());
+  out.gates = empty_rows(input, 3 * hidden, input.scalar_type());
+  at::Tensor all_gates = out.gates.view({rows.size(0), 3 * hidden});
+  if (bias) {
+    at::addmm_out(all_gates, *bias, rows, weight_ih.t());
+  } else {
+    at::mm_out(all_gates, rows, weight_ih.t());
+  }
+  if (save) out.cells = empty_rows(input, hidden, state_type);
+  const at::Tensor h = h0.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor c = at::empty({batch, hidden}, input.options().dtype(state_type)).copy_(c0);
+  const at::Tensor weight_hh_t = weight_hh.t();
+
+  for (const auto& [first_row, n] : Steps(batch_sizes, length_of(input, batch_sizes), batch, reverse).steps) {
+    if (n * hidden == 0) break;
+    at::Tensor gates = all_gates.narrow(0, first_row, n);
+    gates.addmm_(first_rows(h, n), weight_hh_t);
+    launch_step("lltm_forward_step", gates, c,
+                [&, first_row = first_row, n = n](auto type, auto cell_type, auto... stream) {
+                  using T = typename decltype(type)::type;
+                  using C = typename decltype(cell_type)::type;
+                  const ForwardStep<T, C> step = {
+                      .batch = n,
+                      .hidden = hidden,
+                      .gates = gates_of_rows<T>(gates),
+                      .old_cell = pointer<C>(c),
+                      .new_cell = mutable_pointer<C>(c),
+                      .new_h = mutable_pointer<T>(h),
+                      .output = mutable_pointer<T>(out.output) + first_row * hidden,
+                      .activated = save ? gates_of_rows<T>(gates) : Gates<T>{nullptr, 0, 0},
+                      .saved_cell = save ? mutable_pointer<C>(out.cells) + first_row * hidden : nullptr,
+                  };
+                  return lltm_forward_step(step, stream...);
+                });
+  }
+  out.h_n = h;
+  out.c_n = c.to(c0.scalar_type());
+  return out;
+}
+
+// (output [T, B, H] or [N, H], h_n [B, H], c_n [B, H])
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(const at::Tensor& input, const at::Tensor& h0,
+                                                        const at::Tensor& c0, const at::Tensor& weight_ih,
+                                                        const at::Tensor& weight_hh,
+                                                        const OptionalTensor& bias,
+                                                        at::OptionalIntArrayRef batch_sizes, bool reverse,
+                                                        c10::string_view algorithm) {
+  check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+  if (input.is_meta()) {
+    return {empty_rows(input, h0.sym_size(1), input.scalar_type()),
+            at::empty_like(h0, at::MemoryFormat::Contiguous),
+            at::empty_like(c0, at::MemoryFormat::Contiguous)};
+  }
+  const Outputs out =
+      run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, /*save=*/false);
+  return {out.output, out.h_n, out.c_n};
+}
+
+// As above, and (gates, cells) for the backward.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_forward(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+    const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, c10::string_view algorithm) {
+  check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+  if (input.is_meta()) {
+    const c10::SymInt hidden = h0.sym_size(1);
+    const at::ScalarType type = input.scalar_type();
+    return {empty_rows(input, hidden, type), at::empty_like(h0, at::MemoryFormat::Contiguous),
+            at::empty_like(c0, at::MemoryFormat::Contiguous), empty_rows(input, 3 * hidden, type),
+            empty_rows(input, hidden, at::toOpMathType(type))};
+  }
+  const Outputs out =
+      run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, /*save=*/true);
+  return {out.output, out.h_n, out.c_n, out.gates, out.cells};
+}
+
+// Sum over the steps of grad_gates^T @ (the h that the step started from).
+at::Tensor weight_hh_gradient(const at::Tensor& grad_gates, const at::Tensor& output, const at::Tensor& h0,
+                              const std::vector<Steps::Step>& steps, bool packed) {
+  if (steps.empty()) return at::mm(grad_gates.t(), output);
+  const auto rows_of = [](const at::Tensor& x, const Steps::Step& step) {
+    return x.narrow(0, step.first_row, step.rows);
+  };
+  if (!packed) {  // two products and no copy: all steps but the first start from the output of their
+                  // neighbour
+    const at::Tensor gradient = at::mm(rows_of(grad_gates, steps.front()).t(), h0);
+    if (steps.size() == 1) return gradient;
+    const int64_t rows = grad_gates.size(0) - steps.front().rows;
+    const bool forward = steps.front().first_row == 0;
+    const int64_t shift = steps.front().rows;
+    return at::addmm(gradient, grad_gates.narrow(0, forward ? shift : 0, rows).t(),
+                     output.narrow(0, forward ? 0 : shift, rows));
+  }
+  variable_list started_from, grads;
+  started_from.push_back(h0.narrow(0, 0, steps[0].rows));
+  grads.push_back(rows_of(grad_gates, steps[0]));
+  for (size_t k = 1; k < steps.size(); ++k) {
+    const int64_t carried = std::min(steps[k].rows, steps[k - 1].rows), fresh = steps[k].rows - carried;
+    started_from.push_back(output.narrow(0, steps[k - 1].first_row, carried));
+    if (fresh > 0) started_from.push_back(h0.narrow(0, carried, fresh));
+    grads.push_back(rows_of(grad_gates, steps[k]));
+  }
+  return at::mm(at::cat(grads).t(), at::cat(started_from));
+}
+
+void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                           const OptionalTensor& grad_c_n, const at::Tensor& input, const at::Tensor& h0,
+                           const at::Tensor& c0, const at::Tensor& output, const at::Tensor& gates,
+                           const at::Tensor& cells) {
+  const char* op = "lltm_backward";
+  check_device(op, "input", input);
+  check_floating(op, "input", input);
+  const at::ScalarType type = input.scalar_type();
+  const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
+                         c10::SymIntArrayRef shape, const char* meaning) {
+    check_same_device(op, name, x, input);
+    check_same_dtype(op, name, x, dtype);
+    check_shape(op, name, x, shape, meaning);
+  };
+  TORCH_CHECK(input.dim() >= 2 && h0.dim() == 2, op,
+              ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
+              h0.sym_sizes());
+  c10::SymDimVector wide(input.sym_sizes().begin(), input.sym_sizes().end()), narrow = wide;
+  narrow.back() = h0.sym_size(1);
+  wide.back() = 3 * h0.sym_size(1);
+  check("output", output, type, narrow, "[..., hidden_size]");
+  check("gates", gates, type, wide, "[..., 3*hidden_size]");
+  check("cells", cells, at::toOpMathType(type), narrow, "[..., hidden_size]");
+  if (grad_output) check("grad_output", *grad_output, type, narrow, "[..., hidden_size]");
+  if (grad_h_n) check("grad_h_n", *grad_h_n, type, h0.sym_sizes(), "[batch, hidden_size]");
+  if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
+}
+
+// (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input is empty unless
+// `input_needs_grad`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
+    const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+    const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& saved_gates,
+    const at::Tensor& saved_cells, at::OptionalIntArrayRef batch_sizes, bool reverse, bool input_needs_grad) {
+  check_backward_inputs(grad_output, grad_h_n, grad_c_n, input, h0, c0, output, saved_gates, saved_cells);
+  check_inputs(input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, "auto");
+  const auto contiguous_like = [](const at::Tensor& x) {
+    return at::empty_like(x, at::MemoryFormat::Contiguous);
+  };
+  const at::Tensor no_grad_input = input_needs_grad ? at::Tensor() : at::empty({0}, input.options());
+  if (input.is_meta()) {
+    return {input_needs_grad ? contiguous_like(input) : no_grad_input,
+            contiguous_like(h0),
+            contiguous_like(c0),
+            contiguous_like(weight_ih),
+            contiguous_like(weight_hh),
+            at::empty_symint({weight_hh.sym_size(0)}, weight_hh.options())};
+  }
+  const KernelGuard guard(input);
+  const int64_t batch = h0.size(0), hidden = h0.size(1);
+  const at::Tensor gates = flatten_rows(saved_gates).contiguous(),
+                   cells = flatten_rows(saved_cells).contiguous();
+  const at::Tensor grad_gates = at::empty_like(gates);
+  const at::Tensor dy = grad_output ? flatten_rows(*grad_output).contiguous() : at::Tensor();
+  at::Tensor dh = at::zeros({batch, hidden}, h0.options());
+  const at::Tensor dc = at::zeros({batch, hidden}, cells.options());
+  if (grad_h_n) dh.copy_(*grad_h_n);
+  if (grad_c_n) dc.copy_(*grad_c_n);
+
+  const auto steps = Steps(batch_sizes, length_of(input, batch_sizes), batch, reverse).steps;
+  for (auto it = steps.rbegin(); it != steps.rend(); ++it) {
+    const int64_t first_row = it->first_row, n = it->rows;
+    if (n * hidden == 0) break;
+    launch_step("lltm_backward_step", gates, cells, [&](auto type, auto cell_type, auto... stream) {
+      using T = typename decltype(type)::type;
+      using C = typename decltype(cell_type)::type;
+      const BackwardStep<T, C> step = {
+          .batch = n,
+          .hidden = hidden,
+          .grad_output = dy.defined() ? pointer<T>(dy) + first_row * hidden : nullptr,
+          .grad_h = pointer<T>(dh),
+          .grad_cell = pointer<C>(dc),
+          .activated = gates_of_rows<T>(gates.narrow(0, first_row, n)),
+          .new_cell = pointer<C>(cells) + first_row * hidden,
+          .grad_gates = gates_of_rows<T>(grad_gates.narrow(0, first_row, n)),
+          .grad_old_cell = mutable_pointer<C>(dc),
+      };
+      return lltm_backward_step(step, stream...);
+    });
+    at::Tensor dh_rows = first_rows(dh, n);
+    at::mm_out(dh_rows, grad_gates.narrow(0, first_row, n), weight_hh);
+  }
+
+  return {input_needs_grad ? at::mm(grad_gates, weight_ih).view(input.sizes()) : no_grad_input,
+          dh,
+          dc.to(c0.scalar_type()),
+          at::mm(grad_gates.t(), flatten_rows(input)),
+          weight_hh_gradient(grad_gates, flatten_rows(output), h0, steps, batch_sizes.has_value()),
+          grad_gates.sum(0)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+    const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, c10::string_view algorithm) {
+  static const auto op = find_op<decltype(sequence)>("lltm_ext::lltm");
+  return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+}
+
+struct SequenceNode : torch::autograd::Function<SequenceNode> {
+  static constexpr size_t kArguments = 9;
+
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                               const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+                               const at::Tensor& weight_hh, const OptionalTensor& bias,
+                               at::OptionalIntArrayRef batch_sizes, bool reverse,
+                               c10::string_view algorithm) {
+    static const auto op = find_op<decltype(sequence_forward)>("lltm_ext::lltm_forward");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [output, h_n, c_n, gates, cells] =
+        op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+    ctx->save_for_backward(
+        {input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, gates, cells});
+    ctx->set_materialize_grads(false);
+    if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
+    ctx->saved_data["reverse"] = reverse;
+    return {output, h_n, c_n};
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
+    variable_list gradients(kArguments);
+    if (!any_defined(grad_outputs)) return gradients;
+    const variable_list saved = ctx->get_saved_variables();
+    std::vector<int64_t> sizes;
+    at::OptionalIntArrayRef batch_sizes;
+    if (const auto found = ctx->saved_data.find("batch_sizes"); found != ctx->saved_data.end()) {
+      sizes = found->second.toIntVector();
+      batch_sizes = at::IntArrayRef(sizes);
+    }
+    const bool reverse = ctx->saved_data["reverse"].toBool();
+    if (at::GradMode::is_enabled()) {
+      const auto found = differentiable_gradients(
+          [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse); },
+          variable_list(saved.begin(), saved.begin() + 6), grad_outputs);
+      std::copy(found.begin(), found.end(), gradients.begin());
+      return gradients;
+    }
+    static const auto op = find_op<decltype(sequence_backward)>("lltm_ext::lltm_backward");
+    const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+    auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
+                         saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
+                         batch_sizes, reverse, ctx->needs_input_grad(0));
+    std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
+        std::move(found);
+    if (!ctx->needs_input_grad(0)) gradients[0] = at::Tensor();
+    if (!saved[5].defined()) gradients[5] = at::Tensor();
+    return gradients;
+  }
+
+  // The sequence in torch's differentiable ops: {output, h_n, c_n}.
+  static variable_list composed(const variable_list& inputs, at::OptionalIntArrayRef batch_sizes,
+                                bool reverse) {
+    const at::Tensor &input = inputs[0], &weight_hh = inputs[4], &bias = inputs[5];
+    at::Tensor h = inputs[1], c = inputs[2];
+    at::Tensor projection = flatten_rows(input).mm(inputs[3].t());
+    if (bias.defined()) projection = projection + bias;
+    const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
+      if (rows.size(0) == state.size(0)) return rows;
+      return at::cat({rows, state.narrow(0, rows.size(0), state.size(0) - rows.size(0))});
+    };
+    variable_list outputs;
+    for (const auto& [first_row, n] :
+         Steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse).steps) {
+      const at::Tensor gates = projection.narrow(0, first_row, n) + h.narrow(0, 0, n).mm(weight_hh.t());
+      const auto [new_h, new_cell] = composed_cell(gates, c.narrow(0, 0, n));
+      outputs.push_back(new_h);
+      h = replace_first_rows(h, new_h);
+      c = replace_first_rows(c, new_cell);
+    }
+    if (reverse) std::reverse(outputs.begin(), outputs.end());
+    at::DimVector sizes(input.sizes().begin(), input.sizes().end());
+    sizes.back() = h.size(1);
+    return {outputs.empty() ? at::zeros(sizes, input.options()) : at::cat(outputs).view(sizes), h, c};
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+    const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, c10::string_view algorithm) {
+  if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
+    const variable_list outputs =
+        SequenceNode::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+    return {outputs[0], outputs[1], outputs[2]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+}
+
+// Everything but the cell state, which float32 serves best.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autocast(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+    const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, c10::string_view algorithm) {
+  const AutocastInputs cast(input);
+  return call_sequence(cast(input), cast(h0), c0, cast(weight_ih), cast(weight_hh), cast(bias), batch_sizes,
+                       reverse, algorithm);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
+  m.def(
+      "lltm(Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, Tensor? bias=None, "
+      "int[]? batch_sizes=None, bool reverse=False, str algorithm='auto') -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "lltm_forward(Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, Tensor? bias, "
+      "int[]? batch_sizes, bool reverse, str algorithm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "lltm_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor input, Tensor h0, "
+      "Tensor c0, "
+      "Tensor weight_ih, Tensor weight_hh, Tensor output, Tensor gates, Tensor cells, int[]? batch_sizes, "
+      "bool reverse, bool input_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  implement(m, "lltm", sequence);
+  implement(m, "lltm_forward", sequence_forward);
+  implement(m, "lltm_backward", sequence_backward);
+  implement_autograd(m, "lltm", sequence_autograd);
+  implement_autocast(m, "lltm", sequence_autocast);
+}
+
+}  // namespace lltm_ext
