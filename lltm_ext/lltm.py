@@ -86,7 +86,7 @@ class _CellFunction(torch.autograd.Function):
             return differentiable_gradients(lltm_cell_reference, inputs, (grad_h, grad_cell))
         _, weights, bias, _, _ = inputs
         grad_X, grad_weights, grad_bias, grad_old_cell = ops.lltm_cell_backward(
-            grad_h, grad_cell, new_cell, gates, X, weights
+            grad_h, grad_cell, new_cell, gates, X, weights, True
         )
         hidden = new_cell.shape[1]
         return (
@@ -105,12 +105,13 @@ class _CellFunction(torch.autograd.Function):
 class LLTMFunction(_CellFunction):
     """``LLTMFunction.apply(input, weights, bias, old_h, old_cell)`` returns ``(new_h, new_cell)``.
 
-    One step, with the arguments of the tutorial's function of this name; see :func:`lltm_cell`.
+    One step, with the arguments of the tutorial's function of this name; see :func:`lltm_cell`. Outside
+    torch.func transforms the op's own autograd node does the same at half the host time.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> State:
-        return _CellFunction.apply(*args)[:2]
+        return _CellFunction.apply(*args)[:2] if transforms_active() else ops.lltm_cell(*args)
 
 
 class _SequenceFunction(torch.autograd.Function):

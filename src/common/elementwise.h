@@ -12,7 +12,7 @@ inline at::Tensor dense(const at::Tensor& x) { return x.is_non_overlapping_and_d
 
 // The same values with the strides of `like`, so that both can be walked in memory order.
 inline at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& x) {
-  return x.strides() == like.strides() ? x : at::empty_like(like).copy_(x);
+  return x.sym_strides().equals(like.sym_strides()) ? x : at::empty_like(like).copy_(x);
 }
 
 // output = f(inputs...): f(const T*..., T*, n) on the CPU, f(const T*..., T*, n, stream) on CUDA. The

@@ -59,4 +59,10 @@ bool any_needs_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
 }
 
+// An autograd node cannot take an undefined tensor (Python's None); the op's own checks can name it.
+template <typename... Tensors>
+bool all_defined(const Tensors&... tensors) {
+  return (tensors.defined() && ...);
+}
+
 }  // namespace lltm_ext

@@ -112,10 +112,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_forward(const at
   return {out.new_h, out.new_cell, out.gates, out.X};
 }
 
-// (grad_X [B, H + I], grad_weights, grad_bias [1, 3 * H], grad_old_cell [B, H])
+// (grad_X [B, H + I], grad_weights, grad_bias [1, 3 * H], grad_old_cell [B, H]); grad_X is empty unless
+// `X_needs_grad`.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
     const OptionalTensor& grad_h, const OptionalTensor& grad_cell, const at::Tensor& new_cell,
-    const at::Tensor& gates, const at::Tensor& X, const at::Tensor& weights) {
+    const at::Tensor& gates, const at::Tensor& X, const at::Tensor& weights, bool X_needs_grad) {
   const char* op = "lltm_cell_backward";
   const c10::SymInt batch_size = X.sym_size(0), hidden_size = new_cell.sym_size(1);
   check_device(op, "X", X);
@@ -137,8 +138,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
     CHECK_SAME(op, *grad_cell, new_cell);
     CHECK_SHAPE_OF(op, *grad_cell, new_cell);
   }
+  at::Tensor grad_X = X_needs_grad ? at::Tensor() : at::empty({0}, X.options());
   if (X.is_meta()) {
-    return {at::empty_like(X), at::empty_like(weights, at::MemoryFormat::Contiguous),
+    return {X_needs_grad ? at::empty_like(X) : grad_X, at::empty_like(weights, at::MemoryFormat::Contiguous),
             at::empty_symint({1, weights.sym_size(0)}, weights.options()),
             at::empty_like(new_cell, at::MemoryFormat::Contiguous)};
   }
@@ -147,8 +149,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
   const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
   const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
   const at::Tensor grad_old_cell = at::empty_like(cell);
-  const at::Tensor dh = grad_h ? grad_h->contiguous() : at::Tensor();
-  const at::Tensor dc = grad_cell ? grad_cell->contiguous() : at::Tensor();
   if (grad_gates.numel() > 0) {
     launch_step("lltm_backward_step", activated, cell, [&](auto type, auto cell_type, auto... stream) {
       using T = typename decltype(type)::type;
@@ -156,9 +156,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
       const BackwardStep<T, C> step = {
           .batch = batch,
           .hidden = hidden,
-          .grad_output = pointer<T>(dh),
+          .grad_output = matrix<T>(grad_h.value_or(at::Tensor())),
           .grad_h = nullptr,
-          .grad_cell = pointer<C>(dc),
+          .grad_cell = matrix<C>(grad_cell.value_or(at::Tensor())),
           .activated = stacked_gates<T>(activated),
           .new_cell = pointer<C>(cell),
           .grad_gates = gates_of_rows<T>(grad_gates),
@@ -167,8 +167,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
       return lltm_backward_step(step, stream...);
     });
   }
-  return {at::mm(grad_gates, weights), at::mm(grad_gates.t(), X), grad_gates.sum(0, /*keepdim=*/true),
-          grad_old_cell};
+  if (X_needs_grad) grad_X = at::mm(grad_gates, weights);
+  return {grad_X, at::mm(grad_gates.t(), X), grad_gates.sum(0, /*keepdim=*/true), grad_old_cell};
 }
 
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
@@ -199,14 +199,16 @@ struct CellNode : torch::autograd::Function<CellNode> {
                                       grad_outputs);
     }
     static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
-    const at::Tensor &bias = saved[2], &new_cell = saved[5], &gates = saved[6], &X = saved[7];
+    const at::Tensor &input = saved[0], &bias = saved[2], &old_h = saved[3], &new_cell = saved[5];
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+    const bool X_needs_grad = input.requires_grad() || old_h.requires_grad();
     auto [grad_X, grad_weights, grad_bias, grad_old_cell] =
-        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), new_cell, gates, X, saved[1]);
+        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), new_cell, saved[6], saved[7], saved[1],
+                X_needs_grad);
     const c10::SymInt hidden = new_cell.sym_size(1);
-    return {grad_X.slice_symint(1, hidden), grad_weights,
+    return {input.requires_grad() ? grad_X.slice_symint(1, hidden) : at::Tensor(), grad_weights,
             bias.defined() ? grad_bias.view_symint(bias.sym_sizes()) : at::Tensor(),
-            grad_X.slice_symint(1, 0, hidden), grad_old_cell};
+            old_h.requires_grad() ? grad_X.slice_symint(1, 0, hidden) : at::Tensor(), grad_old_cell};
   }
 
   static variable_list composed(const variable_list& inputs) {
@@ -219,7 +221,7 @@ struct CellNode : torch::autograd::Function<CellNode> {
 std::tuple<at::Tensor, at::Tensor> cell_autograd(const at::Tensor& input, const at::Tensor& weights,
                                                  const OptionalTensor& bias, const at::Tensor& old_h,
                                                  const at::Tensor& old_cell) {
-  if (any_needs_grad(input, weights, bias, old_h, old_cell)) {
+  if (any_needs_grad(input, weights, bias, old_h, old_cell) && all_defined(input, weights, old_h, old_cell)) {
     const variable_list outputs = CellNode::apply(input, weights, bias, old_h, old_cell);
     return {outputs[0], outputs[1]};
   }
@@ -244,7 +246,10 @@ variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, co
   CHECK_INPUT(op, weights);
   CHECK_INPUT(op, old_h);
   CHECK_INPUT(op, old_cell);
-  if (bias) check_contiguous(op, "bias", *bias);
+  if (bias) {
+    check_same_device(op, "bias", *bias, input);
+    check_contiguous(op, "bias", *bias);
+  }
   check_cell_inputs(op, input, weights, bias, old_h, old_cell);
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/true);
   return {out.new_h, out.new_cell, out.gates[0], out.gates[1], out.gates[2], out.X, out.gate_weights};
@@ -282,11 +287,14 @@ variable_list raw_backward(const at::Tensor& grad_h, const at::Tensor& grad_cell
   }
   check_cell_dtype(op, "new_cell", new_cell, weights);
   check_same_dtype(op, "grad_cell", grad_cell, new_cell.scalar_type());
+  check_same_device(op, "gate_weights", gate_weights, weights);
+  CHECK_CONTIGUOUS(op, gate_weights);
   CHECK_SHAPE(op, gate_weights, "[batch, 3*hidden_size]", batch, 3 * hidden);
 
   const KernelGuard guard(X);
   auto [grad_X, grad_weights, grad_bias, grad_old_cell] = cell_backward(
-      grad_h, grad_cell, new_cell, at::stack({input_gate, output_gate, candidate_cell}), X, weights);
+      grad_h, grad_cell, new_cell, at::stack({input_gate, output_gate, candidate_cell}), X, weights,
+      /*X_needs_grad=*/true);
   const int64_t h = new_cell.size(1);
   return {grad_X.slice(1, 0, h), grad_X.slice(1, h), grad_weights, grad_bias, grad_old_cell};
 }
@@ -304,7 +312,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "lltm_cell_backward(Tensor? grad_h, Tensor? grad_cell, Tensor new_cell, Tensor gates, Tensor X, "
-      "Tensor weights) -> (Tensor, Tensor, Tensor, Tensor)",
+      "Tensor weights, bool X_needs_grad) -> (Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   implement(m, "lltm_cell", cell);
   implement(m, "lltm_cell_forward", cell_forward);

@@ -27,6 +27,17 @@ struct Gates {
   LLTM_HOST_DEVICE T& at(int64_t b, int g, int64_t j) const { return data[b * row + g * gate + j]; }
 };
 
+// [B, H] of any strides, for gradients that come from outside: that of a sum is one number, expanded.
+template <typename T>
+struct Matrix {
+  const T* data;  // null stands for zeros
+  int64_t row, unit;
+
+  LLTM_HOST_DEVICE acc_t<T> at(int64_t b, int64_t j) const {
+    return data ? widen(data[b * row + j * unit]) : acc_t<T>(0);
+  }
+};
+
 // One step forward.
 template <typename T, typename C>
 struct ForwardStep {
@@ -45,13 +56,13 @@ struct ForwardStep {
 template <typename T, typename C>
 struct BackwardStep {
   int64_t batch, hidden;
-  const T* grad_output;  // [B, H] gradient of new_h from outside, or null for none
-  const T* grad_h;       // [B, H] gradient of new_h from the step after, or null for none
-  const C* grad_cell;    // [B, H] gradient of new_cell, or null for none
-  Gates<T> activated;    // [B, 3, H] as the forward saved them
-  const C* new_cell;     // [B, H]
-  Gates<T> grad_gates;   // [B, 3, H] gradients of the pre-activations
-  C* grad_old_cell;      // [B, H]; may be grad_cell itself
+  Matrix<T> grad_output;  // [B, H] gradient of new_h from outside
+  const T* grad_h;        // [B, H] gradient of new_h from the step after, or null for none
+  Matrix<C> grad_cell;    // [B, H] gradient of new_cell
+  Gates<T> activated;     // [B, 3, H] as the forward saved them
+  const C* new_cell;      // [B, H]
+  Gates<T> grad_gates;    // [B, 3, H] gradients of the pre-activations
+  C* grad_old_cell;       // [B, H]; may be grad_cell itself
 };
 
 template <typename T, typename C>
@@ -97,10 +108,8 @@ LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b,
   const A output_gate = widen(s.activated.at(b, 1, j));
   const A candidate = widen(s.activated.at(b, 2, j));
   const A tanh_cell = std::tanh(widen(s.new_cell[at]));
-  const A grad_h =
-      (s.grad_output ? widen(s.grad_output[at]) : A(0)) + (s.grad_h ? widen(s.grad_h[at]) : A(0));
-  const A grad_cell =
-      (s.grad_cell ? widen(s.grad_cell[at]) : A(0)) + grad_h * output_gate * tanh_derivative(tanh_cell);
+  const A grad_h = s.grad_output.at(b, j) + (s.grad_h ? widen(s.grad_h[at]) : A(0));
+  const A grad_cell = s.grad_cell.at(b, j) + grad_h * output_gate * tanh_derivative(tanh_cell);
 
   s.grad_gates.at(b, 0, j) = narrow<T>(grad_cell * candidate * sigmoid_derivative(input_gate));
   s.grad_gates.at(b, 1, j) = narrow<T>(grad_h * tanh_cell * sigmoid_derivative(output_gate));

@@ -200,33 +200,64 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_
   return {out.output, out.h_n, out.c_n, out.gates, out.cells};
 }
 
-// Sum over the steps of grad_gates^T @ (the h that the step started from).
-at::Tensor weight_hh_gradient(const at::Tensor& grad_gates, const at::Tensor& output, const at::Tensor& h0,
-                              const std::vector<Steps::Step>& steps, bool packed) {
-  if (steps.empty()) return at::mm(grad_gates.t(), output);
-  const auto rows_of = [](const at::Tensor& x, const Steps::Step& step) {
-    return x.narrow(0, step.first_row, step.rows);
+// Steps [first, last), whose rows [begin, end) lie side by side.
+struct Chunk {
+  size_t first, last;
+  int64_t begin, end;
+};
+
+// At most four chunks, so that the gradients of a quarter of all gates are in memory at a time; few, so that
+// the weights' gradients stay large matrix products and half types round their sum but thrice.
+std::vector<Chunk> chunks_of(const std::vector<Steps::Step>& steps, int64_t total_rows) {
+  const int64_t enough_rows = std::max<int64_t>(4096, (total_rows + 3) / 4);
+  std::vector<Chunk> chunks;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    const int64_t begin = steps[k].first_row, end = begin + steps[k].rows;
+    if (chunks.empty() || chunks.back().end - chunks.back().begin >= enough_rows) {
+      chunks.push_back({k, k + 1, begin, end});
+    } else {
+      Chunk& chunk = chunks.back();
+      chunk = {chunk.first, k + 1, std::min(chunk.begin, begin), std::max(chunk.end, end)};
+    }
+  }
+  return chunks;
+}
+
+// gradient += grad_gates^T @ (the h that each of the chunk's rows started from: h0, or the step before).
+void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates, const at::Tensor& output,
+                            const at::Tensor& h0, const std::vector<Steps::Step>& steps, const Chunk& chunk) {
+  struct Run {
+    int64_t row;  // the first of the rows in grad_gates
+    const at::Tensor* source;
+    int64_t source_row, rows;
   };
-  if (!packed) {  // two products and no copy: all steps but the first start from the output of their
-                  // neighbour
-    const at::Tensor gradient = at::mm(rows_of(grad_gates, steps.front()).t(), h0);
-    if (steps.size() == 1) return gradient;
-    const int64_t rows = grad_gates.size(0) - steps.front().rows;
-    const bool forward = steps.front().first_row == 0;
-    const int64_t shift = steps.front().rows;
-    return at::addmm(gradient, grad_gates.narrow(0, forward ? shift : 0, rows).t(),
-                     output.narrow(0, forward ? 0 : shift, rows));
+  std::vector<Run> runs;
+  const auto add = [&](int64_t row, const at::Tensor& source, int64_t source_row, int64_t rows) {
+    if (rows == 0) return;
+    if (!runs.empty() && runs.back().source == &source && runs.back().row + runs.back().rows == row &&
+        runs.back().source_row + runs.back().rows == source_row) {
+      runs.back().rows += rows;
+    } else {
+      runs.push_back({row, &source, source_row, rows});
+    }
+  };
+  const bool descending = steps[chunk.first].first_row != chunk.begin;
+  for (size_t i = chunk.first; i < chunk.last; ++i) {
+    const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // in the order of the rows
+    const int64_t row = steps[k].first_row - chunk.begin;
+    const int64_t carried = k == 0 ? 0 : std::min(steps[k].rows, steps[k - 1].rows);
+    if (carried > 0) add(row, output, steps[k - 1].first_row, carried);
+    add(row + carried, h0, carried, steps[k].rows - carried);
   }
-  variable_list started_from, grads;
-  started_from.push_back(h0.narrow(0, 0, steps[0].rows));
-  grads.push_back(rows_of(grad_gates, steps[0]));
-  for (size_t k = 1; k < steps.size(); ++k) {
-    const int64_t carried = std::min(steps[k].rows, steps[k - 1].rows), fresh = steps[k].rows - carried;
-    started_from.push_back(output.narrow(0, steps[k - 1].first_row, carried));
-    if (fresh > 0) started_from.push_back(h0.narrow(0, carried, fresh));
-    grads.push_back(rows_of(grad_gates, steps[k]));
+  variable_list sources;
+  for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
+  if (runs.size() > 2) {  // a packed sequence; a dense one has no more than two, and needs no copy
+    gradient.addmm_(grad_gates.t(), at::cat(sources));
+    return;
   }
-  return at::mm(at::cat(grads).t(), at::cat(started_from));
+  for (size_t i = 0; i < runs.size(); ++i) {
+    gradient.addmm_(grad_gates.narrow(0, runs[i].row, runs[i].rows).t(), sources[i]);
+  }
 }
 
 void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -257,6 +288,28 @@ void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTens
   if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
 }
 
+// Carries dh and dc, of which the step takes the first rows, from after the step to before it; but dh lacks
+// the product with weight_hh, which is of grad_gates.
+void backward_step(const at::Tensor& dy, const at::Tensor& dh, const at::Tensor& dc, const at::Tensor& gates,
+                   const at::Tensor& cells, const at::Tensor& grad_gates) {
+  launch_step("lltm_backward_step", gates, cells, [&](auto type, auto cell_type, auto... stream) {
+    using T = typename decltype(type)::type;
+    using C = typename decltype(cell_type)::type;
+    const BackwardStep<T, C> step = {
+        .batch = cells.size(0),
+        .hidden = cells.size(1),
+        .grad_output = matrix<T>(dy),
+        .grad_h = pointer<T>(dh),
+        .grad_cell = matrix<C>(dc),
+        .activated = gates_of_rows<T>(gates),
+        .new_cell = pointer<C>(cells),
+        .grad_gates = gates_of_rows<T>(grad_gates),
+        .grad_old_cell = mutable_pointer<C>(dc),
+    };
+    return lltm_backward_step(step, stream...);
+  });
+}
+
 // (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input is empty unless
 // `input_needs_grad`.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
@@ -282,43 +335,47 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const int64_t batch = h0.size(0), hidden = h0.size(1);
   const at::Tensor gates = flatten_rows(saved_gates).contiguous(),
                    cells = flatten_rows(saved_cells).contiguous();
-  const at::Tensor grad_gates = at::empty_like(gates);
-  const at::Tensor dy = grad_output ? flatten_rows(*grad_output).contiguous() : at::Tensor();
+  const at::Tensor rows = flatten_rows(input), outputs = flatten_rows(output);
+  at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : no_grad_input;
+  at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
+  at::Tensor grad_weight_hh = at::zeros(weight_hh.sizes(), weight_hh.options());
+  const at::Tensor grad_bias = at::zeros({3 * hidden}, cells.options());
   at::Tensor dh = at::zeros({batch, hidden}, h0.options());
   const at::Tensor dc = at::zeros({batch, hidden}, cells.options());
   if (grad_h_n) dh.copy_(*grad_h_n);
   if (grad_c_n) dc.copy_(*grad_c_n);
 
   const auto steps = Steps(batch_sizes, length_of(input, batch_sizes), batch, reverse).steps;
-  for (auto it = steps.rbegin(); it != steps.rend(); ++it) {
-    const int64_t first_row = it->first_row, n = it->rows;
-    if (n * hidden == 0) break;
-    launch_step("lltm_backward_step", gates, cells, [&](auto type, auto cell_type, auto... stream) {
-      using T = typename decltype(type)::type;
-      using C = typename decltype(cell_type)::type;
-      const BackwardStep<T, C> step = {
-          .batch = n,
-          .hidden = hidden,
-          .grad_output = dy.defined() ? pointer<T>(dy) + first_row * hidden : nullptr,
-          .grad_h = pointer<T>(dh),
-          .grad_cell = pointer<C>(dc),
-          .activated = gates_of_rows<T>(gates.narrow(0, first_row, n)),
-          .new_cell = pointer<C>(cells) + first_row * hidden,
-          .grad_gates = gates_of_rows<T>(grad_gates.narrow(0, first_row, n)),
-          .grad_old_cell = mutable_pointer<C>(dc),
-      };
-      return lltm_backward_step(step, stream...);
-    });
-    at::Tensor dh_rows = first_rows(dh, n);
-    at::mm_out(dh_rows, grad_gates.narrow(0, first_row, n), weight_hh);
+  const auto chunks = chunks_of(steps, rows.size(0));
+  for (auto chunk = chunks.rbegin(); chunk != chunks.rend() && batch * hidden > 0; ++chunk) {
+    const int64_t chunk_rows = chunk->end - chunk->begin;
+    const at::Tensor grad_gates = at::empty({chunk_rows, 3 * hidden}, gates.options());
+    for (size_t k = chunk->last; k-- > chunk->first;) {
+      const auto [first_row, n] = steps[k];
+      const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk->begin, n);
+      const at::Tensor dy = !grad_output       ? at::Tensor()
+                            : input.dim() == 3 ? grad_output->select(0, first_row / batch)
+                                               : grad_output->narrow(0, first_row, n);
+      backward_step(dy, dh, dc, gates.narrow(0, first_row, n), cells.narrow(0, first_row, n),
+                    step_grad_gates);
+      at::Tensor dh_rows = first_rows(dh, n);
+      at::mm_out(dh_rows, step_grad_gates, weight_hh);
+    }
+    grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));
+    add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
+    grad_bias.add_(grad_gates.sum(0, /*keepdim=*/false, grad_bias.scalar_type()));
+    if (input_needs_grad) {
+      at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
+      at::mm_out(grad_rows, grad_gates, weight_ih);
+    }
   }
-
-  return {input_needs_grad ? at::mm(grad_gates, weight_ih).view(input.sizes()) : no_grad_input,
+  if (batch * hidden == 0 && input_needs_grad) grad_input.zero_();
+  return {grad_input,
           dh,
           dc.to(c0.scalar_type()),
-          at::mm(grad_gates.t(), flatten_rows(input)),
-          weight_hh_gradient(grad_gates, flatten_rows(output), h0, steps, batch_sizes.has_value()),
-          grad_gates.sum(0)};
+          grad_weight_ih,
+          grad_weight_hh,
+          grad_bias.to(weight_hh.scalar_type())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
@@ -359,7 +416,7 @@ struct SequenceNode : torch::autograd::Function<SequenceNode> {
       sizes = found->second.toIntVector();
       batch_sizes = at::IntArrayRef(sizes);
     }
-    const bool reverse = ctx->saved_data["reverse"].toBool();
+    const bool reverse = ctx->saved_data["reverse"].toBool(), input_needs_grad = saved[0].requires_grad();
     if (at::GradMode::is_enabled()) {
       const auto found = differentiable_gradients(
           [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse); },
@@ -371,10 +428,10 @@ struct SequenceNode : torch::autograd::Function<SequenceNode> {
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
                          saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
-                         batch_sizes, reverse, ctx->needs_input_grad(0));
+                         batch_sizes, reverse, input_needs_grad);
     std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
         std::move(found);
-    if (!ctx->needs_input_grad(0)) gradients[0] = at::Tensor();
+    if (!input_needs_grad) gradients[0] = at::Tensor();
     if (!saved[5].defined()) gradients[5] = at::Tensor();
     return gradients;
   }
@@ -410,7 +467,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
     const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
     bool reverse, c10::string_view algorithm) {
-  if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
+  if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias) &&
+      all_defined(input, h0, c0, weight_ih, weight_hh)) {
     const variable_list outputs =
         SequenceNode::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
     return {outputs[0], outputs[1], outputs[2]};

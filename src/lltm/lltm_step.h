@@ -39,6 +39,12 @@ Gates<T> stacked_gates(const at::Tensor& gates) {
   return {mutable_pointer<T>(gates), gates.size(2), gates.size(1) * gates.size(2)};
 }
 
+template <typename T>
+Matrix<T> matrix(const at::Tensor& x) {
+  if (!x.defined()) return {nullptr, 0, 0};
+  return {pointer<T>(x), x.stride(0), x.stride(1)};
+}
+
 // The cell state comes in the input's dtype, or in float32 to spare half types its rounding at every step.
 inline void check_cell_dtype(const char* op, const char* name, const at::Tensor& cell,
                              const at::Tensor& input) {
