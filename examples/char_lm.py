@@ -1,0 +1,318 @@
+"""Train a character language model with the LLTM layer, and show that it learns as pure PyTorch does.
+
+    python examples/char_lm.py                       # the English of Python's own manual: nothing to download
+    python examples/char_lm.py --text my_book.txt --hidden-size 512 --steps 5000
+
+The same model is trained twice, from the same start and on the same data: with `lltm_ext.LLTM`, and with the
+pure-PyTorch `lltm_reference` in its place. Both curves go into one picture, and the exit status is 1 if they
+disagree. In --out there are then char_lm.pt (the model and its vocabulary), loss.png and sample.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lltm_ext
+from lltm_ext.lltm import lltm_reference
+
+BITS = 1 / math.log(2)
+FIRST_STEPS_TOLERANCE, TOLERANCE = 1e-3, 0.1  # bits/char by which the two curves may differ at a step
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class ReferenceLLTM(lltm_ext.LLTM):
+    """The same layer with the same parameters, computed by PyTorch's own ops, a step at a time."""
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None):
+        if hx is None:
+            zeros = input.new_zeros(1, input.shape[1], self.hidden_size)
+            hx = (zeros, zeros)
+        weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_l0)
+        output, (h, c) = lltm_reference(input, (hx[0][0], hx[1][0]), *weights)
+        return output, (h[None], c[None])
+
+
+class CharLM(nn.Module):
+    """Characters [T, B] in, logits of the next character [T, B, vocabulary] out."""
+
+    def __init__(self, vocabulary_size: int, hidden_size: int, layer: type[nn.Module] = lltm_ext.LLTM):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary_size, hidden_size)
+        self.lltm = layer(hidden_size, hidden_size)
+        self.head = nn.Linear(hidden_size, vocabulary_size)
+
+    def forward(self, characters: Tensor, hx: tuple[Tensor, Tensor] | None = None):
+        output, hx = self.lltm(self.embed(characters), hx)
+        return self.head(output), hx
+
+
+# ---- the text ------------------------------------------------------------------------------------
+
+
+class Corpus(NamedTuple):
+    """A text as indices into its vocabulary, the last tenth of it kept for validation."""
+
+    vocabulary: str
+    train: Tensor
+    validation: Tensor
+
+
+def read_text(path: Path | None) -> tuple[str, str]:
+    """The text, and what to call it."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+        # Topics share paragraphs: once each, so that validation asks for nothing that training has shown.
+        return "\n\n".join(dict.fromkeys(paragraphs)), "the Python manual (pydoc_data.topics)"
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"char_lm: cannot read --text {path} as UTF-8: {error}") from error
+
+
+def encode(text: str, vocabulary: str) -> Tensor:
+    index = {character: i for i, character in enumerate(vocabulary)}
+    return torch.tensor([index[character] for character in text])
+
+
+def split(text: str, length: int, device: torch.device) -> Corpus:
+    vocabulary = "".join(sorted(set(text)))
+    indices = encode(text, vocabulary).to(device)
+    at = len(indices) * 9 // 10
+    if len(indices) - at <= length:
+        raise SystemExit(
+            f"char_lm: the text has {len(text)} characters; --length {length} needs {10 * length + 10}"
+        )
+    return Corpus(vocabulary, indices[:at], indices[at:])
+
+
+def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Pieces of the text, [length, len(starts)], and the characters that follow each of theirs."""
+    offsets = torch.arange(length + 1, device=text.device)
+    window = text[offsets[:, None] + starts.to(text.device)]
+    return window[:-1], window[1:]
+
+
+def batches(text: Tensor, args: argparse.Namespace, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random pieces of the text: the same ones in the same order each time that this is called."""
+    generator = torch.Generator().manual_seed(args.seed)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - args.length, (args.batch_size,), generator=generator)
+        yield windows(text, starts, args.length)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    model: CharLM
+    bits: list[float]  # a character, at each step
+    characters_per_second: float
+
+
+def bits_per_character(model: CharLM, characters: Tensor, following: Tensor) -> Tensor:
+    logits, _ = model(characters)
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten()) * BITS
+
+
+def train(name: str, layer: type[nn.Module], corpus: Corpus, args: argparse.Namespace, steps: int) -> Run:
+    from tqdm import tqdm
+
+    torch.manual_seed(args.seed)  # both runs start from the same parameters
+    model = CharLM(len(corpus.vocabulary), args.hidden_size, layer).to(corpus.train.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    bits, per_step, start = [], args.length * args.batch_size, time.perf_counter()
+    with tqdm(total=steps, desc=f"{name:<22}", unit="step", dynamic_ncols=True) as bar:
+        for step, (characters, following) in enumerate(batches(corpus.train, args, steps)):
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * (1 - step / args.steps)
+            loss = bits_per_character(model, characters, following)
+            optimizer.zero_grad()
+            loss.backward()
+            # LLTM forgets nothing, so its cell grows with time and its gradients can too: clip them.
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            bits.append(loss.item())
+            rate = (step + 1) * per_step / (time.perf_counter() - start)
+            bar.set_postfix_str(f"{bits[-1]:.3f} bits/char, {rate:,.0f} chars/s", refresh=False)
+            bar.update()
+    return Run(model, bits, rate)
+
+
+@torch.no_grad()
+def validate(model: CharLM, corpus: Corpus, length: int) -> float:
+    starts = torch.arange(0, len(corpus.validation) - length, length)
+    parts = [
+        bits_per_character(model, *windows(corpus.validation, part, length)) for part in starts.split(256)
+    ]
+    sizes = [len(part) for part in starts.split(256)]
+    return sum(part.item() * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+
+
+@torch.no_grad()
+def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace) -> str:
+    """The prompt and what the model writes after it."""
+    generator = torch.Generator().manual_seed(args.seed)
+    prompt = "".join(c for c in args.prompt if c in corpus.vocabulary) or corpus.vocabulary[-1]
+    written, unread, hx = prompt, prompt, None
+    for _ in range(length):
+        characters = encode(unread, corpus.vocabulary).to(corpus.train.device)
+        logits, hx = model(characters[:, None], hx)
+        probabilities = F.softmax(logits[-1, 0].double().cpu() / args.temperature, dim=0)
+        unread = corpus.vocabulary[int(torch.multinomial(probabilities, 1, generator=generator))]
+        written += unread
+    return written
+
+
+# ---- what must hold ------------------------------------------------------------------------------
+
+
+def curves_agree(ours: Run, reference: Run) -> bool:
+    """Ten steps differ by rounding alone. Training then amplifies it: the runs part a little, at random."""
+    differences = [abs(a - b) for a, b in zip(ours.bits, reference.bits, strict=False)]
+    first, largest = max(differences[:10]), max(differences)
+    agree = first <= FIRST_STEPS_TOLERANCE and largest <= TOLERANCE
+    print(
+        f"curves:      {'agree' if agree else 'DISAGREE'}: they differ by at most\n"
+        f"             {first:.1g} bits/char over the first 10 steps (tolerance {FIRST_STEPS_TOLERANCE:g}),\n"
+        f"             {largest:.2g} bits/char over all {len(differences)} (tolerance {TOLERANCE:g})"
+    )
+    return agree
+
+
+def checkpoint_holds(model: CharLM, corpus: Corpus, args: argparse.Namespace, path: Path) -> bool:
+    """Saves the model, loads it into a new one and compares what the two say."""
+    torch.save(
+        {"state_dict": model.state_dict(), "vocabulary": corpus.vocabulary, "hidden_size": args.hidden_size},
+        path,
+    )
+    saved = torch.load(path, map_location=corpus.train.device, weights_only=True)
+    loaded = CharLM(len(saved["vocabulary"]), saved["hidden_size"]).to(corpus.train.device)
+    loaded.load_state_dict(saved["state_dict"])
+    characters = corpus.validation[: args.length, None]
+    with torch.no_grad():
+        same = torch.equal(model(characters)[0], loaded(characters)[0])
+    print(f"checkpoint:  {path} {'loads and gives the same output' if same else 'GIVES ANOTHER OUTPUT'}")
+    return same
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    differences = [max(abs(a - b), 1e-9) for a, b in zip(ours.bits, reference.bits, strict=False)]
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    top.plot(
+        reference.bits,
+        color="#e8a33d",
+        linewidth=4,
+        alpha=0.7,
+        label=f"pure PyTorch, {len(reference.bits)} steps",
+    )
+    top.plot(ours.bits, color="#2463a8", linewidth=1, label=f"lltm_ext.LLTM, {len(ours.bits)} steps")
+    top.axhline(
+        validation, color="#555555", linewidth=1, linestyle=":", label=f"validation, {validation:.2f}"
+    )
+    top.set(ylabel="bits per character", title=title, ylim=(0, None))
+    top.legend(frameon=False)
+    bottom.semilogy(differences, color="#2463a8", linewidth=0.8)
+    bottom.set(xlabel="step", ylabel="|difference|")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="a UTF-8 text file (default: the English of Python's own manual)",
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(
+        "--reference-steps",
+        type=int,
+        metavar="STEPS",
+        help="steps of the pure-PyTorch curve (default: as many)",
+    )
+    parser.add_argument("--hidden-size", type=int, default=192)
+    parser.add_argument("--length", type=int, default=64, help="characters that are learned from at a time")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: less is more careful")
+    parser.add_argument("--prompt", default="The ", help="what the sample begins with")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument("--out", type=Path, default=Path("build/char_lm"), help="folder for what is written")
+    args = parser.parse_args()
+    for name in ("steps", "hidden_size", "length", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    args.reference_steps = min(args.reference_steps or args.steps, args.steps)
+    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here (nvidia-smi says whether the driver does)")
+    return args
+
+
+def name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"the CPU, {threads} thread{'s' * (threads > 1)}"
+
+
+def main() -> int:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    text, source = read_text(args.text)
+    corpus = split(text, args.length, args.device)
+    on = name_of(args.device)
+    print(f"{source}: {len(text):,} characters, {len(corpus.vocabulary)} different; on {on}")
+
+    ours = train("lltm_ext.LLTM", lltm_ext.LLTM, corpus, args, args.steps)
+    reference = train("pure-PyTorch reference", ReferenceLLTM, corpus, args, args.reference_steps)
+    validation = validate(ours.model, corpus, args.length)
+    written = sample(ours.model, corpus, 400, args)
+    (args.out / "sample.txt").write_text(written, encoding="utf-8")
+
+    print(f"\n{written}\n")
+    print(f"validation:  {validation:.3f} bits/char")
+    fast, slow = ours.characters_per_second, reference.characters_per_second
+    print(f"speed:       {fast:,.0f} chars/s, the reference {slow:,.0f}: {fast / slow:.1f} x")
+    title = f"{source}\n{args.hidden_size} hidden, {args.length} characters x {args.batch_size}, {on}"
+    draw(ours, reference, validation, title, args.out / "loss.png")
+    print(f"picture:     {args.out / 'loss.png'}")
+    holds = checkpoint_holds(ours.model, corpus, args, args.out / "char_lm.pt")
+    return 0 if curves_agree(ours, reference) and holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
