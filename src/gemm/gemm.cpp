@@ -34,7 +34,8 @@ Activation activation_of(const char* op, OptionalName name) {
   if (*name == "sigmoid") return Activation::kSigmoid;
   if (*name == "tanh") return Activation::kTanh;
   if (*name == "elu") return Activation::kElu;
-  TORCH_CHECK_VALUE(false, op, ": expected activation None, 'relu', 'sigmoid', 'tanh' or 'elu', got '", *name, "'");
+  TORCH_CHECK_VALUE(false, op, ": expected activation None, 'relu', 'sigmoid', 'tanh' or 'elu', got '", *name,
+                    "'");
 }
 
 void check_precision(const char* op, string_view name) {
@@ -46,7 +47,8 @@ void check_precision(const char* op, string_view name) {
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b) {
   check_device(op, "a", a);
   check_floating(op, "a", a);
-  TORCH_CHECK(a.dim() == 2 || a.dim() == 3, op, ": expected a of shape [M, K] or [B, M, K], got ", a.sym_sizes());
+  TORCH_CHECK(a.dim() == 2 || a.dim() == 3, op, ": expected a of shape [M, K] or [B, M, K], got ",
+              a.sym_sizes());
   CHECK_SAME(op, b, a);
   if (a.dim() == 2) {
     const c10::SymInt k = a.sym_size(1);
@@ -72,7 +74,8 @@ Matrices<T> matrices(const at::Tensor& x) {
 }
 
 // c = activation(a @ b + bias), all checked; c is contiguous.
-void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activation activation, const at::Tensor& c) {
+void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activation activation,
+         const at::Tensor& c) {
   if (c.is_meta() || c.numel() == 0) return;
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
@@ -93,8 +96,8 @@ void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activ
 
 // ---- The implementations.
 
-at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias, OptionalName activation,
-                   string_view precision) {
+at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                   OptionalName activation, string_view precision) {
   check_operands("gemm", a, b);
   const at::Tensor bias_or_none = bias.value_or(at::Tensor());
   if (bias_or_none.defined()) {
@@ -110,7 +113,8 @@ at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTenso
   return c;
 }
 
-at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& output, string_view activation) {
+at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& output,
+                               string_view activation) {
   check_device("gemm_activation_backward", "output", output);
   check_floating("gemm_activation_backward", "output", output);
   CHECK_SAME("gemm_activation_backward", grad_output, output);
@@ -123,27 +127,28 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
       with_strides_of(y, grad_output), y);
 }
 
-at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias, OptionalName activation,
-                        string_view precision) {
+at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                        OptionalName activation, string_view precision) {
   static const auto op = find_op<decltype(forward)>("lltm_ext::gemm");
   return op.call(a, b, bias, activation, precision);
 }
 
-at::Tensor call_activation_backward(const at::Tensor& grad_output, const at::Tensor& output, string_view activation) {
+at::Tensor call_activation_backward(const at::Tensor& grad_output, const at::Tensor& output,
+                                    string_view activation) {
   static const auto op = find_op<decltype(activation_backward)>("lltm_ext::gemm_activation_backward");
   return op.call(grad_output, output, activation);
 }
 
-// ---- Autograd. All that backward calls is differentiable itself, so there is no second formula for the double
-// backward. Transposes are strides.
+// ---- Autograd. All that backward calls is differentiable itself, so there is no second formula for the
+// double backward. Transposes are strides.
 
 struct GemmNode : torch::autograd::Function<GemmNode> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b,
                             const OptionalTensor& bias, OptionalName activation, string_view precision) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     at::Tensor output = call_forward(a, b, bias, activation, precision);
-    ctx->save_for_backward(
-        {needs_grad(b) ? a : at::Tensor(), needs_grad(a) ? b : at::Tensor(), activation ? output : at::Tensor()});
+    ctx->save_for_backward({needs_grad(b) ? a : at::Tensor(), needs_grad(a) ? b : at::Tensor(),
+                            activation ? output : at::Tensor()});
     ctx->saved_data["activation"] = std::string(activation.value_or(""));
     ctx->saved_data["precision"] = std::string(precision);
     ctx->saved_data["bias"] = bias.has_value() && bias->defined();
@@ -204,7 +209,8 @@ at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const Opti
   const at::DeviceType device = a.device().type();
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const at::Tensor& x) { return at::autocast::cached_cast(type, x, device); };
-  return call_forward(cast(a), cast(b), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, activation, precision);
+  return call_forward(cast(a), cast(b), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, activation,
+                      precision);
 }
 
 }  // namespace
@@ -212,7 +218,8 @@ at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const Opti
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   // bias is not keyword-only here, because torch.library.register_vmap takes no keyword-only tensors.
   m.def(
-      "gemm(Tensor a, Tensor b, Tensor? bias=None, *, str? activation=None, str precision=\"ieee\") -> Tensor",
+      "gemm(Tensor a, Tensor b, Tensor? bias=None, *, str? activation=None, str precision=\"ieee\") -> "
+      "Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def("gemm_activation_backward(Tensor grad_output, Tensor output, str activation) -> Tensor",
         {at::Tag::pt2_compliant_tag});
@@ -224,7 +231,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("gemm", torch::wrap_pybind_function_no_gil([](const at::Tensor& c, const at::Tensor& a, const at::Tensor& b) {
+  m.def("gemm",
+        torch::wrap_pybind_function_no_gil([](const at::Tensor& c, const at::Tensor& a, const at::Tensor& b) {
           CHECK_INPUT("gemm.gemm", a);
           CHECK_INPUT("gemm.gemm", b);
           CHECK_INPUT("gemm.gemm", c);
@@ -244,17 +252,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         }),
         py::arg("a"), py::arg("b"));
   m.def("backward",
-        torch::wrap_pybind_function_no_gil([](const at::Tensor& grad_c, const at::Tensor& a, const at::Tensor& b) {
-          CHECK_INPUT("gemm.backward", grad_c);
-          CHECK_INPUT("gemm.backward", a);
-          CHECK_INPUT("gemm.backward", b);
-          check_operands("gemm.backward", a, b);
-          CHECK_SAME("gemm.backward", grad_c, a);
-          check_shape("gemm.backward", "grad_c", grad_c, output_sizes(a, b), a.dim() == 3 ? "[B, M, N]" : "[M, N]");
-          const KernelGuard guard(a);
-          return std::vector<at::Tensor>{forward(grad_c, b.transpose(-2, -1), {}, {}, "ieee"),
-                                         forward(a.transpose(-2, -1), grad_c, {}, {}, "ieee")};
-        }),
+        torch::wrap_pybind_function_no_gil(
+            [](const at::Tensor& grad_c, const at::Tensor& a, const at::Tensor& b) {
+              CHECK_INPUT("gemm.backward", grad_c);
+              CHECK_INPUT("gemm.backward", a);
+              CHECK_INPUT("gemm.backward", b);
+              check_operands("gemm.backward", a, b);
+              CHECK_SAME("gemm.backward", grad_c, a);
+              check_shape("gemm.backward", "grad_c", grad_c, output_sizes(a, b),
+                          a.dim() == 3 ? "[B, M, N]" : "[M, N]");
+              const KernelGuard guard(a);
+              return std::vector<at::Tensor>{forward(grad_c, b.transpose(-2, -1), {}, {}, "ieee"),
+                                             forward(a.transpose(-2, -1), grad_c, {}, {}, "ieee")};
+            }),
         py::arg("grad_c"), py::arg("a"), py::arg("b"));
 }
 

@@ -67,11 +67,11 @@ struct Matrices {
 
 template <typename T>
 struct GemmArgs {
-  Matrices<T> a;    // batch of [m, k]
-  Matrices<T> b;    // batch of [k, n]
-  const T* bias;    // [n], or null
+  Matrices<T> a;  // batch of [m, k]
+  Matrices<T> b;  // batch of [k, n]
+  const T* bias;  // [n], or null
   int64_t bias_stride;
-  T* c;             // [batch, m, n], contiguous
+  T* c;  // [batch, m, n], contiguous
   int64_t batch, m, n, k;
   Activation activation;
 };
@@ -88,8 +88,8 @@ void gemm_activation_backward(Activation activation, const T* grad_output, const
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
 template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
-                                     int64_t n, cudaStream_t stream);
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output,
+                                     T* grad_input, int64_t n, cudaStream_t stream);
 #endif
 
 }  // namespace lltm_ext

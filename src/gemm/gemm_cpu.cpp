@@ -1,8 +1,7 @@
 // gemm on the CPU. A task computes a block of c over the whole of K, so the sums have the same order, and the
 // same bits, whatever the number of threads. Slices of both operands are packed into panels of the accumulate
-// type, which makes any strides and half types alike; a small kernel in vector registers multiplies the panels.
-#include "gemm/gemm.h"
-
+// type, which makes any strides and half types alike; a small kernel in vector registers multiplies the
+// panels.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -11,6 +10,7 @@
 #include <memory>
 
 #include "common/elementwise_cpu.h"
+#include "gemm/gemm.h"
 
 namespace lltm_ext {
 namespace {
@@ -23,8 +23,8 @@ constexpr int kPanelColumns = 64 / sizeof(A);
 // Below this many multiply-adds a second thread costs more than it saves.
 constexpr int64_t kGrain = 1 << 18;
 
-// sums[i][j] += sum over k of a[k][i] * b[k][j], for one panel of a and one of b. BYTES is the width of the vector
-// registers to use: the compiler keeps all 6 x 64 bytes of sums in them.
+// sums[i][j] += sum over k of a[k][i] * b[k][j], for one panel of a and one of b. BYTES is the width of the
+// vector registers to use: the compiler keeps all 6 x 64 bytes of sums in them.
 template <int BYTES, typename A>
 __attribute__((always_inline)) inline void multiply_panels(const A* a, const A* b, int64_t depth, A* sums,
                                                            int64_t pitch) {
@@ -57,7 +57,8 @@ void multiply_any(const A* a, const A* b, int64_t depth, A* sums, int64_t pitch)
 
 #ifdef __x86_64__
 template <typename A>
-__attribute__((target("avx2,fma"))) void multiply_avx2(const A* a, const A* b, int64_t depth, A* sums, int64_t pitch) {
+__attribute__((target("avx2,fma"))) void multiply_avx2(const A* a, const A* b, int64_t depth, A* sums,
+                                                       int64_t pitch) {
   multiply_panels<32>(a, b, depth, sums, pitch);
 }
 template <typename A>
@@ -105,8 +106,8 @@ constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) /
 
 // Bias, activation and the one rounding of a block of sums.
 template <typename T>
-void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, int64_t first_column, int64_t rows,
-                 int64_t columns, T* c) {
+void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, int64_t first_column,
+                 int64_t rows, int64_t columns, T* c) {
   constexpr int kStep = 16;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t first = 0; first < columns; first += kStep) {
@@ -145,7 +146,8 @@ void gemm(const GemmArgs<T>& args) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t matrix = task / (down * across);
       const int64_t row = task / across % down * block_rows, column = task % across * block_columns;
-      const int64_t rows = std::min(block_rows, args.m - row), columns = std::min(block_columns, args.n - column);
+      const int64_t rows = std::min(block_rows, args.m - row),
+                    columns = std::min(block_columns, args.n - column);
       const T* a = args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride;
       const T* b = args.b.data + matrix * args.b.batch_stride + column * args.b.column_stride;
       std::fill_n(sums.get(), buffer_rows * pitch, A(0));
@@ -157,7 +159,8 @@ void gemm(const GemmArgs<T>& args) {
                        panels_b.get());
         for (int64_t j = 0; j < columns; j += kColumns) {
           for (int64_t i = 0; i < rows; i += kPanelRows) {
-            multiply(panels_a.get() + i * depth, panels_b.get() + j * depth, depth, sums.get() + i * pitch + j, pitch);
+            multiply(panels_a.get() + i * depth, panels_b.get() + j * depth, depth,
+                     sums.get() + i * pitch + j, pitch);
           }
         }
       }
@@ -173,8 +176,8 @@ void gemm_activation_backward(Activation activation, const T* grad_output, const
   run_elementwise(GemmActivationBackward{activation}, n, grad_input, grad_output, output);
 }
 
-#define INSTANTIATE(T)                        \
-  template void gemm(const GemmArgs<T>&);     \
+#define INSTANTIATE(T)                    \
+  template void gemm(const GemmArgs<T>&); \
   template void gemm_activation_backward(Activation, const T*, const T*, T*, int64_t);
 INSTANTIATE(float)
 INSTANTIATE(double)

@@ -1,9 +1,10 @@
 // The kernel for float32 and float64: every product on the ordinary multiply-add units.
 //
-// A block holds a BM x BN tile of c in registers, TM x TN a thread. For every BK of K it copies a slice of a and
-// one of b to shared memory, k by k, while it multiplies the slices before. The copies are asynchronous and, where
-// a row is not 16-byte vectors along the tile, of single elements: so any strides and any alignment take the
-// same path, a transpose happens on the way, and no thread holds what is under way in registers.
+// A block holds a BM x BN tile of c in registers, TM x TN a thread. For every BK of K it copies a slice of a
+// and one of b to shared memory, k by k, while it multiplies the slices before. The copies are asynchronous
+// and, where a row is not 16-byte vectors along the tile, of single elements: so any strides and any
+// alignment take the same path, a transpose happens on the way, and no thread holds what is under way in
+// registers.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
@@ -26,7 +27,7 @@ struct FfmaTile {
   static constexpr int kStage = BK * (kPitchA + kPitchB);
   // A thread's rows come in groups of V, each group from another part of the tile, and its columns too.
   static constexpr int kPartRows = BM / (TM / V), kPartColumns = BN / (TN / V);
-  static constexpr int kShared = 2 * kStage > kPartRows * BN ? 2 * kStage : kPartRows * BN;
+  static constexpr int kShared = 2 * kStage > kPartRows* BN ? 2 * kStage : kPartRows * BN;
 };
 
 // The first element of a slice that this thread copies.
@@ -152,7 +153,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
           Vector y;
 #pragma unroll
           for (int s = 0; s < V; ++s) y.data[s] = sum[p * V + r][q * V + s];
-          *reinterpret_cast<Vector*>(shared + staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column)) = y;
+          *reinterpret_cast<Vector*>(shared +
+                                     staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column)) = y;
         }
       }
     }
@@ -165,7 +167,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 template <typename T>
 Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
   constexpr int V = kVecWidth<T>;
-  if (stride == 1 && is_vec_aligned(data) && k_stride % V == 0 && batch_stride % V == 0) return Access::kVectors;
+  if (stride == 1 && is_vec_aligned(data) && k_stride % V == 0 && batch_stride % V == 0)
+    return Access::kVectors;
   return k_stride < stride ? Access::kAlongK : Access::kAlongExtent;
 }
 

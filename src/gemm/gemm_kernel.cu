@@ -1,5 +1,6 @@
-// gemm on CUDA: which kernel takes which problem. float32 and float64 go to gemm_ffma.cuh, the half types to the
-// tensor cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits every run.
+// gemm on CUDA: which kernel takes which problem. float32 and float64 go to gemm_ffma.cuh, the half types to
+// the tensor cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits
+// every run.
 #include "common/elementwise.cuh"
 #include "gemm/gemm.h"
 #include "gemm/gemm_ffma.cuh"
@@ -7,12 +8,14 @@
 
 namespace lltm_ext {
 
-// Large tiles read each operand less often, small ones make more blocks: large where they nearly fill the chip.
+// Large tiles read each operand less often, small ones make more blocks: large where they nearly fill the
+// chip.
 template <typename T>
 cudaError_t fills_chip(const GemmArgs<T>& args, int tile_rows, int tile_columns, bool& fills) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   fills = args.m > tile_rows / 2 && args.n > tile_columns / 2 &&
           tiles_of(args, tile_rows, tile_columns).total * 3 >= int64_t{processors} * 2;
   return error;
@@ -34,13 +37,13 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
 }
 
 template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
-                                     int64_t n, cudaStream_t stream) {
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output,
+                                     T* grad_input, int64_t n, cudaStream_t stream) {
   return launch_elementwise(GemmActivationBackward{activation}, n, stream, grad_input, grad_output, output);
 }
 
-#define INSTANTIATE(T)                                              \
-  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);      \
+#define INSTANTIATE(T)                                         \
+  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t); \
   template cudaError_t gemm_activation_backward(Activation, const T*, const T*, T*, int64_t, cudaStream_t);
 INSTANTIATE(float)
 INSTANTIATE(double)

@@ -16,9 +16,12 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 #if __CUDA_ARCH__ >= 800
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES), "r"(valid));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
+                 "r"(valid)
+                 : "memory");
   }
 #else
   struct alignas(BYTES) Bytes {
@@ -53,7 +56,8 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of line r of matrix i. Each lane
-// receives, of every matrix, elements 2 (lane % 4) and the next of line lane / 4, or of column lane / 4 if TRANSPOSE.
+// receives, of every matrix, elements 2 (lane % 4) and the next of line lane / 4, or of column lane / 4 if
+// TRANSPOSE.
 template <bool TRANSPOSE>
 __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* line) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(line));
@@ -69,9 +73,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* line
 }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float32. With g = lane / 4 and t = 2 (lane % 4): a holds
-// rows g, g + 8 at k = t, t + 1, then the same at k + 8; b holds column g at k = t, t + 1, then at k + 8; c holds
-// row g at columns t, t + 1, then row g + 8.
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+// rows g, g + 8 at k = t, t + 1, then the same at k + 8; b holds column g at k = t, t + 1, then at k + 8; c
+// holds row g at columns t, t + 1, then row g + 8.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             __half) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -96,6 +101,30 @@ __device__ __forceinline__ float dot_pairs(uint32_t x, uint32_t y, float sum) {
   sum = fmaf(__uint_as_float(x << 16), __uint_as_float(y << 16), sum);
   return fmaf(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u), sum);
 }
+
+// Turing's tensor cores know no bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
+// No more than correct, and not inlined: 64 copies of it would be most of this chip's code.
+static __device__ __noinline__ float4 multiply_add_bfloat16(float4 c, uint4 a, uint2 b) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {  // the lane of the four that holds k = 2 q, 2 q + 1
+    const int holder = lane / 4 * 4 + q;
+    const uint32_t row0[2] = {__shfl_sync(kAll, a.x, holder), __shfl_sync(kAll, a.z, holder)};
+    const uint32_t row8[2] = {__shfl_sync(kAll, a.y, holder), __shfl_sync(kAll, a.w, holder)};
+    const int left = lane % 4 * 8 + q, right = left + 4;
+    const uint32_t column0[2] = {__shfl_sync(kAll, b.x, left), __shfl_sync(kAll, b.y, left)};
+    const uint32_t column1[2] = {__shfl_sync(kAll, b.x, right), __shfl_sync(kAll, b.y, right)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      c.x = dot_pairs(row0[half], column0[half], c.x);
+      c.y = dot_pairs(row0[half], column1[half], c.y);
+      c.z = dot_pairs(row8[half], column0[half], c.z);
+      c.w = dot_pairs(row8[half], column1[half], c.w);
+    }
+  }
+  return c;
+}
 #endif
 
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
@@ -107,23 +136,11 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  // Turing's tensor cores know no bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
-  constexpr uint32_t kAll = 0xffffffffu;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {  // the lane of the four that holds k = 2 q, 2 q + 1
-    uint32_t row[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(kAll, a[i], lane / 4 * 4 + q);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int holder = (lane % 4 * 2 + j) * 4 + q;
-      const uint32_t column0 = __shfl_sync(kAll, b0, holder);
-      const uint32_t column1 = __shfl_sync(kAll, b1, holder);
-      c[j] = dot_pairs(row[2], column1, dot_pairs(row[0], column0, c[j]));
-      c[j + 2] = dot_pairs(row[3], column1, dot_pairs(row[1], column0, c[j + 2]));
-    }
-  }
+  const float4 sum = multiply_add_bfloat16({c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1});
+  c[0] = sum.x;
+  c[1] = sum.y;
+  c[2] = sum.z;
+  c[3] = sum.w;
 #endif
 }
 

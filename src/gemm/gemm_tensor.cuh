@@ -1,9 +1,9 @@
 // The kernel for float16 and bfloat16: tensor cores, float32 sums.
 //
 // A block of 4 warps computes a SIDE x SIDE tile of c, a quarter a warp. Slices of kDepth of K go to shared
-// memory through a ring of kStages asynchronous copies, in the order that they have in memory (K_MAJOR: k runs
-// fastest); the load of fragments transposes where it must. Lines are 16-byte chunks, permuted so that the eight
-// lines of a fragment lie in different banks.
+// memory through a ring of kStages asynchronous copies, in the order that they have in memory (K_MAJOR: k
+// runs fastest); the load of fragments transposes where it must. Lines are 16-byte chunks, permuted so that
+// the eight lines of a fragment lie in different banks.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
   Operand<T> a = rows_of_a(args, at, SIDE), b = columns_of_b(args, at, SIDE);
   float sum[kRowBlocks][2 * kColumnBlocks][4] = {};
   int filling = 0, stage = 0;
-  // Multiplies the slice at k and copies the one kAhead further on; the first rounds, at negative k, only copy.
+  // Multiplies the slice at k and copies the one kAhead further on; the first rounds, at negative k, only
+  // copy.
   constexpr int kAhead = (kStages - 1) * kDepth;
   for (int64_t k = -kAhead; k < args.k; k += kDepth) {
     if (k >= 0) {
@@ -175,9 +176,11 @@ cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
   const bool a_k_major = args.a.column_stride <= args.a.row_stride;
   const bool b_k_major = args.b.row_stride < args.b.column_stride;
   if (a_k_major) {
-    return b_k_major ? launch_tensor<SIDE, true, true>(args, stream) : launch_tensor<SIDE, true, false>(args, stream);
+    return b_k_major ? launch_tensor<SIDE, true, true>(args, stream)
+                     : launch_tensor<SIDE, true, false>(args, stream);
   }
-  return b_k_major ? launch_tensor<SIDE, false, true>(args, stream) : launch_tensor<SIDE, false, false>(args, stream);
+  return b_k_major ? launch_tensor<SIDE, false, true>(args, stream)
+                   : launch_tensor<SIDE, false, false>(args, stream);
 }
 
 }  // namespace lltm_ext

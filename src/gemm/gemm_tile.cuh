@@ -10,8 +10,8 @@
 
 namespace lltm_ext {
 
-// ---- Tiles of c. One block computes one tile. Tiles are counted over the whole batch in 64 bits, so neither the
-// batch nor a side of the matrix meets the limits of a grid's dimensions.
+// ---- Tiles of c. One block computes one tile. Tiles are counted over the whole batch in 64 bits, so neither
+// the batch nor a side of the matrix meets the limits of a grid's dimensions.
 
 struct Tiles {
   int64_t rows, columns;  // of one matrix
@@ -76,7 +76,8 @@ __device__ __forceinline__ Operand<T> rows_of_a(const GemmArgs<T>& args, const T
 }
 
 template <typename T>
-__device__ __forceinline__ Operand<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at, int columns) {
+__device__ __forceinline__ Operand<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at,
+                                                   int columns) {
   const Matrices<T>& b = args.b;
   return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride, b.column_stride, b.row_stride,
           clamp_to_int(args.n - at.column, columns)};
