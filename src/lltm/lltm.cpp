@@ -163,6 +163,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
           .new_cell = pointer<C>(cell),
           .grad_gates = gates_of_rows<T>(grad_gates),
           .grad_old_cell = mutable_pointer<C>(grad_old_cell),
+          .grad_bias = {nullptr, 0, 0},
       };
       return lltm_backward_step(step, stream...);
     });

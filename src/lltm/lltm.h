@@ -63,6 +63,8 @@ struct BackwardStep {
   const C* new_cell;      // [B, H]
   Gates<T> grad_gates;    // [B, 3, H] gradients of the pre-activations
   C* grad_old_cell;       // [B, H]; may be grad_cell itself
+  Gates<acc_t<T>>
+      grad_bias;  // [B, 3, H] to which grad_gates are added: the bias's gradient, a row each; or null
 };
 
 template <typename T, typename C>
@@ -111,9 +113,15 @@ LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b,
   const A grad_h = s.grad_output.at(b, j) + (s.grad_h ? widen(s.grad_h[at]) : A(0));
   const A grad_cell = s.grad_cell.at(b, j) + grad_h * output_gate * tanh_derivative(tanh_cell);
 
-  s.grad_gates.at(b, 0, j) = narrow<T>(grad_cell * candidate * sigmoid_derivative(input_gate));
-  s.grad_gates.at(b, 1, j) = narrow<T>(grad_h * tanh_cell * sigmoid_derivative(output_gate));
-  s.grad_gates.at(b, 2, j) = narrow<T>(grad_cell * input_gate * elu_derivative(candidate));
+  const A grad_gates[] = {
+      grad_cell * candidate * sigmoid_derivative(input_gate),
+      grad_h * tanh_cell * sigmoid_derivative(output_gate),
+      grad_cell * input_gate * elu_derivative(candidate),
+  };
+  for (int g = 0; g < 3; ++g) {
+    s.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
+    if (s.grad_bias.data) s.grad_bias.at(b, g, j) += grad_gates[g];
+  }
   s.grad_old_cell[at] = narrow<C>(grad_cell);
 }
 

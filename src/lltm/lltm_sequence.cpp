@@ -289,9 +289,9 @@ void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTens
 }
 
 // Carries dh and dc, of which the step takes the first rows, from after the step to before it; but dh lacks
-// the product with weight_hh, which is of grad_gates.
+// the product with weight_hh, which is of grad_gates. Adds to grad_bias.
 void backward_step(const at::Tensor& dy, const at::Tensor& dh, const at::Tensor& dc, const at::Tensor& gates,
-                   const at::Tensor& cells, const at::Tensor& grad_gates) {
+                   const at::Tensor& cells, const at::Tensor& grad_gates, const at::Tensor& grad_bias) {
   launch_step("lltm_backward_step", gates, cells, [&](auto type, auto cell_type, auto... stream) {
     using T = typename decltype(type)::type;
     using C = typename decltype(cell_type)::type;
@@ -305,6 +305,7 @@ void backward_step(const at::Tensor& dy, const at::Tensor& dh, const at::Tensor&
         .new_cell = pointer<C>(cells),
         .grad_gates = gates_of_rows<T>(grad_gates),
         .grad_old_cell = mutable_pointer<C>(dc),
+        .grad_bias = gates_of_rows<acc_t<T>>(grad_bias),
     };
     return lltm_backward_step(step, stream...);
   });
@@ -339,7 +340,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : no_grad_input;
   at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
   at::Tensor grad_weight_hh = at::zeros(weight_hh.sizes(), weight_hh.options());
-  const at::Tensor grad_bias = at::zeros({3 * hidden}, cells.options());
+  const at::Tensor grad_bias = at::zeros({batch, 3 * hidden}, cells.options());  // a row of the batch each
   at::Tensor dh = at::zeros({batch, hidden}, h0.options());
   const at::Tensor dc = at::zeros({batch, hidden}, cells.options());
   if (grad_h_n) dh.copy_(*grad_h_n);
@@ -356,14 +357,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       const at::Tensor dy = !grad_output       ? at::Tensor()
                             : input.dim() == 3 ? grad_output->select(0, first_row / batch)
                                                : grad_output->narrow(0, first_row, n);
-      backward_step(dy, dh, dc, gates.narrow(0, first_row, n), cells.narrow(0, first_row, n),
-                    step_grad_gates);
+      backward_step(dy, dh, dc, gates.narrow(0, first_row, n), cells.narrow(0, first_row, n), step_grad_gates,
+                    grad_bias);
       at::Tensor dh_rows = first_rows(dh, n);
       at::mm_out(dh_rows, step_grad_gates, weight_hh);
     }
     grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));
     add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
-    grad_bias.add_(grad_gates.sum(0, /*keepdim=*/false, grad_bias.scalar_type()));
     if (input_needs_grad) {
       at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
       at::mm_out(grad_rows, grad_gates, weight_ih);
@@ -375,7 +375,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
           dc.to(c0.scalar_type()),
           grad_weight_ih,
           grad_weight_hh,
-          grad_bias.to(weight_hh.scalar_type())};
+          grad_bias.sum(0).to(weight_hh.scalar_type())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
