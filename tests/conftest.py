@@ -1,0 +1,52 @@
+"""Parameters that tests ask for by name: `device`, `dtype`, and what an op's suite offers (op_suite.py)."""
+
+import logging
+
+import pytest
+import torch
+
+# torch's structured trace, pages of empty lines beside every failure that compiled something.
+logging.getLogger("torch.__trace").addFilter(lambda record: False)
+pytest.register_assert_rewrite("op_suite")
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
+]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def pytest_generate_tests(metafunc):
+    taken = {
+        name for mark in metafunc.definition.iter_markers("parametrize") for name in mark.args[0].split(",")
+    }
+    wanted = set(metafunc.fixturenames) - taken
+    if "device" in wanted:
+        metafunc.parametrize("device", DEVICES)
+    if "dtype" in wanted:
+        metafunc.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    # The names of what an op's suite offers, as parameters: each is a dict of the class.
+    for argument, table in (
+        ("case", "samples"),
+        ("empty", "empty_samples"),
+        ("bad", "bad_calls"),
+        ("module", "modules"),
+    ):
+        if argument in wanted:
+            metafunc.parametrize(argument, list(getattr(metafunc.cls, table)))
+    if "layout" in wanted:
+        metafunc.parametrize("layout", list(metafunc.cls.layouts))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """torch.compile as a new process finds it: no graphs of another test, nor of another build on disk."""
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,913 @@
+"""What every op must pass. An op joins by inheriting from a suite and saying what it is:
+
+    class TestSigmoid(ElementwiseSuite):
+        op = "sigmoid"
+        function = staticmethod(lltm_ext.sigmoid)
+        ...
+
+`OpSuite` holds for any op, `SmoothSuite` adds what holds where the gradient is the derivative (not for a
+straight-through one), `ElementwiseSuite` what holds for functions of one tensor, element by element, and
+`ModuleSuite` what holds for nn.Modules.
+"""
+
+import copy
+import functools
+import io
+import pickle
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
+
+# Examples are the same in each run. A test that classes inherit is run by several of them.
+EXAMPLES = hypothesis.settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.differing_executors],
+)
+
+# How far, in relative L2 norm, a result may lie from the one that float64 gives on the same inputs.
+FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+DOUBLE = torch.float64
+
+
+def assert_near(actual, expected, bound, what="result"):
+    """Relative L2 error of at most `bound`. Written so that NaN fails, also where both have it."""
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    error, norm = (actual - expected).norm().item(), expected.norm().item()
+    assert error <= bound * norm, f"{what}: relative L2 error {error / norm if norm else error} above {bound}"
+
+
+def assert_all_near(actual, expected, bound, what="result"):
+    assert len(actual) == len(expected), f"{what}: {len(actual)} tensors, expected {len(expected)}"
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert_near(a, e, bound, f"{what} {i}")
+
+
+def assert_same_bits(actual, expected):
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+class Make:
+    """Tensors of normal values, the same on every device and (up to rounding) in every dtype."""
+
+    def __init__(self, dtype=torch.float32, device="cpu", seed=0):
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape, scale=1.0):
+        values = torch.randn(shape, generator=self.generator, dtype=DOUBLE) * scale
+        return values.to(self.dtype).to(self.device)
+
+
+class Call:
+    """Arguments for a function. Its tensors can be reached, replaced, and given as positional arguments."""
+
+    def __init__(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+
+    @property
+    def tensors(self):
+        return [
+            leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+
+    def map(self, f):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, f, (self.args, self.kwargs))
+        return Call(*args, **kwargs)
+
+    def with_tensors(self, tensors):
+        remaining = iter(tensors)
+        return self.map(lambda _: next(remaining))
+
+    def leaves(self):
+        """Fresh leaves of the same values and strides, whose gradients can be asked for."""
+        return self.map(lambda x: x.detach().requires_grad_())
+
+    def run(self, function):
+        """The outputs as a flat tuple of tensors."""
+        return tuple(pytree.tree_leaves(function(*self.args, **self.kwargs)))
+
+    def bind(self, function):
+        """`function` of the tensors alone, returning a tensor or a flat tuple of them."""
+
+        def of_tensors(*tensors):
+            outputs = self.with_tensors(tensors).run(function)
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        return of_tensors
+
+
+class Module(torch.nn.Module):
+    """A function as a module, for torch.export."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def cotangents(outputs, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(y.shape, generator=generator, dtype=DOUBLE).to(y.dtype).to(y.device) for y in outputs]
+
+
+def forward_and_gradients(function, call, grad_outputs=None):
+    """Outputs, and the gradients of the call's tensors for the given (or fixed random) output gradients."""
+    call = call.leaves()
+    outputs = call.run(function)
+    if grad_outputs is None:
+        grad_outputs = cotangents(outputs)
+    grad_outputs = [g.to(y.dtype) for g, y in zip(grad_outputs, outputs, strict=True)]
+    return outputs, torch.autograd.grad(outputs, call.tensors, grad_outputs)
+
+
+def sum_of_squares(outputs):
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    return sum((y * y).sum() for y in outputs)
+
+
+# Other ways for the same values to lie in memory. What lies between them is NaN, so that reading it shows.
+
+
+def transposed(x):
+    return x if x.dim() < 2 else x.mT.contiguous().mT
+
+
+def stepped(x):
+    if x.dim() == 0:
+        return x
+    gaps = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    gaps[..., ::2] = x
+    return gaps[..., ::2]
+
+
+def misaligned(x):
+    storage = x.new_full((x.numel() + 1,), float("nan"))
+    storage[1:] = x.flatten()
+    return storage[1:].view(x.shape)
+
+
+def expanded(x):
+    return x if x.dim() == 0 else x[:1].expand_as(x)
+
+
+def negated_view(x):
+    """Lazily negated, as the imaginary part of a conjugate is: memory holds -x."""
+    return torch._neg_view(-x)
+
+
+def packed(x):
+    """The values of `x` in a plain contiguous tensor of its own."""
+    return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class OpSuite:
+    op: str  # its name in torch.ops.lltm_ext, and at the start of its messages
+    function = None  # the public function
+    reference = None  # the same in pure PyTorch
+    Function = None  # its torch.autograd.Function
+    samples = {}  # name -> (make -> Call)
+    small = "small"  # the sample for tests that cost much an element
+    resized = ("63", "500")  # two samples that differ in sizes only
+    empty_samples = {}  # name -> (make -> Call)
+    bad_calls = {}  # name -> (make -> Call, exception, pattern)
+    saved = 0  # which tensor of the call the backward needs unchanged, or "output"
+    lowered_by_autocast = False
+    layouts = {f.__name__: f for f in (transposed, stepped, misaligned, expanded, negated_view)}
+
+    def apply(self, *args, **kwargs):
+        """The autograd Function, called like the public function."""
+        return self.Function.apply(*args, **kwargs)
+
+    def dispatcher_calls(self, call):
+        """(dispatcher op, Call) for each op that this function and its backward go through."""
+        yield getattr(torch.ops.lltm_ext, self.op).default, call
+
+    def call(self, case, dtype=torch.float32, device="cpu", seed=0):
+        return self.samples[case](Make(dtype, device, seed))
+
+    # Values and gradients
+
+    def test_values_match_the_reference_and_float64(self, case, dtype, device):
+        call = self.call(case, dtype, device)
+        outputs, like = call.run(self.function), call.run(self.reference)
+        for y, r in zip(outputs, like, strict=True):
+            assert (y.shape, y.dtype, y.device) == (r.shape, r.dtype, r.device)
+        assert_all_near(outputs, like, FORWARD[dtype], "output")
+        assert_all_near(outputs, call.map(torch.Tensor.double).run(self.reference), FORWARD[dtype], "output")
+
+    def test_gradients_match_the_reference_in_float64(self, case, dtype, device):
+        call = self.call(case, dtype, device)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        for g, x in zip(gradients, call.tensors, strict=True):
+            assert (g.shape, g.dtype, g.device) == (x.shape, x.dtype, x.device)
+        exact = call.map(torch.Tensor.double)
+        _, expected = forward_and_gradients(self.reference, exact, cotangents(outputs))
+        assert_all_near(gradients, expected, BACKWARD[dtype], "gradient of argument")
+
+    def test_the_function_class_equals_the_function(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        ours, ours_gradients = forward_and_gradients(self.apply, call)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        assert_all_near(ours, outputs, FORWARD[DOUBLE])
+        assert_all_near(ours_gradients, gradients, BACKWARD[DOUBLE])
+
+    def test_each_gradient_alone_equals_all_together(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        outputs, together = forward_and_gradients(self.function, call)
+        for i, expected in enumerate(together):
+            tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
+            outputs = call.with_tensors(tensors).run(self.function)
+            used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
+            (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+            assert_near(alone, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
+
+    def test_an_output_not_used_has_no_part_in_the_gradient(self, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        exact = call.leaves()
+        for i in range(len(call.run(self.function))):
+            gradients, expected = (
+                torch.autograd.grad(
+                    sum_of_squares(c.run(f)[i]), c.tensors, allow_unused=True, materialize_grads=True
+                )
+                for f, c in ((self.function, call), (self.reference, exact))
+            )
+            assert_all_near(
+                gradients, expected, BACKWARD[DOUBLE], f"from output {i} alone, gradient of argument"
+            )
+
+    def test_backward_runs_twice_on_a_retained_graph(self, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        outputs = call.run(self.function)
+        grad_outputs = cotangents(outputs)
+        first = torch.autograd.grad(outputs, call.tensors, grad_outputs, retain_graph=True)
+        second = torch.autograd.grad(outputs, call.tensors, grad_outputs)
+        assert_same_bits(second, first)
+
+    def test_activation_checkpointing_changes_nothing(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        checkpointed = functools.partial(
+            torch.utils.checkpoint.checkpoint, self.function, use_reentrant=False
+        )
+        outputs, gradients = forward_and_gradients(checkpointed, call)
+        plain, plain_gradients = forward_and_gradients(self.function, call)
+        assert_same_bits(outputs + gradients, plain + plain_gradients)
+
+    def test_no_graph_is_recorded_without_need(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        assert not any(y.requires_grad for y in call.run(self.function))
+        with torch.no_grad():
+            assert not any(y.requires_grad for y in call.leaves().run(self.function))
+        with torch.inference_mode():
+            outputs = call.map(torch.clone).run(self.function)
+        assert_all_near(outputs, call.run(self.reference), FORWARD[DOUBLE])
+
+    def test_the_same_call_twice_gives_the_same_bits(self, dtype, device):
+        call = self.call("500", dtype, device)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        for _ in range(3):
+            again, gradients_again = forward_and_gradients(self.function, call)
+            assert_same_bits(again, outputs)
+            assert_same_bits(gradients_again, gradients)
+
+    def test_arguments_are_left_as_they_came(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        before = call.map(torch.clone)
+        forward_and_gradients(self.function, call)
+        assert_same_bits(call.tensors, before.tensors)
+
+    # Tracing
+
+    def test_opcheck(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        for op, arguments in self.dispatcher_calls(call):
+            torch.library.opcheck(op, arguments.args, arguments.kwargs)
+
+    def test_opcheck_with_gradients(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        for op, arguments in self.dispatcher_calls(call):
+            arguments = arguments.leaves()
+            torch.library.opcheck(op, arguments.args, arguments.kwargs)
+
+    def test_opcheck_of_strided_arguments(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        for layout in (transposed, stepped):
+            for op, arguments in self.dispatcher_calls(call.map(layout)):
+                arguments = arguments.map(layout).leaves()
+                torch.library.opcheck(op, arguments.args, arguments.kwargs)
+
+    def test_fake_tensors_foretell_the_outputs(self, layout, dtype, device):
+        call = self.call(self.small, dtype, device).map(self.layouts[layout])
+        with FakeTensorMode() as mode:
+            fakes = call.map(mode.from_tensor).run(self.function)
+        outputs = call.run(self.function)
+        for fake, y in zip(fakes, outputs, strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
+                y.shape,
+                y.stride(),
+                y.dtype,
+                y.device,
+            )
+
+    def test_meta_tensors_give_meta_tensors(self):
+        call = self.call(self.small)
+        metas, outputs = call.map(lambda x: x.to("meta")).run(self.function), call.run(self.function)
+        for meta, y in zip(metas, outputs, strict=True):
+            assert (meta.shape, meta.dtype, meta.device.type) == (y.shape, y.dtype, "meta")
+
+    def test_fake_tensors_raise_the_same_errors(self, bad):
+        make_call, exception, pattern = self.bad_calls[bad]
+        with FakeTensorMode() as mode:
+            call = make_call(Make()).map(mode.from_tensor)
+            with pytest.raises(exception, match=pattern):
+                call.run(self.function)
+
+    def test_compiles_into_one_graph(self, device, fresh_dynamo):
+        call = self.call("63", DOUBLE, device)
+        compiled = torch.compile(self.function, fullgraph=True, dynamic=False, backend="aot_eager")
+        self.assert_same_as_eager(compiled, call)
+
+    def test_compiles_once_for_all_sizes(self, device, fresh_dynamo):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(self.function, fullgraph=True, dynamic=True, backend=counter)
+        first, second = self.resized
+        self.assert_same_as_eager(compiled, self.call(first, DOUBLE, device))
+        frames = counter.frame_count
+        assert frames > 0
+        self.assert_same_as_eager(compiled, self.call(second, DOUBLE, device))
+        assert counter.frame_count == frames
+
+    def test_compiles_with_inductor(self, device, fresh_dynamo):
+        compiled = torch.compile(self.function, fullgraph=True)
+        self.assert_same_as_eager(compiled, self.call("63", DOUBLE, device).map(transposed))
+
+    def assert_same_as_eager(self, compiled, call):
+        outputs, gradients = forward_and_gradients(self.function, call)
+        compiled_outputs, compiled_gradients = forward_and_gradients(compiled, call)
+        assert_all_near(compiled_outputs, outputs, FORWARD[DOUBLE])
+        assert_all_near(compiled_gradients, gradients, BACKWARD[DOUBLE])
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_exports(self, strict, device):
+        call = self.call("63", DOUBLE, device)
+        exported = torch.export.export(Module(self.function), call.args, call.kwargs, strict=strict)
+        targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+        assert any(target.startswith(f"lltm_ext.{self.op}") for target in targets), targets
+        other = self.call("63", DOUBLE, device, seed=7)
+        assert_all_near(other.run(exported.module()), other.run(self.function), FORWARD[DOUBLE])
+
+    def test_an_exported_program_is_saved_and_loaded(self):
+        call = self.call("63", DOUBLE)
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(Module(self.function), call.args, call.kwargs), file)
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+        assert_all_near(call.run(loaded), call.run(self.function), FORWARD[DOUBLE])
+
+    # torch.func
+
+    @pytest.mark.parametrize("dim", [0, -1])
+    def test_vmap_over_any_of_the_arguments(self, dim, device):
+        calls = [self.call(self.small, DOUBLE, device, seed) for seed in range(3)]
+        count = len(calls[0].tensors)
+        choices = [{i} for i in range(count)] + ([set(range(count))] if count > 1 else [])
+        for batched in choices:
+            singles = [
+                calls[0].with_tensors([(c if i in batched else calls[0]).tensors[i] for i in range(count)])
+                for c in calls
+            ]
+            tensors = [
+                torch.stack([s.tensors[i] for s in singles], dim) if i in batched else x
+                for i, x in enumerate(calls[0].tensors)
+            ]
+            in_dims = tuple(dim if i in batched else None for i in range(count))
+            outputs = torch.vmap(calls[0].bind(self.function), in_dims)(*tensors)
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            expected = [torch.stack(ys) for ys in zip(*(s.run(self.function) for s in singles), strict=True)]
+            assert_all_near(outputs, expected, FORWARD[DOUBLE], f"vmap over {in_dims}, output")
+
+    def test_vmap_of_vmap(self, device):
+        calls = [[self.call(self.small, DOUBLE, device, 3 * i + j) for j in range(3)] for i in range(2)]
+        tensors = [
+            torch.stack([torch.stack([c.tensors[k] for c in row]) for row in calls])
+            for k in range(len(calls[0][0].tensors))
+        ]
+        outputs = torch.vmap(torch.vmap(calls[0][0].bind(self.function)))(*tensors)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        for i, row in enumerate(calls):
+            for j, call in enumerate(row):
+                assert_all_near([y[i, j] for y in outputs], call.run(self.reference), FORWARD[DOUBLE])
+
+    def test_vmap_of_the_dispatcher_ops(self, device):
+        for index in range(len(list(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))):
+            pairs = [
+                list(self.dispatcher_calls(self.call(self.small, DOUBLE, device, seed)))[index]
+                for seed in range(3)
+            ]
+            calls = [call for _, call in pairs]
+            stacked = [torch.stack(xs) for xs in zip(*(c.tensors for c in calls), strict=True)]
+            outputs = torch.vmap(calls[0].bind(pairs[0][0]))(*stacked)
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            expected = [
+                torch.stack(ys) for ys in zip(*(op_call.run(op) for op, op_call in pairs), strict=True)
+            ]
+            assert_all_near(outputs, expected, FORWARD[DOUBLE], str(pairs[0][0]))
+
+    def test_vmap_of_grad_gives_each_samples_gradient(self, device):
+        calls = [self.call(self.small, DOUBLE, device, seed) for seed in range(3)]
+        argnums = tuple(range(len(calls[0].tensors)))
+
+        def loss(function):
+            return lambda *tensors: sum_of_squares(calls[0].bind(function)(*tensors))
+
+        stacked = [torch.stack(xs) for xs in zip(*(c.tensors for c in calls), strict=True)]
+        gradients = torch.vmap(torch.func.grad(loss(self.function), argnums))(*stacked)
+        singles = [torch.func.grad(loss(self.reference), argnums)(*c.tensors) for c in calls]
+        assert_all_near(gradients, [torch.stack(gs) for gs in zip(*singles, strict=True)], BACKWARD[DOUBLE])
+
+    def test_jacrev_matches_the_reference(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        argnums = tuple(range(len(call.tensors)))
+        ours, expected = (
+            pytree.tree_leaves(torch.func.jacrev(call.bind(f), argnums)(*call.tensors))
+            for f in (self.function, self.reference)
+        )
+        assert_all_near(ours, expected, BACKWARD[DOUBLE], "jacobian")
+
+    def test_vjp_of_vjp_matches_the_reference(self, device):
+        call = self.call(self.small, DOUBLE, device)
+
+        def second(function):
+            def first(*tensors):
+                return sum_of_squares(
+                    torch.func.grad(lambda *t: sum_of_squares(call.bind(function)(*t)))(*tensors)
+                )
+
+            return torch.func.grad(first, tuple(range(len(call.tensors))))(*call.tensors)
+
+        assert_all_near(second(self.function), second(self.reference), 10 * BACKWARD[DOUBLE])
+
+    def test_forward_mode_is_refused_and_not_dropped(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        with torch.autograd.forward_ad.dual_level():
+            duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+                duals.run(self.function)
+
+    # Autocast
+
+    def test_autocast(self, device):
+        call = self.call("63", torch.float32, device)
+        low = torch.float16 if device == "cuda" else torch.bfloat16
+        with torch.autocast(device, low):
+            outputs, gradients = forward_and_gradients(self.function, call)
+        assert all(g.dtype == torch.float32 for g in gradients)
+        if not self.lowered_by_autocast:
+            plain, plain_gradients = forward_and_gradients(self.function, call)
+            assert outputs[0].dtype == torch.float32
+            assert_same_bits(outputs + gradients, plain + plain_gradients)
+            return
+        assert outputs[0].dtype == low
+        exact, exact_gradients = forward_and_gradients(
+            self.reference, call.map(lambda x: x.to(low).double()), cotangents(outputs)
+        )
+        assert_all_near(outputs, exact, FORWARD[low])
+        assert_all_near(gradients, exact_gradients, BACKWARD[low])
+
+    def test_autocast_leaves_float64_and_disabled_regions_alone(self, device):
+        low = torch.float16 if device == "cuda" else torch.bfloat16
+        for dtype, enabled in ((DOUBLE, True), (torch.float32, False)):
+            call = self.call("63", dtype, device)
+            plain = call.run(self.function)
+            with torch.autocast(device, low, enabled=enabled):
+                outputs = call.run(self.function)
+            assert_same_bits(outputs, plain)
+
+    def test_autocast_under_compile(self, device, fresh_dynamo):
+        call = self.call("63", torch.float32, device)
+        low = torch.float16 if device == "cuda" else torch.bfloat16
+
+        def within_autocast(*args, **kwargs):
+            with torch.autocast(device, low):
+                return self.function(*args, **kwargs)
+
+        outputs, gradients = forward_and_gradients(within_autocast, call)
+        compiled = torch.compile(within_autocast, fullgraph=True, backend="aot_eager")
+        compiled_outputs, compiled_gradients = forward_and_gradients(compiled, call)
+        assert [y.dtype for y in compiled_outputs] == [y.dtype for y in outputs]
+        assert_all_near(compiled_outputs, outputs, FORWARD[low])
+        assert_all_near(compiled_gradients, gradients, BACKWARD[low])
+
+    # Sizes, strides, bad input
+
+    def test_empty_inputs(self, empty, dtype, device):
+        call = self.empty_samples[empty](Make(dtype, device))
+        outputs, gradients = forward_and_gradients(self.function, call)
+        exact = call.map(torch.Tensor.double).leaves()
+        expected = exact.run(self.reference)
+        # Of an empty loop nothing depends on the weights, so the reference's gradients may be missing: zeros.
+        used = [(y, g) for y, g in zip(expected, cotangents(outputs), strict=True) if y.requires_grad]
+        expected_gradients = torch.autograd.grad(
+            [y for y, _ in used], exact.tensors, [g.double() for _, g in used], materialize_grads=True
+        )
+        assert [y.dtype for y in outputs] == [y.dtype for y in call.run(self.reference)]
+        assert_all_near(outputs, expected, FORWARD[dtype], "output")
+        assert_all_near(gradients, expected_gradients, BACKWARD[dtype], "gradient of argument")
+
+    def test_strides_do_not_change_the_values(self, case, layout, device):
+        call = self.call(case, DOUBLE, device).map(self.layouts[layout])
+        outputs, gradients = forward_and_gradients(self.function, call)
+        plain, plain_gradients = forward_and_gradients(self.function, call.map(packed))
+        assert_all_near(outputs, plain, FORWARD[DOUBLE], f"{layout} output")
+        assert_all_near(gradients, plain_gradients, BACKWARD[DOUBLE], f"{layout} gradient")
+
+    def test_strides_of_one_argument_alone(self, layout, device):
+        call = self.call(self.small, DOUBLE, device)
+        for i in range(len(call.tensors)):
+            changed = [self.layouts[layout](x) if i == j else x for j, x in enumerate(call.tensors)]
+            changed = call.with_tensors(changed)
+            outputs, gradients = forward_and_gradients(self.function, changed)
+            plain, plain_gradients = forward_and_gradients(self.function, changed.map(packed))
+            assert_all_near(outputs, plain, FORWARD[DOUBLE], f"{layout} argument {i}: output")
+            assert_all_near(gradients, plain_gradients, BACKWARD[DOUBLE], f"{layout} argument {i}: gradient")
+
+    def test_strides_of_incoming_gradients(self, layout, dtype, device):
+        call = self.call(self.small, dtype, device)
+        grad_outputs = [self.layouts[layout](g) for g in cotangents(call.run(self.function))]
+        _, gradients = forward_and_gradients(self.function, call, grad_outputs)
+        _, plain = forward_and_gradients(self.function, call, [packed(g) for g in grad_outputs])
+        assert_all_near(gradients, plain, BACKWARD[dtype])
+
+    def test_bad_input_is_named_and_the_next_call_is_right(self, bad, device):
+        make_call, exception, pattern = self.bad_calls[bad]
+        call = make_call(Make(device=device))
+        with pytest.raises(exception, match=pattern):
+            call.run(self.function)
+        with pytest.raises(exception, match=pattern):
+            call.map(lambda x: x.requires_grad_() if x.is_floating_point() else x).run(self.function)
+        good = self.call("63", torch.float32, device)
+        assert_all_near(good.run(self.function), good.run(self.reference), FORWARD[torch.float32])
+
+    def test_an_edit_before_backward_is_noticed(self, device):
+        call = self.call(self.small, DOUBLE, device).leaves().map(lambda x: x * 1)
+        outputs = call.run(self.function)
+        edited = outputs[0] if self.saved == "output" else call.tensors[self.saved]
+        loss = sum_of_squares([y.clone() for y in outputs])
+        with torch.no_grad():
+            edited.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    # On a GPU
+
+    @needs_cuda
+    def test_cpu_and_cuda_agree(self, case, dtype):
+        call = self.call(case, dtype)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        on_cuda = call.map(torch.Tensor.cuda)
+        cuda_outputs, cuda_gradients = forward_and_gradients(
+            self.function, on_cuda, [g.cuda() for g in cotangents(outputs)]
+        )
+        assert_all_near(cuda_outputs, outputs, 2 * FORWARD[dtype], "output")
+        assert_all_near(cuda_gradients, gradients, 2 * BACKWARD[dtype], "gradient")
+
+    @needs_cuda
+    def test_runs_on_the_current_stream(self):
+        values = self.call("500", DOUBLE, "cuda")
+        expected, expected_gradients = forward_and_gradients(self.function, values)
+        late = values.map(torch.zeros_like)
+        grad_outputs = cotangents(expected)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)  # about 0.1 s, in which another stream would read the zeros
+            for x, value in zip(late.tensors, values.tensors, strict=True):
+                x.copy_(value)
+            outputs, gradients = forward_and_gradients(self.function, late, grad_outputs)
+            assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
+        torch.cuda.synchronize()
+        assert_same_bits(outputs + gradients, expected + expected_gradients)
+
+    @needs_cuda
+    def test_a_captured_graph_replays_on_new_values(self):
+        static = self.call("63", torch.float32, "cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                results = forward_and_gradients(self.function, static)
+            grad_outputs = cotangents(results[0])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs, gradients = forward_and_gradients(self.function, static, grad_outputs)
+        for seed in (1, 2):
+            new = self.call("63", torch.float32, "cuda", seed)
+            for x, value in zip(static.tensors, new.tensors, strict=True):
+                x.copy_(value)
+            graph.replay()
+            expected, expected_gradients = forward_and_gradients(self.function, new, grad_outputs)
+            assert_all_near(outputs, expected, FORWARD[torch.float32])
+            assert_all_near(gradients, expected_gradients, BACKWARD[torch.float32])
+
+    @needs_two_gpus
+    def test_runs_on_a_device_that_is_not_current(self, dtype):
+        torch.cuda.set_device(0)
+        call = self.call("63", dtype, "cuda:1")
+        outputs, gradients = forward_and_gradients(self.function, call)
+        assert torch.cuda.current_device() == 0
+        assert all(x.device == torch.device("cuda:1") for x in outputs + gradients)
+        at_home = call.map(lambda x: x.to("cuda:0"))
+        expected, expected_gradients = forward_and_gradients(
+            self.function, at_home, [g.to("cuda:0") for g in cotangents(outputs)]
+        )
+        assert_all_near(outputs, expected, FORWARD[dtype])
+        assert_all_near(gradients, expected_gradients, BACKWARD[dtype])
+
+
+class SmoothSuite(OpSuite):
+    """For an op whose gradient is its derivative: finite differences must agree, to the second order."""
+
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_gradcheck(self, way, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        assert torch.autograd.gradcheck(call.bind(getattr(self, way)), call.tensors, nondet_tol=0)
+
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_gradgradcheck(self, way, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        assert torch.autograd.gradgradcheck(call.bind(getattr(self, way)), call.tensors)
+
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_third_derivative(self, way, device):
+        call = self.call(self.small, DOUBLE, device)
+
+        def third(function):
+            leaves = call.leaves()
+            gradients = leaves.run(function)
+            for _ in range(3):
+                gradients = torch.autograd.grad(
+                    sum_of_squares(gradients), leaves.tensors, create_graph=True, materialize_grads=True
+                )
+            return gradients
+
+        assert_all_near(third(getattr(self, way)), third(self.reference), 100 * BACKWARD[DOUBLE])
+
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    0.5,
+    -0.5,
+    1.5,
+    2.5,
+    -2.5,
+    1e-30,
+    -1e-30,
+    88.8,
+    -88.8,
+    1e4,
+    -1e4,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+]
+
+
+def elementwise_bad_calls(op):
+    floating = "float16, bfloat16, float32 or float64"
+    return {
+        "None": (lambda make: Call(None), TypeError, f"^{op}: expected input to be a Tensor, got NoneType"),
+        "list": (lambda make: Call([1.0]), TypeError, f"^{op}: expected input to be a Tensor, got list"),
+        "integers": (
+            lambda make: Call(torch.arange(3, device=make.device)),
+            TypeError,
+            f"^{op}: expected input of dtype {floating}, got int64",
+        ),
+        "complex": (
+            lambda make: Call(torch.zeros(3, dtype=torch.complex64, device=make.device)),
+            TypeError,
+            f"^{op}: expected input of dtype {floating}, got complex64",
+        ),
+        "sparse": (
+            lambda make: Call(torch.eye(3, device=make.device).to_sparse()),
+            RuntimeError,
+            f"^{op}: expected input of layout torch.strided, got Sparse",
+        ),
+    }
+
+
+class ElementwiseSuite(OpSuite):
+    samples = {
+        "small": lambda make: Call(make(2, 3)),
+        "scalar": lambda make: Call(make()),
+        "1": lambda make: Call(make(1)),
+        "63": lambda make: Call(make(63, 3, scale=3)),
+        "500": lambda make: Call(make(500, 37, scale=3)),
+        "4-D": lambda make: Call(make(2, 3, 5, 7, scale=3)),
+        "two threads": lambda make: Call(make(100_003, scale=3)),
+    }
+    empty_samples = {
+        "no elements": lambda make: Call(make(0)),
+        "no rows": lambda make: Call(make(0, 5)),
+        "no columns": lambda make: Call(make(5, 0, 2)),
+    }
+    saved = "output"
+    saved_tensors = 1  # how many the backward needs
+
+    def test_special_values_are_those_of_the_reference(self, dtype, device):
+        x = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).to(device)
+        torch.testing.assert_close(self.function(x), self.reference(x), equal_nan=True)
+        _, (ours,) = forward_and_gradients(self.function, Call(x))
+        _, (expected,) = forward_and_gradients(self.reference, Call(x))
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+
+    def test_a_nan_changes_no_element_beside_it(self, dtype, device):
+        for i in range(20):
+            x = Make(dtype, device)(40, scale=2)
+            x[i] = torch.nan
+            torch.testing.assert_close(self.function(x), self.reference(x), equal_nan=True)
+
+    def test_every_length_and_offset(self, dtype, device):
+        """Heads and tails of vectors: each piece gives the bits that it has in the whole."""
+        x, grad_output = Make(dtype, device)(64, scale=3), Make(dtype, device, seed=1)(64)
+        (whole,), (gradient,) = forward_and_gradients(self.function, Call(x), [grad_output])
+        assert_near(whole, self.reference(x.double()), FORWARD[dtype])
+        for start in range(9):
+            for end in range(start + 1, start + 40, 3):
+                (piece,), (piece_gradient,) = forward_and_gradients(
+                    self.function, Call(x[start:end]), [grad_output[start:end]]
+                )
+                assert_same_bits([piece, piece_gradient], [whole[start:end], gradient[start:end]])
+
+    @pytest.mark.parametrize("order", ["transposed", "channels_last", "permuted"])
+    def test_memory_format_is_kept(self, order, device):
+        x = Make(DOUBLE, device)(2, 3, 5, 7)
+        x = {
+            "transposed": transposed(x),
+            "channels_last": x.contiguous(memory_format=torch.channels_last),
+            "permuted": x.permute(3, 1, 0, 2),
+        }[order]
+        outputs, gradients = forward_and_gradients(self.function, Call(x))
+        assert outputs[0].stride() == x.stride()
+        exact, exact_gradients = forward_and_gradients(self.reference, Call(packed(x)))
+        assert_all_near(outputs, exact, FORWARD[DOUBLE])
+        assert_all_near(gradients, exact_gradients, BACKWARD[DOUBLE])
+
+    @EXAMPLES
+    @hypothesis.given(data=st.data())
+    def test_any_shape_and_strides(self, data, device):
+        shape = data.draw(st.lists(st.integers(0, 9), max_size=4), label="shape")
+        order = data.draw(st.permutations(range(len(shape))), label="order")
+        cuts = [(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3))) for _ in shape]
+        dtype = data.draw(st.sampled_from(list(FORWARD)), label="dtype")
+        whole = [start + n * step for n, (start, step) in zip(shape, cuts, strict=True)]
+        x = Make(dtype, device)(*whole, scale=3)
+        x = x[tuple(slice(start, None, step) for start, step in cuts)].permute(order)
+        assert list(x.shape) == [shape[i] for i in order]
+        outputs, gradients = forward_and_gradients(self.function, Call(x))
+        plain, plain_gradients = forward_and_gradients(self.function, Call(packed(x)))
+        assert_same_bits(outputs + gradients, plain + plain_gradients)
+        assert_near(outputs[0], self.reference(x.double()), FORWARD[dtype])
+
+    def test_backward_saves_the_least_that_serves(self, device):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            self.function(Make(DOUBLE, device)(5).requires_grad_())
+        assert len(saved) == self.saved_tensors
+
+
+class RawBindingSuite:
+    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)`, of contiguous tensors."""
+
+    op: str
+    function = None
+    bindings = None  # lltm_ext._C.<op>
+
+    def test_raw_bindings_compute_forward_and_backward(self, dtype, device):
+        make = Make(dtype, device)
+        x, grad_output = make(63, 5), make(63, 5)
+        outputs, gradients = forward_and_gradients(self.function, Call(x), [grad_output])
+        output = self.bindings.forward(x)
+        assert_same_bits([output], outputs)
+        assert_same_bits([self.bindings.backward(grad_output, output)], gradients)
+        assert_same_bits([self.bindings.backward(output=output, grad_output=grad_output)], gradients)
+
+    def test_raw_bindings_refuse_what_check_input_names(self, device):
+        good = Make(device=device)(3, 5)
+        refusals = (
+            (Make(device=device)(5, 3).T, RuntimeError, r"to be contiguous, got strides \[1, 3\]"),
+            (good.long(), TypeError, "of dtype float16, bfloat16, float32 or float64, got int64"),
+            (good.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
+        )
+        for value, exception, pattern in refusals:
+            for binding, names in (("forward", ["input"]), ("backward", ["grad_output", "output"])):
+                for i, name in enumerate(names):
+                    arguments = [value if i == j else good for j in range(len(names))]
+                    with pytest.raises(exception, match=f"^{self.op}.{binding}: expected {name} {pattern}"):
+                        getattr(self.bindings, binding)(*arguments)
+        assert_same_bits([self.bindings.forward(good)], [self.function(good)])
+
+    def test_raw_bindings_refuse_what_is_no_tensor(self):
+        for arguments in ((), (None,), ("tensor",)):
+            with pytest.raises(TypeError, match=r"forward\(\): incompatible function arguments"):
+                self.bindings.forward(*arguments)
+        with pytest.raises(TypeError, match=r"backward\(\): incompatible function arguments"):
+            self.bindings.backward(torch.zeros(3), None)
+
+    def test_raw_backward_refuses_tensors_that_do_not_belong_together(self, device):
+        x = Make(device=device)(3, 5)
+        with pytest.raises(
+            RuntimeError, match=rf"^{self.op}.*: expected grad_output of shape .*\[3, 5\], got \[3, 4\]"
+        ):
+            self.bindings.backward(x[:, :4].contiguous(), x)
+        with pytest.raises(
+            TypeError, match=f"^{self.op}.*: expected grad_output of dtype float32, got float64"
+        ):
+            self.bindings.backward(x.double(), x)
+
+    @needs_cuda
+    def test_raw_backward_refuses_two_devices(self):
+        x = Make()(3, 5)
+        with pytest.raises(RuntimeError, match=f"^{self.op}.*: expected grad_output on cuda:0, got cpu"):
+            self.bindings.backward(x, x.cuda())
+
+
+class ModuleSuite:
+    """nn.Modules. `modules`: name -> (function of device= and dtype= giving a module, make -> Call)."""
+
+    modules = {}
+
+    def module_and_call(self, module, dtype=torch.float32, device="cpu"):
+        build, make_call = self.modules[module]
+        torch.manual_seed(0)
+        return build(device=device, dtype=dtype), make_call(Make(dtype, device))
+
+    def test_modules_take_device_and_dtype(self, module, dtype, device):
+        built, call = self.module_and_call(module, dtype, device)
+        for x in [*built.parameters(), *call.run(built)]:
+            assert (x.dtype, x.device.type) == (dtype, device)
+
+    def test_modules_deepcopy_and_pickle(self, module, device):
+        built, call = self.module_and_call(module, device=device)
+        expected = call.run(built)
+        for copied in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+            assert_same_bits(call.run(copied), expected)
+            for ours, theirs in zip(copied.parameters(), built.parameters(), strict=True):
+                assert ours.data_ptr() != theirs.data_ptr()
+
+    def test_modules_save_and_load(self, module, device):
+        built, call = self.module_and_call(module, device=device)
+        file = io.BytesIO()
+        torch.save(built.state_dict(), file)
+        file.seek(0)
+        build, _ = self.modules[module]
+        other = build(device=device, dtype=torch.float32)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert_same_bits(call.run(other), call.run(built))
+
+    def test_modules_move_to_another_dtype(self, module, device):
+        built, call = self.module_and_call(module, device=device)
+        outputs = call.map(torch.Tensor.double).run(copy.deepcopy(built).double())
+        assert all(y.dtype == DOUBLE for y in outputs)
+        assert_all_near(call.run(built), outputs, FORWARD[torch.float32])
+
+    def test_modules_print_themselves(self, module):
+        built, _ = self.module_and_call(module)
+        assert repr(built).startswith(type(built).__name__ + "(")
+
+    def test_modules_compile_and_export(self, module, device, fresh_dynamo):
+        built, call = self.module_and_call(module, DOUBLE, device)
+        expected, expected_gradients = forward_and_gradients(built, call)
+        compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+        outputs, gradients = forward_and_gradients(compiled, call)
+        assert_all_near(outputs, expected, FORWARD[DOUBLE])
+        assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE])
+        exported = torch.export.export(built, call.args, call.kwargs).module()
+        assert_all_near(call.run(exported), expected, FORWARD[DOUBLE])
+
+    def test_modules_gradients_reach_every_parameter(self, module, device):
+        built, call = self.module_and_call(module, DOUBLE, device)
+        call = call.leaves()
+        for gradient in torch.autograd.grad(
+            sum_of_squares(call.run(built)), [*built.parameters(), *call.tensors]
+        ):
+            assert gradient.isfinite().all()
+            assert gradient.norm() > 0

@@ -1,0 +1,112 @@
+"""The ops as the dispatcher sees them: registered by each module alone, complete, and the ones that run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from op_suite import Make
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lltm_ext
+from lltm_ext import _C
+
+MODULES = ("gemm", "lltm", "relu", "round", "sigmoid")
+OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lltm_ext::"))
+PUBLIC = ("binarize", "gemm", "lltm", "lltm_cell", "relu", "round", "sigmoid")
+
+
+class Recorder(TorchDispatchMode):
+    """The names of the ops that run below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func).removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+def load(module):
+    """A process of its own loads the module's file, with neither our Python package nor the other modules."""
+    code = f"""
+import sys, torch
+torch.ops.load_library({getattr(_C, module).__file__!r})
+assert "lltm_ext" not in sys.modules
+x = torch.ones(2, 2, requires_grad=True)
+op = torch.ops.lltm_ext.{module}
+arguments = {{"gemm": (x, x), "lltm": (x[None], x, x, x.repeat(3, 1), x.repeat(3, 1))}}.get({module!r}, (x,))
+outputs = op(*arguments)
+(outputs if isinstance(outputs, torch.Tensor) else outputs[0]).sum().backward()
+print(x.grad.isfinite().all().item())
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_built_module_registers_its_ops_by_itself(module):
+    result = load(module)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "True\n"
+
+
+def test_every_public_function_has_its_op():
+    assert {f"lltm_ext::{name}" for name in PUBLIC} <= set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_serve_every_backend_and_torch_compile(op):
+    for key in ("CPU", "CUDA", "Meta"):
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, key)
+    namespace, name = op.split("::")
+    assert torch.Tag.pt2_compliant_tag in getattr(getattr(torch.ops, namespace), name).default.tags
+
+
+def test_an_elementwise_op_is_one_op_forward_and_one_backward():
+    for function, names in (
+        (lltm_ext.sigmoid, ["lltm_ext.sigmoid", "lltm_ext.sigmoid_backward"]),
+        (lltm_ext.relu, ["lltm_ext.relu", "lltm_ext.relu_backward"]),
+        (lltm_ext.round, ["lltm_ext.round"]),
+        (lltm_ext.binarize, ["lltm_ext.binarize"]),
+    ):
+        x, grad_output = torch.randn(5, requires_grad=True), torch.ones(5)
+        with Recorder() as recorder:
+            torch.autograd.grad(function(x), x, grad_output)
+        # To save a tensor is to detach it, which computes nothing.
+        assert [name for name in recorder.names if name != "aten.detach"] == names
+
+
+def test_an_inference_call_is_one_op():
+    x = torch.randn(5, requires_grad=True)
+    for function in (lltm_ext.sigmoid, lltm_ext.relu, lltm_ext.round, lltm_ext.binarize):
+        with torch.no_grad(), Recorder() as recorder:
+            function(x)
+        assert recorder.names == [f"lltm_ext.{function.__name__}"]
+
+
+def test_a_sequence_is_one_op_whatever_its_length():
+    """The loop over the steps runs in C++, forward and backward."""
+    counts = []
+    for length in (2, 50):
+        make = Make()
+        arguments = [make(length, 4, 3), make(4, 5), make(4, 5), make(15, 3), make(15, 5), make(15)]
+        arguments = [x.requires_grad_() for x in arguments]
+        with Recorder() as recorder:
+            input, h0, c0, *weights = arguments
+            output, _ = lltm_ext.lltm(input, (h0, c0), *weights)
+            torch.autograd.grad(output, arguments, torch.ones_like(output))
+        ours = [name for name in recorder.names if name.startswith("lltm_ext.")]
+        assert ours == ["lltm_ext.lltm_forward", "lltm_ext.lltm_backward"]
+        counts.append(len(recorder.names))
+    assert counts[0] == counts[1]
+
+
+def test_the_cell_runs_its_own_backward():
+    make = Make()
+    arguments = [x.requires_grad_() for x in (make(4, 3), make(15, 8), make(15), make(4, 5), make(4, 5))]
+    with Recorder() as recorder:
+        new_h, _ = lltm_ext.lltm_cell(*arguments)
+        torch.autograd.grad(new_h, arguments, torch.ones_like(new_h))
+    ours = [name for name in recorder.names if name.startswith("lltm_ext.")]
+    assert ours == ["lltm_ext.lltm_cell_forward", "lltm_ext.lltm_cell_backward"]

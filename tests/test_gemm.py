@@ -1,0 +1,320 @@
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    EXAMPLES,
+    FORWARD,
+    Call,
+    Make,
+    SmoothSuite,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    forward_and_gradients,
+    needs_cuda,
+    transposed,
+)
+
+import lltm_ext
+from lltm_ext import _C
+from lltm_ext.gemm import gemm_reference
+
+FLOATING = "float16, bfloat16, float32 or float64"
+ACTIVATIONS = (None, "relu", "sigmoid", "tanh", "elu")
+activations = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def operands(make, m, k, n, *batch):
+    """Of a scale at which the products are of order 1."""
+    return make(*batch, m, k, scale=max(k, 1) ** -0.5), make(*batch, k, n)
+
+
+def sample(*sizes, **options):
+    return lambda make: Call(*operands(make, *sizes), **options)
+
+
+def with_bias(*sizes, **options):
+    return lambda make: Call(*operands(make, *sizes), bias=make(sizes[2]), **options)
+
+
+def bad(change):
+    """Operands [4, 3] and [3, 5] of which `change` makes others."""
+    return lambda make: Call(*change(*operands(make, 4, 3, 5)))
+
+
+def bad_option(**options):
+    return lambda make: Call(*operands(make, 4, 3, 5), **options)
+
+
+def bad_bias(change):
+    return lambda make: Call(*operands(make, 4, 3, 5), bias=change(make(5)))
+
+
+class TestGemm(SmoothSuite):
+    op = "gemm"
+    function = staticmethod(lltm_ext.gemm)
+    reference = staticmethod(gemm_reference)
+    Function = lltm_ext.GemmFunction
+    lowered_by_autocast = True
+    samples = {
+        "small": with_bias(2, 3, 4),
+        "1": sample(1, 1, 1),
+        "63": with_bias(63, 65, 67, activation="elu"),
+        "500": with_bias(500, 63, 37, activation="elu"),
+        "bias": with_bias(500, 63, 37),
+        "long sum": sample(17, 1001, 5),
+        "one row": sample(1, 63, 129),
+        "one column": sample(130, 63, 1),
+        "one product": sample(33, 1, 65),
+        "whole tiles": sample(128, 64, 256),
+        "batch": sample(7, 5, 9, 3),
+        "batch of one": sample(7, 5, 9, 1),
+        "batch with bias": with_bias(7, 5, 9, 3, activation="tanh"),
+        **{f"bias and {name}": with_bias(63, 33, 65, activation=name) for name in ACTIVATIONS if name},
+        "activation without bias": sample(63, 33, 65, activation="sigmoid"),
+    }
+    empty_samples = {
+        "no rows": with_bias(0, 3, 5),
+        "no columns": with_bias(4, 3, 0),
+        "no products": sample(4, 0, 5),
+        "no products but a bias": with_bias(4, 0, 5, activation="tanh"),
+        "no matrices": with_bias(4, 3, 5, 0),
+        "nothing": sample(0, 0, 0),
+    }
+    bad_calls = {
+        "a None": (bad(lambda a, b: (None, b)), TypeError, "^gemm: expected a to be a Tensor, got None"),
+        "b None": (bad(lambda a, b: (a, None)), TypeError, "^gemm: expected b to be a Tensor, got None"),
+        "b a list": (bad(lambda a, b: (a, [[1.0]])), TypeError, "^gemm: expected b to be a Tensor, got list"),
+        "bias a number": (
+            bad_bias(lambda bias: 1.0),
+            TypeError,
+            "^gemm: expected bias to be a Tensor.*, got float",
+        ),
+        "integers": (
+            bad(lambda a, b: (a.long(), b.long())),
+            TypeError,
+            f"^gemm: expected a of dtype {FLOATING}, got int64",
+        ),
+        "two dtypes": (
+            bad(lambda a, b: (a, b.double())),
+            TypeError,
+            "^gemm: expected b of dtype float32, got float64",
+        ),
+        "bias of another dtype": (
+            bad_bias(torch.Tensor.half),
+            TypeError,
+            "^gemm: expected bias of dtype float32, got float16",
+        ),
+        "inner sizes": (
+            bad(lambda a, b: (a, b.T)),
+            RuntimeError,
+            r"^gemm: expected b of shape \[K, N\] = \[3, \*\], got \[5, 3\]",
+        ),
+        "1-D": (bad(lambda a, b: (a[0], b)), RuntimeError, r"^gemm: expected a of shape .*, got \[3\]"),
+        "4-D": (
+            bad(lambda a, b: (a[None, None], b[None, None])),
+            RuntimeError,
+            r"^gemm: expected a of shape .*, got \[1, 1, 4, 3\]",
+        ),
+        "batch and no batch": (
+            bad(lambda a, b: (a[None], b)),
+            RuntimeError,
+            r"^gemm: expected b of shape \[B, K, N\] = \[1, 3, \*\], got \[3, 5\]",
+        ),
+        "two batches": (
+            bad(lambda a, b: (torch.stack([a] * 2), torch.stack([b] * 3))),
+            RuntimeError,
+            r"^gemm: expected b of shape \[B, K, N\] = \[2, 3, \*\], got \[3, 3, 5\]",
+        ),
+        "bias of another size": (
+            bad_bias(lambda bias: bias[:4]),
+            RuntimeError,
+            r"^gemm: expected bias of shape \[N\] = \[5\], got \[4\]",
+        ),
+        "bias of 2-D": (
+            bad_bias(lambda bias: bias[None]),
+            RuntimeError,
+            r"^gemm: expected bias of shape \[N\] = \[5\], got \[1, 5\]",
+        ),
+        "sparse": (
+            bad(lambda a, b: (a.to_sparse(), b)),
+            RuntimeError,
+            "^gemm: expected a of layout torch.strided, got Sparse",
+        ),
+        "activation": (
+            bad_option(activation="gelu"),
+            ValueError,
+            "^gemm: expected activation .*, got 'gelu'",
+        ),
+        "precision": (bad_option(precision="low"), ValueError, "^gemm: expected precision .*, got 'low'"),
+    }
+
+    def apply(self, a, b, *, bias=None, activation=None, precision="ieee"):
+        return lltm_ext.GemmFunction.apply(a, b, bias, activation, precision)
+
+    def dispatcher_calls(self, call):
+        options = dict(call.kwargs)
+        bias = options.pop("bias", None)
+        yield torch.ops.lltm_ext.gemm.default, Call(*call.args, bias, **options)
+        output = call.map(torch.Tensor.detach).run(gemm_reference)[0]
+        for activation in ACTIVATIONS[1:]:
+            arguments = Call(output.cos(), output.sigmoid(), activation)
+            yield torch.ops.lltm_ext.gemm_activation_backward.default, arguments
+
+    @activations
+    @pytest.mark.parametrize("batch", [(), (2,)], ids=["2-D", "3-D"])
+    def test_gradcheck_of_activations(self, activation, batch, device):
+        call = with_bias(3, 4, 2, *batch, activation=activation)(Make(DOUBLE, device)).leaves()
+        assert torch.autograd.gradcheck(call.bind(self.function), call.tensors)
+        assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
+
+    @activations
+    def test_nan_and_infinity_reach_their_row_and_column_alone(self, activation, dtype, device):
+        a, b = operands(Make(dtype, device), 20, 9, 20)
+        b = b.abs() + 0.1
+        good = lltm_ext.gemm(a, b, activation=activation)
+        for value in (torch.nan, torch.inf):
+            spoilt = a.clone()
+            spoilt[7, 3] = value
+            c = lltm_ext.gemm(spoilt, b, activation=activation)
+            expected = gemm_reference(spoilt, b, activation=activation)
+            torch.testing.assert_close(c[7], expected[7], equal_nan=True)
+            others = torch.arange(20, device=device) != 7
+            assert_same_bits([c[others]], [good[others]])
+
+    def test_float32_is_not_computed_in_tf32(self, device):
+        """Products of 1 + 2^-12 with themselves: ten bits of mantissa would lose the difference."""
+        a = torch.full((64, 64), 1 + 2.0**-12, device=device)
+        expected = (a.double() @ a.double()).float()
+        assert_near(lltm_ext.gemm(a, a), expected, 1e-6)
+
+    def test_half_types_accumulate_in_float32(self, device):
+        """A float16 accumulator would stop at 2048 and overflow at 65504, a bfloat16 one stop at 256."""
+        for dtype in (torch.float16, torch.bfloat16):
+            ones = torch.ones(4, 4096, dtype=dtype, device=device)
+            assert (lltm_ext.gemm(ones, ones.T) == 4096).all()
+            large = torch.full((4, 4096), 64.0, dtype=dtype, device=device)
+            signs = torch.ones(4096, 4, dtype=dtype, device=device)
+            signs[2048:] = -1
+            assert (lltm_ext.gemm(large, signs) == 0).all()
+
+    @EXAMPLES
+    @hypothesis.given(data=st.data())
+    def test_any_shape_and_strides(self, data, device):
+        size = st.integers(0, 40)
+        m, k, n = data.draw(size, label="m"), data.draw(size, label="k"), data.draw(size, label="n")
+        batch = data.draw(st.sampled_from([(), (1,), (3,)]), label="batch")
+        dtype = data.draw(st.sampled_from(list(FORWARD)), label="dtype")
+        activation = data.draw(st.sampled_from(ACTIVATIONS), label="activation")
+        make = Make(dtype, device)
+
+        def strided(*shape, **options):
+            """Of that shape, cut out of a larger tensor: some order of dimensions, some starts and steps."""
+            order = data.draw(st.permutations(range(len(shape))), label="order")
+            cuts = [(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2))) for _ in shape]
+            whole = [cuts[i][0] + shape[i] * cuts[i][1] for i in order]
+            x = make(*whole, **options).permute(*(order.index(i) for i in range(len(shape))))
+            x = x[tuple(slice(start, None, step) for start, step in cuts)]
+            assert x.shape == shape
+            return x
+
+        a, b = strided(*batch, m, k, scale=max(k, 1) ** -0.5), strided(*batch, k, n)
+        bias = strided(n) if data.draw(st.booleans(), label="bias") else None
+        call = Call(a, b, bias=bias, activation=activation)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        exact, exact_gradients = forward_and_gradients(
+            self.reference, call.map(torch.Tensor.double), cotangents(outputs)
+        )
+        # A few numbers whose sum cancels may lie far from it in relative terms: measured against the terms.
+        terms = (a.double().abs() @ b.double().abs()).norm() + (0 if bias is None else exact[0].norm())
+        assert (outputs[0].double() - exact[0]).norm() <= FORWARD[dtype] * terms
+        for found, expected in zip(gradients, exact_gradients, strict=True):
+            assert (found.double() - expected).norm() <= BACKWARD[dtype] * (expected.norm() + terms)
+
+    def test_a_batch_above_65535(self, device):
+        call = with_bias(2, 1, 3, 65_537)(Make(device=device))
+        outputs, gradients = forward_and_gradients(self.function, call)
+        exact, exact_gradients = forward_and_gradients(self.reference, call.map(torch.Tensor.double))
+        assert_all_near(outputs, exact, FORWARD[torch.float32])
+        assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32])
+
+    def test_more_rows_and_columns_than_a_grid_has_blocks(self, device):
+        for m, n in ((4_200_000, 1), (1, 4_200_000)):
+            a, b = operands(Make(device=device), m, 1, n)
+            assert_near(lltm_ext.gemm(a, b), a.double() * b.double(), FORWARD[torch.float32])
+
+    def test_a_matrix_times_itself(self, device):
+        """Gradients of one tensor given twice add up."""
+        x = Make(DOUBLE, device)(5, 5).requires_grad_()
+        lltm_ext.gemm(x, x).sum().backward()
+        ones = torch.ones_like(x)
+        assert_near(x.grad, ones @ x.T + x.T @ ones, BACKWARD[DOUBLE])
+
+    def test_only_what_backward_needs_is_saved(self, device):
+        a, b = operands(Make(DOUBLE, device), 4, 3, 5)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
+            lltm_ext.gemm(a.requires_grad_(), b)
+        assert saved == [b.data_ptr()]
+
+    @needs_cuda
+    def test_a_transposed_operand_is_not_copied(self, dtype):
+        a, b = Make(dtype, "cuda")(2048, 1024), Make(dtype, "cuda")(2048, 64)
+        lltm_ext.gemm(a.T, b)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        c = lltm_ext.gemm(a.T, b)
+        extra = torch.cuda.max_memory_allocated() - before
+        assert c.numel() * c.element_size() <= extra < a.numel() * a.element_size()
+
+
+class TestRawBindings:
+    def test_gemm_writes_into_c(self, dtype, device):
+        for sizes in ((63, 65, 67), (7, 5, 9, 3), (4, 0, 5), (0, 3, 5)):
+            a, b = operands(Make(dtype, device), *sizes)
+            c = torch.full((*a.shape[:-1], b.shape[-1]), torch.nan, dtype=dtype, device=device)
+            address = c.data_ptr()
+            assert _C.gemm.gemm(c, a, b) is None
+            assert c.data_ptr() == address
+            assert_near(c, a.double() @ b.double(), FORWARD[dtype])
+
+    def test_autograd_learns_that_c_has_changed(self, device):
+        a, b = operands(Make(device=device), 4, 3, 4)
+        x, c = torch.ones(4, 4, device=device, requires_grad=True), torch.ones(4, 4, device=device)
+        product = x * c
+        _C.gemm.gemm(c, a, b)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    def test_forward_and_backward(self, dtype, device):
+        a, b = operands(Make(dtype, device), 63, 65, 67)
+        grad = Make(dtype, device, seed=1)(63, 67)
+        assert_near(_C.gemm.forward(a, b), a.double() @ b.double(), FORWARD[dtype])
+        expected = [grad.double() @ b.double().T, a.double().T @ grad.double()]
+        assert_all_near(_C.gemm.backward(grad, a, b), expected, BACKWARD[dtype])
+
+    @pytest.mark.parametrize("name", ["a", "b", "c"])
+    def test_they_refuse_what_check_input_names(self, name, device):
+        a, b = operands(Make(device=device), 4, 3, 5)
+        arguments = {"c": torch.zeros(4, 5, device=device), "a": a, "b": b}
+        x = arguments[name]
+        for value, exception, pattern in (
+            (transposed(x), RuntimeError, "to be contiguous, got strides"),
+            (x.long(), TypeError, f"of dtype {FLOATING}, got int64"),
+            (x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
+            (x.double(), TypeError, "of dtype .*, got float"),
+            (torch.cat([x, x], 1 if name == "a" else 0), RuntimeError, r"of shape .*, got \["),
+        ):
+            # b and c are measured against a, so a bad a may be seen in another's place.
+            argument = r"\w" if name == "a" else name
+            with pytest.raises(exception, match=f"^gemm.gemm: expected {argument} {pattern}"):
+                _C.gemm.gemm(**{**arguments, name: value})
+        with pytest.raises(TypeError, match=r"gemm\(\): incompatible function arguments"):
+            _C.gemm.gemm(**{**arguments, name: None})
+        _C.gemm.gemm(**arguments)
+        assert_near(arguments["c"], a.double() @ b.double(), FORWARD[torch.float32])

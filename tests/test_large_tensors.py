@@ -1,0 +1,112 @@
+"""More than 2^31 elements: offsets are 64-bit throughout. Needs a GPU with memory enough."""
+
+import pytest
+import torch
+from op_suite import FORWARD, assert_near, needs_cuda
+
+import lltm_ext
+
+pytestmark = needs_cuda
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def memory():
+    """Says how much is free, and leaves none of it taken."""
+    torch.cuda.empty_cache()
+
+    def need(gib):
+        free, _ = torch.cuda.mem_get_info()
+        if free < gib * GIB:
+            pytest.skip(f"needs {gib} GiB of free GPU memory, found {free / GIB:.0f}")
+
+    yield need
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("function", [lltm_ext.sigmoid, lltm_ext.relu, lltm_ext.round])
+def test_elementwise(function, memory):
+    memory(24)
+    n = 2**31 + 2**20 + 17
+    torch.manual_seed(0)
+    x = torch.empty(n, dtype=torch.float16, device="cuda").normal_().requires_grad_()
+    y = function(x)
+    grad_output = torch.empty(n, dtype=torch.float16, device="cuda").normal_()
+    (gradient,) = torch.autograd.grad(y, x, grad_output)
+    for start in range(0, n, 2**28):
+        piece = slice(start, min(start + 2**28, n))
+        part = x[piece].detach().requires_grad_()
+        expected = function(part)
+        assert torch.equal(y[piece], expected)
+        assert torch.equal(gradient[piece], torch.autograd.grad(expected, part, grad_output[piece])[0])
+
+
+def test_elementwise_at_an_odd_place_in_memory(memory):
+    memory(16)
+    n = 2**31 + 17
+    x = torch.empty(n + 1, dtype=torch.float16, device="cuda").normal_()[1:]
+    y = lltm_ext.sigmoid(x)
+    for start in (0, 2**30, 2**31 - 8, n - 100):
+        piece = slice(start, min(start + 1000, n))
+        assert torch.equal(y[piece], lltm_ext.sigmoid(x[piece].clone()))
+
+
+ROWS, COLUMNS = 2**16 + 3, 2**15 + 1
+
+
+def large_operand():
+    torch.manual_seed(0)
+    return torch.empty(ROWS, COLUMNS, dtype=torch.float16, device="cuda").normal_()
+
+
+def test_gemm_of_a_large_operand(memory):
+    memory(12)
+    a, b = large_operand(), torch.randn(COLUMNS, 8, dtype=torch.float16, device="cuda")
+    c = lltm_ext.gemm(a, b)
+    for rows in (slice(0, 64), slice(ROWS - 64, ROWS)):
+        assert_near(c[rows], a[rows].double() @ b.double(), FORWARD[torch.float16])
+
+
+def test_gemm_of_a_large_transposed_operand(memory):
+    memory(12)
+    a, b = large_operand(), torch.randn(ROWS, 8, dtype=torch.float16, device="cuda")
+    c = lltm_ext.gemm(a.T, b)
+    for rows in (slice(0, 64), slice(COLUMNS - 64, COLUMNS)):
+        assert_near(c[rows], a.T[rows].double() @ b.double(), FORWARD[torch.float16])
+
+
+def test_gemm_with_a_large_result(memory):
+    memory(12)
+    a = torch.randn(ROWS, 24, dtype=torch.float16, device="cuda")
+    b = torch.randn(24, COLUMNS, dtype=torch.float16, device="cuda")
+    c = lltm_ext.gemm(a, b, bias=torch.ones(COLUMNS, dtype=torch.float16, device="cuda"))
+    for rows in (slice(0, 64), slice(ROWS - 64, ROWS)):
+        assert_near(c[rows], a[rows].double() @ b.double() + 1, FORWARD[torch.float16])
+
+
+def test_gemm_of_a_large_batch(memory):
+    memory(16)
+    batch = 2**20 + 1
+    a = torch.empty(batch, 64, 33, dtype=torch.float16, device="cuda").normal_()
+    b = torch.empty(batch, 33, 2, dtype=torch.float16, device="cuda").normal_()
+    c = lltm_ext.gemm(a, b)
+    for some in (slice(0, 64), slice(batch - 64, batch)):
+        assert_near(c[some], a[some].double() @ b[some].double(), FORWARD[torch.float16])
+
+
+def test_a_sequence_of_many_rows(memory):
+    """The gates of all steps are 3 * 2^18 rows of 3072. Rows are independent: some of them tell for all."""
+    memory(48)
+    torch.manual_seed(0)
+    length, batch, hidden = 3, 2**18, 1024
+    layer = lltm_ext.LLTM(8, hidden, device="cuda", dtype=torch.float16)
+    input = torch.randn(length, batch, 8, device="cuda", dtype=torch.float16).requires_grad_()
+    output, _ = layer(input)
+    (gradient,) = torch.autograd.grad(output[-1].float().square().sum(), input)
+    for rows in (slice(0, 64), slice(batch - 64, batch)):
+        part = input[:, rows].detach().double().requires_grad_()
+        exact, _ = layer.double()(part)
+        layer.half()
+        (expected,) = torch.autograd.grad(exact[-1].square().sum(), part)
+        assert_near(output[:, rows], exact, FORWARD[torch.float16])
+        assert_near(gradient[:, rows], expected, 5 * FORWARD[torch.float16])

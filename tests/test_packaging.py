@@ -1,0 +1,775 @@
+"""The package as a package: what a build finds and says, what it makes, and every way to install it."""
+
+from __future__ import annotations
+
+import email
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from lltm_ext import _record, _toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS = ("gemm", "lltm", "relu", "round", "sigmoid")
+CUDA = torch.version.cuda
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+BASE_VERSION = _record.check(torch)["version"].split("+")[0]
+BUILT_VERSION = (
+    f"{BASE_VERSION}+cpu" if CUDA is None else f"{BASE_VERSION}+cu{CUDA.replace('.', '')}torch{TORCH_MINOR}"
+)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(
+    *command: str | Path, cwd: Path, fails: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command with none of the variables that steer a build but those given."""
+    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH", "MAX_JOBS"}
+    env = {name: value for name, value in os.environ.items() if name not in steering} | variables
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
+    said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert (done.returncode != 0) == fails, said
+    return done
+
+
+# ---- the CUDA compiler -------------------------------------------------------------------------------------
+
+
+def make_toolkit(
+    home: Path, version: str = "13.0.88", without: str = "", architectures: str = "75 90"
+) -> Path:
+    """A folder that looks like a CUDA toolkit."""
+    for part in (_toolchain.NVCC, *(places[0] for places in _toolchain.PARTS)):
+        if part != without:
+            (home / part).parent.mkdir(parents=True, exist_ok=True)
+            (home / part).touch()
+    if without != _toolchain.NVCC:
+        known = "".join(f"compute_{architecture}\\n" for architecture in architectures.split())
+        answers = f'--version) echo "release {version}, V{version}";; --list-gpu-arch) printf "{known}";;'
+        (home / _toolchain.NVCC).write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+        (home / _toolchain.NVCC).chmod(0o755)
+    return home
+
+
+class Search:
+    """A machine made of folders: environment variables, sys.path and /usr/local."""
+
+    def __init__(self, folder: Path) -> None:
+        self.env: dict[str, str] = {}
+        self.sys_path = [str(folder / "site-a"), str(folder / "site-b")]
+        self.pypi = folder / "site-b/nvidia/cu13"
+        self.local = folder / "local"
+
+    def __call__(self, torch_cuda: str = "13.0") -> _toolchain.Cuda:
+        return _toolchain.find_cuda(torch_cuda, self.env, self.sys_path, self.local)
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Search:
+    return Search(tmp_path)
+
+
+def test_cuda_home_comes_first(search: Search, tmp_path: Path) -> None:
+    make_toolkit(search.pypi)
+    make_toolkit(search.local / "cuda")
+    search.env["CUDA_HOME"] = str(make_toolkit(tmp_path / "mine", "13.2.51"))
+    assert search() == (tmp_path / "mine", "13.2.51")
+
+
+@pytest.mark.parametrize("without", ["bin/nvcc", "include/cuda_runtime.h"])
+def test_a_cuda_home_without_compiler_or_headers_is_passed_over(
+    search: Search, tmp_path: Path, without: str
+) -> None:
+    make_toolkit(search.pypi)
+    search.env["CUDA_HOME"] = str(make_toolkit(tmp_path / "mine", without=without))
+    assert search().home == search.pypi
+
+
+def test_a_cuda_home_of_another_major_version_is_passed_over(search: Search, tmp_path: Path) -> None:
+    make_toolkit(search.pypi)
+    search.env["CUDA_HOME"] = str(make_toolkit(tmp_path / "mine", "12.8.93"))
+    assert search().home == search.pypi
+
+
+def test_the_pypi_compiler_comes_before_the_systems(search: Search, tmp_path: Path) -> None:
+    make_toolkit(search.pypi)
+    make_toolkit(search.local / "cuda")
+    search.env["PATH"] = str(make_toolkit(tmp_path / "on-path") / "bin")
+    assert search().home == search.pypi
+
+
+def test_an_nvcc_on_path_is_followed_through_links(search: Search, tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path / "opt/cuda")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").symlink_to(home / "bin/nvcc")
+    search.env["PATH"] = str(tmp_path / "bin")
+    assert search().home == home
+
+
+def test_a_wrapper_script_named_nvcc_is_not_a_toolkit(search: Search) -> None:
+    home = make_toolkit(search.local / "cuda")
+    wrapper = search.local / "bin/nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    search.env["PATH"] = str(wrapper.parent)
+    assert search().home == home
+
+
+def test_the_system_toolkit_of_torchs_own_version_comes_first(search: Search) -> None:
+    make_toolkit(search.local / "cuda", "13.2.51")
+    make_toolkit(search.local / "cuda-13.0")
+    assert search().version == "13.0.88"
+
+
+def test_another_minor_version_of_cuda_will_do(search: Search) -> None:
+    make_toolkit(search.local / "cuda-13.2", "13.2.51")
+    assert search().version == "13.2.51"
+
+
+def test_an_nvcc_that_does_not_run_is_passed_over(search: Search, tmp_path: Path) -> None:
+    make_toolkit(search.pypi)
+    broken = make_toolkit(tmp_path / "mine")
+    (broken / "bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
+    search.env["CUDA_HOME"] = str(broken)
+    assert search().home == search.pypi
+
+
+def test_a_missing_compiler_is_said_with_the_command_that_mends_it(search: Search) -> None:
+    with pytest.raises(_toolchain.ToolchainError) as caught:
+        search()
+    message = str(caught.value)
+    assert message.startswith("torch is built with CUDA 13.0, but no compiler (nvcc) was found")
+    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==13.0.*"' in message
+    assert "\n" not in message
+
+
+def test_a_major_mismatch_is_said_with_the_command_that_mends_it(search: Search) -> None:
+    make_toolkit(search.local / "cuda", "12.8.93")
+    with pytest.raises(_toolchain.ToolchainError) as caught:
+        search()
+    message = str(caught.value)
+    assert f"the compiler in {search.local}/cuda is of CUDA 12.8, another major version" in message
+    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==13.0.*"' in message
+
+
+@pytest.mark.parametrize("part", [places[0] for places in _toolchain.PARTS])
+def test_a_missing_part_is_said_with_the_command_that_mends_it(search: Search, part: str) -> None:
+    make_toolkit(search.pypi, without=part)
+    with pytest.raises(_toolchain.ToolchainError) as caught:
+        search()
+    message = str(caught.value)
+    assert f"the toolkit in {search.pypi} lacks {part}" in message
+    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==13.0.*"' in message
+
+
+def test_pypi_is_not_proposed_for_cuda_12_of_which_it_has_no_nvcc(search: Search) -> None:
+    with pytest.raises(_toolchain.ToolchainError, match=r"Run: conda install -c nvidia cuda-toolkit=12\.8"):
+        search("12.8")
+
+
+def test_the_linker_finds_a_runtime_library_that_has_a_version_alone(tmp_path: Path) -> None:
+    library = tmp_path / "cu13/lib/libcudart.so.13"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for _ in range(2):  # a second build finds the link of the first
+        folder = _toolchain.cudart_folder(tmp_path / "cu13", tmp_path / "build")
+        assert folder is not None
+        assert (folder / "libcudart.so").resolve() == library
+    library.with_suffix("").touch()
+    assert _toolchain.cudart_folder(tmp_path / "cu13", tmp_path / "build") is None
+
+
+# ---- what is built: CUDA or not, architectures, jobs -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choice,torch_cuda,wanted",
+    [
+        (None, "13.0", True),
+        ("", "13.0", True),
+        ("1", "13.0", True),
+        ("0", "13.0", False),
+        (None, None, False),
+    ],
+)
+def test_torch_decides_on_cuda_unless_the_variable_does(
+    choice: str | None, torch_cuda: str | None, wanted: bool
+) -> None:
+    env = {} if choice is None else {"LLTM_EXT_CUDA": choice}
+    assert _toolchain.wants_cuda("2.11.0", torch_cuda, env) is wanted
+
+
+def test_cuda_asked_of_a_cpu_torch_is_refused() -> None:
+    with pytest.raises(
+        _toolchain.ToolchainError, match=r"torch 2\.11\.0\+cpu is built without CUDA.* Run: python"
+    ):
+        _toolchain.wants_cuda("2.11.0+cpu", None, {"LLTM_EXT_CUDA": "1"})
+
+
+def test_a_choice_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(_toolchain.ToolchainError, match="LLTM_EXT_CUDA must be 0 or 1, got 'yes'"):
+        _toolchain.wants_cuda("2.11.0", "13.0", {"LLTM_EXT_CUDA": "yes"})
+
+
+def test_architectures_are_those_that_the_compiler_knows(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, architectures="50 75 80 86 87 89 90 90a")
+    assert _toolchain.architectures(home / "bin/nvcc", {}) == ["7.5", "8.0", "8.6", "8.9", "9.0+PTX"]
+
+
+def test_every_default_architecture_is_taken_when_known(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, architectures="75 80 86 87 88 89 90 100 110 103 120 121")
+    known = _toolchain.architectures(home / "bin/nvcc", {})
+    assert known == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
+
+
+@pytest.mark.parametrize("listed", ["8.0;9.0+PTX", "8.0 9.0+PTX", " 8.0; 9.0+PTX "])
+def test_the_variable_overrides_the_architectures(tmp_path: Path, listed: str) -> None:
+    home = make_toolkit(tmp_path)
+    chosen = _toolchain.architectures(home / "bin/nvcc", {"TORCH_CUDA_ARCH_LIST": listed})
+    assert chosen == ["8.0", "9.0+PTX"]
+
+
+def test_max_jobs_overrides_the_jobs() -> None:
+    assert _toolchain.jobs({"MAX_JOBS": "7"}) == 7
+
+
+@pytest.mark.parametrize(
+    "files,jobs",
+    [
+        pytest.param({}, 8, id="cores"),
+        pytest.param({"proc/meminfo": "MemAvailable: 6291456 kB\n"}, 3, id="memory"),
+        pytest.param({"proc/meminfo": "MemAvailable: 1000 kB\n"}, 1, id="little memory"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "4294967296\n"}, 2, id="cgroup v2"
+        ),
+        pytest.param(
+            {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "8589934592\n"},
+            4,
+            id="cgroup above",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/docker/abc\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "10737418240\n",
+            },
+            5,
+            id="cgroup v1",
+        ),
+        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, 8, id="no limit"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, 3, id="quota"
+        ),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8, id="no quota"
+        ),
+    ],
+)
+def test_jobs_follow_cores_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], jobs: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    for name, content in ({"proc/meminfo": "MemAvailable: 67108864 kB\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert _toolchain.jobs({}, tmp_path) == jobs
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="compares with git, which is not here")
+def test_the_source_revision_is_gits_tree_hash(tmp_path: Path) -> None:
+    for name in ("common/math.h", "lltm/lltm.cpp", "lltm.txt", "a/b/c.cu"):  # git sorts lltm.txt before lltm/
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"// {name}\n")
+    run("git", "init", "-q", cwd=tmp_path)
+    run("git", "add", ".", cwd=tmp_path)
+    tree = run("git", "write-tree", cwd=tmp_path).stdout.strip()
+    shutil.rmtree(tmp_path / ".git")
+    assert _toolchain.source_revision(tmp_path) == tree
+    (tmp_path / "lltm.txt").write_text("edited")
+    assert _toolchain.source_revision(tmp_path) != tree
+
+
+# ---- what an isolated build asks for -----------------------------------------------------------------------
+
+COMPILER = 'cuda-toolkit[nvcc,crt,nvvm,cccl]; platform_system == "Linux"'
+
+
+@pytest.fixture
+def backend() -> ModuleType:
+    return load(ROOT / "tools/build_backend.py")
+
+
+def test_an_isolated_build_sees_the_torch_that_the_wheel_is_for(backend: ModuleType) -> None:
+    assert backend.installed_torch() == (importlib.metadata.version("torch"), CUDA)
+
+
+def test_an_isolated_build_sees_that_there_is_no_torch(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path, cwd=tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    assert backend.installed_torch() is None
+
+
+@pytest.mark.parametrize(
+    "installed,choice,requires",
+    [
+        pytest.param(("2.11.0", "13.0"), None, ["torch===2.11.0", "ninja", COMPILER], id="CUDA 13"),
+        pytest.param(("2.11.0", "13.0"), "0", ["torch===2.11.0", "ninja"], id="CUDA 13, not wanted"),
+        pytest.param(("2.10.0+cu128", "12.8"), None, ["torch===2.10.0+cu128", "ninja"], id="CUDA 12"),
+        pytest.param(("2.13.0+cpu", None), None, ["torch===2.13.0+cpu", "ninja"], id="CPU"),
+        pytest.param(None, None, ["torch>=2.10", "ninja", COMPILER], id="no torch"),
+    ],
+)
+def test_an_isolated_build_asks_for_that_torch_and_its_compiler(
+    backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[str, str | None] | None,
+    choice: str | None,
+    requires: list[str],
+) -> None:
+    monkeypatch.setattr(backend, "installed_torch", lambda: installed)
+    monkeypatch.delenv("LLTM_EXT_CUDA", raising=False)
+    if choice is not None:
+        monkeypatch.setenv("LLTM_EXT_CUDA", choice)
+    assert backend.get_requires_for_build_wheel() == requires
+    assert backend.get_requires_for_build_editable() == requires
+    assert backend.get_requires_for_build_sdist() == []
+
+
+# ---- the record and the import -----------------------------------------------------------------------------
+
+RECORD = {
+    "version": "0.1.0+cu130torch2.11",
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "python": sysconfig.get_config_var("SOABI"),
+}
+
+
+def a_torch(version: str, cuda: str | None) -> ModuleType:
+    return SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=cuda))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
+    monkeypatch.setattr(_record, "PACKAGE", tmp_path)
+    monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
+    (tmp_path / "_build_record.json").write_text(json.dumps(RECORD))
+    return dict(RECORD)
+
+
+@pytest.mark.parametrize("version,cuda", [("2.11.0+cu130", "13.0"), ("2.11.1", "13.0"), ("2.11.0", "13.2")])
+def test_a_torch_of_the_same_minor_version_and_cuda_major_fits(
+    record: dict[str, object], version: str, cuda: str
+) -> None:
+    assert _record.check(a_torch(version, cuda)) == record
+
+
+@pytest.mark.parametrize(
+    "version,cuda,here",
+    [
+        ("2.12.0+cu130", "13.0", "this is torch 2.12.0+cu130 with CUDA 13.0"),
+        ("2.1.0", "13.0", "this is torch 2.1.0 with CUDA 13.0"),
+        ("2.11.0+cpu", None, "this is torch 2.11.0+cpu without CUDA"),
+        ("2.11.0+cu128", "12.8", "this is torch 2.11.0+cu128 with CUDA 12.8"),
+    ],
+)
+@pytest.mark.usefixtures("record")
+def test_a_torch_that_does_not_fit_is_said_with_the_command_to_run(
+    version: str, cuda: str | None, here: str
+) -> None:
+    with pytest.raises(ImportError) as caught:
+        _record.check(a_torch(version, cuda))
+    message = str(caught.value)
+    assert message.startswith("lltm_ext 0.1.0+cu130torch2.11 was built for torch 2.11.0+cu130 with CUDA 13.0")
+    assert f"; {here}. " in message
+    command = 'python -m pip install "torch==2.11.*" --force-reinstall --index-url '
+    assert message.endswith(f"Run: {command}https://download.pytorch.org/whl/cu130")
+
+
+def test_a_build_without_cuda_takes_any_torch_of_its_minor_version(record: dict[str, object]) -> None:
+    _record.FILE.write_text(json.dumps(record | {"cuda": None}))
+    assert _record.check(a_torch("2.11.0", "13.0"))["cuda"] is None
+    with pytest.raises(ImportError, match=r'Run: python -m pip install "torch==2\.11\.\*"$'):
+        _record.check(a_torch("2.12.0", "13.0"))
+
+
+def test_a_source_folder_is_told_to_build_again(record: dict[str, object]) -> None:
+    package = _record.PACKAGE
+    (package.parent / "setup.py").touch()
+    with pytest.raises(ImportError, match=f"Run: cd {package.parent} && python setup.py develop$"):
+        _record.check(a_torch("2.12.0", "13.0"))
+
+
+def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
+    _record.FILE.write_text(json.dumps(record | {"python": "cpython-39-x86_64-linux-gnu"}))
+    with pytest.raises(
+        ImportError, match=r"built for .*, Python cpython-39-x86_64-linux-gnu; this Python loads"
+    ):
+        _record.check(a_torch("2.11.0", "13.0"))
+
+
+def test_the_installed_record_says_what_was_built() -> None:
+    record = _record.check(torch)
+    assert record["version"] == importlib.metadata.version("lltm_ext")
+    assert record["torch"] == torch.__version__
+    assert record["cuda"] in (CUDA, None)
+    assert bool(record["architectures"]) == bool(record["compiler"]["nvcc"]) == bool(record["cuda"])
+    assert record["compiler"]["cxx"]
+    assert len(record["source"]) == 40
+
+
+def test_the_import_stops_at_a_torch_that_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    fake = '__version__ = "1.0.0"\nclass version: cuda = None\n'
+    (tmp_path / "torch/__init__.py").write_text(fake)
+    done = run(sys.executable, "-c", "import lltm_ext", cwd=tmp_path, fails=True, PYTHONPATH=str(tmp_path))
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: lltm_ext")
+    assert "this is torch 1.0.0 without CUDA" in last
+    assert "Run: " in last
+
+
+def test_the_import_from_an_unbuilt_source_folder_says_so(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "lltm_ext", tmp_path / "lltm_ext", ignore=shutil.ignore_patterns("*.so", "_build_record.json")
+    )
+    done = run(sys.executable, "-c", "import lltm_ext", cwd=tmp_path, fails=True)
+    last = done.stderr.splitlines()[-1]
+    assert f"{tmp_path}/lltm_ext is a source folder whose modules have not been built" in last
+    assert f"Run: cd {tmp_path} && python setup.py develop" in last
+
+
+USE = """
+import lltm_ext, torch
+assert not torch.cuda.is_available()
+x = torch.zeros(3, requires_grad=True)
+lltm_ext.sigmoid(x).sum().backward()
+assert x.grad.tolist() == [0.25] * 3
+assert lltm_ext.LLTM(4, 5)(torch.ones(2, 3, 4))[0].shape == (2, 3, 5)
+"""
+
+
+def test_the_package_works_where_there_is_no_gpu(tmp_path: Path) -> None:
+    run(sys.executable, "-c", USE, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_import_takes_less_than_100_ms_beside_torchs_own(tmp_path: Path) -> None:
+    program = (
+        "import time, torch; start = time.perf_counter(); import lltm_ext; print(time.perf_counter() - start)"
+    )
+    seconds = [float(run(sys.executable, "-c", program, cwd=tmp_path).stdout) for _ in range(4)]
+    assert min(seconds) < 0.1, seconds
+
+
+# ---- building and installing -------------------------------------------------------------------------------
+
+INSPECT = """
+import importlib.metadata, json, lltm_ext, torch
+from lltm_ext import _record
+assert lltm_ext.sigmoid(torch.zeros(2)).tolist() == [0.5, 0.5]
+version = importlib.metadata.version("lltm_ext")
+print(json.dumps({"file": lltm_ext.__file__, "version": version, "record": _record.check(torch)}))
+"""
+
+
+class Target:
+    """A virtual environment with the torch of this one, and a checkout to build from.
+
+    torch comes by links: a copy would be gigabytes. One environment and one checkout serve all tests, so
+    that the modules are compiled once: the objects stay in the checkout's build/.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkout = folder / "checkout"
+        self.python = folder / "venv/bin/python"
+        self._make_environment(Path(torch.__file__).parent.parent)
+        self._copy_checkout()
+
+    def _make_environment(self, site: Path) -> None:
+        run(sys.executable, "-m", "venv", "--without-pip", self.folder / "venv", cwd=self.folder)
+        linked = self.folder / "linked"
+        linked.mkdir()
+        for entry in site.iterdir():
+            if not entry.name.startswith(("lltm_ext", "__editable__")):
+                (linked / entry.name).symlink_to(entry)
+        purelib = run(
+            self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=self.folder
+        )
+        Path(purelib.stdout.strip(), "linked.pth").write_text(f"{linked}\n")
+        ninja = shutil.which("ninja", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
+        if ninja:
+            (self.python.parent / "ninja").symlink_to(ninja)
+
+    def _copy_checkout(self) -> None:
+        """What git has or would take, and rubbish that an earlier build may have left."""
+        listed = run("git", "ls-files", "-z", "-co", "--exclude-standard", cwd=ROOT).stdout.split("\0")
+        for name in filter(None, listed):
+            if (ROOT / name).is_file():
+                (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.checkout / name)
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        library = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        for rubbish in (f"lltm_ext/_C/gone{suffix}", f"build/{library}/lltm_ext/_C/gone{suffix}"):
+            (self.checkout / rubbish).parent.mkdir(parents=True, exist_ok=True)
+            (self.checkout / rubbish).touch()
+
+    def run(
+        self, *arguments: str | Path, fails: bool = False, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs its Python in the checkout, for one architecture: the way is tested, not the list."""
+        variables = {"TORCH_CUDA_ARCH_LIST": "9.0"} | variables
+        return run(self.python, *arguments, cwd=self.checkout, fails=fails, **variables)
+
+    def inspect(self) -> dict[str, object]:
+        """What is installed, imported from outside the checkout."""
+        found = json.loads(run(self.python, "-c", INSPECT, cwd=self.folder).stdout)
+        found["place"] = Path(found["file"]).parent.parent
+        return found
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("builds from what git lists, and this is no git checkout")
+    return Target(tmp_path_factory.mktemp("packaging"))
+
+
+@pytest.fixture
+def clean_target(target: Target) -> Iterator[Target]:
+    """The target with no lltm_ext installed, before and after."""
+    yield target
+    target.run("-m", "pip", "uninstall", "-q", "-y", "lltm_ext")
+
+
+@pytest.fixture(scope="module")
+def wheel(target: Target) -> Path:
+    target.run("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", target.folder / "wheel", ".")
+    (built,) = (target.folder / "wheel").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(target: Target) -> Path:
+    target.run("-m", "build", "--sdist", "--outdir", target.folder / "sdist", ".")
+    (built,) = (target.folder / "sdist").iterdir()
+    return built
+
+
+def contents(wheel: Path) -> set[str]:
+    """The files of a wheel, without the version in the name of the .dist-info folder."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return {
+        f"dist-info/{name.partition('.dist-info/')[2]}" if ".dist-info/" in name else name for name in names
+    }
+
+
+def metadata(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(archive.read(file))
+
+
+@pytest.mark.packaging
+class TestWheel:
+    def test_it_passes_the_check_that_guards_every_upload(self, wheel: Path) -> None:
+        assert load(ROOT / "tools/check_wheel.py").problems(wheel) == []
+
+    def test_its_version_says_what_it_was_built_for(self, wheel: Path) -> None:
+        assert wheel.name.startswith(f"lltm_ext-{BUILT_VERSION}-cp")
+        assert metadata(wheel)["Version"] == BUILT_VERSION
+
+    def test_it_requires_the_torch_that_its_modules_fit(self, wheel: Path) -> None:
+        assert f"torch=={TORCH_MINOR}.*" in metadata(wheel).get_all("Requires-Dist", [])
+
+    def test_it_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        expected = {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
+        expected |= {"lltm_ext/py.typed", "lltm_ext/_build_record.json", "lltm_ext/_C/__init__.py"}
+        expected |= {f"lltm_ext/_C/{op}{end}" for op in OPS for end in (suffix, ".pyi")}
+        expected |= {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt")}
+        assert contents(wheel) == expected | {"dist-info/licenses/LICENSE"}
+
+    def test_its_record_says_what_it_was_built_from(self, target: Target, wheel: Path) -> None:
+        record = json.loads(zipfile.ZipFile(wheel).read("lltm_ext/_build_record.json"))
+        assert record["version"] == BUILT_VERSION
+        assert record["torch"] == torch.__version__
+        assert record["cuda"] == CUDA
+        assert record["architectures"] == (["9.0"] if CUDA else [])
+        assert record["source"] == _toolchain.source_revision(target.checkout / "src")
+
+    def test_its_modules_name_no_folder_of_the_builder(self, target: Target, wheel: Path) -> None:
+        archive = zipfile.ZipFile(wheel)
+        modules = [name for name in archive.namelist() if name.endswith(".so")]
+        assert len(modules) == len(OPS)
+        assert [name for name in modules if str(target.checkout).encode() in archive.read(name)] == []
+
+    def test_the_check_finds_what_is_wrong(self, wheel: Path, tmp_path: Path) -> None:
+        spoilt = tmp_path / wheel.name.replace(BASE_VERSION, "9.9", 1)
+        with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(spoilt, "w") as bad:
+            for name in good.namelist():
+                if not name.endswith(("sigmoid.pyi", "LICENSE")):
+                    bad.writestr(
+                        name, good.read(name).replace(b"Requires-Dist: torch==", b"Requires-Dist: torch>=")
+                    )
+            bad.writestr("tests/test_relu.py", "")
+            bad.writestr("lltm_ext/_C/gone.so", "")
+        found = "\n".join(load(ROOT / "tools/check_wheel.py").problems(spoilt))
+        assert "versions differ" in found
+        assert "does not require torch==" in found
+        assert "lacks lltm_ext/_C/sigmoid.pyi" in found
+        assert "licenses/LICENSE" in found
+        assert "holds tests/test_relu.py" in found
+        assert "holds lltm_ext/_C/gone.so" in found
+
+
+@pytest.mark.packaging
+class TestSdist:
+    def test_its_version_is_of_no_torch(self, sdist: Path) -> None:
+        assert sdist.name == f"lltm_ext-{BASE_VERSION}.tar.gz"
+        with tarfile.open(sdist) as archive:
+            file = archive.extractfile(f"lltm_ext-{BASE_VERSION}/PKG-INFO")
+            assert file is not None
+            lines = file.read().decode().splitlines()
+        assert f"Version: {BASE_VERSION}" in lines
+        assert [line for line in lines if line.startswith("Requires-Dist: torch")] == [
+            "Requires-Dist: torch>=2.10"
+        ]
+
+    def test_setup_py_makes_the_same_one(self, target: Target, sdist: Path) -> None:
+        target.run("setup.py", "-q", "sdist", "--dist-dir", target.folder / "sdist-by-setup")
+        (other,) = (target.folder / "sdist-by-setup").iterdir()
+        assert other.name == sdist.name
+        with tarfile.open(sdist) as ours, tarfile.open(other) as theirs:
+            assert sorted(ours.getnames()) == sorted(theirs.getnames())
+
+    def test_it_holds_all_sources_and_nothing_built(self, target: Target, sdist: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        kept = {
+            file for folder in ("src", "tools", "tests") for file in (target.checkout / folder).rglob("*.*")
+        }
+        kept |= set((target.checkout / "lltm_ext").rglob("*.py"))
+        wanted = {str(file.relative_to(target.checkout)) for file in kept if file.suffix != ".pyc"}
+        wanted |= {"pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md", "lltm_ext/py.typed"}
+        assert wanted - names == set()
+        built = {name for name in names if name.endswith((".so", ".o", ".json")) or name.startswith("build/")}
+        assert built == set()
+
+    def test_a_wheel_from_it_holds_what_one_from_the_checkout_does(
+        self, clean_target: Target, sdist: Path, wheel: Path, tmp_path: Path
+    ) -> None:
+        """Built without CUDA, which is a way of its own, so that its version says +cpu."""
+        pip = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+        clean_target.run(*pip, "-w", tmp_path, sdist, LLTM_EXT_CUDA="0")
+        (built,) = tmp_path.iterdir()
+        assert built.name.startswith(f"lltm_ext-{BASE_VERSION}+cpu-cp")
+        assert metadata(built)["Version"] == f"{BASE_VERSION}+cpu"
+        assert contents(built) == contents(wheel)
+
+        clean_target.run("-m", "pip", "install", "-q", "--no-deps", built)
+        record = clean_target.inspect()["record"]
+        assert isinstance(record, dict)
+        assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
+        assert record["source"] == _toolchain.source_revision(clean_target.checkout / "src")
+
+
+@pytest.mark.packaging
+@pytest.mark.usefixtures("wheel")  # compiles, so that the ways below have nothing left to compile
+class TestInstall:
+    def test_pip_install_without_isolation(self, clean_target: Target) -> None:
+        clean_target.run("-m", "pip", "install", "--no-build-isolation", ".")
+        installed = clean_target.inspect()
+        assert installed["version"] == BUILT_VERSION
+        assert installed["place"] != clean_target.checkout
+
+    def test_pip_install_editable(self, clean_target: Target) -> None:
+        clean_target.run("-m", "pip", "install", "--no-build-isolation", "-e", ".")
+        installed = clean_target.inspect()
+        assert installed["version"] == BUILT_VERSION
+        assert installed["place"] == clean_target.checkout
+
+    @pytest.mark.parametrize("setuptools", ["<80", ">=80,<82"])
+    def test_develop_uses_the_torch_that_is_installed(self, clean_target: Target, setuptools: str) -> None:
+        clean_target.run("-m", "pip", "install", "-q", f"setuptools{setuptools}")
+        clean_target.run(
+            "setup.py", "develop", PIP_NO_INDEX="1"
+        )  # without an index, isolation would have no torch
+        installed = clean_target.inspect()
+        assert installed["version"] == BUILT_VERSION
+        assert installed["place"] == clean_target.checkout
+        record = installed["record"]
+        assert isinstance(record, dict) and record["torch"] == torch.__version__
+
+    def test_pip_install_in_isolation(self, clean_target: Target) -> None:
+        """The real thing: torch and the compiler are downloaded again, for the build alone."""
+        clean_target.run("-m", "pip", "install", ".")
+        installed = clean_target.inspect()
+        assert installed["version"] == BUILT_VERSION
+        assert installed["place"] != clean_target.checkout
+        record = installed["record"]
+        assert isinstance(record, dict) and record["torch"] == torch.__version__
+
+
+@pytest.mark.packaging
+class TestSetupWithoutWhatItNeeds:
+    @staticmethod
+    def fake_torch(folder: Path, code: str) -> str:
+        (folder / "torch.py").write_text(code)
+        return str(folder)
+
+    def test_metadata_needs_no_torch(self, target: Target, tmp_path: Path) -> None:
+        hidden = self.fake_torch(tmp_path, "raise ImportError('hidden')")
+        done = target.run("setup.py", "--version", PYTHONPATH=hidden)
+        assert done.stdout.strip() == BASE_VERSION
+
+    def test_modules_without_torch_are_refused_with_the_command_that_mends_it(
+        self, target: Target, tmp_path: Path
+    ) -> None:
+        hidden = self.fake_torch(tmp_path, "raise ImportError('hidden')")
+        done = target.run("setup.py", "-q", "bdist_wheel", PYTHONPATH=hidden, fails=True)
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(
+            "error: lltm_ext: the build needs torch (hidden). Run: python -m pip install torch"
+        )
+
+    def test_modules_without_a_compiler_are_refused_with_the_command_that_mends_it(
+        self, target: Target, tmp_path: Path
+    ) -> None:
+        code = '__version__ = "9.0.0"\nclass version: cuda = "99.0"\n'  # there is no such compiler
+        done = target.run(
+            "setup.py", "-q", "bdist_wheel", PYTHONPATH=self.fake_torch(tmp_path, code), fails=True
+        )
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: lltm_ext: torch is built with CUDA 99.0, but ")
+        assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"' in last
+
+    def test_cuda_from_a_torch_without_cuda_is_refused(self, target: Target, tmp_path: Path) -> None:
+        code = '__version__ = "2.11.0+cpu"\nclass version: cuda = None\n'
+        fake = self.fake_torch(tmp_path, code)
+        done = target.run("setup.py", "-q", "bdist_wheel", PYTHONPATH=fake, LLTM_EXT_CUDA="1", fails=True)
+        assert "torch 2.11.0+cpu is built without CUDA" in done.stderr.splitlines()[-1]

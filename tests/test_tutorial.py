@@ -1,0 +1,224 @@
+"""The script of PyTorch's tutorial on C++ extensions, in our words: it must run unchanged."""
+
+import math
+
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Make,
+    assert_all_near,
+    assert_same_bits,
+    cotangents,
+)
+
+import lltm_ext
+from lltm_ext import _C, LLTMFunction
+from lltm_ext.lltm import lltm_cell_reference
+
+
+class HandWrittenFunction(torch.autograd.Function):
+    """A user's own Function over the raw bindings."""
+
+    @staticmethod
+    def forward(ctx, input, weights, bias, old_h, old_cell):
+        outputs = _C.lltm.forward(input, weights, bias, old_h, old_cell)
+        new_h, new_cell = outputs[:2]
+        ctx.save_for_backward(*outputs[1:], weights)
+        return new_h, new_cell
+
+    @staticmethod
+    def backward(ctx, grad_h, grad_cell):
+        outputs = _C.lltm.backward(grad_h.contiguous(), grad_cell.contiguous(), *ctx.saved_tensors)
+        d_old_h, d_input, d_weights, d_bias, d_old_cell = outputs
+        return d_input, d_weights, d_bias, d_old_h, d_old_cell
+
+
+class LLTM(torch.nn.Module):
+    def __init__(self, input_features, state_size, function=LLTMFunction, bias_shape=None):
+        super().__init__()
+        self.input_features = input_features
+        self.state_size = state_size
+        self.function = function
+        self.weights = torch.nn.Parameter(torch.empty(3 * state_size, input_features + state_size))
+        self.bias = torch.nn.Parameter(torch.empty(bias_shape or 3 * state_size))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        bound = 1.0 / math.sqrt(self.state_size)
+        for weight in self.parameters():
+            weight.data.uniform_(-bound, +bound)
+
+    def forward(self, input, state):
+        return self.function.apply(input, self.weights, self.bias, *state)
+
+
+BATCH, FEATURES, STATE = 16, 32, 128
+
+functions = pytest.mark.parametrize("function", [LLTMFunction, HandWrittenFunction])
+biases = pytest.mark.parametrize("bias_shape", [(3 * STATE,), (1, 3 * STATE)], ids=str)
+
+
+def step_of(rnn, device, dtype):
+    make = Make(dtype, device)
+    return make(BATCH, FEATURES), (make(BATCH, STATE), make(BATCH, STATE))
+
+
+@functions
+@biases
+def test_one_step_equals_the_reference(function, bias_shape, dtype, device):
+    rnn = LLTM(FEATURES, STATE, function, bias_shape).to(device, dtype)
+    x, (h, c) = step_of(rnn, device, dtype)
+    leaves = [x.requires_grad_(), h.requires_grad_(), c.requires_grad_(), rnn.weights, rnn.bias]
+    new_h, new_c = rnn(x, (h, c))
+    gradients = torch.autograd.grad((new_h, new_c), leaves, cotangents((new_h, new_c)))
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    outputs = lltm_cell_reference(exact[0], exact[3], exact[4], exact[1], exact[2])
+    expected = torch.autograd.grad(outputs, exact, [g.double() for g in cotangents((new_h, new_c))])
+    assert_all_near([new_h, new_c], outputs, FORWARD[dtype])
+    assert_all_near(gradients, expected, BACKWARD[dtype])
+
+
+@functions
+def test_the_training_loop_runs(function, device):
+    torch.manual_seed(0)
+    X = torch.randn(BATCH, FEATURES, device=device)
+    h = torch.randn(BATCH, STATE, device=device)
+    C = torch.randn(BATCH, STATE, device=device)
+    rnn = LLTM(FEATURES, STATE, function).to(device)
+    optimizer = torch.optim.SGD(rnn.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        new_h, new_C = rnn(X, (h, C))
+        loss = new_h.sum() + new_C.sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+@biases
+def test_its_checkpoint_loads_into_the_cell(bias_shape, tmp_path, device):
+    rnn = LLTM(FEATURES, STATE, bias_shape=bias_shape).to(device)
+    torch.save(rnn.state_dict(), tmp_path / "checkpoint.pt")
+    cell = lltm_ext.LLTMCell(FEATURES, STATE, device=device)
+    state_dict = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    cell.load_state_dict(state_dict)
+    assert state_dict["bias"].shape == bias_shape  # the caller's dict is left as it was
+    x, state = step_of(rnn, device, torch.float32)
+    assert_same_bits(cell(x, state), rnn(x, state))
+
+
+def test_its_checkpoint_loads_into_a_cell_within_a_model():
+    model = torch.nn.ModuleDict({"rnn": LLTM(FEATURES, STATE, bias_shape=(1, 3 * STATE))})
+    ours = torch.nn.ModuleDict({"rnn": lltm_ext.LLTMCell(FEATURES, STATE)})
+    ours.load_state_dict(model.state_dict())
+    assert torch.equal(ours["rnn"].bias, model["rnn"].bias[0])
+    with pytest.raises(RuntimeError, match=r"size mismatch for rnn\.bias"):
+        ours.load_state_dict({**model.state_dict(), "rnn.bias": torch.zeros(2, 3 * STATE)})
+
+
+def raw_arguments(dtype=torch.float32, device="cpu"):
+    make = Make(dtype, device)
+    arguments = {
+        "input": make(4, 3),
+        "weights": make(15, 8, scale=0.3),
+        "bias": make(15),
+        "old_h": make(4, 5),
+        "old_cell": make(4, 5),
+    }
+    forward = _C.lltm.forward(*arguments.values())
+    names = ("new_cell", "input_gate", "output_gate", "candidate_cell", "X", "gate_weights")
+    saved = dict(zip(names, forward[1:], strict=True))
+    return arguments, {
+        "grad_h": make(4, 5),
+        "grad_cell": make(4, 5),
+        **saved,
+        "weights": arguments["weights"],
+    }
+
+
+def test_the_raw_forward_returns_the_tutorials_list(dtype, device):
+    arguments, _ = raw_arguments(dtype, device)
+    outputs = _C.lltm.forward(**arguments)
+    assert isinstance(outputs, list)
+    exact = {name: x.double() for name, x in arguments.items()}
+    X = torch.cat([exact["old_h"], exact["input"]], 1)
+    gate_weights = X @ exact["weights"].t() + exact["bias"]
+    i, o, z = gate_weights.chunk(3, 1)
+    i, o, z = i.sigmoid(), o.sigmoid(), torch.nn.functional.elu(z)
+    new_cell = exact["old_cell"] + z * i
+    assert_all_near(outputs, [new_cell.tanh() * o, new_cell, i, o, z, X, gate_weights], FORWARD[dtype])
+    assert all(y.is_contiguous() and y.dtype == dtype for y in outputs)
+
+
+def test_the_raw_backward_returns_the_tutorials_list(device):
+    arguments, backward = raw_arguments(DOUBLE, device)
+    found = _C.lltm.backward(**backward)
+    assert isinstance(found, list)
+    leaves = {name: x.clone().requires_grad_() for name, x in arguments.items()}
+    outputs = lltm_cell_reference(**leaves)
+    order = ("old_h", "input", "weights", "bias", "old_cell")
+    expected = torch.autograd.grad(
+        outputs, [leaves[n] for n in order], [backward["grad_h"], backward["grad_cell"]]
+    )
+    found[3] = found[3].view(15)  # [1, 3H], as the tutorial sums it
+    assert_all_near(found, expected, BACKWARD[DOUBLE])
+
+
+def test_the_raw_forward_takes_no_bias(device):
+    arguments, _ = raw_arguments(DOUBLE, device)
+    without = _C.lltm.forward(**{**arguments, "bias": None})
+    zeros = _C.lltm.forward(**{**arguments, "bias": torch.zeros(15, dtype=DOUBLE, device=device)})
+    assert_all_near(without, zeros, FORWARD[DOUBLE])
+
+
+@pytest.mark.parametrize("name", ["input", "weights", "bias", "old_h", "old_cell"])
+def test_the_raw_forward_refuses_what_check_input_names(name, device):
+    arguments, _ = raw_arguments(device=device)
+    good = _C.lltm.forward(**arguments)
+    x = arguments[name]
+    stepped = torch.stack([x, x], -1)[..., 0]
+    for value, exception, pattern in (
+        (stepped, RuntimeError, "to be contiguous, got strides"),
+        (x.long(), TypeError, "of dtype .*, got int64"),
+        (x.double(), TypeError, "of dtype .*, got float"),
+        (torch.cat([x, x]), RuntimeError, r"of shape .*, got \["),
+        (x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
+    ):
+        # The other arguments are measured against `input`, so a bad input may be seen in another's place.
+        argument = r"\w+" if name == "input" else name
+        with pytest.raises(exception, match=f"^lltm.forward: expected {argument} {pattern}"):
+            _C.lltm.forward(**{**arguments, name: value})
+    assert_same_bits(_C.lltm.forward(**arguments), good)
+
+
+@pytest.mark.parametrize("name", list(raw_arguments()[1]))
+def test_the_raw_backward_refuses_what_check_input_names(name, device):
+    _, arguments = raw_arguments(device=device)
+    good = _C.lltm.backward(**arguments)
+    x = arguments[name]
+    stepped = torch.stack([x, x], -1)[..., 0]
+    for value, exception, pattern in (
+        (stepped, RuntimeError, "to be contiguous, got strides"),
+        (x.long(), TypeError, "of dtype .*, got int64"),
+        (x.double(), TypeError, "of dtype .*, got float"),
+        (torch.cat([x, x]), RuntimeError, r"of shape .*, got \["),
+    ):
+        argument = r"\w+" if name in ("weights", "X", "new_cell") else name
+        with pytest.raises(exception, match=f"^lltm.backward: expected {argument} {pattern}"):
+            _C.lltm.backward(**{**arguments, name: value})
+    assert_same_bits(_C.lltm.backward(**arguments), good)
+
+
+def test_the_raw_bindings_refuse_what_is_no_tensor():
+    arguments, backward = raw_arguments()
+    with pytest.raises(TypeError, match=r"forward\(\): incompatible function arguments"):
+        _C.lltm.forward(**{**arguments, "weights": None})
+    with pytest.raises(TypeError, match=r"backward\(\): incompatible function arguments"):
+        _C.lltm.backward(**{**backward, "X": None})
