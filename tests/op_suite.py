@@ -465,9 +465,10 @@ class OpSuite:
 
         assert_all_near(second(self.function), second(self.reference), 10 * BACKWARD[DOUBLE])
 
-    def test_forward_mode_is_refused_and_not_dropped(self, device):
+    @pytest.mark.parametrize("grad_mode", [True, False])
+    def test_forward_mode_is_refused_and_not_dropped(self, grad_mode, device):
         call = self.call(self.small, DOUBLE, device)
-        with torch.autograd.forward_ad.dual_level():
+        with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
             duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
             with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
                 duals.run(self.function)
@@ -842,6 +843,14 @@ class RawBindingSuite:
             TypeError, match=f"^{self.op}.*: expected grad_output of dtype float32, got float64"
         ):
             self.bindings.backward(x.double(), x)
+
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_the_backward_op_does_not_broadcast(self, requires_grad, device):
+        output, grad_output = Make(device=device)(3), Make(device=device)(1)
+        with pytest.raises(RuntimeError, match=rf"^{self.op}_backward: expected grad_output of shape"):
+            getattr(torch.ops.lltm_ext, f"{self.op}_backward")(
+                grad_output, output.requires_grad_(requires_grad)
+            )
 
     @needs_cuda
     def test_raw_backward_refuses_two_devices(self):

@@ -1,5 +1,7 @@
 """More than 2^31 elements: offsets are 64-bit throughout. Needs a GPU with memory enough."""
 
+import copy
+
 import pytest
 import torch
 from op_suite import FORWARD, assert_near, needs_cuda
@@ -100,13 +102,13 @@ def test_a_sequence_of_many_rows(memory):
     torch.manual_seed(0)
     length, batch, hidden = 3, 2**18, 1024
     layer = lltm_ext.LLTM(8, hidden, device="cuda", dtype=torch.float16)
+    exact_layer = copy.deepcopy(layer).double()
     input = torch.randn(length, batch, 8, device="cuda", dtype=torch.float16).requires_grad_()
     output, _ = layer(input)
     (gradient,) = torch.autograd.grad(output[-1].float().square().sum(), input)
     for rows in (slice(0, 64), slice(batch - 64, batch)):
         part = input[:, rows].detach().double().requires_grad_()
-        exact, _ = layer.double()(part)
-        layer.half()
+        exact, _ = exact_layer(part)
         (expected,) = torch.autograd.grad(exact[-1].square().sum(), part)
         assert_near(output[:, rows], exact, FORWARD[torch.float16])
         assert_near(gradient[:, rows], expected, 5 * FORWARD[torch.float16])

@@ -422,12 +422,33 @@ class TestLLTM(ModuleSuite):
         make = Make(device=device)
         input = make(4, 6, 7) if batched else make(6, 7)
         hx = states(make, layer, batch=6 if not batch_first else 4)
-        hx = hx if batched else tuple(x[:, 0] for x in hx)
+        hx = hx if batched else tuple(x[:, 0].contiguous() for x in hx)  # cuDNN takes no others
         for arguments in ((input,), (input, hx), (input, None)):
             output, (h_n, c_n) = layer(*arguments)
             peer_output, (peer_h_n, peer_c_n) = peer(*arguments)
             assert output.shape == peer_output.shape
             assert (h_n.shape, c_n.shape) == (peer_h_n.shape, peer_c_n.shape)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_gradients_of_a_long_sequence_summed_in_chunks(self, packed, device):
+        """The backward takes a sequence of many rows in four chunks of steps."""
+        layer, make = build("bidirectional", device), Make(DOUBLE, device)
+        length, batch = 311, 60
+        lengths = [length - 2 * (i % 7) if packed else length for i in range(batch)]
+        input = make(length, batch, layer.input_size, scale=0.1).requires_grad_()
+        if packed:
+            output, _ = layer(pack_padded_sequence(input, lengths, enforce_sorted=False))
+            output, _ = pad_packed_sequence(output)
+        else:
+            output, _ = layer(input)
+        wanted = [input, *layer.parameters()]
+        ours = torch.autograd.grad(output.sin().sum(), wanted)
+        loops = [
+            loop_over_cells(layer, input[:n, [i for i in range(batch) if lengths[i] == n]])[0]
+            for n in set(lengths)
+        ]
+        expected = torch.autograd.grad(sum(output.sin().sum() for output in loops), wanted)
+        assert_all_near(ours, expected, BACKWARD[DOUBLE])
 
     @kinds
     def test_no_states_are_zero_states(self, kind, device):

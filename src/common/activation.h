@@ -17,7 +17,7 @@
 namespace lltm_ext {
 
 template <typename Op>
-struct Activation {
+struct ActivationOps {
   static at::Tensor forward(const at::Tensor& input) {
     check_device(Op::kName, "input", input);
     check_floating(Op::kName, "input", input);
@@ -26,10 +26,7 @@ struct Activation {
   }
 
   static at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& output) {
-    check_device(Op::kBackwardName, "output", output);
-    check_floating(Op::kBackwardName, "output", output);
-    CHECK_SAME(Op::kBackwardName, grad_output, output);
-    CHECK_SHAPE_OF(Op::kBackwardName, grad_output, output);
+    check_gradient(Op::kBackwardName, grad_output, output);
     const KernelGuard guard(output);
     const at::Tensor y = dense(output);
     return elementwise(
@@ -68,7 +65,10 @@ struct Activation {
   }
 
   static at::Tensor backward_autograd(const at::Tensor& grad_output, const at::Tensor& output) {
-    if (any_needs_grad(grad_output, output)) return Op::gradient(grad_output, output);
+    if (any_needs_grad(grad_output, output)) {
+      check_gradient(Op::kBackwardName, grad_output, output);
+      return Op::gradient(grad_output, output);
+    }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_backward(grad_output, output);
   }

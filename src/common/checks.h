@@ -58,6 +58,15 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& x, c
               ", got ", x.sym_sizes());
 }
 
+// For the backward of an elementwise op: the two tensors belong together.
+inline void check_gradient(const char* op, const at::Tensor& grad_output, const at::Tensor& output) {
+  check_device(op, "output", output);
+  check_floating(op, "output", output);
+  check_same_device(op, "grad_output", grad_output, output);
+  check_same_dtype(op, "grad_output", grad_output, output.scalar_type());
+  check_shape(op, "grad_output", grad_output, output.sym_sizes(), "of output");
+}
+
 }  // namespace lltm_ext
 
 // The tutorials' names, for the raw bindings. `x` is also the argument's name in the message.

@@ -48,15 +48,16 @@ auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// Whether autograd must see a call with x. A forward-mode tangent counts, no_grad or not, so that it meets
+// autograd's own error and is never dropped in silence.
 inline bool needs_grad(const at::Tensor& x) {
-  // A forward-mode tangent counts, so that it meets autograd's own error and is never dropped in silence.
-  return x.defined() && (x.requires_grad() || x._fw_grad(0).defined());
+  return x.defined() && ((at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(0).defined());
 }
 inline bool needs_grad(const std::optional<at::Tensor>& x) { return x.has_value() && needs_grad(*x); }
 
 template <typename... Tensors>
 bool any_needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+  return (needs_grad(tensors) || ...);
 }
 
 // An autograd node cannot take an undefined tensor (Python's None); the op's own checks can name it.

@@ -115,10 +115,7 @@ at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTenso
 
 at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& output,
                                string_view activation) {
-  check_device("gemm_activation_backward", "output", output);
-  check_floating("gemm_activation_backward", "output", output);
-  CHECK_SAME("gemm_activation_backward", grad_output, output);
-  CHECK_SHAPE_OF("gemm_activation_backward", grad_output, output);
+  check_gradient("gemm_activation_backward", grad_output, output);
   const Activation f = activation_of("gemm_activation_backward", activation);
   const KernelGuard guard(output);
   const at::Tensor y = dense(output);
@@ -185,6 +182,7 @@ at::Tensor forward_autograd(const at::Tensor& a, const at::Tensor& b, const Opti
 at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at::Tensor& output,
                                         string_view activation) {
   if (any_needs_grad(grad_output, output)) {
+    check_gradient("gemm_activation_backward", grad_output, output);
     switch (activation_of("gemm_activation_backward", activation)) {
       case Activation::kRelu:
         return at::where(output <= 0, 0, grad_output);

@@ -31,8 +31,8 @@ struct ReluOp {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { Activation<ReluOp>::define(m); }
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { ActivationOps<ReluOp>::define(m); }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { Activation<ReluOp>::bind(m); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { ActivationOps<ReluOp>::bind(m); }
 
 }  // namespace lltm_ext

@@ -30,8 +30,8 @@ struct SigmoidOp {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { Activation<SigmoidOp>::define(m); }
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { ActivationOps<SigmoidOp>::define(m); }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { Activation<SigmoidOp>::bind(m); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { ActivationOps<SigmoidOp>::bind(m); }
 
 }  // namespace lltm_ext
