@@ -98,8 +98,9 @@ def against(torch):
         def finalize_options(self):
             super().finalize_options()
             # Objects stay between calls, so that an edit compiles one file again: setuptools would give each
-            # editable install a new folder. The folder is this torch's own.
-            self.build_temp = f"build/temp-{label}-torch{torch_minor}-{sys.implementation.cache_tag}"
+            # editable install a new folder.
+            kind = "cuda" if cuda else "cpu"
+            self.build_temp = f"build/{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}"
 
         def run(self):
             compiler = (

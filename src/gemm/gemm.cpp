@@ -144,7 +144,7 @@ struct GemmNode : torch::autograd::Function<GemmNode> {
                             const OptionalTensor& bias, OptionalName activation, string_view precision) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     at::Tensor output = call_forward(a, b, bias, activation, precision);
-    ctx->save_for_backward({needs_grad(b) ? a : at::Tensor(), needs_grad(a) ? b : at::Tensor(),
+    ctx->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor(),
                             activation ? output : at::Tensor()});
     ctx->saved_data["activation"] = std::string(activation.value_or(""));
     ctx->saved_data["precision"] = std::string(precision);
