@@ -134,7 +134,7 @@ def without_modules(why):
 
     return {
         "version": VERSION,
-        "install_requires": ["torch>=2.10"],
+        "install_requires": ["torch>=2.11"],
         "ext_modules": [setuptools.Extension(f"lltm_ext._C.{op}", sources(op, None)) for op in ops()],
         "cmdclass": {"build_ext": Refuse},
     }

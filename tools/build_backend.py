@@ -17,6 +17,10 @@ from setuptools.build_meta import *  # noqa: F403 (build_wheel, build_sdist, bui
 # 12: there a system toolkit must do.
 CUDA_COMPILER = 'cuda-toolkit[nvcc,crt,nvvm,cccl]; platform_system == "Linux"'
 
+# 2.11 is the first that PyPI has with CUDA 13. Could pip fall back to an older one, it would: to pair it with a
+# compiler newer than any torch's.
+ANY_TORCH = "torch>=2.11"
+
 ASK_FOR_TORCH = """
 import importlib.metadata, importlib.util, json, pathlib, runpy
 spec = importlib.util.find_spec("torch")
@@ -43,7 +47,7 @@ def installed_torch() -> tuple[str, str | None] | None:
 def get_requires_for_build_wheel(config_settings=None):
     torch = installed_torch()
     # `===`: the same build, where `==2.11.0` would also take a 2.11.0+cpu that some index offers.
-    requires = [f"torch==={torch[0]}" if torch else "torch>=2.10", "ninja"]
+    requires = [f"torch==={torch[0]}" if torch else ANY_TORCH, "ninja"]
     has_pypi_compiler = torch is None or (torch[1] is not None and int(torch[1].split(".")[0]) >= 13)
     if has_pypi_compiler and os.environ.get("LLTM_EXT_CUDA") != "0":
         requires.append(CUDA_COMPILER)

@@ -203,6 +203,7 @@ struct CellNode : torch::autograd::Function<CellNode> {
     const at::Tensor &input = saved[0], &bias = saved[2], &old_h = saved[3], &new_cell = saved[5];
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     const bool X_needs_grad = input.requires_grad() || old_h.requires_grad();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_X, grad_weights, grad_bias, grad_old_cell] =
         op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), new_cell, saved[6], saved[7], saved[1],
                 X_needs_grad);

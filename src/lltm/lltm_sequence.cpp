@@ -426,6 +426,7 @@ struct SequenceNode : torch::autograd::Function<SequenceNode> {
       return gradients;
     }
     static const auto op = find_op<decltype(sequence_backward)>("lltm_ext::lltm_backward");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
                          saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
