@@ -1,0 +1,49 @@
+# Each target makes what it needs, says what it is doing, and a second call redoes nothing that is done.
+# Needed beforehand: Python >= 3.10, a C++ compiler and make. The CUDA compiler comes from PyPI with torch.
+# Some tests of many: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
+PYTHON ?= python3
+TORCH ?= torch==2.11.0
+COMPILER ?= "cuda-toolkit[nvcc,crt,nvvm,cccl]"
+
+BIN := .venv/bin
+TOOLS := .venv/.tools
+INSTALLED := .venv/.installed
+WHEEL := dist/.checked
+SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py) setup.py MANIFEST.in
+
+.PHONY: test demo bench wheel lint
+
+test: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/char_lm.py
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/harness.py run
+
+wheel: $(WHEEL)
+	@ls dist/*
+
+lint: $(TOOLS)
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+	find src -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
+
+$(TOOLS): pyproject.toml
+	@echo "== .venv: torch, the CUDA compiler and tools (the first time: some 3 GB to download)"
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/pip install -q $(TORCH) $(COMPILER) --group build --group lint
+	@touch $@
+
+$(INSTALLED): $(TOOLS) $(SOURCES)
+	@echo "== lltm_ext: compiling what is new, and installing (the first time: minutes)"
+	$(BIN)/pip install -q --no-build-isolation ".[test,demo,bench]"
+	@touch $@
+
+$(WHEEL): $(TOOLS) $(SOURCES)
+	@echo "== dist: the sdist, and the wheel from it"
+	rm -rf dist && $(BIN)/python setup.py -q sdist
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist dist/*.tar.gz
+	$(BIN)/python tools/check_wheel.py dist/*.whl
+	@touch $@
