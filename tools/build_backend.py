@@ -17,8 +17,8 @@ from setuptools.build_meta import *  # noqa: F403 (build_wheel, build_sdist, bui
 # 12: there a system toolkit must do.
 CUDA_COMPILER = 'cuda-toolkit[nvcc,crt,nvvm,cccl]; platform_system == "Linux"'
 
-# 2.11 is the first that PyPI has with CUDA 13. If pip could fall back to an older one it would, and pair it with
-# a compiler newer than any torch's.
+# 2.11 is the first that PyPI has with CUDA 13. If pip could fall back to an older one it would, and pair it
+# with a compiler newer than any torch's.
 ANY_TORCH = "torch>=2.11"
 
 ASK_FOR_TORCH = """
