@@ -4,14 +4,14 @@ import torch
 
 from lltm_ext._record import check as _check
 
-_check(torch)  # before any module is loaded: a torch that does not fit gives a readable ImportError
+# Before any module is loaded: a torch that does not fit gives a readable ImportError.
+__version__: str = _check(torch)["version"]
 
-from lltm_ext._version import __version__  # noqa: E402
-from lltm_ext.gemm import GemmFunction, gemm  # noqa: E402
-from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_cell  # noqa: E402
-from lltm_ext.relu import ReLU, ReLUFunction, relu  # noqa: E402
-from lltm_ext.round import BinarizeFunction, Round, RoundFunction, binarize, round  # noqa: E402
-from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid  # noqa: E402
+from lltm_ext.gemm import GemmFunction, gemm
+from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_cell
+from lltm_ext.relu import ReLU, ReLUFunction, relu
+from lltm_ext.round import BinarizeFunction, Round, RoundFunction, binarize, round
+from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid
 
 __all__ = [
     "LLTM",

@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import lltm_ext
 from lltm_ext import _record, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -434,7 +435,7 @@ def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
 
 def test_the_installed_record_says_what_was_built() -> None:
     record = _record.check(torch)
-    assert record["version"] == importlib.metadata.version("lltm_ext")
+    assert record["version"] == importlib.metadata.version("lltm_ext") == lltm_ext.__version__
     assert record["torch"] == torch.__version__
     assert record["cuda"] in (CUDA, None)
     assert bool(record["architectures"]) == bool(record["compiler"]["nvcc"]) == bool(record["cuda"])
