@@ -139,7 +139,9 @@ class _SequenceFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             return differentiable_gradients(_sequence_reference, inputs, grads)
         *states_and_weights, bias = inputs
-        gradients = ops.lltm_backward(*grads, *states_and_weights, output, gates, cells, None, False, True)
+        gradients = ops.lltm_backward(
+            *grads, *states_and_weights, output, gates, cells, None, False, True, bias is not None
+        )
         return (*gradients[:5], None if bias is None else gradients[5])
 
     @staticmethod

@@ -110,3 +110,42 @@ def test_the_cell_runs_its_own_backward():
         torch.autograd.grad(new_h, arguments, torch.ones_like(new_h))
     ours = [name for name in recorder.names if name.startswith("lltm_ext.")]
     assert ours == ["lltm_ext.lltm_cell_forward", "lltm_ext.lltm_cell_backward"]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_operand_that_is_none_is_named(requires_grad):
+    a = torch.ones(3, 3, requires_grad=requires_grad)
+    for op, arguments, name in (
+        (torch.ops.lltm_ext.gemm, (a, None), "gemm: expected b"),
+        (torch.ops.lltm_ext.lltm_cell, (a, None, None, a, a), "lltm_cell: expected weights"),
+        (torch.ops.lltm_ext.lltm, (a[None], a, None, a, a), "lltm: expected c0"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} to be a Tensor, got None"):
+            op(*arguments)
+
+
+def test_the_backward_of_a_cell_names_what_does_not_fit():
+    new_cell, gates, X, weights = torch.ones(4, 5), torch.ones(3, 4, 5), torch.ones(4, 8), torch.ones(15, 8)
+    for changed, message in (
+        ({"grad_cell": torch.ones(4, 6)}, "grad_cell of shape .*, got \\[4, 6\\]"),
+        ({"grad_cell": torch.ones(4, 5).half()}, "grad_cell of dtype float32, got float16"),
+        ({"grad_h": torch.ones(5)}, "grad_h of shape .*, got \\[5\\]"),
+        ({"X": torch.ones(4)}, "X of shape .*, got \\[4\\]"),
+        ({"new_cell": torch.ones(4)}, "new_cell of shape .*, got \\[4\\]"),
+    ):
+        arguments = {"grad_h": None, "grad_cell": None, "new_cell": new_cell, "gates": gates, "X": X}
+        arguments |= {"weights": weights, "X_needs_grad": True} | changed
+        with pytest.raises((RuntimeError, TypeError), match=f"^lltm_cell_backward: expected {message}"):
+            torch.ops.lltm_ext.lltm_cell_backward(**arguments)
+
+
+def test_a_frozen_bias_gets_no_gradient_and_changes_no_other(device):
+    layer = lltm_ext.LLTM(3, 5, device=device, dtype=torch.float64)
+    input = torch.randn(6, 4, 3, device=device, dtype=torch.float64)
+    layer(input)[0].sum().backward()
+    expected = layer.weight_hh_l0.grad.clone()
+    layer.zero_grad()
+    layer.bias_l0.requires_grad_(False)
+    layer(input)[0].sum().backward()
+    assert layer.bias_l0.grad is None
+    assert torch.equal(layer.weight_hh_l0.grad, expected)

@@ -178,19 +178,20 @@ def test_the_raw_forward_takes_no_bias(device):
     assert_all_near(without, zeros, FORWARD[DOUBLE])
 
 
+def spoiled(x):
+    """What CHECK_INPUT refuses in place of x: the value, the exception, the end of its message."""
+    yield torch.stack([x, x], -1)[..., 0], RuntimeError, "to be contiguous, got strides"
+    yield x.long(), TypeError, "of dtype .*, got int64"
+    yield x.double(), TypeError, "of dtype .*, got float"
+    yield torch.cat([x, x]), RuntimeError, r"of shape .*, got \["
+    yield x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"
+
+
 @pytest.mark.parametrize("name", ["input", "weights", "bias", "old_h", "old_cell"])
 def test_the_raw_forward_refuses_what_check_input_names(name, device):
     arguments, _ = raw_arguments(device=device)
     good = _C.lltm.forward(**arguments)
-    x = arguments[name]
-    stepped = torch.stack([x, x], -1)[..., 0]
-    for value, exception, pattern in (
-        (stepped, RuntimeError, "to be contiguous, got strides"),
-        (x.long(), TypeError, "of dtype .*, got int64"),
-        (x.double(), TypeError, "of dtype .*, got float"),
-        (torch.cat([x, x]), RuntimeError, r"of shape .*, got \["),
-        (x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
-    ):
+    for value, exception, pattern in spoiled(arguments[name]):
         # The other arguments are measured against `input`, so a bad input may be seen in another's place.
         argument = r"\w+" if name == "input" else name
         with pytest.raises(exception, match=f"^lltm.forward: expected {argument} {pattern}"):
@@ -202,14 +203,7 @@ def test_the_raw_forward_refuses_what_check_input_names(name, device):
 def test_the_raw_backward_refuses_what_check_input_names(name, device):
     _, arguments = raw_arguments(device=device)
     good = _C.lltm.backward(**arguments)
-    x = arguments[name]
-    stepped = torch.stack([x, x], -1)[..., 0]
-    for value, exception, pattern in (
-        (stepped, RuntimeError, "to be contiguous, got strides"),
-        (x.long(), TypeError, "of dtype .*, got int64"),
-        (x.double(), TypeError, "of dtype .*, got float"),
-        (torch.cat([x, x]), RuntimeError, r"of shape .*, got \["),
-    ):
+    for value, exception, pattern in spoiled(arguments[name]):
         argument = r"\w+" if name in ("weights", "X", "new_cell") else name
         with pytest.raises(exception, match=f"^lltm.backward: expected {argument} {pattern}"):
             _C.lltm.backward(**{**arguments, name: value})

@@ -11,10 +11,14 @@ inline void check_defined(const char* op, const char* name, const at::Tensor& x)
   TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
 }
 
-inline void check_device(const char* op, const char* name, const at::Tensor& x) {
+inline void check_strided(const char* op, const char* name, const at::Tensor& x) {
   check_defined(op, name, x);
   TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
               x.layout());
+}
+
+inline void check_device(const char* op, const char* name, const at::Tensor& x) {
+  check_strided(op, name, x);
   TORCH_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), op, ": expected ", name,
               " on a CPU or CUDA device, got ", x.device());
 #ifndef LLTM_EXT_WITH_CUDA
@@ -24,14 +28,13 @@ inline void check_device(const char* op, const char* name, const at::Tensor& x) 
 }
 
 inline void check_same_device(const char* op, const char* name, const at::Tensor& x, const at::Tensor& like) {
-  check_defined(op, name, x);
-  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
-              x.layout());
+  check_strided(op, name, x);
   TORCH_CHECK(x.device() == like.device(), op, ": expected ", name, " on ", like.device(), ", got ",
               x.device());
 }
 
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& x) {
+  check_strided(op, name, x);
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
 }
 

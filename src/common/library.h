@@ -55,15 +55,14 @@ inline bool needs_grad(const at::Tensor& x) {
 }
 inline bool needs_grad(const std::optional<at::Tensor>& x) { return x.has_value() && needs_grad(*x); }
 
+inline bool may_be_recorded(const at::Tensor& x) { return x.defined(); }
+inline bool may_be_recorded(const std::optional<at::Tensor>&) { return true; }
+
+// An autograd node cannot take an undefined tensor (Python's None) where one is required: such a call goes
+// on to the op, whose checks name the argument.
 template <typename... Tensors>
 bool any_needs_grad(const Tensors&... tensors) {
-  return (needs_grad(tensors) || ...);
-}
-
-// An autograd node cannot take an undefined tensor (Python's None); the op's own checks can name it.
-template <typename... Tensors>
-bool all_defined(const Tensors&... tensors) {
-  return (tensors.defined() && ...);
+  return (may_be_recorded(tensors) && ...) && (needs_grad(tensors) || ...);
 }
 
 }  // namespace lltm_ext

@@ -3,7 +3,6 @@
 #include "gemm/gemm.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/transpose.h>
@@ -203,12 +202,8 @@ at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at:
 // As torch.mm's: the operands go to the autocast dtype.
 at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                             OptionalName activation, string_view precision) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::DeviceType device = a.device().type();
-  const at::ScalarType type = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const at::Tensor& x) { return at::autocast::cached_cast(type, x, device); };
-  return call_forward(cast(a), cast(b), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, activation,
-                      precision);
+  const AutocastInputs cast(a);
+  return call_forward(cast(a), cast(b), cast(bias), activation, precision);
 }
 
 }  // namespace

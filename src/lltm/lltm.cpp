@@ -118,9 +118,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
     const OptionalTensor& grad_h, const OptionalTensor& grad_cell, const at::Tensor& new_cell,
     const at::Tensor& gates, const at::Tensor& X, const at::Tensor& weights, bool X_needs_grad) {
   const char* op = "lltm_cell_backward";
-  const c10::SymInt batch_size = X.sym_size(0), hidden_size = new_cell.sym_size(1);
   check_device(op, "X", X);
   check_floating(op, "X", X);
+  check_dim(op, "X", X, 2, "[batch, hidden_size+input_size]");
+  check_same_device(op, "new_cell", new_cell, X);
+  check_cell_dtype(op, "new_cell", new_cell, X);
+  check_dim(op, "new_cell", new_cell, 2, "[batch, hidden_size]");
+  const c10::SymInt batch_size = X.sym_size(0), hidden_size = new_cell.sym_size(1);
   const auto check_like_X = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef shape,
                                 const char* meaning) {
     check_same_device(op, name, x, X);
@@ -130,13 +134,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
   check_like_X("gates", gates, {3, batch_size, hidden_size}, "[3, batch, hidden_size]");
   check_like_X("weights", weights, {3 * hidden_size, X.sym_size(1)},
                "[3*hidden_size, hidden_size+input_size]");
-  check_same_device(op, "new_cell", new_cell, X);
-  check_cell_dtype(op, "new_cell", new_cell, X);
   CHECK_SHAPE(op, new_cell, "[batch, hidden_size]", batch_size, hidden_size);
   if (grad_h) check_like_X("grad_h", *grad_h, new_cell.sym_sizes(), "[batch, hidden_size]");
   if (grad_cell) {
-    CHECK_SAME(op, *grad_cell, new_cell);
-    CHECK_SHAPE_OF(op, *grad_cell, new_cell);
+    check_same_device(op, "grad_cell", *grad_cell, X);
+    check_same_dtype(op, "grad_cell", *grad_cell, new_cell.scalar_type());
+    check_shape(op, "grad_cell", *grad_cell, new_cell.sym_sizes(), "[batch, hidden_size]");
   }
   at::Tensor grad_X = X_needs_grad ? at::Tensor() : at::empty({0}, X.options());
   if (X.is_meta()) {
@@ -223,7 +226,7 @@ struct CellNode : torch::autograd::Function<CellNode> {
 std::tuple<at::Tensor, at::Tensor> cell_autograd(const at::Tensor& input, const at::Tensor& weights,
                                                  const OptionalTensor& bias, const at::Tensor& old_h,
                                                  const at::Tensor& old_cell) {
-  if (any_needs_grad(input, weights, bias, old_h, old_cell) && all_defined(input, weights, old_h, old_cell)) {
+  if (any_needs_grad(input, weights, bias, old_h, old_cell)) {
     const variable_list outputs = CellNode::apply(input, weights, bias, old_h, old_cell);
     return {outputs[0], outputs[1]};
   }
@@ -248,10 +251,7 @@ variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, co
   CHECK_INPUT(op, weights);
   CHECK_INPUT(op, old_h);
   CHECK_INPUT(op, old_cell);
-  if (bias) {
-    check_same_device(op, "bias", *bias, input);
-    check_contiguous(op, "bias", *bias);
-  }
+  if (bias) check_contiguous(op, "bias", *bias);
   check_cell_inputs(op, input, weights, bias, old_h, old_cell);
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/true);
   return {out.new_h, out.new_cell, out.gates[0], out.gates[1], out.gates[2], out.X, out.gate_weights};

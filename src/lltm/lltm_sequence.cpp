@@ -306,42 +306,45 @@ void backward_step(const at::Tensor& dy, const at::Tensor& dh, const at::Tensor&
         .new_cell = pointer<C>(cells),
         .grad_gates = gates_of_rows<T>(grad_gates),
         .grad_old_cell = mutable_pointer<C>(dc),
-        .grad_bias = gates_of_rows<acc_t<T>>(grad_bias),
+        .grad_bias =
+            grad_bias.defined() ? gates_of_rows<acc_t<T>>(grad_bias) : Gates<acc_t<T>>{nullptr, 0, 0},
     };
     return lltm_backward_step(step, stream...);
   });
 }
 
-// (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input is empty unless
-// `input_needs_grad`.
+// (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input and
+// grad_bias are empty unless they are needed.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
     const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
     const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& saved_gates,
-    const at::Tensor& saved_cells, at::OptionalIntArrayRef batch_sizes, bool reverse, bool input_needs_grad) {
+    const at::Tensor& saved_cells, at::OptionalIntArrayRef batch_sizes, bool reverse, bool input_needs_grad,
+    bool bias_needs_grad) {
   check_backward_inputs(grad_output, grad_h_n, grad_c_n, input, h0, c0, output, saved_gates, saved_cells);
   check_inputs(input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, "auto");
   const auto contiguous_like = [](const at::Tensor& x) {
     return at::empty_like(x, at::MemoryFormat::Contiguous);
   };
-  const at::Tensor no_grad_input = input_needs_grad ? at::Tensor() : at::empty({0}, input.options());
+  const auto not_needed = [&] { return at::empty({0}, input.options()); };
   if (input.is_meta()) {
-    return {input_needs_grad ? contiguous_like(input) : no_grad_input,
+    return {input_needs_grad ? contiguous_like(input) : not_needed(),
             contiguous_like(h0),
             contiguous_like(c0),
             contiguous_like(weight_ih),
             contiguous_like(weight_hh),
-            at::empty_symint({weight_hh.sym_size(0)}, weight_hh.options())};
+            bias_needs_grad ? at::empty_symint({weight_hh.sym_size(0)}, weight_hh.options()) : not_needed()};
   }
   const KernelGuard guard(input);
   const int64_t batch = h0.size(0), hidden = h0.size(1);
   const at::Tensor gates = flatten_rows(saved_gates).contiguous(),
                    cells = flatten_rows(saved_cells).contiguous();
   const at::Tensor rows = flatten_rows(input), outputs = flatten_rows(output);
-  at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : no_grad_input;
+  at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : not_needed();
   at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
   at::Tensor grad_weight_hh = at::zeros(weight_hh.sizes(), weight_hh.options());
-  const at::Tensor grad_bias = at::zeros({batch, 3 * hidden}, cells.options());  // a row of the batch each
+  at::Tensor grad_bias;  // a row of the batch each
+  if (bias_needs_grad) grad_bias = at::zeros({batch, 3 * hidden}, cells.options());
   at::Tensor dh = at::zeros({batch, hidden}, h0.options());
   const at::Tensor dc = at::zeros({batch, hidden}, cells.options());
   if (grad_h_n) dh.copy_(*grad_h_n);
@@ -376,7 +379,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
           dc.to(c0.scalar_type()),
           grad_weight_ih,
           grad_weight_hh,
-          grad_bias.sum(0).to(weight_hh.scalar_type())};
+          bias_needs_grad ? grad_bias.sum(0).to(weight_hh.scalar_type()) : not_needed()};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
@@ -425,16 +428,17 @@ struct SequenceNode : torch::autograd::Function<SequenceNode> {
       std::copy(found.begin(), found.end(), gradients.begin());
       return gradients;
     }
+    const bool bias_needs_grad = saved[5].defined() && saved[5].requires_grad();
     static const auto op = find_op<decltype(sequence_backward)>("lltm_ext::lltm_backward");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
                          saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
-                         batch_sizes, reverse, input_needs_grad);
+                         batch_sizes, reverse, input_needs_grad, bias_needs_grad);
     std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
         std::move(found);
     if (!input_needs_grad) gradients[0] = at::Tensor();
-    if (!saved[5].defined()) gradients[5] = at::Tensor();
+    if (!bias_needs_grad) gradients[5] = at::Tensor();
     return gradients;
   }
 
@@ -469,8 +473,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
     const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
     bool reverse, c10::string_view algorithm) {
-  if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias) &&
-      all_defined(input, h0, c0, weight_ih, weight_hh)) {
+  if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
     const variable_list outputs =
         SequenceNode::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
     return {outputs[0], outputs[1], outputs[2]};
@@ -504,7 +507,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "lltm_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor input, Tensor h0, "
       "Tensor c0, "
       "Tensor weight_ih, Tensor weight_hh, Tensor output, Tensor gates, Tensor cells, int[]? batch_sizes, "
-      "bool reverse, bool input_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "bool reverse, bool input_needs_grad, bool bias_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   implement(m, "lltm", sequence);
   implement(m, "lltm_forward", sequence_forward);
