@@ -115,7 +115,7 @@ class LLTMFunction(_CellFunction):
 
 
 class _SequenceFunction(torch.autograd.Function):
-    """A whole sequence: ``(output, h_n, c_n, gates, cells)``, of which the last two are for backward."""
+    """A whole sequence: ``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
 
     @staticmethod
     def forward(
@@ -125,14 +125,14 @@ class _SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
-        y, _, _, gates, cells = output
-        ctx.mark_non_differentiable(gates, cells)
+        y, _, _, gates, extra = output
+        ctx.mark_non_differentiable(gates, extra)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, y, gates, cells)
+        ctx.save_for_backward(*inputs, y, gates, extra)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, output, gates, cells = ctx.saved_tensors
+        *inputs, output, gates, extra = ctx.saved_tensors
         grads = grad_outputs[:3]
         if all(g is None for g in grads):
             return (None,) * 6
@@ -140,7 +140,7 @@ class _SequenceFunction(torch.autograd.Function):
             return differentiable_gradients(_sequence_reference, inputs, grads)
         *states_and_weights, bias = inputs
         gradients = ops.lltm_backward(
-            *grads, *states_and_weights, output, gates, cells, None, False, True, bias is not None
+            *grads, *states_and_weights, output, gates, extra, None, False, "auto", True, bias is not None
         )
         return (*gradients[:5], None if bias is None else gradients[5])
 
@@ -202,7 +202,12 @@ def lltm(
         weight_ih: [3*H, I].
         weight_hh: [3*H, H].
         bias: [3*H], or None.
-        algorithm: "stepwise" (a matrix product and a pointwise kernel a step), or "auto", which picks.
+        algorithm: how the steps run. "auto" picks the fastest that can (:func:`lltm_algorithm` says which).
+            "stepwise" is a matrix product and a pointwise kernel a step, for any size, dtype and device.
+            "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and float32, with
+            H a multiple of 8: "cluster" (compute capability 9.0 and above, H up to 512 in half types)
+            exchanges states through the shared memory of thread block clusters, "grid" (8.0 and above, H up
+            to 1024, 2048 for few rows) through the L2 cache.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -211,7 +216,7 @@ def lltm(
     Raises:
         TypeError: for another dtype, or no tensor.
         ValueError: for another algorithm.
-        RuntimeError: for shapes or devices that do not fit, or another layout.
+        RuntimeError: for shapes or devices that do not fit, another layout, an algorithm that can't run here.
 
     Source: the formula at the head of this module.
     """
@@ -224,6 +229,28 @@ def lltm(
     else:
         output, h_n, c_n = ops.lltm(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
     return output, (h_n, c_n)
+
+
+def lltm_algorithm(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    algorithm: str = "auto",
+    backward: bool = False,
+) -> str:
+    """The algorithm that :func:`lltm` takes for these arguments: "stepwise", "cluster" or "grid".
+
+    Args:
+        backward: whether to say it of the backward pass, which may take another than the forward.
+
+    Raises:
+        ValueError: for an unknown algorithm.
+        RuntimeError: for one that was asked for and can't run here; the message says why.
+    """
+    return ops.lltm_algorithm(input, hx[0], algorithm=algorithm, backward=backward)
 
 
 class LLTMCell(nn.Module):

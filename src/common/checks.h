@@ -70,6 +70,14 @@ inline void check_gradient(const char* op, const at::Tensor& grad_output, const 
   check_shape(op, "grad_output", grad_output, output.sym_sizes(), "of output");
 }
 
+// The cell state comes in the input's dtype, or in float32 to spare half types its rounding at every step.
+inline void check_cell_dtype(const char* op, const char* name, const at::Tensor& cell,
+                             const at::Tensor& input) {
+  const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
+  if (half && cell.scalar_type() == at::kFloat) return;
+  check_same_dtype(op, name, cell, input.scalar_type());
+}
+
 }  // namespace lltm_ext
 
 // The tutorials' names, for the raw bindings. `x` is also the argument's name in the message.

@@ -59,4 +59,21 @@ LLTM_HOST_DEVICE T elu_derivative(T output) {
   return output > T(0) ? T(1) : output + T(1);
 }
 
+// The functions of recurrent cells, exact to a few units in the last place (common/recurrence has faster
+// ones).
+struct ExactMath {
+  template <typename T>
+  LLTM_HOST_DEVICE static T sigmoid(T x) {
+    return lltm_ext::sigmoid(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T tanh(T x) {
+    return std::tanh(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T elu(T x) {
+    return lltm_ext::elu(x);
+  }
+};
+
 }  // namespace lltm_ext

@@ -72,9 +72,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
         .old_cell = pointer<C>(cell),
         .new_cell = mutable_pointer<C>(out.new_cell),
         .new_h = mutable_pointer<T>(out.new_h),
-        .output = nullptr,
         .activated = stacked_gates<T>(out.gates),
-        .saved_cell = nullptr,
     };
     return lltm_forward_step(step, stream...);
   });
@@ -159,14 +157,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
       const BackwardStep<T, C> step = {
           .batch = batch,
           .hidden = hidden,
-          .grad_output = matrix<T>(grad_h.value_or(at::Tensor())),
-          .grad_h = nullptr,
+          .grad_h = matrix<T>(grad_h.value_or(at::Tensor())),
           .grad_cell = matrix<C>(grad_cell.value_or(at::Tensor())),
           .activated = stacked_gates<T>(activated),
           .new_cell = pointer<C>(cell),
           .grad_gates = gates_of_rows<T>(grad_gates),
           .grad_old_cell = mutable_pointer<C>(grad_old_cell),
-          .grad_bias = {nullptr, 0, 0},
       };
       return lltm_backward_step(step, stream...);
     });

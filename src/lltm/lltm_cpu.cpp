@@ -25,12 +25,12 @@ void for_each_unit(const Step& step, Unit unit) {
 
 template <typename T, typename C>
 void lltm_forward_step(const ForwardStep<T, C>& step) {
-  for_each_unit(step, lltm_forward_unit<T, C>);
+  for_each_unit(step, lltm_forward_unit<ExactMath, T, C>);
 }
 
 template <typename T, typename C>
 void lltm_backward_step(const BackwardStep<T, C>& step) {
-  for_each_unit(step, lltm_backward_unit<T, C>);
+  for_each_unit(step, lltm_backward_unit<ExactMath, T, C>);
 }
 
 #define INSTANTIATE(T, C)                                    \

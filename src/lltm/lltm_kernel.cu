@@ -1,18 +1,21 @@
 // lltm on CUDA: the pointwise half of one step, forward and backward, a thread a unit. The other half, the
 // gates' matrix product, is the binding's.
 #include "common/launch.cuh"
+#include "common/recurrence/math.cuh"
 #include "lltm/lltm.h"
 
 namespace lltm_ext {
 
 template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) lltm_forward_kernel(ForwardStep<T, C> step) {
-  CUDA_KERNEL_LOOP(i, step.batch * step.hidden) lltm_forward_unit(step, i / step.hidden, i % step.hidden);
+  CUDA_KERNEL_LOOP(i, step.batch * step.hidden)
+  lltm_forward_unit<ExactMath>(step, i / step.hidden, i % step.hidden);
 }
 
 template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) lltm_backward_kernel(BackwardStep<T, C> step) {
-  CUDA_KERNEL_LOOP(i, step.batch * step.hidden) lltm_backward_unit(step, i / step.hidden, i % step.hidden);
+  CUDA_KERNEL_LOOP(i, step.batch * step.hidden)
+  lltm_backward_unit<ExactMath>(step, i / step.hidden, i % step.hidden);
 }
 
 template <typename T, typename C>

@@ -1,0 +1,20 @@
+// The persistent kernels as the bindings see them.
+#pragma once
+
+#include "common/recurrence/cell.h"
+#include "common/recurrence/plan.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <cuda_runtime_api.h>
+
+namespace lltm_ext {
+
+// Runs a plan that is not stepwise. Fills the memory through which blocks exchange values first. Fails with
+// cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU has no room for it.
+template <class Cell, typename T>
+cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream);
+template <class Cell, typename T>
+cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream);
+
+}  // namespace lltm_ext
+#endif

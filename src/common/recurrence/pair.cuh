@@ -1,0 +1,49 @@
+// Two neighbouring values: what a thread reads, computes and writes of a row at once.
+#pragma once
+
+#include "common/types.h"
+
+namespace lltm_ext {
+
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<float> {
+  using Word = uint2;
+  float2 bits;
+  __device__ float2 widen() const { return bits; }
+  __device__ static Pair of(float a, float b) { return {make_float2(a, b)}; }
+};
+
+template <>
+struct Pair<__half> {
+  using Word = unsigned;
+  __half2 bits;
+  __device__ float2 widen() const { return __half22float2(bits); }
+  __device__ static Pair of(float a, float b) { return {__floats2half2_rn(a, b)}; }
+};
+
+template <>
+struct Pair<__nv_bfloat16> {
+  using Word = unsigned;
+  __nv_bfloat162 bits;
+  __device__ float2 widen() const { return __bfloat1622float2(bits); }
+  __device__ static Pair of(float a, float b) { return {__floats2bfloat162_rn(a, b)}; }
+};
+
+template <typename T>
+__device__ __forceinline__ Pair<T> read_pair(const T* address) {
+  return *reinterpret_cast<const Pair<T>*>(address);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_pair(T* address, float a, float b) {
+  *reinterpret_cast<Pair<T>*>(address) = Pair<T>::of(a, b);
+}
+
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+
+}  // namespace lltm_ext

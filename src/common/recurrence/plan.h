@@ -1,0 +1,138 @@
+// Which kernel runs a sequence, and how its grid shares out the work. Host code without torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/recurrence/cell.h"
+
+namespace lltm_ext {
+
+enum class Algorithm { kAuto, kStepwise, kCluster, kGrid };
+
+// A persistent kernel: how its blocks exchange values, and the share of the weights that a block holds.
+struct Variant {
+  Algorithm algorithm;
+  bool general;    // whether a group may have several tiles of rows, and steps may differ in theirs
+  int unit_tiles;  // of 16 hidden units, a block
+  int chunks;      // of 64 bytes, of the reduction, a warp
+};
+
+// The first that fits is the fastest that fits. A block of few units makes for many blocks, and slow
+// exchange; one of many units for much work a step. Measured on an H200.
+constexpr Variant kHalfVariants[] = {
+    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4}, {Algorithm::kGrid, false, 1, 4},
+    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8}, {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},     {Algorithm::kGrid, true, 2, 8},
+};
+constexpr Variant kFloatVariants[] = {
+    {Algorithm::kCluster, false, 1, 2}, {Algorithm::kGrid, false, 1, 2}, {Algorithm::kGrid, false, 1, 4},
+    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kGrid, true, 1, 4},  {Algorithm::kGrid, true, 1, 8},
+};
+
+struct Plan {
+  Algorithm algorithm = Algorithm::kStepwise;
+  Variant variant = {};
+  GridShape grid = {};
+  std::string why_not;  // the algorithm that was asked for can't run
+};
+
+struct Problem {
+  int64_t hidden, batch;
+  bool dense;  // every step has all of the batch
+  bool backward;
+  int element_size;
+};
+
+struct Chip {
+  int compute_capability;  // major * 10 + minor
+  int multiprocessors;
+};
+
+// Plans `wanted`, or for kAuto what is fastest. Stepwise runs everything.
+Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted);
+
+namespace plan_detail {
+
+constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
+// Clusters that wait for others to end, and tiles of a group, up to which the kernels are faster than
+// stepwise.
+constexpr int kMaxWaves = 6, kMaxTiles = 8, kMaxTilesBackward = 6;
+
+// Whether a variant can run the problem; the plan's grid, if so.
+inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
+  const int units = 16 * v.unit_tiles;
+  if (p.hidden > kWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
+  if (!p.dense && !v.general) return false;
+  grid.members = static_cast<int>((p.hidden + units - 1) / units);
+  const bool cluster = v.algorithm == Algorithm::kCluster;
+  if (cluster && (grid.members > kClusterBlocks || chip.compute_capability < 90)) return false;
+  // Clusters lie within a GPC, of which they rarely fill the last multiprocessors.
+  const int blocks = cluster ? chip.multiprocessors / 11 * 10 : chip.multiprocessors;
+  const int resident = blocks / grid.members;
+  if (resident == 0) return false;
+  int64_t rows = (p.batch + resident - 1) / resident;
+  if (rows > kTileRows) {
+    if (cluster) {
+      rows = kTileRows;  // further clusters wait
+    } else if (v.general) {
+      rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
+    } else {
+      return false;
+    }
+  }
+  if (rows > 1024 || p.batch > INT32_MAX / 2) return false;  // cell states of a group stay in shared memory
+  grid.rows = static_cast<int>(rows);
+  grid.groups = static_cast<int>((p.batch + rows - 1) / rows);
+  return true;
+}
+
+inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid) {
+  if (v.algorithm == Algorithm::kCluster) {
+    return grid.groups <= kMaxWaves * (chip.multiprocessors / 11 * 10 / grid.members);
+  }
+  return grid.rows <= kTileRows * (p.backward ? kMaxTilesBackward : kMaxTiles);
+}
+
+inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {
+  if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
+  if (p.hidden % 8 != 0)
+    return "needs a hidden_size that is a multiple of 8, got " + std::to_string(p.hidden);
+  if (wanted == Algorithm::kCluster && chip.compute_capability < 90) {
+    return "needs compute capability 9.0, got " + std::to_string(chip.compute_capability / 10) + "." +
+           std::to_string(chip.compute_capability % 10);
+  }
+  if (chip.compute_capability < 80) return "needs compute capability 8.0";
+  if (wanted == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
+  return "has no room on this GPU for hidden_size = " + std::to_string(p.hidden) +
+         " and batch = " + std::to_string(p.batch);
+}
+
+}  // namespace plan_detail
+
+inline Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted) {
+  Plan plan;
+  if (wanted == Algorithm::kStepwise) return plan;
+  const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
+                        problem.batch > 0 && chip.compute_capability >= 80;
+  const auto choose = [&](const auto& variants) {
+    for (const Variant& v : variants) {
+      GridShape grid;
+      if (wanted != Algorithm::kAuto && wanted != v.algorithm) continue;
+      if (!plan_detail::fits(v, problem, chip, grid)) continue;
+      if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
+      plan.algorithm = v.algorithm;
+      plan.variant = v;
+      plan.grid = grid;
+      return;
+    }
+  };
+  if (possible) problem.element_size == 2 ? choose(kHalfVariants) : choose(kFloatVariants);
+  if (wanted != Algorithm::kAuto && plan.algorithm != wanted) {
+    plan.why_not = plan_detail::why_not(problem, chip, wanted);
+  }
+  return plan;
+}
+
+}  // namespace lltm_ext

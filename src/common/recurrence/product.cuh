@@ -1,0 +1,183 @@
+// The product of the recurrent weight with the state, a warp at a time.
+//
+// A warp holds 16 rows of the weight in registers and multiplies them by the states of 8 rows of the batch.
+// The reduction is cut in chunks of 64 bytes a row. Of each chunk lane (g, t) = (lane / 4, lane % 4) holds
+// bytes [16 t, 16 t + 16) of rows g and g + 8 of the weight and of row g of the state: one 16-byte access
+// each. Which element stands where in the reduction does not matter, so long as both sides agree.
+//
+// The result is spread as tensor cores spread it: lane (g, t) has
+//   {row g, batch 2t}, {row g, batch 2t + 1}, {row g + 8, batch 2t}, {row g + 8, batch 2t + 1}.
+#pragma once
+
+#include "common/types.h"
+
+namespace lltm_ext {
+
+constexpr int kRowTile = 8;      // rows of the batch that a warp multiplies at once
+constexpr int kChunkBytes = 64;  // of a row, a warp's step through the reduction
+
+// Rows g and g + 8 of one chunk of the weight.
+struct WeightChunk {
+  uint4 upper, lower;
+};
+
+#define LLTM_MMA(shape_and_types, a0, a1, a2, a3, b0, b1)                                                    \
+  asm("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                               \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+
+// bfloat16 on tensor cores, exact products summed in float32.
+struct Bfloat16Product {
+  using Type = __nv_bfloat16;
+  static constexpr int kScratch = 0;
+  __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
+    LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
+    LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
+  }
+};
+
+struct Float16Product {
+  using Type = __half;
+  static constexpr int kScratch = 0;
+  __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
+    LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
+    LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
+  }
+};
+
+// float32 with operands rounded to tf32, on tensor cores.
+struct Tf32Product {
+  using Type = float;
+  static constexpr int kScratch = 0;
+  __device__ static unsigned round(unsigned x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
+    return rounded;
+  }
+  __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
+    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", round(w.upper.x), round(w.lower.x), round(w.upper.y),
+             round(w.lower.y), round(x.x), round(x.y));
+    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", round(w.upper.z), round(w.lower.z), round(w.upper.w),
+             round(w.lower.w), round(x.z), round(x.w));
+  }
+};
+
+#undef LLTM_MMA
+
+// float32 as IEEE has it, by fused multiply-adds.
+struct IeeeProduct {
+  using Type = float;
+};
+
+// A warp's rows of the weights of kCount gates: what registers have no room for lies in shared memory.
+template <int kCount, int kChunks, int kInRegisters>
+struct WarpWeights {
+  static constexpr int kShared = (kCount - kInRegisters) * kChunks * 2 * 32 * 4;  // floats
+  WeightChunk registers[kInRegisters][kChunks];
+  uint4* shared;
+
+  __device__ explicit WarpWeights(float* memory)
+      : shared(reinterpret_cast<uint4*>(memory) + threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void set(int gate, int c, const WeightChunk& w) {
+    if (gate < kInRegisters) {
+      registers[gate][c] = w;
+    } else {
+      uint4* at = shared + ((gate - kInRegisters) * kChunks + c) * 64;
+      at[0] = w.upper;
+      at[32] = w.lower;
+    }
+  }
+  __device__ __forceinline__ WeightChunk get(int gate, int c) const {
+    if (gate < kInRegisters) return registers[gate][c];
+    const uint4* at = shared + ((gate - kInRegisters) * kChunks + c) * 64;
+    return {at[0], at[32]};
+  }
+};
+
+// sums[i] += weights[first + i * kIn + j] @ x[j] over all j < kIn, for a warp. `scratch` is the warp's own
+// shared memory, of kScratch floats.
+template <class Product, int kOut, int kIn, int kChunks>
+struct WarpProduct {
+  static constexpr int kScratch = 0;
+  template <class Weights>
+  __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
+                                                  const uint4 (&x)[kIn][kChunks], float*) {
+    // Independent chains: one after the other, products wait for each other's sums.
+    float chains[kOut * kIn][4] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < kOut * kIn; ++i)
+        Product::multiply(chains[i], weights.get(first + i, c), x[i % kIn][c]);
+    }
+#pragma unroll
+    for (int i = 0; i < kOut * kIn; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) sums[i / kIn][r] += chains[i][r];
+    }
+  }
+};
+
+// Here lane (g, t) sums over its own quarter of the reduction for all 8 rows of the batch, which it reads
+// from `scratch`; then the four lanes of a row exchange their sums.
+template <int kOut, int kIn, int kChunks>
+struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
+  static constexpr int kStride = kIn * kChunks * 16 + (kIn * kChunks % 2 ? 0 : 16);  // free of bank conflicts
+  static constexpr int kScratch = kRowTile * kStride;
+
+  template <class Weights>
+  __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
+                                                  const uint4 (&x)[kIn][kChunks], float* scratch) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < kIn * kChunks; ++i) {
+      *reinterpret_cast<uint4*>(scratch + g * kStride + i * 16 + t * 4) = x[i / kChunks][i % kChunks];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int out = 0; out < kOut; ++out) {
+      float wide[2][kRowTile] = {};
+#pragma unroll
+      for (int i = 0; i < kIn * kChunks; ++i) {
+        const WeightChunk w = weights.get(first + out * kIn + i / kChunks, i % kChunks);
+#pragma unroll
+        for (int b = 0; b < kRowTile; ++b) {
+          const float4 h = *reinterpret_cast<const float4*>(scratch + b * kStride + i * 16 + t * 4);
+          add_products(wide[0][b], w.upper, h);
+          add_products(wide[1][b], w.lower, h);
+        }
+      }
+      exchange(sums[out], wide, t);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ static void add_products(float& sum, const uint4& w, const float4& h) {
+    sum = fmaf(__uint_as_float(w.x), h.x, sum);
+    sum = fmaf(__uint_as_float(w.y), h.y, sum);
+    sum = fmaf(__uint_as_float(w.z), h.z, sum);
+    sum = fmaf(__uint_as_float(w.w), h.w, sum);
+  }
+
+  // Each lane ends with the whole sums of batch rows 2t and 2t + 1.
+  __device__ static void exchange(float (&sum)[4], const float (&wide)[2][kRowTile], int t) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float half[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float keep = t < 2 ? wide[r][b] : wide[r][b + 4], give = t < 2 ? wide[r][b + 4] : wide[r][b];
+        half[b] = keep + __shfl_xor_sync(~0u, give, 2);
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float keep = t % 2 ? half[b + 2] : half[b], give = t % 2 ? half[b] : half[b + 2];
+        sum[2 * r + b] += keep + __shfl_xor_sync(~0u, give, 1);
+      }
+    }
+  }
+};
+
+}  // namespace lltm_ext

@@ -1,0 +1,768 @@
+// An op that runs a whole sequence of a recurrent cell: tensors in, tensors out. SequenceOps<Op> makes the
+// dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm from
+//
+//   struct Op {
+//     static constexpr const char* name;
+//     using Cell = ...;  // see cell.h
+//     // The cell in torch's differentiable ops, for the double backward: (h, c) from gates [B, G * H] and c.
+//     static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c);
+//   };
+//
+// T is the length, B the batch, I the input size, H the hidden size, G the number of gates. The input
+// projection of all steps is one matrix product before the loop, the weights' gradients one after it. The
+// loop itself is a persistent kernel (engine.h) or, for what that does not take, a product and a pointwise
+// kernel a step.
+//
+// Packed sequences come as the rows of all steps, one step after the other ([N, I], longest sequence first),
+// with the number of rows in each; a dense input is the case of B rows in each. `reverse` walks from the last
+// step to the first and leaves every output at its own step.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/checks.h"
+#include "common/differentiable.h"
+#include "common/dispatch.h"
+#include "common/library.h"
+#include "common/recurrence/engine.h"
+#include "common/recurrence/step.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
+namespace lltm_ext {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The rows of each step, in the order in which the steps are computed.
+struct Steps {
+  struct Step {
+    int64_t first_row, rows;
+  };
+  std::vector<Step> steps;
+
+  Steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch, bool reverse) {
+    const auto rows_of = [&](int64_t t) { return batch_sizes ? (*batch_sizes)[t] : batch; };
+    int64_t first_row = 0;
+    for (int64_t t = 0; t < length; ++t) {
+      steps.push_back({first_row, rows_of(t)});
+      first_row += rows_of(t);
+    }
+    if (reverse) std::reverse(steps.begin(), steps.end());
+  }
+};
+
+// Steps [first, last), whose rows [begin, end) lie side by side.
+struct Chunk {
+  size_t first, last;
+  int64_t begin, end;
+};
+
+// At most four chunks, so that the gradients of a quarter of all gates are in memory at a time; few, so that
+// the weights' gradients stay large matrix products and half types round their sum but thrice.
+inline std::vector<Chunk> chunks_of(const std::vector<Steps::Step>& steps, int64_t total_rows) {
+  const int64_t enough_rows = std::max<int64_t>(4096, (total_rows + 3) / 4);
+  std::vector<Chunk> chunks;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    const int64_t begin = steps[k].first_row, end = begin + steps[k].rows;
+    if (chunks.empty() || chunks.back().end - chunks.back().begin >= enough_rows) {
+      chunks.push_back({k, k + 1, begin, end});
+    } else {
+      Chunk& chunk = chunks.back();
+      chunk = {chunk.first, k + 1, std::min(chunk.begin, begin), std::max(chunk.end, end)};
+    }
+  }
+  return chunks;
+}
+
+// gradient += grad_gates^T @ (the h that each of the chunk's rows started from: h0, or the step before).
+inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates,
+                                   const at::Tensor& output, const at::Tensor& h0,
+                                   const std::vector<Steps::Step>& steps, const Chunk& chunk) {
+  struct Run {
+    int64_t row;  // the first of the rows in grad_gates
+    const at::Tensor* source;
+    int64_t source_row, rows;
+  };
+  std::vector<Run> runs;
+  const auto add = [&](int64_t row, const at::Tensor& source, int64_t source_row, int64_t rows) {
+    if (rows == 0) return;
+    if (!runs.empty() && runs.back().source == &source && runs.back().row + runs.back().rows == row &&
+        runs.back().source_row + runs.back().rows == source_row) {
+      runs.back().rows += rows;
+    } else {
+      runs.push_back({row, &source, source_row, rows});
+    }
+  };
+  const bool descending = steps[chunk.first].first_row != chunk.begin;
+  for (size_t i = chunk.first; i < chunk.last; ++i) {
+    const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // in the order of the rows
+    const int64_t row = steps[k].first_row - chunk.begin;
+    const int64_t carried = k == 0 ? 0 : std::min(steps[k].rows, steps[k - 1].rows);
+    if (carried > 0) add(row, output, steps[k - 1].first_row, carried);
+    add(row + carried, h0, carried, steps[k].rows - carried);
+  }
+  std::vector<at::Tensor> sources;
+  for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
+  if (runs.size() > 2) {  // a packed sequence; a dense one has no more than two, and needs no copy
+    gradient.addmm_(grad_gates.t(), at::cat(sources));
+    return;
+  }
+  for (size_t i = 0; i < runs.size(); ++i) {
+    gradient.addmm_(grad_gates.narrow(0, runs[i].row, runs[i].rows).t(), sources[i]);
+  }
+}
+
+inline int64_t length_of(const at::Tensor& input, at::OptionalIntArrayRef batch_sizes) {
+  return batch_sizes ? static_cast<int64_t>(batch_sizes->size()) : input.size(0);
+}
+
+inline at::Tensor flatten_rows(const at::Tensor& x) {
+  return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
+}
+
+// The first `rows` rows; skips making a view where that is all of them.
+inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
+  return rows == x.size(0) ? x : x.narrow(0, 0, rows);
+}
+
+// Rows as the input has them, dense or packed, of another width.
+inline at::Tensor empty_rows(const at::Tensor& input, const c10::SymInt& width, at::ScalarType type) {
+  c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+  sizes.back() = width;
+  return at::empty_symint(sizes, input.options().dtype(type));
+}
+
+// Contiguous, and aligned for accesses of 16 bytes.
+inline at::Tensor aligned(const at::Tensor& x) {
+  const at::Tensor contiguous = x.contiguous();
+  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
+}
+
+inline Algorithm algorithm_named(const char* op, c10::string_view name) {
+  if (name == "auto") return Algorithm::kAuto;
+  if (name == "stepwise") return Algorithm::kStepwise;
+  if (name == "cluster") return Algorithm::kCluster;
+  if (name == "grid") return Algorithm::kGrid;
+  TORCH_CHECK_VALUE(false, op, ": expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got '",
+                    name, "'");
+}
+
+// Plans a sequence on the tensors' device. An algorithm that was asked for and can't run is an error.
+inline Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
+                     bool backward, c10::string_view algorithm) {
+  const Algorithm wanted = algorithm_named(op, algorithm);
+  Plan plan;
+  if (!input.is_cuda()) {
+    if (wanted == Algorithm::kCluster || wanted == Algorithm::kGrid) plan.why_not = "needs a CUDA device";
+  } else {
+#ifdef LLTM_EXT_WITH_CUDA
+    const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
+    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size())},
+                           {chip->major * 10 + chip->minor, chip->multiProcessorCount}, wanted);
+    // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
+    if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+      if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
+        plan.why_not = "can't be captured in a graph with a packed sequence";
+      }
+      plan.algorithm = Algorithm::kStepwise;
+    }
+#endif
+  }
+  TORCH_CHECK(plan.why_not.empty(), op, ": algorithm '", algorithm, "' ", plan.why_not,
+              " (algorithm 'auto' runs everything)");
+  return plan;
+}
+
+template <class Op>
+struct SequenceOps {
+  using Cell = typename Op::Cell;
+  using variable_list = torch::autograd::variable_list;
+  static constexpr int64_t kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+
+  // ---- checks
+  // -------------------------------------------------------------------------------------------------
+
+  static void check_batch_sizes(at::IntArrayRef sizes, const at::Tensor& input, int64_t batch) {
+    int64_t total = 0, previous = batch;
+    for (const int64_t size : sizes) {
+      TORCH_CHECK(0 < size && size <= previous, Op::name,
+                  ": expected batch_sizes to be positive, to start at batch = ", batch,
+                  " and never to grow, got ", sizes);
+      previous = size;
+      total += size;
+    }
+    TORCH_CHECK((sizes.empty() || sizes[0] == batch) && total == input.sym_size(0), Op::name,
+                ": expected batch_sizes to start at batch = ", batch, " and to sum to the ",
+                input.sym_size(0), " rows of input, got ", sizes);
+  }
+
+  // "[3*hidden_size, input_size]" and the like.
+  static std::string gates_by(const char* columns) {
+    return "[" + std::to_string(kGates) + "*hidden_size" + columns + "]";
+  }
+
+  static void check_inputs(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                           const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                           const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+                           c10::string_view algorithm) {
+    const char* op = Op::name;
+    check_device(op, "input", input);
+    check_floating(op, "input", input);
+    if (batch_sizes) {
+      check_dim(op, "input", input, 2, "[rows of all steps, input_size]");
+    } else {
+      check_dim(op, "input", input, 3, "[length, batch, input_size]");
+    }
+    const auto check_like_input = [&](const char* name, const at::Tensor& x) {
+      check_same_device(op, name, x, input);
+      check_same_dtype(op, name, x, input.scalar_type());
+    };
+    check_like_input("h0", h0);
+    check_same_device(op, "c0", c0, input);
+    check_cell_dtype(op, "c0", c0, input);
+    check_like_input("weight_ih", weight_ih);
+    check_like_input("weight_hh", weight_hh);
+    if (bias) check_like_input("bias", *bias);
+
+    check_dim(op, "h0", h0, 2, "[batch, hidden_size]");
+    const c10::SymInt batch = batch_sizes ? h0.sym_size(0) : input.sym_size(1), hidden = h0.sym_size(1);
+    CHECK_SHAPE(op, h0, "[batch, hidden_size]", batch, hidden);
+    CHECK_SHAPE(op, c0, "[batch, hidden_size]", batch, hidden);
+    CHECK_SHAPE(op, weight_ih, gates_by(", input_size").c_str(), kGates * hidden, input.sym_size(-1));
+    CHECK_SHAPE(op, weight_hh, gates_by(", hidden_size").c_str(), kGates * hidden, hidden);
+    if (bias) check_shape(op, "bias", *bias, {kGates * hidden}, gates_by("").c_str());
+    if (batch_sizes) check_batch_sizes(*batch_sizes, input, h0.size(0));
+    algorithm_named(op, algorithm);
+  }
+
+  // ---- forward
+  // ------------------------------------------------------------------------------------------------
+
+  struct Outputs {
+    at::Tensor output, h_n, c_n;
+    at::Tensor gates;  // activated, for the backward; as output, but G * H wide
+    at::Tensor extra;  // what else the backward needs; as output, but E * H wide
+  };
+
+  static Outputs run_forward(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                             const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                             const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes, bool reverse,
+                             c10::string_view algorithm, bool save) {
+    const KernelGuard guard(input);
+    const int64_t batch = h0.size(0), hidden = h0.size(1);
+    const at::Tensor rows = flatten_rows(input);
+
+    Outputs out;
+    out.output = empty_rows(input, hidden, input.scalar_type());
+    out.gates = empty_rows(input, kGates * hidden, input.scalar_type());
+    at::Tensor gates = out.gates.view({rows.size(0), kGates * hidden});
+    if (bias) {
+      at::addmm_out(gates, *bias, rows, weight_ih.t());
+    } else {
+      at::mm_out(gates, rows, weight_ih.t());
+    }
+    if (save) out.extra = empty_rows(input, kExtra * hidden, input.scalar_type());
+    out.h_n = h0.clone(at::MemoryFormat::Contiguous);
+    const at::Tensor c =
+        at::empty({batch, hidden}, input.options().dtype(at::toOpMathType(input.scalar_type())));
+    c.copy_(c0);
+    const int64_t length = length_of(input, batch_sizes);
+    const Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, algorithm);
+    if (rows.size(0) * hidden > 0 &&
+        !(plan.algorithm != Algorithm::kStepwise &&
+          forward_at_once(out, c, h0, weight_hh, batch_sizes, length, reverse, plan, algorithm))) {
+      forward_stepwise(out, gates, c, weight_hh, Steps(batch_sizes, length, batch, reverse));
+    }
+    out.c_n = c.to(c0.scalar_type());
+    return out;
+  }
+
+  static void forward_stepwise(const Outputs& out, const at::Tensor& all_gates, const at::Tensor& c,
+                               const at::Tensor& weight_hh, const Steps& steps) {
+    const at::Tensor& h = out.h_n;
+    const int64_t hidden = h.size(1);
+    // Copied, because in float32 cuBLAS multiplies few rows by a transposed view up to six times slower.
+    const at::Tensor weight_hh_t = weight_hh.t().contiguous();
+    for (const auto& [first_row, n] : steps.steps) {
+      at::Tensor gates = all_gates.narrow(0, first_row, n);
+      gates.addmm_(first_rows(h, n), weight_hh_t);
+      launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
+        using T = typename decltype(type)::type;
+        const StepForward<T> step = {
+            .batch = n,
+            .hidden = hidden,
+            .gates = mutable_pointer<T>(gates),
+            .extra =
+                out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden : nullptr,
+            .c = mutable_pointer<acc_t<T>>(c),
+            .h = mutable_pointer<T>(h),
+            .output = mutable_pointer<T>(out.output) + first_row * hidden,
+        };
+        return recurrence_step<Cell>(step, stream...);
+      });
+    }
+  }
+
+  // All steps in one kernel. False if the GPU has no room for it now; nothing has run then.
+  static bool forward_at_once(const Outputs& out, const at::Tensor& c, const at::Tensor& h0,
+                              const at::Tensor& weight_hh, at::OptionalIntArrayRef batch_sizes,
+                              int64_t length, bool reverse, const Plan& plan, c10::string_view algorithm) {
+    const at::Tensor first_rows = first_rows_on(out.output, batch_sizes);
+    const at::Tensor weight = aligned(weight_hh), h = aligned(h0);
+    return launch_at_once("recurrence_forward", out.output, algorithm, [&](auto type, auto stream) {
+      using T = typename decltype(type)::type;
+      const ForwardSequence<T> sequence = {
+          .steps = step_order(length, h0.size(0), reverse, first_rows),
+          .rows = out.output.numel() / h0.size(1),
+          .hidden = static_cast<int>(h0.size(1)),
+          .weight = pointer<T>(weight),
+          .h0 = pointer<T>(h),
+          .c0 = pointer<float>(c),
+          .gates = mutable_pointer<T>(out.gates),
+          .extra = mutable_pointer<T>(out.extra),
+          .output = mutable_pointer<T>(out.output),
+          .h_n = mutable_pointer<T>(out.h_n),
+          .c_n = mutable_pointer<float>(c),
+      };
+      return recurrence_forward<Cell>(sequence, plan, stream);
+    });
+  }
+
+  static StepOrder step_order(int64_t length, int64_t batch, bool reverse, const at::Tensor& first_rows) {
+    return {static_cast<int>(length), static_cast<int>(batch), reverse,
+            first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
+  }
+
+  // Calls f(Type<T>{}, stream) for the types that the persistent kernels take.
+  template <typename F>
+  static bool launch_at_once(const char* kernel, const at::Tensor& like, c10::string_view algorithm, F&& f) {
+#ifdef LLTM_EXT_WITH_CUDA
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
+    cudaError_t error = cudaErrorInvalidValue;
+    if (like.scalar_type() == at::kFloat) error = f(Type<float>{}, stream);
+    if (like.scalar_type() == at::kHalf) error = f(Type<__half>{}, stream);
+    if (like.scalar_type() == at::kBFloat16) error = f(Type<__nv_bfloat16>{}, stream);
+    const bool no_room = error == cudaErrorCooperativeLaunchTooLarge ||
+                         error == cudaErrorInvalidConfiguration || error == cudaErrorInvalidValue ||
+                         error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize;
+    if (no_room && algorithm == "auto") {
+      cudaGetLastError();
+      return false;
+    }
+    check_launch(kernel, error);
+#endif
+    return true;
+  }
+
+  // The first row of each step of a packed sequence, on the device of `like`.
+  static at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef batch_sizes) {
+    if (!batch_sizes) return {};
+    const int64_t length = static_cast<int64_t>(batch_sizes->size());
+    at::Tensor rows = at::empty({length + 1}, at::TensorOptions(at::kLong).pinned_memory(true));
+    int64_t* row = rows.mutable_data_ptr<int64_t>();
+    row[0] = 0;
+    for (int64_t t = 0; t < length; ++t) row[t + 1] = row[t] + (*batch_sizes)[t];
+    return rows.to(like.device(), /*non_blocking=*/true);
+  }
+
+  // (output [T, B, H] or [N, H], h_n [B, H], c_n [B, H])
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+      bool reverse, c10::string_view algorithm) {
+    check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    if (input.is_meta()) {
+      return {empty_rows(input, h0.sym_size(1), input.scalar_type()),
+              at::empty_like(h0, at::MemoryFormat::Contiguous),
+              at::empty_like(c0, at::MemoryFormat::Contiguous)};
+    }
+    const Outputs out = run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse,
+                                    algorithm, /*save=*/false);
+    return {out.output, out.h_n, out.c_n};
+  }
+
+  // As above, and (gates, extra) for the backward.
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_forward(
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+      bool reverse, c10::string_view algorithm) {
+    check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    if (input.is_meta()) {
+      const c10::SymInt hidden = h0.sym_size(1);
+      const at::ScalarType type = input.scalar_type();
+      return {empty_rows(input, hidden, type), at::empty_like(h0, at::MemoryFormat::Contiguous),
+              at::empty_like(c0, at::MemoryFormat::Contiguous), empty_rows(input, kGates * hidden, type),
+              empty_rows(input, kExtra * hidden, type)};
+    }
+    const Outputs out = run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse,
+                                    algorithm, /*save=*/true);
+    return {out.output, out.h_n, out.c_n, out.gates, out.extra};
+  }
+
+  // The algorithm that a call would take.
+  static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0,
+                                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                  bool backward) {
+    const std::string op = std::string(Op::name) + "_algorithm";
+    check_device(op.c_str(), "input", input);
+    check_floating(op.c_str(), "input", input);
+    check_dim(op.c_str(), "h0", h0, 2, "[batch, hidden_size]");
+    const Plan plan = plan_for(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
+    switch (plan.algorithm) {
+      case Algorithm::kCluster:
+        return "cluster";
+      case Algorithm::kGrid:
+        return "grid";
+      default:
+        return "stepwise";
+    }
+  }
+
+  // ---- backward
+  // -----------------------------------------------------------------------------------------------
+
+  static void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                                    const OptionalTensor& grad_c_n, const at::Tensor& input,
+                                    const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& output,
+                                    const at::Tensor& gates, const at::Tensor& extra) {
+    const std::string op_name = std::string(Op::name) + "_backward";
+    const char* op = op_name.c_str();
+    check_device(op, "input", input);
+    check_floating(op, "input", input);
+    const at::ScalarType type = input.scalar_type();
+    const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
+                           c10::SymIntArrayRef shape, const char* meaning) {
+      check_same_device(op, name, x, input);
+      check_same_dtype(op, name, x, dtype);
+      check_shape(op, name, x, shape, meaning);
+    };
+    TORCH_CHECK(input.dim() >= 2 && h0.dim() == 2, op,
+                ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
+                h0.sym_sizes());
+    const auto rows_of = [&](const c10::SymInt& width) {
+      c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+      sizes.back() = width;
+      return sizes;
+    };
+    const c10::SymInt hidden = h0.sym_size(1);
+    check("output", output, type, rows_of(hidden), "[..., hidden_size]");
+    check("gates", gates, type, rows_of(kGates * hidden), "[..., gates*hidden_size]");
+    check("extra", extra, type, rows_of(kExtra * hidden), "[..., extra*hidden_size]");
+    if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
+    if (grad_h_n) check("grad_h_n", *grad_h_n, type, h0.sym_sizes(), "[batch, hidden_size]");
+    if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
+  }
+
+  // What carries from chunk to chunk, from the last step to the first.
+  struct Carried {
+    at::Tensor grad_h, grad_c;  // [B, H] from after the steps to before them
+    at::Tensor grad_bias;       // [some rows, G * H], whose sum is the bias's gradient; or undefined
+  };
+
+  // grad_gates of the chunk's rows, a product and a kernel a step.
+  static void backward_stepwise(const at::Tensor& grad_gates, const Carried& carried,
+                                const OptionalTensor& grad_output, const at::Tensor& gates,
+                                const at::Tensor& extra, const at::Tensor& weight_hh,
+                                const std::vector<Steps::Step>& steps, const Chunk& chunk) {
+    const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
+    for (size_t k = chunk.last; k-- > chunk.first;) {
+      const auto [first_row, n] = steps[k];
+      const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n);
+      const at::Tensor dy = !grad_output              ? at::Tensor()
+                            : grad_output->dim() == 3 ? grad_output->select(0, first_row / batch)
+                                                      : grad_output->narrow(0, first_row, n);
+      launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
+        using T = typename decltype(type)::type;
+        const StepBackward<T> step = {
+            .batch = n,
+            .hidden = hidden,
+            .gates = pointer<T>(gates) + first_row * kGates * hidden,
+            .extra = pointer<T>(extra) + first_row * kExtra * hidden,
+            .grad_output = pointer<T>(dy),
+            .output_row = dy.defined() ? dy.stride(0) : 0,
+            .output_unit = dy.defined() ? dy.stride(1) : 0,
+            .grad_h = pointer<T>(carried.grad_h),
+            .grad_c = mutable_pointer<acc_t<T>>(carried.grad_c),
+            .grad_gates = mutable_pointer<T>(step_grad_gates),
+            .grad_bias = mutable_pointer<acc_t<T>>(carried.grad_bias),
+        };
+        return recurrence_step<Cell>(step, stream...);
+      });
+      at::Tensor dh_rows = first_rows(carried.grad_h, n);
+      at::mm_out(dh_rows, step_grad_gates, weight_hh);
+    }
+  }
+
+  // The same in one kernel. False if the GPU has no room for it now; nothing has run then.
+  static bool backward_at_once(const at::Tensor& grad_gates, const Carried& carried,
+                               const at::Tensor& grad_output, const at::Tensor& gates,
+                               const at::Tensor& extra, const at::Tensor& weight_hh_t,
+                               const at::Tensor& first_rows, int64_t length, bool reverse, const Chunk& chunk,
+                               const Plan& plan, c10::string_view algorithm) {
+    const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
+    return launch_at_once("recurrence_backward", gates, algorithm, [&](auto type, auto stream) {
+      using T = typename decltype(type)::type;
+      const BackwardSequence<T> sequence = {
+          .steps = step_order(length, batch, reverse, first_rows),
+          .begin = static_cast<int>(chunk.first),
+          .end = static_cast<int>(chunk.last),
+          .first_row = chunk.begin,
+          .rows = chunk.end - chunk.begin,
+          .hidden = static_cast<int>(hidden),
+          .weight_t = pointer<T>(weight_hh_t),
+          .gates = pointer<T>(gates),
+          .extra = pointer<T>(extra),
+          .grad_output = pointer<T>(grad_output),
+          .grad_gates = mutable_pointer<T>(grad_gates),
+          .grad_h = mutable_pointer<T>(carried.grad_h),
+          .grad_c = mutable_pointer<float>(carried.grad_c),
+          .grad_bias = mutable_pointer<float>(carried.grad_bias),
+      };
+      return recurrence_backward<Cell>(sequence, plan, stream);
+    });
+  }
+
+  // (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input and grad_bias are
+  // empty unless they are needed.
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
+      const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& saved_gates,
+      const at::Tensor& saved_extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
+      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad) {
+    check_backward_inputs(grad_output, grad_h_n, grad_c_n, input, h0, c0, output, saved_gates, saved_extra);
+    check_inputs(input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, algorithm);
+    const auto contiguous_like = [](const at::Tensor& x) {
+      return at::empty_like(x, at::MemoryFormat::Contiguous);
+    };
+    const auto not_needed = [&] { return at::empty({0}, input.options()); };
+    if (input.is_meta()) {
+      return {
+          input_needs_grad ? contiguous_like(input) : not_needed(),
+          contiguous_like(h0),
+          contiguous_like(c0),
+          contiguous_like(weight_ih),
+          contiguous_like(weight_hh),
+          bias_needs_grad ? at::empty_symint({weight_hh.sym_size(0)}, weight_hh.options()) : not_needed()};
+    }
+    const KernelGuard guard(input);
+    const int64_t batch = h0.size(0), hidden = h0.size(1), length = length_of(input, batch_sizes);
+    const at::Tensor gates = flatten_rows(saved_gates).contiguous(),
+                     extra = flatten_rows(saved_extra).contiguous();
+    const at::Tensor rows = flatten_rows(input), outputs = flatten_rows(output);
+    at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : not_needed();
+    at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
+    at::Tensor grad_weight_hh = at::zeros(weight_hh.sizes(), weight_hh.options());
+    const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+    Carried carried = {
+        at::zeros({batch, hidden}, h0.options()), at::zeros({batch, hidden}, state_options), {}};
+    if (grad_h_n) carried.grad_h.copy_(*grad_h_n);
+    if (grad_c_n) carried.grad_c.copy_(*grad_c_n);
+
+    Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, algorithm);
+    if (bias_needs_grad) {
+      const int64_t bias_rows = std::max<int64_t>(batch, 8 * plan.grid.groups);
+      carried.grad_bias = at::zeros({bias_rows, kGates * hidden}, state_options);
+    }
+    at::Tensor first_rows, weight_hh_t, dense_grad_output;
+    if (plan.algorithm != Algorithm::kStepwise) {
+      first_rows = first_rows_on(input, batch_sizes);
+      weight_hh_t = weight_hh.t().contiguous();
+      if (grad_output) dense_grad_output = grad_output->contiguous();
+    }
+    const auto steps = Steps(batch_sizes, length, batch, reverse).steps;
+    const auto chunks = chunks_of(steps, rows.size(0));
+    for (auto chunk = chunks.rbegin(); chunk != chunks.rend() && batch * hidden > 0; ++chunk) {
+      const int64_t chunk_rows = chunk->end - chunk->begin;
+      const at::Tensor grad_gates = at::empty({chunk_rows, kGates * hidden}, gates.options());
+      if (plan.algorithm != Algorithm::kStepwise &&
+          !backward_at_once(grad_gates, carried, dense_grad_output, gates, extra, weight_hh_t, first_rows,
+                            length, reverse, *chunk, plan, algorithm)) {
+        plan.algorithm = Algorithm::kStepwise;
+      }
+      if (plan.algorithm == Algorithm::kStepwise) {
+        backward_stepwise(grad_gates, carried, grad_output, gates, extra, weight_hh, steps, *chunk);
+      }
+      grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));
+      add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
+      if (input_needs_grad) {
+        at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
+        at::mm_out(grad_rows, grad_gates, weight_ih);
+      }
+    }
+    if (batch * hidden == 0 && input_needs_grad) grad_input.zero_();
+    return {grad_input,
+            carried.grad_h,
+            carried.grad_c.to(c0.scalar_type()),
+            grad_weight_ih,
+            grad_weight_hh,
+            bias_needs_grad ? carried.grad_bias.sum(0).to(weight_hh.scalar_type()) : not_needed()};
+  }
+
+  // ---- autograd
+  // -----------------------------------------------------------------------------------------------
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+      bool reverse, c10::string_view algorithm) {
+    static const auto op = find_op<decltype(sequence)>(qualified("").c_str());
+    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+  }
+
+  struct Node : torch::autograd::Function<Node> {
+    static constexpr size_t kArguments = 9;
+
+    static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                                 const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+                                 const at::Tensor& weight_hh, const OptionalTensor& bias,
+                                 at::OptionalIntArrayRef batch_sizes, bool reverse,
+                                 c10::string_view algorithm) {
+      static const auto op = find_op<decltype(sequence_forward)>(qualified("_forward").c_str());
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      auto [output, h_n, c_n, gates, extra] =
+          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+      ctx->save_for_backward(
+          {input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, gates, extra});
+      ctx->set_materialize_grads(false);
+      if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
+      ctx->saved_data["reverse"] = reverse;
+      ctx->saved_data["algorithm"] = std::string(algorithm);
+      return {output, h_n, c_n};
+    }
+
+    static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
+      variable_list gradients(kArguments);
+      if (!any_defined(grad_outputs)) return gradients;
+      const variable_list saved = ctx->get_saved_variables();
+      std::vector<int64_t> sizes;
+      at::OptionalIntArrayRef batch_sizes;
+      if (const auto found = ctx->saved_data.find("batch_sizes"); found != ctx->saved_data.end()) {
+        sizes = found->second.toIntVector();
+        batch_sizes = at::IntArrayRef(sizes);
+      }
+      const bool reverse = ctx->saved_data["reverse"].toBool(), input_needs_grad = saved[0].requires_grad();
+      const std::string algorithm = ctx->saved_data["algorithm"].toStringRef();
+      if (at::GradMode::is_enabled()) {
+        const auto found = differentiable_gradients(
+            [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse); },
+            variable_list(saved.begin(), saved.begin() + 6), grad_outputs);
+        std::copy(found.begin(), found.end(), gradients.begin());
+        return gradients;
+      }
+      const bool bias_needs_grad = saved[5].defined() && saved[5].requires_grad();
+      static const auto op = find_op<decltype(sequence_backward)>(qualified("_backward").c_str());
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const auto optional = [](const at::Tensor& x) {
+        return x.defined() ? OptionalTensor(x) : std::nullopt;
+      };
+      auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
+                           saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
+                           batch_sizes, reverse, algorithm, input_needs_grad, bias_needs_grad);
+      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
+          std::move(found);
+      if (!input_needs_grad) gradients[0] = at::Tensor();
+      if (!bias_needs_grad) gradients[5] = at::Tensor();
+      return gradients;
+    }
+
+    // The sequence in torch's differentiable ops: {output, h_n, c_n}.
+    static variable_list composed(const variable_list& inputs, at::OptionalIntArrayRef batch_sizes,
+                                  bool reverse) {
+      const at::Tensor &input = inputs[0], &weight_hh = inputs[4], &bias = inputs[5];
+      at::Tensor h = inputs[1], c = inputs[2];
+      at::Tensor projection = flatten_rows(input).mm(inputs[3].t());
+      if (bias.defined()) projection = projection + bias;
+      const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
+        if (rows.size(0) == state.size(0)) return rows;
+        return at::cat({rows, state.narrow(0, rows.size(0), state.size(0) - rows.size(0))});
+      };
+      variable_list outputs;
+      for (const auto& [first_row, n] :
+           Steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse).steps) {
+        const at::Tensor gates = projection.narrow(0, first_row, n) + h.narrow(0, 0, n).mm(weight_hh.t());
+        const auto [new_h, new_cell] = Op::composed(gates, c.narrow(0, 0, n));
+        outputs.push_back(new_h);
+        h = replace_first_rows(h, new_h);
+        c = replace_first_rows(c, new_cell);
+      }
+      if (reverse) std::reverse(outputs.begin(), outputs.end());
+      at::DimVector sizes(input.sizes().begin(), input.sizes().end());
+      sizes.back() = h.size(1);
+      return {outputs.empty() ? at::zeros(sizes, input.options()) : at::cat(outputs).view(sizes), h, c};
+    }
+  };
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+      bool reverse, c10::string_view algorithm) {
+    if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
+      const variable_list outputs =
+          Node::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+      return {outputs[0], outputs[1], outputs[2]};
+    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+  }
+
+  // Everything but the cell state, which float32 serves best.
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autocast(
+      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
+      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+      bool reverse, c10::string_view algorithm) {
+    const AutocastInputs cast(input);
+    return call_sequence(cast(input), cast(h0), c0, cast(weight_ih), cast(weight_hh), cast(bias), batch_sizes,
+                         reverse, algorithm);
+  }
+
+  // ---- registration
+  // -------------------------------------------------------------------------------------------
+
+  static std::string named(const char* suffix) { return std::string(Op::name) + suffix; }
+  static std::string qualified(const char* suffix) { return "lltm_ext::" + named(suffix); }
+
+  static void define(torch::Library& m) {
+    const std::string inputs = "Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, ";
+    const auto def = [&](const char* suffix, const std::string& signature) {
+      m.def((named(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
+    };
+    def("", "(" + inputs +
+                "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto') "
+                "-> (Tensor, Tensor, Tensor)");
+    def("_forward", "(" + inputs +
+                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm) "
+                        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    def("_backward", "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
+                         "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, "
+                         "str algorithm, bool input_needs_grad, bool bias_needs_grad) "
+                         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    def("_algorithm",
+        "(Tensor input, Tensor h0, int[]? batch_sizes=None, str algorithm='auto', "
+        "bool backward=False) -> str");
+    implement(m, Op::name, sequence);
+    implement(m, named("_forward").c_str(), sequence_forward);
+    implement(m, named("_backward").c_str(), sequence_backward);
+    implement(m, named("_algorithm").c_str(), algorithm_of);
+    implement_autograd(m, Op::name, sequence_autograd);
+    implement_autocast(m, Op::name, sequence_autocast);
+  }
+};
+
+}  // namespace lltm_ext

@@ -1,0 +1,35 @@
+// The LLTM's cell, for the engine of common/recurrence: an LSTM without a forget gate.
+//   i, o, z = gates;  c' = c + elu(z) * sigmoid(i);  h' = tanh(c') * sigmoid(o)
+#pragma once
+
+#include "common/math.h"
+
+namespace lltm_ext {
+
+struct LltmCell {
+  static constexpr int kGates = 3;  // input, output, candidate
+  static constexpr int kSaved = 4;  // sigmoid(i), sigmoid(o), elu(z); tanh(c')
+
+  template <typename Math, typename A>
+  LLTM_HOST_DEVICE static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]) {
+    saved[0] = Math::sigmoid(gates[0]);
+    saved[1] = Math::sigmoid(gates[1]);
+    saved[2] = Math::elu(gates[2]);
+    c += saved[2] * saved[0];
+    saved[3] = Math::tanh(c);
+    return saved[3] * saved[1];
+  }
+
+  // The gradient of c goes straight through: nothing forgets.
+  template <typename Math, typename A>
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c,
+                                        A (&grad_gates)[kGates]) {
+    const A input_gate = saved[0], output_gate = saved[1], candidate = saved[2], tanh_c = saved[3];
+    grad_c += grad_h * output_gate * tanh_derivative(tanh_c);
+    grad_gates[0] = grad_c * candidate * sigmoid_derivative(input_gate);
+    grad_gates[1] = grad_h * tanh_c * sigmoid_derivative(output_gate);
+    grad_gates[2] = grad_c * input_gate * elu_derivative(candidate);
+  }
+};
+
+}  // namespace lltm_ext

@@ -1,0 +1,10 @@
+// lltm, one step of a sequence: the pointwise kernels for its cell.
+#include "common/recurrence/step.cuh"
+#include "lltm/lltm_cell.h"
+
+namespace lltm_ext {
+INSTANTIATE_RECURRENCE_STEP(LltmCell, float)
+INSTANTIATE_RECURRENCE_STEP(LltmCell, double)
+INSTANTIATE_RECURRENCE_STEP(LltmCell, __half)
+INSTANTIATE_RECURRENCE_STEP(LltmCell, __nv_bfloat16)
+}  // namespace lltm_ext

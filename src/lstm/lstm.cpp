@@ -1,0 +1,31 @@
+// lstm, a whole sequence of torch.nn.LSTM's cell: the dispatcher ops lltm_ext::lstm, lstm_forward,
+// lstm_backward and lstm_algorithm.
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/tanh.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "common/recurrence/sequence.h"
+#include "lstm/lstm_cell.h"
+
+namespace lltm_ext {
+namespace {
+
+struct Lstm {
+  static constexpr const char* name = "lstm";
+  using Cell = LstmCell;
+
+  static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {
+    const auto parts = gates.chunk(4, 1);
+    const at::Tensor new_c = at::sigmoid(parts[1]) * c + at::sigmoid(parts[0]) * at::tanh(parts[2]);
+    return {(at::sigmoid(parts[3]) * at::tanh(new_c)).to(gates.scalar_type()), new_c.to(c.scalar_type())};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { SequenceOps<Lstm>::define(m); }
+
+// No raw bindings: an LSTM of one step is torch.nn.LSTMCell.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}
+
+}  // namespace lltm_ext

@@ -1,0 +1,7 @@
+// lstm, whole sequences in bfloat16: the persistent kernels for its cell.
+#include "common/recurrence/engine.cuh"
+#include "lstm/lstm_cell.h"
+
+namespace lltm_ext {
+INSTANTIATE_RECURRENCE(LstmCell, __nv_bfloat16)
+}  // namespace lltm_ext
