@@ -56,10 +56,11 @@ def extension(make, op, cuda):
         extra_compile_args={
             # -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
             # The map keeps the path of this folder out of the modules' error messages.
-            "cxx": ["-O3", "-g0", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="],
+            # -fopenmp: without it at::parallel_for runs on one thread.
+            "cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="],
             "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden"],
         },
-        extra_link_args=["-Wl,-s"],
+        extra_link_args=["-Wl,-s", "-fopenmp"],
     )
 
 

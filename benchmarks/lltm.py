@@ -1,26 +1,31 @@
-"""LLTM: a step as the tutorials run it, the layer against nn.LSTM and against a Python loop over cells."""
+"""LLTM: a step as the tutorials run it, the layers against nn.LSTM and against a Python loop over cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from harness import DTYPES, INK, OURS, Bench, Row, color, finish, parse
+from harness import DTYPES, INK, OUR_COLOR, OURS, PEERS, Bench, Row, color, finish, parse, series
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext._C import lltm as _C
 
-COMPOSED, TUTORIAL, CELLS, LSTM = "PyTorch's ops", "tutorial's extension", "loop over LLTMCell", "nn.LSTM"
+COMPOSED, TUTORIAL, CELLS = "PyTorch's ops", "tutorial's extension", "loop over LLTMCell"
 LOOP = "loop over PyTorch's ops"
 FUNCTION, CELL = f"{OURS}.LLTMFunction", f"{OURS}.lltm_cell"
+LLTM, LSTM, PEER = f"{OURS}.LLTM", f"{OURS}.LSTM", "nn.LSTM"
+MODES = ("forward", "training")  # without gradients; forward and backward
 STEP = {"batch": 16, "features": 32, "state": 128}
-SEQUENCE = (64, 512, 512)
-# B, T, H (= I)
-GRID = (
+
+Shape = tuple[int, int, int]  # B, T, H (= I)
+SEQUENCE: Shape = (64, 512, 512)
+GRID: tuple[Shape, ...] = (
     (16, 512, 128),
     (16, 1000, 256),
     (64, 512, 512),
@@ -30,8 +35,31 @@ GRID = (
     (1, 1000, 256),
     (1, 512, 1024),
 )
-SMALL_GRID = ((1, 32, 64), (16, 32, 64))
-PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
+# Of each group, all layers take turns. tf32 is a mode of the peer alone: ours are float32 beside it.
+GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
+
+# One of the three varies, the other two stay.
+SWEEPS: dict[str, list[Shape]] = {
+    "H": [(16, 256, h) for h in (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)],
+    "B": [(2**n, 256, 256) for n in range(10)],
+    "T": [(16, 2**n, 256) for n in range(5, 12)],
+}
+SMALL_SWEEPS: dict[str, list[Shape]] = {
+    "H": [(4, 16, 16), (4, 16, 64)],
+    "B": [(1, 16, 32), (8, 16, 32)],
+    "T": [(4, 8, 32), (4, 32, 32)],
+}
+
+ALGORITHMS = ("cluster", "grid", "stepwise")
+ALGORITHM_GRID: list[Shape] = [(b, 128, h) for b in (1, 16, 64, 256) for h in (128, 256, 512, 1024, 2048)]
+SMALL_ALGORITHM_GRID: list[Shape] = [(1, 16, 32), (4, 16, 32)]
+
+# The least that a step of a persistent kernel takes, us: what its blocks need to exchange h, without any
+# arithmetic. Measured on an H200: a cluster's all-to-all, of up to 8 blocks and of 16, and a grid's barrier.
+CLUSTER_FLOORS, GRID_FLOOR = {8: 0.36, 16: 0.47}, 0.93
+CLUSTER_BLOCKS = 8  # at most: kClusterBlocks in src/common/recurrence/plan.h
+FLOORS = {"cluster": CLUSTER_FLOORS[CLUSTER_BLOCKS], "grid": GRID_FLOOR}
 
 
 # ---- the peers -----------------------------------------------------------------------------------
@@ -135,84 +163,260 @@ def measure_step(bench: Bench, rounds: int) -> list[Row]:
     return rows
 
 
-# ---- (b) and (c): sequences ----------------------------------------------------------------------
+# ---- sequences -----------------------------------------------------------------------------------
 
 
-def forward_call(module: nn.Module, input: Tensor) -> Callable[[], Any]:
-    def call() -> Any:
-        with torch.no_grad():
-            return module(input)
-
-    return call
+class Candidate(NamedTuple):
+    module: nn.Module
+    precision: str
 
 
-def training_call(module: nn.Module, input: Tensor, grad_output: Tensor) -> Callable[[], None]:
-    def call() -> None:
-        input.grad = None
-        module.zero_grad()
-        module(input)[0].backward(grad_output)
-
-    return call
-
-
-def measure_sequences(
-    bench: Bench, modules: dict[str, nn.Module], shape: tuple[int, int, int], dtype: torch.dtype
-) -> Row:
-    batch, length, hidden = shape
-    like = {"device": bench.device, "dtype": dtype}
-    input = torch.randn(length, batch, hidden, **like).requires_grad_()
-    grad_output = torch.randn(length, batch, hidden, **like)
-    training = {name: training_call(module, input, grad_output) for name, module in modules.items()}
-    row: Row = {"B": batch, "T": length, "H": hidden}
-    for name, time in bench.milliseconds({n: forward_call(m, input) for n, m in modules.items()}).items():
-        row[f"{name} forward ms"] = time
-    for name, time in bench.milliseconds(training).items():
-        row[f"{name} training ms"] = time
-
-    def clear() -> None:
-        input.grad = None
-        for module in modules.values():
-            module.zero_grad()
-
-    for name, call in training.items():
-        row[f"{name} peak MiB"] = bench.peak_mib(call, clear)
-        clear()
-    return row
+def dtype_of(precision: str) -> torch.dtype:
+    return DTYPES["float32" if precision == "tf32" else precision]
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[torch.dtype]:
+def matmul_precision(precision: str) -> Iterator[None]:
     """tf32 is a mode of float32's products; cuDNN has a switch of its own, which is on by default."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
-        yield DTYPES["float32" if precision == "tf32" else precision]
+        yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = True
 
 
-def measure_layer(bench: Bench, precision: str, shape: tuple[int, int, int]) -> Row:
-    """Against nn.LSTM of the same size, which has four gates to our three."""
-    hidden = shape[2]
-    with matmul_precision(precision) as dtype:
-        like = {"device": bench.device, "dtype": dtype}
-        modules = {OURS: lltm_ext.LLTM(hidden, hidden, **like), LSTM: nn.LSTM(hidden, hidden, **like)}
-        row = measure_sequences(bench, modules, shape, dtype)
-    for what in ("forward", "training"):
-        row[f"{what} ours / {LSTM}"] = row[f"{OURS} {what} ms"] / row[f"{LSTM} {what} ms"]
-    return {"part": "layer", "precision": precision} | row
+def forward_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> Callable[[], Any]:
+    def call() -> Any:
+        with matmul_precision(candidate.precision), torch.no_grad():
+            return candidate.module(input)
+
+    return call
 
 
-def measure_loop(bench: Bench, shape: tuple[int, int, int]) -> Row:
-    hidden = shape[2]
-    with matmul_precision("float32") as dtype:
-        cell = lltm_ext.LLTMCell(hidden, hidden, device=bench.device)
-        modules = {
-            OURS: lltm_ext.LLTM(hidden, hidden, device=bench.device),
-            LOOP: Loop(ComposedCell(cell), hidden),
-            CELLS: Loop(cell, hidden),
+def training_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> Callable[[], None]:
+    def call() -> None:
+        input.grad = None
+        candidate.module.zero_grad()
+        with matmul_precision(candidate.precision):
+            candidate.module(input)[0].backward(grad_output)
+
+    return call
+
+
+class Sequences:
+    """Random sequences of one shape, and the candidates that are to run over them."""
+
+    def __init__(self, bench: Bench, shape: Shape, candidates: Mapping[str, Candidate]):
+        self.bench, self.candidates = bench, candidates
+        self.batch, self.length, self.hidden = shape
+        dtypes = {dtype_of(candidate.precision) for candidate in candidates.values()}
+        size, device = (self.length, self.batch, self.hidden), bench.device
+        self.inputs = {d: torch.randn(size, device=device, dtype=d).requires_grad_() for d in dtypes}
+        self.grad_outputs = {d: torch.randn(size, device=device, dtype=d) for d in dtypes}
+
+    def input(self, name: str) -> Tensor:
+        return self.inputs[dtype_of(self.candidates[name].precision)]
+
+    def call(self, name: str, mode: str) -> Callable[[], Any]:
+        candidate = self.candidates[name]
+        grad_output = self.grad_outputs[dtype_of(candidate.precision)]
+        return {"forward": forward_call, "training": training_call}[mode](
+            candidate, self.input(name), grad_output
+        )
+
+    def clear(self) -> None:
+        for input in self.inputs.values():
+            input.grad = None
+        for candidate in self.candidates.values():
+            candidate.module.zero_grad()
+
+    def times(self, mode: str, names: Iterable[str]) -> Row:
+        found = self.bench.milliseconds({name: self.call(name, mode) for name in names})
+        return {f"{name} {mode} ms": time for name, time in found.items()} | {
+            f"{name} {mode} us/step": time * 1e3 / self.length for name, time in found.items()
         }
-        return {"part": "sequence", "precision": "float32"} | measure_sequences(bench, modules, shape, dtype)
+
+    def peaks(self) -> Row:
+        """Of a training step, above the inputs, the parameters and nothing else."""
+        found = {
+            f"{name} peak MiB": self.bench.peak_mib(self.call(name, "training"), self.clear)
+            for name in self.candidates
+        }
+        self.clear()
+        return found
+
+    def algorithms(self, modes: Sequence[str]) -> Row:
+        """Which algorithm each of ours takes, and the least that a step of it takes."""
+        found: Row = {}
+        for name, (module, _) in self.candidates.items():
+            if not isinstance(module, OUR_LAYERS):
+                continue
+            input = self.input(name)
+            forward, backward = algorithm_of(module, input, False), algorithm_of(module, input, True)
+            passes = {"forward": (forward,), "training": (forward, backward)}
+            found |= {f"{name} forward algorithm": forward, f"{name} backward algorithm": backward}
+            for mode in modes:
+                floors = [FLOORS.get(algorithm) for algorithm in passes[mode]]
+                found[f"{name} {mode} floor us/step"] = None if None in floors else sum(floors)
+        return found
+
+
+# ---- (b) a loop over cells -----------------------------------------------------------------------
+
+
+def measure_loop(bench: Bench, shape: Shape) -> Row:
+    hidden = shape[2]
+    cell = lltm_ext.LLTMCell(hidden, hidden, device=bench.device)
+    modules = {
+        OURS: lltm_ext.LLTM(hidden, hidden, device=bench.device),
+        LOOP: Loop(ComposedCell(cell), hidden),
+        CELLS: Loop(cell, hidden),
+    }
+    sequences = Sequences(bench, shape, {name: Candidate(m, "float32") for name, m in modules.items()})
+    row = {"part": "sequence", "precision": "float32"} | sizes(shape)
+    for mode in MODES:
+        row |= sequences.times(mode, modules)
+    return row | sequences.peaks()
+
+
+def sizes(shape: Shape) -> Row:
+    return dict(zip("BTH", shape, strict=True))
+
+
+# ---- (c) layers ----------------------------------------------------------------------------------
+
+LAYERS: dict[str, type[nn.Module]] = {LLTM: lltm_ext.LLTM, LSTM: lltm_ext.LSTM, PEER: nn.LSTM}
+OUR_LAYERS = (lltm_ext.LLTM, lltm_ext.LSTM)
+
+
+def algorithm_of(module: nn.Module, input: Tensor, backward: bool) -> str:
+    function = lltm_ext.lltm_algorithm if isinstance(module, lltm_ext.LLTM) else lltm_ext.lstm_algorithm
+    zeros = input.new_zeros(input.shape[1], module.hidden_size)
+    return function(input, (zeros, zeros), module.weight_ih_l0, module.weight_hh_l0, backward=backward)
+
+
+def layers(bench: Bench, hidden: int, names: Iterable[tuple[str, str]]) -> dict[str, Candidate]:
+    """Of pairs of a layer and its precision: 'nn.LSTM float16', ..."""
+    return {
+        f"{name} {precision}": Candidate(
+            LAYERS[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision)), precision
+        )
+        for name, precision in names
+    }
+
+
+def measure_layers(bench: Bench, shape: Shape, precisions: Sequence[str]) -> list[Row]:
+    """Rows of a shape, one a precision. nn.LSTM and LSTM have four gates to LLTM's three."""
+    names = [(name, p) for p in precisions for name in LAYERS if name == PEER or p != "tf32"]
+    sequences = Sequences(bench, shape, layers(bench, shape[2], names))
+    found = sequences.algorithms(MODES)
+    for mode in MODES:
+        found |= sequences.times(mode, sequences.candidates)
+    found |= sequences.peaks()
+    rows = []
+    for precision in precisions:
+        row = {"part": "layer", "precision": precision} | sizes(shape)
+        row |= {
+            key.replace(f" {precision} ", " ", 1): value
+            for key, value in found.items()
+            if f" {precision} " in key
+        }
+        for mode in MODES:
+            for name in (LLTM, LSTM):
+                if f"{name} {mode} ms" in row:
+                    row[f"{mode} {name} / {PEER}"] = row[f"{name} {mode} ms"] / row[f"{PEER} {mode} ms"]
+        rows.append(row)
+    return rows
+
+
+def measure_sweep(bench: Bench, over: str, shape: Shape, precisions: Sequence[str]) -> Row:
+    """A training step in the first of the precisions, with the peer in all of them."""
+    names = [(name, precisions[0]) for name in LAYERS] + [(PEER, p) for p in precisions[1:]]
+    sequences = Sequences(bench, shape, layers(bench, shape[2], names))
+    row = {"part": "sweep", "over": over} | sizes(shape) | sequences.algorithms(["training"])
+    return row | sequences.times("training", sequences.candidates)
+
+
+# ---- (d) algorithms ------------------------------------------------------------------------------
+
+
+class ByAlgorithm(nn.Module):
+    """The LLTM by one algorithm, which raises where that one can't run."""
+
+    def __init__(self, layer: lltm_ext.LLTM, algorithm: str):
+        super().__init__()
+        self.layer, self.algorithm = layer, algorithm
+
+    def forward(self, input: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        zeros = input.new_zeros(input.shape[1], self.layer.hidden_size)
+        weights = (self.layer.weight_ih_l0, self.layer.weight_hh_l0, self.layer.bias_l0)
+        return lltm_ext.lltm(input, (zeros, zeros), *weights, algorithm=self.algorithm)
+
+
+def measure_algorithms(bench: Bench, shape: Shape, precision: str) -> Row:
+    layer = lltm_ext.LLTM(shape[2], shape[2], device=bench.device, dtype=dtype_of(precision))
+    candidates = {name: Candidate(ByAlgorithm(layer, name), precision) for name in ALGORITHMS}
+    sequences = Sequences(bench, shape, candidates)
+    row = {"part": "algorithm", "precision": precision} | sizes(shape)
+    for name, backward in (("forward", False), ("backward", True)):
+        row[f"auto {name}"] = algorithm_of(layer, sequences.input("stepwise"), backward)
+    for mode in MODES:
+        able = []
+        for name in ALGORITHMS:
+            probe = sequences.call(name, mode)
+            try:
+                probe()
+            except (RuntimeError, ValueError) as error:
+                row |= {f"{name} {mode} {unit}": None for unit in ("ms", "us/step")}
+                row[f"{name} {mode} error"] = str(error).split("\n")[0]
+            else:
+                able.append(name)
+        row |= sequences.times(mode, able)
+    return row
+
+
+# ---- the summary ---------------------------------------------------------------------------------
+
+# Ours, and the precisions in which it is compared with the peer: each with the fastest of the peer's.
+COMPARED = ((LLTM, ("bfloat16", "float16")), (LLTM, ("float32",)), (LSTM, ("bfloat16",)))
+
+
+def summarize(rows: list[Row]) -> list[Row]:
+    found = []
+    for ours, precisions in COMPARED:
+        here = [row for row in rows if row["part"] == "layer" and row["precision"] in precisions]
+        ratios: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
+        for mode in MODES:
+            for row in here:
+                peers = [other[f"{PEER} {mode} ms"] for other in here if shape_of(other) == shape_of(row)]
+                ratio = row[f"{ours} {mode} ms"] / min(peers)
+                ratios[mode][f"{shape_name(row)} {row['precision']} {mode}"] = ratio
+        ratios["both"] = ratios["forward"] | ratios["training"]
+        for mode, of in ratios.items() if here else ():
+            worst = max(of, key=of.__getitem__)
+            found.append(
+                {
+                    "part": "summary",
+                    "ours": ours,
+                    "precision": ", ".join(precisions),
+                    "mode": mode,
+                    "ratios": len(of),
+                    "geometric mean": statistics.geometric_mean(of.values()),
+                    "worst": of[worst],
+                    "worst at": worst,
+                    "losses": {name: ratio for name, ratio in of.items() if ratio > 1},
+                }
+            )
+    return found
+
+
+def shape_of(row: Row) -> Shape:
+    return row["B"], row["T"], row["H"]
+
+
+def shape_name(row: Row) -> str:
+    return " x ".join(map(str, shape_of(row)))
 
 
 # ---- what is claimed -----------------------------------------------------------------------------
@@ -236,27 +440,56 @@ def claims(rows: list[Row]) -> list[str]:
             ours, theirs = row[f"{OURS} peak MiB"], row[f"{LOOP} peak MiB"]
             if ours is not None:
                 said.append(f"sequence, peak memory: {ours:.0f} MiB, a loop's {theirs:.0f}")
+        if row["part"] == "summary":
+            mean, worst = f"{row['geometric mean']:.2f} x", f"{row['worst']:.2f} x ({row['worst at']})"
+            fastest = "the fastest " if ", " in row["precision"] else ""
+            said.append(
+                f"{row['ours']} in {row['precision']}, {row['mode']}: {mean} {fastest}{PEER}'s time "
+                f"(geometric mean of {row['ratios']}), at worst {worst}"
+            )
+            if row["mode"] == "both":
+                losses = [f"{name} {ratio:.2f} x" for name, ratio in row["losses"].items()]
+                said.append(f"losses of {row['ours']} in {row['precision']}: {', '.join(losses) or 'none'}")
     return said
 
 
 def main() -> None:
     args = parse(__doc__)
-    bench = Bench(args.device, args.seconds)
+    bench, brief = Bench(args.device, args.seconds), Bench(args.device, args.seconds / 4)
+    grid, sweeps, algorithm_grid = (
+        (SMALL_GRID, SMALL_SWEEPS, SMALL_ALGORITHM_GRID) if args.small else (GRID, SWEEPS, ALGORITHM_GRID)
+    )
+    # A CPU computes in float32, and has no other way to.
+    groups = GROUPS if args.device.type == "cuda" else (("float32",),)
     rows = measure_step(bench, 50 if args.quick else 300)
     rows.append(measure_loop(bench, (4, 16, 32) if args.quick else (16, 64, 128) if args.small else SEQUENCE))
-    for precision in PRECISIONS:
-        if precision == "float32" or args.device.type == "cuda":
-            rows += [measure_layer(bench, precision, shape) for shape in (SMALL_GRID if args.small else GRID)]
-    head = ["part", "what", "waits", "precision", "B", "T", "H"]
-    parts = {
-        "step": head[1:3] + [f"{name} us" for name in (COMPOSED, TUTORIAL, FUNCTION, CELL)],
-        "sequence": head[4:]
+    for precisions in groups:
+        rows += [row for shape in grid for row in measure_layers(bench, shape, precisions)]
+    for over, shapes in sweeps.items():
+        rows += [measure_sweep(brief, over, shape, groups[-1]) for shape in shapes]
+    for precision in dict.fromkeys((groups[-1][0], "float32")):
+        rows += [measure_algorithms(brief, shape, precision) for shape in algorithm_grid]
+    rows += summarize(rows)
+    finish("lltm", args, rows, tables(groups), claims(rows))
+
+
+def tables(groups: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """The columns of each part's table; the JSON holds more."""
+    size = ["precision", "B", "T", "H"]
+    swept = [f"{name} {groups[-1][0]}" for name in LAYERS] + [f"{PEER} {p}" for p in groups[-1][1:]]
+    return {
+        "step": ["what", "waits"] + [f"{name} us" for name in (COMPOSED, TUTORIAL, FUNCTION, CELL)],
+        "sequence": size[1:]
         + [f"{name} {what}" for what in ("training ms", "peak MiB") for name in (OURS, CELLS, LOOP)],
-        "layer": head[3:]
-        + [f"{name} {what}" for what in ("forward ms", "training ms", "peak MiB") for name in (OURS, LSTM)]
-        + [f"training ours / {LSTM}"],
+        "layer": size
+        + [f"{name} {mode} us/step" for mode in MODES for name in LAYERS]
+        + [f"training {LLTM} / {PEER}"],
+        "sweep": ["over", *size[1:]] + [f"{name} training us/step" for name in swept],
+        "algorithm": [*size[:2], "H"]
+        + [f"{name} {mode} us/step" for mode in MODES for name in ALGORITHMS]
+        + ["auto forward", "auto backward"],
+        "summary": ["ours", "precision", "mode", "ratios", "geometric mean", "worst", "worst at"],
     }
-    finish("lltm", args, rows, parts, claims(rows))
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -265,14 +498,31 @@ def main() -> None:
 def draw(record: dict[str, Any]) -> Any:
     from matplotlib import pyplot as plt
 
-    rows = record["rows"]
-    figure, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(13, 3.8), layout="constrained", width_ratios=(1, 1, 1.25)
-    )
-    draw_step(left, [row for row in rows if row["part"] == "step"])
-    draw_sequence(middle, next(row for row in rows if row["part"] == "sequence"))
-    draw_layer(right, [row for row in rows if row["part"] == "layer"])
+    parts: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        parts.setdefault(row["part"], []).append(row)
+    figure = plt.figure(figsize=(13, 10.5), layout="constrained")
+    lines = figure.add_gridspec(3, 1, height_ratios=(1, 1.15, 1))
+    step, sequence, layer = lines[0].subgridspec(1, 3, width_ratios=(1, 1, 1.25)).subplots()
+    draw_step(step, parts["step"])
+    draw_sequence(sequence, parts["sequence"][0])
+    draw_layer(layer, parts["layer"])
+    panels = lines[1].subgridspec(1, 3).subplots(sharey=True)
+    for axes, over in zip(panels, "HBT", strict=True):
+        draw_sweep(axes, over, [row for row in parts["sweep"] if row["over"] == over])
+    outer_labels(panels)
+    batches = list(dict.fromkeys(row["B"] for row in parts["algorithm"]))
+    panels = lines[2].subgridspec(1, len(batches)).subplots(sharey=True)
+    for axes, batch in zip(panels, batches, strict=True):
+        draw_algorithms(axes, [row for row in parts["algorithm"] if row["B"] == batch])
+    panels[0].set_title(f"LLTM by algorithm: {panels[0].get_title(loc='left')}", loc="left")
+    outer_labels(panels)
     return figure
+
+
+def outer_labels(panels: Sequence[Any]) -> None:
+    panels[0].set_ylabel("forward + backward, us a step")
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def bars(axes: Any, names: list[str], values: list[float], labels: list[str]) -> None:
@@ -318,36 +568,81 @@ def draw_sequence(axes: Any, row: Row) -> None:
 
 
 def draw_layer(axes: Any, rows: list[Row]) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    shapes = list(dict.fromkeys((row["B"], row["T"], row["H"]) for row in rows))
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    marks = dict(zip(PRECISIONS, ("o", "s", "^", "D"), strict=True))
-    shades = dict(zip(PRECISIONS, ("#1f5fa8", "#7fb2e0", "#2a8a5f", "#9a5fb5"), strict=True))
-    for precision in precisions:
-        here = [row for row in rows if row["precision"] == precision]
-        places = [shapes.index((row["B"], row["T"], row["H"])) for row in here]
-        ratios = [row[f"training ours / {LSTM}"] for row in here]
-        axes.plot(
-            ratios,
-            places,
-            marks[precision],
-            color=shades[precision],
-            label=precision,
-            markersize=6,
-            alpha=0.9,
-        )
+    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
+    styles = {"float32": ("o", "#1f5fa8"), "bfloat16": ("^", "#2a8a5f"), "float16": ("D", "#9a5fb5")}
+    for name in (LLTM, LSTM):
+        for precision, (mark, shade) in styles.items():
+            here = [row for row in rows if row["precision"] == precision]
+            if here:
+                axes.plot(
+                    [row[f"training {name} / {PEER}"] for row in here],
+                    [shapes.index(shape_of(row)) + (0.15 if name == LSTM else -0.15) for row in here],
+                    mark,
+                    color=shade,
+                    fillstyle="full" if name == LLTM else "none",
+                    label=f"{name.removeprefix(OURS + '.')} {precision}",
+                    markersize=6,
+                    alpha=0.9,
+                )
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
+    plain_ticks(axes.xaxis)
     axes.set_xlim(min(0.45, *axes.get_xlim()), max(2.2, *axes.get_xlim()))
     axes.set_yticks(range(len(shapes)), [f"{b} x {t} x {h}" for b, t, h in shapes])
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.set_xlabel("times nn.LSTM's time, forward + backward")
-    axes.set_title("Layer beside nn.LSTM: batch x steps x hidden", loc="left")
+    axes.set_xlabel(f"times {PEER}'s time in the same precision, forward + backward")
+    axes.set_title(f"Layers beside {PEER}: batch x steps x hidden", loc="left")
+
+
+def log_axes(axes: Any, ticks: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_yscale("log")
+    plain_ticks(axes.yaxis)
+    axes.minorticks_off()
+
+
+def plain_ticks(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def draw_sweep(axes: Any, over: str, rows: list[Row]) -> None:
+    names = [key.removesuffix(" training ms") for key in rows[0] if key.endswith(" training ms")]
+    peers = dict(zip((name for name in names if name.startswith(PEER)), PEERS, strict=False))
+    for name in names:
+        axes.plot(
+            *series(rows, over, f"{name} training us/step"),
+            marker=".",
+            color=peers.get(name, OUR_COLOR),
+            linestyle="--" if name.startswith(LSTM) else "-",
+            label=name,
+        )
+    # With gaps where the algorithm is no persistent one.
+    floors = [row[f"{names[0]} training floor us/step"] or math.nan for row in rows]
+    places, what = [row[over] for row in rows], "floor: the LLTM's\nblocks exchange h"
+    axes.plot(places, floors, ":", color=INK, drawstyle="steps-mid", label=what)
+    log_axes(axes, [place for place in places if math.log2(place).is_integer()])
+    words = {"B": "batch {}", "T": "{} steps", "H": "{} hidden"}
+    fixed = ", ".join(words[key].format(rows[0][key]) for key in "BTH" if key != over)
+    axes.set_xlabel({"B": "batch", "T": "length", "H": "hidden size"}[over])
+    axes.set_title(f"Training against {axes.get_xlabel()}: {fixed}", loc="left")
+
+
+def draw_algorithms(axes: Any, rows: list[Row]) -> None:
+    colors = dict(zip(ALGORITHMS, (OUR_COLOR, "#2a8a5f", "#9a5fb5"), strict=True))
+    for precision, style in (("bfloat16", "-"), ("float32", "--")):
+        here = [row for row in rows if row["precision"] == precision]
+        for name in ALGORITHMS if here else ():
+            hidden, times = series(here, "H", f"{name} training us/step")
+            axes.plot(hidden, times, style, marker=".", color=colors[name], label=f"{name} {precision}")
+    log_axes(axes, sorted({row["H"] for row in rows}))
+    axes.set_xlabel("hidden size")
+    axes.set_title(f"batch {rows[0]['B']}, {rows[0]['T']} steps", loc="left")
 
 
 if __name__ == "__main__":

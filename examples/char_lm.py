@@ -2,10 +2,15 @@
 
     python examples/char_lm.py                       # the English of Python's own manual: nothing to download
     python examples/char_lm.py --text my_book.txt --hidden-size 512 --steps 5000
+    python examples/char_lm.py --compare             # LLTM, lltm_ext.LSTM and nn.LSTM side by side
 
 The same model is trained twice, from the same start and on the same data: with `lltm_ext.LLTM`, and with the
 pure-PyTorch `lltm_reference` in its place. Both curves go into one picture, and the exit status is 1 if they
 disagree. In --out there are then char_lm.pt (the model and its vocabulary), loss.png and sample.txt.
+
+With --compare, three layers are trained instead, one after the other and on the same data. A table says how
+well and how fast each learns, and compare.png shows it. All are float32 by torch's defaults, which let cuDNN
+use TF32.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +31,8 @@ import lltm_ext
 from lltm_ext.lltm import lltm_reference
 
 BITS = 1 / math.log(2)
+COMPARED = {"lltm_ext.LLTM": lltm_ext.LLTM, "lltm_ext.LSTM": lltm_ext.LSTM, "nn.LSTM": nn.LSTM}
+SMOOTHED = 20  # steps, in what --compare shows
 FIRST_STEPS_TOLERANCE, TOLERANCE = 1e-3, 0.1  # bits/char by which the two curves may differ at a step
 
 
@@ -120,6 +127,7 @@ def batches(text: Tensor, args: argparse.Namespace, steps: int) -> Iterator[tupl
 class Run(NamedTuple):
     model: CharLM
     bits: list[float]  # a character, at each step
+    seconds: list[float]  # from the start to the end of each step
     characters_per_second: float
 
 
@@ -128,14 +136,21 @@ def bits_per_character(model: CharLM, characters: Tensor, following: Tensor) -> 
     return F.cross_entropy(logits.flatten(0, 1), following.flatten()) * BITS
 
 
-def train(name: str, layer: type[nn.Module], corpus: Corpus, args: argparse.Namespace, steps: int) -> Run:
+def train(
+    name: str,
+    layer: type[nn.Module],
+    corpus: Corpus,
+    args: argparse.Namespace,
+    steps: int,
+    quiet: bool = False,
+) -> Run:
     from tqdm import tqdm
 
     torch.manual_seed(args.seed)  # both runs start from the same parameters
     model = CharLM(len(corpus.vocabulary), args.hidden_size, layer).to(corpus.train.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    bits, per_step, start = [], args.length * args.batch_size, time.perf_counter()
-    with tqdm(total=steps, desc=f"{name:<22}", unit="step", dynamic_ncols=True) as bar:
+    bits, seconds, per_step, start = [], [], args.length * args.batch_size, time.perf_counter()
+    with tqdm(total=steps, desc=f"{name:<22}", unit="step", dynamic_ncols=True, disable=quiet) as bar:
         for step, (characters, following) in enumerate(batches(corpus.train, args, steps)):
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * (1 - step / args.steps)
@@ -146,10 +161,11 @@ def train(name: str, layer: type[nn.Module], corpus: Corpus, args: argparse.Name
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             bits.append(loss.item())
-            rate = (step + 1) * per_step / (time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
+            rate = (step + 1) * per_step / seconds[-1]
             bar.set_postfix_str(f"{bits[-1]:.3f} bits/char, {rate:,.0f} chars/s", refresh=False)
             bar.update()
-    return Run(model, bits, rate)
+    return Run(model, bits, seconds, rate)
 
 
 @torch.no_grad()
@@ -175,6 +191,30 @@ def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace)
         unread = corpus.vocabulary[int(torch.multinomial(probabilities, 1, generator=generator))]
         written += unread
     return written
+
+
+# ---- layers side by side -------------------------------------------------------------------------
+
+
+def compare(corpus: Corpus, args: argparse.Namespace, title: str) -> None:
+    runs = {}
+    for name, layer in COMPARED.items():
+        train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # libraries load at first use
+        runs[name] = train(name, layer, corpus, args, args.steps)
+    print(f"\n{'':<15}{'training':>10}{'validation':>12}{'chars/s':>14}{'seconds':>10}")
+    for name, run in runs.items():
+        validation = validate(run.model, corpus, args.length)
+        speed = f"{run.characters_per_second:>14,.0f}{run.seconds[-1]:>10.1f}"
+        print(f"{name:<15}{smooth(run.bits)[-1]:>10.3f}{validation:>12.3f}{speed}")
+    print(f"training and validation in bits/char, training over the last {min(SMOOTHED, args.steps)} steps\n")
+    draw_comparison(runs, title, args.out / "compare.png")
+    print(f"picture:     {args.out / 'compare.png'}")
+
+
+def smooth(bits: list[float]) -> list[float]:
+    """The mean of each value and of those before it, up to SMOOTHED in all."""
+    windows = (bits[max(0, i + 1 - SMOOTHED) : i + 1] for i in range(len(bits)))
+    return [sum(window) / len(window) for window in windows]
 
 
 # ---- what must hold ------------------------------------------------------------------------------
@@ -209,7 +249,7 @@ def checkpoint_holds(model: CharLM, corpus: Corpus, args: argparse.Namespace, pa
     return same
 
 
-# ---- the picture ---------------------------------------------------------------------------------
+# ---- the pictures --------------------------------------------------------------------------------
 
 
 def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -> None:
@@ -237,7 +277,32 @@ def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -
     top.legend(frameon=False)
     bottom.semilogy(differences, color="#2463a8", linewidth=0.8)
     bottom.set(xlabel="step", ylabel="|difference|")
-    for axes in (top, bottom):
+    finish(figure, path)
+
+
+def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # both LSTMs may lie on one line
+    for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
+        curve = smooth(run.bits)
+        left.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=name)
+        right.plot(run.seconds, curve, color=color, linewidth=width, label=name)
+    left.set(xlabel="steps", ylabel=f"bits per character, mean of {SMOOTHED} steps")
+    right.set(xlabel="seconds")
+    left.legend(frameon=False)
+    figure.suptitle(title, fontsize="medium")
+    finish(figure, path)
+
+
+def finish(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     figure.savefig(path, dpi=150)
@@ -254,6 +319,9 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="a UTF-8 text file (default: the English of Python's own manual)",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="train LLTM, lltm_ext.LSTM and nn.LSTM side by side instead"
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
@@ -296,6 +364,10 @@ def main() -> int:
     corpus = split(text, args.length, args.device)
     on = name_of(args.device)
     print(f"{source}: {len(text):,} characters, {len(corpus.vocabulary)} different; on {on}")
+    title = f"{source}\n{args.hidden_size} hidden, {args.length} characters x {args.batch_size}, {on}"
+    if args.compare:
+        compare(corpus, args, title)
+        return 0
 
     ours = train("lltm_ext.LLTM", lltm_ext.LLTM, corpus, args, args.steps)
     reference = train("pure-PyTorch reference", ReferenceLLTM, corpus, args, args.reference_steps)
@@ -307,7 +379,6 @@ def main() -> int:
     print(f"validation:  {validation:.3f} bits/char")
     fast, slow = ours.characters_per_second, reference.characters_per_second
     print(f"speed:       {fast:,.0f} chars/s, the reference {slow:,.0f}: {fast / slow:.1f} x")
-    title = f"{source}\n{args.hidden_size} hidden, {args.length} characters x {args.batch_size}, {on}"
     draw(ours, reference, validation, title, args.out / "loss.png")
     print(f"picture:     {args.out / 'loss.png'}")
     holds = checkpoint_holds(ours.model, corpus, args, args.out / "char_lm.pt")

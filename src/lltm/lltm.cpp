@@ -150,6 +150,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
   const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
   const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
   const at::Tensor grad_old_cell = at::empty_like(cell);
+  at::Tensor grad_bias;
+  if (X.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0) {
+    grad_bias = at::empty({1, 3 * hidden}, gates.options());
+  }
   if (grad_gates.numel() > 0) {
     launch_step("lltm_backward_step", activated, cell, [&](auto type, auto cell_type, auto... stream) {
       using T = typename decltype(type)::type;
@@ -162,13 +166,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
           .activated = stacked_gates<T>(activated),
           .new_cell = pointer<C>(cell),
           .grad_gates = gates_of_rows<T>(grad_gates),
+          .grad_bias = mutable_pointer<T>(grad_bias),
           .grad_old_cell = mutable_pointer<C>(grad_old_cell),
       };
       return lltm_backward_step(step, stream...);
     });
   }
   if (X_needs_grad) grad_X = at::mm(grad_gates, weights);
-  return {grad_X, at::mm(grad_gates.t(), X), grad_gates.sum(0, /*keepdim=*/true), grad_old_cell};
+  if (!grad_bias.defined()) grad_bias = grad_gates.sum(0, /*keepdim=*/true);
+  return {grad_X, at::mm(grad_gates.t(), X), grad_bias, grad_old_cell};
 }
 
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,

@@ -60,8 +60,12 @@ struct BackwardStep {
   Gates<T> activated;   // [B, 3, H] as the forward saved them
   const C* new_cell;    // [B, H]
   Gates<T> grad_gates;  // [B, 3, H] gradients of the pre-activations
+  T* grad_bias;         // [3, H] their sums over the batch, or null
   C* grad_old_cell;     // [B, H]
 };
+
+// Up to this batch, a step backward sums the bias's gradient too. A larger one wants a reduction of its own.
+constexpr int64_t kMaxBatchForBias = 256;
 
 template <typename T, typename C>
 void lltm_forward_step(const ForwardStep<T, C>& step);
@@ -88,16 +92,20 @@ LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, i
   for (int g = 0; g < 3; ++g) s.activated.at(b, g, j) = narrow<T>(saved[g]);
 }
 
-// Unit j of row b, backward.
+// Unit j of row b, backward. Adds the gradients of its gates to `sums`.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j,
+                                         acc_t<T> (&sums)[3]) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
   A saved[LltmCell::kSaved], grad_gates[3], grad_cell = s.grad_cell.at(b, j);
   for (int g = 0; g < 3; ++g) saved[g] = widen(s.activated.at(b, g, j));
   saved[3] = Math::tanh(A(widen(s.new_cell[at])));
   LltmCell::backward<Math>(saved, s.grad_h.at(b, j), grad_cell, grad_gates);
-  for (int g = 0; g < 3; ++g) s.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
+  for (int g = 0; g < 3; ++g) {
+    s.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
+    sums[g] += grad_gates[g];
+  }
   s.grad_old_cell[at] = narrow<C>(grad_cell);
 }
 

@@ -30,7 +30,10 @@ void lltm_forward_step(const ForwardStep<T, C>& step) {
 
 template <typename T, typename C>
 void lltm_backward_step(const BackwardStep<T, C>& step) {
-  for_each_unit(step, lltm_backward_unit<ExactMath, T, C>);
+  for_each_unit(step, [](const auto& step, int64_t b, int64_t j) {
+    acc_t<T> unused[3] = {};
+    lltm_backward_unit<ExactMath>(step, b, j, unused);
+  });
 }
 
 #define INSTANTIATE(T, C)                                    \

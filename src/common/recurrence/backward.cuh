@@ -19,10 +19,12 @@ class Backward {
   static constexpr int kUnits = Shape::kUnits;
 
  private:
-  using Exchanger = lltm_ext::Exchanger<kWay, T, kGates, kChunks, kUnits>;
-  static constexpr int kInputs = Exchanger::kInputsAtOnce;
+  using Exchanger = lltm_ext::Exchanger<kWay, T, kGates, kChunks, kUnits,
+                                        sharing_warps(kGeneral_, kUnitTiles, kChunks, kGates)>;
+  static constexpr int kInputs = Exchanger::kInputsAtOnce;                // that are read at once,
+  static constexpr int kTogether = Product::kNeedsScratch ? 1 : kInputs;  // and multiplied
   using Weights = WarpWeights<kGates, kChunks, kInRegisters>;
-  using Warp = WarpProduct<Product, 1, kInputs, kChunks>;
+  using Warp = WarpProduct<Product, 1, kTogether, kChunks>;
   using Sums = TileSums<Shape, 1>;
   using Ahead = Prefetcher<Shape, T, kGates + kExtra + 1 + (kWay != Exchange::kCluster ? kGates : 0)>;
 
@@ -109,7 +111,9 @@ class Backward {
     for (int k = s_.end - 1; k >= s_.begin; --k) {
       exchanger_.begin(source);
       float* const sums = sums_ + (k & 1) * Sums::kSize;
-      multiply(sums, source);
+      float products[1][4] = {};
+      multiply(products, source);
+      Sums::write(sums, products, place_);
       __syncthreads();
       source = {gradients, has_row ? place_.valid : 0, true, place_.element, place_.g};
       gradients += to_next * kGates * H_;
@@ -142,7 +146,9 @@ class Backward {
     // The gradient of h before the first of these steps.
     exchanger_.begin(source);
     float* const sums = sums_ + ((s_.begin - 1) & 1) * Sums::kSize;
-    multiply(sums, source);
+    float products[1][4] = {};
+    multiply(products, source);
+    Sums::write(sums, products, place_);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -167,12 +173,15 @@ class Backward {
       const StepRows before = k > s_.begin ? s_.steps.at(k - 1) : StepRows{0, 0};
       for (int tile = 0; tile < place_.tiles; ++tile, buffer ^= 1) {
         float* const sums = sums_ + buffer * Sums::kSize;
-        multiply(sums, source);
-        __syncthreads();
-        retreat_rows(sums, now, after, tile);
+        float products[1][4] = {};
+        multiply(products, source);
+        // The next tile's gradients are on their way while the cell is at work on this one.
         const bool last = tile + 1 == place_.tiles;
         source = last ? source_of(now, 0) : source_of(after, tile + 1);
         exchanger_.begin(source);
+        Sums::write(sums, products, place_);
+        __syncthreads();
+        retreat_rows(sums, now, after, tile);
         if (k - kStepsAhead >= s_.begin) ahead_.fetch(s_.steps.at(k - kStepsAhead), tile, place_.end_row);
         fetch_saved(last ? before : now, last ? 0 : tile + 1);
         exchanger_.next();
@@ -248,16 +257,18 @@ class Backward {
             place_.element, b - place_.first_row};
   }
 
-  // The gradient of h that comes from the step after, of a tile.
-  __device__ __forceinline__ void multiply(float* tile_sums, const Source<T>& source) {
-    float sums[1][4] = {};
+  // The warp's share of the gradient of h that comes from the step after, of a tile.
+  __device__ __forceinline__ void multiply(float (&products)[1][4], const Source<T>& source) {
 #pragma unroll
     for (int input = 0; input < kGates; input += kInputs) {
       uint4 gradients[kInputs][kChunks];
       exchanger_.read(gradients, input, source);
-      Warp::multiply(sums, weights_, input, gradients, scratch_);
+#pragma unroll
+      for (int i = 0; i < kInputs; i += kTogether) {
+        const auto& some = reinterpret_cast<const uint4(&)[kTogether][kChunks]>(gradients[i]);
+        Warp::multiply(products, weights_, input + i, some, scratch_);
+      }
     }
-    Sums::write(tile_sums, sums, place_);
   }
 
   // The cell backward, for a pair: the gradients of its gates.

@@ -24,11 +24,10 @@ struct ProductOf<__nv_bfloat16> {
   using type = Bfloat16Product;
 };
 
-// How many gates' weights registers have room for, beside the `inputs` that a warp multiplies by at once; the
+// How many gates' weights registers have room for, beside the `pieces` of 16 bytes that are exchanged; the
 // other gates' lie in shared memory.
-constexpr int gates_in_registers(const Variant& v, int gates, int inputs) {
-  const int others = v.algorithm == Algorithm::kCluster ? 55 : 31;
-  return std::clamp((255 - others - 4 * inputs * v.chunks) / (8 * v.chunks), 1, gates);
+constexpr int gates_in_registers(const Variant& v, int gates, int pieces) {
+  return std::clamp((255 - 55 - 4 * pieces) / (8 * v.chunks), 1, gates);
 }
 
 template <class Kernel, class Sequence>
@@ -90,8 +89,10 @@ cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& p
   return with_variant<VariantsOf<T>::value>(plan.variant, [&](auto index) {
     constexpr Variant v = VariantsOf<T>::value[index];
     constexpr Exchange kWay = v.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
+    constexpr int kSharers = sharing_warps(v.general, v.unit_tiles, v.chunks, 1);
+    constexpr int kPieces = Exchanger<kWay, T, 1, v.chunks, 16 * v.unit_tiles, kSharers>::kPieces;
     using Kernel = Forward<Cell, typename MathOf<T>::type, typename ProductOf<T>::type, kWay, v.unit_tiles,
-                           v.chunks, gates_in_registers(v, Cell::kGates, 1), v.general>;
+                           v.chunks, gates_in_registers(v, Cell::kGates, kPieces), v.general>;
     const GroupPlace group = {sequence.hidden, plan.grid.members, 0, plan.grid.rows};
     return launch_persistent(recurrence_forward_kernel<Kernel, T>, sequence, plan,
                              Kernel::shared_bytes(group), stream);
@@ -109,9 +110,10 @@ cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan&
   return with_variant<VariantsOf<T>::value>(plan.variant, [&](auto index) {
     constexpr Variant v = VariantsOf<T>::value[index];
     constexpr Exchange kWay = v.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
-    using Kernel =
-        Backward<Cell, typename MathOf<T>::type, typename ProductOf<T>::type, kWay, v.unit_tiles, v.chunks,
-                 gates_in_registers(v, Cell::kGates, kWay == Exchange::kL2 ? Cell::kGates : 1), v.general>;
+    constexpr int kSharers = sharing_warps(v.general, v.unit_tiles, v.chunks, Cell::kGates);
+    constexpr int kPieces = Exchanger<kWay, T, Cell::kGates, v.chunks, 16 * v.unit_tiles, kSharers>::kPieces;
+    using Kernel = Backward<Cell, typename MathOf<T>::type, typename ProductOf<T>::type, kWay, v.unit_tiles,
+                            v.chunks, gates_in_registers(v, Cell::kGates, kPieces), v.general>;
     const GroupPlace group = {sequence.hidden, plan.grid.members, 0, plan.grid.rows};
     return launch_persistent(recurrence_backward_kernel<Kernel, T>, sequence, plan,
                              Kernel::shared_bytes(group), stream);

@@ -39,7 +39,14 @@ struct Source {
 constexpr int kMaxLooks = 1 << 24;
 static __device__ __noinline__ void give_up() { __trap(); }
 
-template <Exchange kWay, typename T, int kIn, int kChunks, int kUnits>
+// How many warps, which need the same pieces for different units, share out the fetching of them. One where
+// shared memory, through which they pass them on, is short: of room, or because weights in it are read for
+// every tile.
+constexpr int sharing_warps(bool general, int unit_tiles, int chunks, int inputs) {
+  return unit_tiles == 1 || (general && chunks > 4) || inputs * chunks > 24 ? 1 : 2;
+}
+
+template <Exchange kWay, typename T, int kIn, int kChunks, int kUnits, int kSharers>
 class Exchanger;
 
 // ---- through L2: the data is its own flag
@@ -76,15 +83,25 @@ __device__ __forceinline__ void write_relaxed(void* address, uint2 x) {
                : "memory");
 }
 
-template <typename T, int kIn, int kChunks, int kUnits>
-class Exchanger<Exchange::kL2, T, kIn, kChunks, kUnits> {
+template <typename T, int kIn, int kChunks, int kUnits, int kSharers>
+class Exchanger<Exchange::kL2, T, kIn, kChunks, kUnits, kSharers> {
+  static constexpr int kOwn = kChunks / kSharers;  // chunks that a warp fetches
+  static_assert(kSharers <= 2 && kChunks % kSharers == 0, "pieces are shared by two at most");
+
  public:
-  static constexpr int kInputsAtOnce = kIn;  // all are on their way together
+  static constexpr int kInputsAtOnce = kSharers == 1 ? kIn : 1;
+  static constexpr int kPieces = kSharers == 1 ? kIn * kChunks : kIn * kOwn + kChunks;  // in registers
   static constexpr bool kThroughMemory = true;
 
-  static size_t shared_bytes(const GroupPlace&) { return 0; }
+  static size_t shared_bytes(const GroupPlace&) {
+    return kSharers == 1 ? 0 : kWarps * kIn * kOwn * 32 * sizeof(uint4);
+  }
 
-  __device__ Exchanger(char*, const GroupPlace& place) : input_bytes_(place.hidden * sizeof(T)) {}
+  __device__ Exchanger(char* shared, const GroupPlace& place)
+      : input_bytes_(place.hidden * sizeof(T)),
+        sharer_(kSharers == 1 ? 0 : threadIdx.x / 32 / kSlices),
+        slice_(threadIdx.x / 32 % kSlices),
+        shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
   __device__ void flush() {}
   __device__ void next() {}
   __device__ void finish() {}
@@ -92,31 +109,29 @@ class Exchanger<Exchange::kL2, T, kIn, kChunks, kUnits> {
   // A first look, whose answer comes while the thread has something else to do.
   __device__ __forceinline__ void begin(const Source<T>& source) {
 #pragma unroll
-    for (int i = 0; i < kIn * kChunks; ++i) {
-      uint4& piece = looked_[i / kChunks][i % kChunks];
-      piece = make_uint4(0, 0, 0, 0);
-      if (i % kChunks < source.valid) piece = read_relaxed(address(source, i));
+    for (int i = 0; i < kIn * kOwn; ++i) {
+      looked_[i] = make_uint4(0, 0, 0, 0);
+      if (chunk(i) < source.valid) looked_[i] = read_relaxed(address(source, i));
     }
   }
 
-  // After begin() with the same source.
-  __device__ __forceinline__ void read(uint4 (&pieces)[kIn][kChunks], int, const Source<T>& source) {
-    for (int looks = 0;; ++looks) {
-      bool written = true;
-#pragma unroll
-      for (int i = 0; i < kIn * kChunks; ++i)
-        written = written && is_written(looked_[i / kChunks][i % kChunks]);
-      if (__all_sync(~0u, written || !source.exchanged)) break;
-      if (looks == kMaxLooks) give_up();
-#pragma unroll
-      for (int i = 0; i < kIn * kChunks; ++i) {
-        uint4& piece = looked_[i / kChunks][i % kChunks];
-        if (source.exchanged && !is_written(piece)) piece = read_relaxed(address(source, i));
-      }
+  // After begin() with the same source; of several inputs, one after the other from the first.
+  __device__ __forceinline__ void read(uint4 (&pieces)[kInputsAtOnce][kChunks], int input,
+                                       const Source<T>& source) {
+    if (input == 0) {
+      wait(source);
+      if (kSharers == 2) share();
     }
 #pragma unroll
-    for (int i = 0; i < kIn * kChunks; ++i)
-      pieces[i / kChunks][i % kChunks] = looked_[i / kChunks][i % kChunks];
+    for (int i = 0; i < kInputsAtOnce * kOwn; ++i) {
+      if constexpr (kSharers == 1) {
+        pieces[i / kChunks][i % kChunks] = looked_[i];
+      } else {
+        const uint4 own = looked_[input * kOwn + i], other = shared_[index(1 - sharer_, input * kOwn + i)];
+        pieces[0][2 * i] = choose(sharer_ == 0, own, other);
+        pieces[0][2 * i + 1] = choose(sharer_ == 0, other, own);
+      }
+    }
   }
 
   __device__ __forceinline__ void publish(T* address, float a, float b, bool stored, int, int, int) {
@@ -125,12 +140,43 @@ class Exchanger<Exchange::kL2, T, kIn, kChunks, kUnits> {
   }
 
  private:
+  static constexpr int kWarps = 8, kSlices = kWarps * 16 / kUnits;
+
+  __device__ __forceinline__ int chunk(int i) const { return i % kOwn * kSharers + sharer_; }
   __device__ __forceinline__ const char* address(const Source<T>& source, int i) const {
-    return reinterpret_cast<const char*>(source.row) + i / kChunks * input_bytes_ + i % kChunks * kChunkBytes;
+    return reinterpret_cast<const char*>(source.row) + i / kOwn * input_bytes_ + chunk(i) * kChunkBytes;
   }
 
-  int input_bytes_;
-  uint4 looked_[kIn][kChunks];
+  __device__ __forceinline__ void wait(const Source<T>& source) {
+    for (int looks = 0;; ++looks) {
+      bool written = true;
+#pragma unroll
+      for (int i = 0; i < kIn * kOwn; ++i) written = written && is_written(looked_[i]);
+      if (__all_sync(~0u, written || !source.exchanged)) return;
+      if (looks == kMaxLooks) give_up();
+#pragma unroll
+      for (int i = 0; i < kIn * kOwn; ++i) {
+        if (source.exchanged && !is_written(looked_[i])) looked_[i] = read_relaxed(address(source, i));
+      }
+    }
+  }
+
+  // The block's barrier in every item keeps a piece from being overwritten before it is read.
+  __device__ __forceinline__ int index(int sharer, int i) const {
+    return ((slice_ * kSharers + sharer) * kIn * kOwn + i) * 32;
+  }
+  __device__ __forceinline__ void share() const {
+#pragma unroll
+    for (int i = 0; i < kIn * kOwn; ++i) shared_[index(sharer_, i)] = looked_[i];
+    asm volatile("bar.sync %0, %1;" : : "r"(1 + slice_), "n"(32 * kSharers) : "memory");
+  }
+  __device__ static __forceinline__ uint4 choose(bool first, const uint4& a, const uint4& b) {
+    return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+  }
+
+  const int input_bytes_, sharer_, slice_;
+  uint4* const shared_;  // the lane's
+  uint4 looked_[kIn * kOwn];
 };
 
 // ---- through the distributed shared memory of a cluster
@@ -151,10 +197,11 @@ __host__ __device__ constexpr int padded_row_bytes(int bytes) { return (bytes + 
 
 constexpr int kMaxClusterSize = 16;
 
-template <typename T, int kIn, int kChunks, int kUnits>
-class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits> {
+template <typename T, int kIn, int kChunks, int kUnits, int kSharers>
+class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
  public:
-  static constexpr int kInputsAtOnce = kIn * kChunks <= 12 ? kIn : 1;  // as many as registers hold
+  static constexpr int kInputsAtOnce = kIn * kChunks <= 12 ? kIn : 1;
+  static constexpr int kPieces = kInputsAtOnce * kChunks;  // in registers
   static constexpr bool kThroughMemory = false;
 
   static size_t shared_bytes(const GroupPlace& place) {
@@ -170,7 +217,7 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits> {
         buffer_bytes_(kRowTile * row_bytes_),
         members_(place.members),
         step_bytes_(place.rows * kIn * input_bytes_),
-        packets_(place.rows * kIn * kPieces),
+        packets_(place.rows * kIn * kPackets),
         first_byte_(place.member * kUnits * sizeof(T)),
         address_(shared_address(buffers_)) {
     const int sharing = max(1, kWarps / members_), warp = threadIdx.x / 32;
@@ -228,7 +275,8 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits> {
                      to = there + buffer * buffer_bytes_;
 #pragma unroll 4
       for (int i = first_packet_; i < packets_; i += stride_) {
-        const int input = i / kPieces % kIn, row = i / kPieces / kIn, byte = first_byte_ + i % kPieces * 16;
+        const int input = i / kPackets % kIn, row = i / kPackets / kIn,
+                  byte = first_byte_ + i % kPackets * 16;
         if (byte < input_bytes_) {
           send(*reinterpret_cast<const uint4*>(own_ + i * 16),
                to + row * row_bytes_ + input * input_bytes_ + byte, bar);
@@ -240,7 +288,7 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits> {
  private:
   static constexpr int kWarps = 8;
   static constexpr int kOwnBytes = kRowTile * kIn * kUnits * sizeof(T);
-  static constexpr int kPieces = kUnits * sizeof(T) / 16;  // of an input of a row
+  static constexpr int kPackets = kUnits * sizeof(T) / 16;  // of an input of a row
 
   __device__ __forceinline__ unsigned peer_address(int peer) const {
     unsigned there;

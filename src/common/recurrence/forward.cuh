@@ -27,7 +27,8 @@ class Forward {
   static constexpr int kUnits = Shape::kUnits;
 
  private:
-  using Exchanger = lltm_ext::Exchanger<kWay, T, 1, kChunks, kUnits>;
+  using Exchanger =
+      lltm_ext::Exchanger<kWay, T, 1, kChunks, kUnits, sharing_warps(kGeneral_, kUnitTiles, kChunks, 1)>;
   using Weights = WarpWeights<kGates, kChunks, kInRegisters>;
   using Warp = WarpProduct<Product, kGates, 1, kChunks>;
   using Sums = TileSums<Shape, kGates>;
@@ -103,7 +104,9 @@ class Forward {
     for (int k = 0; k < length; ++k) {
       exchanger_.begin(source);
       float* const sums = sums_ + (k & 1) * Sums::kSize;
-      multiply(sums, source);
+      float products[kGates][4] = {};
+      multiply(products, source);
+      Sums::write(sums, products, place_);
       __syncthreads();
       source.row = states;
       source.exchanged = true;
@@ -153,12 +156,15 @@ class Forward {
       const StepRows after = s_.steps.at(k + 1);
       for (int tile = 0; tile < place_.tiles; ++tile, buffer ^= 1) {
         float* const sums = sums_ + buffer * Sums::kSize;
-        multiply(sums, source);
-        __syncthreads();
-        advance_rows(sums, now, after, tile);
+        float products[kGates][4] = {};
+        multiply(products, source);
+        // The next tile's states are on their way while the cell is at work on this one.
         const bool last = tile + 1 == place_.tiles;
         source = last ? source_of(now, after, 0) : source_of(before, now, tile + 1);
         exchanger_.begin(source);
+        Sums::write(sums, products, place_);
+        __syncthreads();
+        advance_rows(sums, now, after, tile);
         ahead_.fetch(s_.steps.at(k + kStepsAhead), tile, place_.end_row);
         fetch_projections(last ? after : now, last ? 0 : tile + 1);
         exchanger_.next();
@@ -204,13 +210,11 @@ class Forward {
             place_.element, b - place_.first_row};
   }
 
-  // The recurrent product of a tile.
-  __device__ __forceinline__ void multiply(float* tile_sums, const Source<T>& source) {
+  // The warp's share of the recurrent product of a tile.
+  __device__ __forceinline__ void multiply(float (&products)[kGates][4], const Source<T>& source) {
     uint4 state[1][kChunks];
     exchanger_.read(state, 0, source);
-    float sums[kGates][4] = {};
-    Warp::multiply(sums, weights_, 0, state, scratch_);
-    Sums::write(tile_sums, sums, place_);
+    Warp::multiply(products, weights_, 0, state, scratch_);
   }
 
   // The cell, for a pair: its states.

@@ -19,16 +19,16 @@ struct Variant {
   int chunks;      // of 64 bytes, of the reduction, a warp
 };
 
-// The first that fits is the fastest that fits. A block of few units makes for many blocks, and slow
-// exchange; one of many units for much work a step. Measured on an H200.
+// The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
+// one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md).
 constexpr Variant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4}, {Algorithm::kGrid, false, 1, 4},
-    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8}, {Algorithm::kCluster, false, 4, 8},
-    {Algorithm::kGrid, true, 2, 4},     {Algorithm::kGrid, true, 2, 8},
+    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4},    {Algorithm::kGrid, false, 1, 4},
+    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kGrid, true, 2, 4},
+    {Algorithm::kGrid, true, 2, 8},     {Algorithm::kCluster, false, 4, 8},
 };
 constexpr Variant kFloatVariants[] = {
-    {Algorithm::kCluster, false, 1, 2}, {Algorithm::kGrid, false, 1, 2}, {Algorithm::kGrid, false, 1, 4},
-    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kGrid, true, 1, 4},  {Algorithm::kGrid, true, 1, 8},
+    {Algorithm::kGrid, false, 1, 2}, {Algorithm::kGrid, false, 1, 4}, {Algorithm::kGrid, false, 1, 8},
+    {Algorithm::kGrid, true, 1, 4},  {Algorithm::kGrid, true, 1, 8},  {Algorithm::kCluster, false, 1, 2},
 };
 
 struct Plan {
@@ -42,7 +42,7 @@ struct Problem {
   int64_t hidden, batch;
   bool dense;  // every step has all of the batch
   bool backward;
-  int element_size;
+  int element_size, gates;
 };
 
 struct Chip {
@@ -56,9 +56,6 @@ Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted)
 namespace plan_detail {
 
 constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
-// Clusters that wait for others to end, and tiles of a group, up to which the kernels are faster than
-// stepwise.
-constexpr int kMaxWaves = 6, kMaxTiles = 8, kMaxTilesBackward = 6;
 
 // Whether a variant can run the problem; the plan's grid, if so.
 inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
@@ -82,17 +79,20 @@ inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape
       return false;
     }
   }
-  if (rows > 1024 || p.batch > INT32_MAX / 2) return false;  // cell states of a group stay in shared memory
+  // The cell states of a group's rows stay in shared memory, beside what fills nearly all of it.
+  if (rows * units * 4 > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>((p.batch + rows - 1) / rows);
   return true;
 }
 
+// Whether a variant that fits is faster than stepwise and than the variants after it: up to some number of
+// clusters that wait for others to end, or of tiles that a group works through one after the other.
 inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid) {
   if (v.algorithm == Algorithm::kCluster) {
-    return grid.groups <= kMaxWaves * (chip.multiprocessors / 11 * 10 / grid.members);
+    return grid.groups <= (p.backward ? 1 : 6) * (chip.multiprocessors / 11 * 10 / grid.members);
   }
-  return grid.rows <= kTileRows * (p.backward ? kMaxTilesBackward : kMaxTiles);
+  return grid.rows <= kTileRows * (p.element_size > 2 ? 4 : p.backward ? 6 : 8);
 }
 
 inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {
@@ -120,6 +120,10 @@ inline Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm 
     for (const Variant& v : variants) {
       GridShape grid;
       if (wanted != Algorithm::kAuto && wanted != v.algorithm) continue;
+      // Backward, weights of four gates, gradients of all and no tensor cores are more than a multiprocessor
+      // holds. Who asks for the forward by name wants both.
+      const bool only_forward = problem.element_size == 4 && problem.gates > 3 && v.chunks > 4;
+      if (only_forward && (problem.backward || wanted != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, chip, grid)) continue;
       if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
       plan.algorithm = v.algorithm;

@@ -29,7 +29,7 @@ struct WeightChunk {
 // bfloat16 on tensor cores, exact products summed in float32.
 struct Bfloat16Product {
   using Type = __nv_bfloat16;
-  static constexpr int kScratch = 0;
+  static constexpr bool kNeedsScratch = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
@@ -38,27 +38,10 @@ struct Bfloat16Product {
 
 struct Float16Product {
   using Type = __half;
-  static constexpr int kScratch = 0;
+  static constexpr bool kNeedsScratch = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
-  }
-};
-
-// float32 with operands rounded to tf32, on tensor cores.
-struct Tf32Product {
-  using Type = float;
-  static constexpr int kScratch = 0;
-  __device__ static unsigned round(unsigned x) {
-    unsigned rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
-    return rounded;
-  }
-  __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
-    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", round(w.upper.x), round(w.lower.x), round(w.upper.y),
-             round(w.lower.y), round(x.x), round(x.y));
-    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", round(w.upper.z), round(w.lower.z), round(w.upper.w),
-             round(w.lower.w), round(x.z), round(x.w));
   }
 };
 
@@ -67,6 +50,7 @@ struct Tf32Product {
 // float32 as IEEE has it, by fused multiply-adds.
 struct IeeeProduct {
   using Type = float;
+  static constexpr bool kNeedsScratch = true;
 };
 
 // A warp's rows of the weights of kCount gates: what registers have no room for lies in shared memory.

@@ -165,7 +165,7 @@ inline Algorithm algorithm_named(const char* op, c10::string_view name) {
 
 // Plans a sequence on the tensors' device. An algorithm that was asked for and can't run is an error.
 inline Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-                     bool backward, c10::string_view algorithm) {
+                     bool backward, int gates, c10::string_view algorithm) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -173,7 +173,7 @@ inline Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
-    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size())},
+    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()), gates},
                            {chip->major * 10 + chip->minor, chip->multiProcessorCount}, wanted);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
@@ -283,7 +283,8 @@ struct SequenceOps {
         at::empty({batch, hidden}, input.options().dtype(at::toOpMathType(input.scalar_type())));
     c.copy_(c0);
     const int64_t length = length_of(input, batch_sizes);
-    const Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, algorithm);
+    const Plan plan =
+        plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, kGates, algorithm);
     if (rows.size(0) * hidden > 0 &&
         !(plan.algorithm != Algorithm::kStepwise &&
           forward_at_once(out, c, h0, weight_hh, batch_sizes, length, reverse, plan, algorithm))) {
@@ -423,7 +424,8 @@ struct SequenceOps {
     check_device(op.c_str(), "input", input);
     check_floating(op.c_str(), "input", input);
     check_dim(op.c_str(), "h0", h0, 2, "[batch, hidden_size]");
-    const Plan plan = plan_for(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
+    const Plan plan =
+        plan_for(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, kGates, algorithm);
     switch (plan.algorithm) {
       case Algorithm::kCluster:
         return "cluster";
@@ -563,8 +565,7 @@ struct SequenceOps {
     }
     const KernelGuard guard(input);
     const int64_t batch = h0.size(0), hidden = h0.size(1), length = length_of(input, batch_sizes);
-    const at::Tensor gates = flatten_rows(saved_gates).contiguous(),
-                     extra = flatten_rows(saved_extra).contiguous();
+    const at::Tensor gates = aligned(flatten_rows(saved_gates)), extra = aligned(flatten_rows(saved_extra));
     const at::Tensor rows = flatten_rows(input), outputs = flatten_rows(output);
     at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : not_needed();
     at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
@@ -575,7 +576,7 @@ struct SequenceOps {
     if (grad_h_n) carried.grad_h.copy_(*grad_h_n);
     if (grad_c_n) carried.grad_c.copy_(*grad_c_n);
 
-    Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, algorithm);
+    Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, kGates, algorithm);
     if (bias_needs_grad) {
       const int64_t bias_rows = std::max<int64_t>(batch, 8 * plan.grid.groups);
       carried.grad_bias = at::zeros({bias_rows, kGates * hidden}, state_options);
@@ -583,8 +584,8 @@ struct SequenceOps {
     at::Tensor first_rows, weight_hh_t, dense_grad_output;
     if (plan.algorithm != Algorithm::kStepwise) {
       first_rows = first_rows_on(input, batch_sizes);
-      weight_hh_t = weight_hh.t().contiguous();
-      if (grad_output) dense_grad_output = grad_output->contiguous();
+      weight_hh_t = aligned(weight_hh.t());
+      if (grad_output) dense_grad_output = aligned(*grad_output);
     }
     const auto steps = Steps(batch_sizes, length, batch, reverse).steps;
     const auto chunks = chunks_of(steps, rows.size(0));

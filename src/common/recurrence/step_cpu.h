@@ -28,6 +28,12 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
+// By value: a reference would hide the minimum from the compiler, and so does a constant argument.
+template <typename Int>
+inline Int smaller(Int a, Int b) {
+  return a < b ? a : b;
+}
+
 // The functions of cells in float32, without a call or a branch: GCC vectorises nothing else, and makes a
 // branch of a ?: on floats as soon as one side is constant. So what has to choose does it on the bits, as
 // integers. These sort like the floats above 0 if signed, and in reverse below 0 if unsigned.
@@ -65,13 +71,9 @@ struct VectorMath {
   // The limits take NaN for a number; this brings it back.
   static float nan_of(float x, float y) { return float_of(bits_of(y) | -static_cast<uint32_t>(x != x)); }
 
-  static float at_least(float low, float x) {
-    const uint32_t a = bits_of(x), b = bits_of(low);
-    return float_of(a < b ? a : b);
-  }
+  static float at_least(float low, float x) { return float_of(smaller(bits_of(x), bits_of(low))); }
   static float at_most(float high, float x) {
-    const int32_t a = bits_of(x), b = bits_of(high);
-    return float_of(a < b ? a : b);
+    return float_of(smaller(static_cast<int32_t>(bits_of(x)), static_cast<int32_t>(bits_of(high))));
   }
 
   // Half of e^-x, because e^-x itself would be infinite, and sigmoid 0, a little too early.
@@ -99,8 +101,64 @@ struct StdMath {
   static double elu(double x) { return lltm_ext::elu(x); }
 };
 
+// float32 under a name of its own, which gives it formulas of its own.
+struct Lane {
+  float value;
+  Lane() = default;
+  Lane(float x) : value(x) {}
+  operator float() const { return value; }
+  operator float&() { return value; }
+};
+
+// As lltm_ext::elu_derivative, but without its branch.
+inline Lane elu_derivative(Lane output) {
+  const int32_t bits = bits_of(output);
+  return VectorMath::nan_of(output, 1.f + float_of(bits & bits >> 31));
+}
+
+template <typename T>
+using ValueOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, Lane, double>;
 template <typename T>
 using MathOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, VectorMath, StdMath>;
+
+// To and from the type that is computed in. c10's conversion of float16 is correct but branches, this does
+// not.
+template <typename T>
+acc_t<T> load(const T& from) {
+  return widen(from);
+}
+
+template <typename T>
+void save(acc_t<T> value, T& to) {
+  to = narrow<T>(value);
+}
+
+inline float load(const c10::Half& from) {
+  const uint32_t magnitude = (from.x & 0x7FFFu) << 13;  // the exponent has to move by 127 - 15
+  const uint32_t subnormal = -static_cast<uint32_t>(magnitude < (1u << 23));
+  const uint32_t special = -static_cast<uint32_t>(magnitude >= (31u << 23));  // infinite or NaN: to 255
+  const uint32_t exponent = ((127 - 15) << 23) + (subnormal & (1u << 23)) + (special & ((127 - 15) << 23));
+  // A subnormal got a leading 1 that it does not have: 2^-14 is taken off again.
+  const float value = float_of(magnitude + exponent) - float_of(subnormal & bits_of(0x1p-14f));
+  return float_of(bits_of(value) | (from.x & 0x8000u) << 16);
+}
+
+inline void save(float value, c10::Half& to) {
+  const uint32_t bits = bits_of(value), exponent = bits & 0x7F800000u, smallest = 113u << 23;
+  const uint32_t nan = -static_cast<uint32_t>(value != value);
+  // The sum with 2^(e + 15) leaves ten bits of the mantissa, rounded. To infinity and back: so does 65520.
+  const float large = std::fabs(value) * 0x1p112f * 0x1p-110f;
+  const uint32_t sum = bits_of(large + float_of((exponent < smallest ? smallest : exponent) + (15u << 23)));
+  const uint32_t magnitude = (sum >> 13 & 0x7C00u) + (sum & 0x0FFFu);
+  to.x = static_cast<uint16_t>((bits >> 16 & 0x8000u) | (magnitude & ~nan) | (nan & 0x7E00u));
+}
+
+// Before a loop whose pointers are to different tensors, or to the same place.
+#ifdef __clang__
+#define LLTM_STEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define LLTM_STEP_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 // Units of one row that are computed together, in buffers on the stack where T is not its accumulator type.
 constexpr int kBlock = 256;
@@ -109,7 +167,7 @@ constexpr int kBlock = 256;
 template <typename T, typename A>
 const A* source(const T* from, A* buffer, int n) {
   if constexpr (std::is_same_v<T, A>) return from;
-  for (int i = 0; i < n; ++i) buffer[i] = widen(from[i]);
+  for (int i = 0; i < n; ++i) buffer[i] = load(from[i]);
   return buffer;
 }
 
@@ -123,45 +181,53 @@ A* target(T* to, A* buffer) {
 template <typename T, typename A>
 void store(const A* values, T* to, int n) {
   if constexpr (std::is_same_v<T, A>) return;
-  for (int i = 0; i < n; ++i) to[i] = narrow<T>(values[i]);
+  for (int i = 0; i < n; ++i) save(values[i], to[i]);
+}
+
+// Saved value v of a unit: the gates first, the extra ones after them.
+template <class Cell, typename T>
+T* saved_at(T* gates, T* extra, int v, int64_t hidden, int64_t row, int64_t unit) {
+  constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+  return v < kGates ? gates + (row * kGates + v) * hidden + unit
+                    : extra + (row * kExtra + v - kGates) * hidden + unit;
 }
 
 template <class Cell, typename T>
 void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
+  const auto place = [&](int v) { return saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit); };
   const int64_t at = row * s.hidden + unit;
-  T* saved_at[kSaved];
-  for (int v = 0; v < kGates; ++v) saved_at[v] = s.gates + (row * kGates + v) * s.hidden + unit;
-  for (int v = kGates; v < kSaved; ++v) {
-    saved_at[v] = s.extra + (row * (kSaved - kGates) + v - kGates) * s.hidden + unit;
-  }
   alignas(64) A buffers[kSaved + 1][kBlock];
   const A* gates[kGates];
   A* saved[kSaved];
-  for (int g = 0; g < kGates; ++g) gates[g] = source(saved_at[g], buffers[g], n);
-  for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(saved_at[v], buffers[v]) : buffers[v];
+  for (int g = 0; g < kGates; ++g) gates[g] = source(place(g), buffers[g], n);
+  for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(place(v), buffers[v]) : buffers[v];
   A *c = s.c + at, *h = target(s.h + at, buffers[kSaved]);
-#pragma GCC ivdep
+  LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    A x[kGates], y[kSaved], unit_c = c[i];
+    ValueOf<T> x[kGates], y[kSaved], unit_c = c[i];
     for (int g = 0; g < kGates; ++g) x[g] = gates[g][i];
     h[i] = Cell::template forward<MathOf<T>>(x, unit_c, y);
     c[i] = unit_c;
     for (int v = 0; v < kSaved; ++v) saved[v][i] = y[v];
   }
   store(h, s.h + at, n);
-  std::memcpy(s.output + at, s.h + at, n * sizeof(T));
+  std::copy_n(s.h + at, n, s.output + at);
   if (!s.extra) return;
-  for (int v = 0; v < kSaved; ++v) store(saved[v], saved_at[v], n);
+  for (int v = 0; v < kSaved; ++v) store(saved[v], place(v), n);
 }
 
-// grad_output of n units, or a row of zeros.
+// grad_output of n units, or zeros.
 template <typename T, typename A>
 const A* output_gradient(const StepBackward<T>& s, int64_t row, int64_t unit, A* buffer, int n) {
+  if (!s.grad_output) {
+    std::fill_n(buffer, n, A(0));
+    return buffer;
+  }
   const T* from = s.grad_output + row * s.output_row + unit * s.output_unit;
-  if (s.grad_output && s.output_unit == 1) return source(from, buffer, n);
-  for (int i = 0; i < n; ++i) buffer[i] = s.grad_output ? widen(from[i * s.output_unit]) : A(0);
+  if (s.output_unit == 1) return source(from, buffer, n);
+  for (int i = 0; i < n; ++i) buffer[i] = load(from[i * s.output_unit]);
   return buffer;
 }
 
@@ -169,40 +235,38 @@ template <class Cell, typename T>
 void step_block(const StepBackward<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
-  const int64_t at = row * s.hidden + unit, gates_at = row * kGates * s.hidden + unit,
-                extra_at = row * (kSaved - kGates) * s.hidden + unit;
+  const int64_t at = row * s.hidden + unit;
+  const auto gate_at = [&](int g) { return (row * kGates + g) * s.hidden + unit; };
   alignas(64) A buffers[kSaved + kGates + 2][kBlock];
   const A* saved[kSaved];
   A* grad_gates[kGates];
-  for (int g = 0; g < kGates; ++g) {
-    saved[g] = source(s.gates + gates_at + g * s.hidden, buffers[g], n);
-    grad_gates[g] = target(s.grad_gates + gates_at + g * s.hidden, buffers[kSaved + g]);
+  for (int v = 0; v < kSaved; ++v) {
+    saved[v] = source(saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit), buffers[v], n);
   }
-  for (int v = kGates; v < kSaved; ++v) {
-    saved[v] = source(s.extra + extra_at + (v - kGates) * s.hidden, buffers[v], n);
-  }
+  for (int g = 0; g < kGates; ++g) grad_gates[g] = target(s.grad_gates + gate_at(g), buffers[kSaved + g]);
   const A* grad_h = source(s.grad_h + at, buffers[kSaved + kGates], n);
   const A* grad_output = output_gradient(s, row, unit, buffers[kSaved + kGates + 1], n);
   A* grad_c = s.grad_c + at;
-#pragma GCC ivdep
+  LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    A y[kSaved], dx[kGates], dc = grad_c[i];
+    ValueOf<T> y[kSaved], dx[kGates], dc = grad_c[i];
+    const ValueOf<T> dh = grad_h[i] + grad_output[i];
     for (int v = 0; v < kSaved; ++v) y[v] = saved[v][i];
-    Cell::template backward<MathOf<T>>(y, grad_h[i] + grad_output[i], dc, dx);
+    Cell::template backward<MathOf<T>>(y, dh, dc, dx);
     grad_c[i] = dc;
     for (int g = 0; g < kGates; ++g) grad_gates[g][i] = dx[g];
   }
   for (int g = 0; g < kGates; ++g) {
-    store(grad_gates[g], s.grad_gates + gates_at + g * s.hidden, n);
+    store(grad_gates[g], s.grad_gates + gate_at(g), n);
     if (!s.grad_bias) continue;
-    A* grad_bias = s.grad_bias + gates_at + g * s.hidden;
+    A* grad_bias = s.grad_bias + gate_at(g);
     for (int i = 0; i < n; ++i) grad_bias[i] += grad_gates[g][i];
   }
 }
 
 // Units [begin, end) of all B * H.
 template <class Cell, class Step>
-void step_units(const Step& step, int64_t begin, int64_t end) {
+__attribute__((flatten)) void step_units(const Step& step, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end;) {
     const int64_t row = i / step.hidden, unit = i % step.hidden;
     const int n = static_cast<int>(std::min({end - i, step.hidden - unit, int64_t{kBlock}}));
@@ -245,7 +309,7 @@ auto step_units_of_this_cpu() {
 template <class Cell, typename T, class Step>
 void run_step(const Step& step) {
   static const auto units = step_units_of_this_cpu<Cell, Step>();
-  constexpr int64_t kGrain = std::is_same_v<T, double> ? 1024 : 16384;  // some 10 us of work
+  constexpr int64_t kGrain = std::is_same_v<T, double> ? 1024 : 8192;  // some 10 us of work
   at::parallel_for(0, step.batch * step.hidden, kGrain,
                    [&](int64_t begin, int64_t end) { units(step, begin, end); });
 }

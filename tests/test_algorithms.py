@@ -1,0 +1,1083 @@
+"""Each algorithm of lltm and lstm by name: its values at every size, and the hazards of blocks that wait."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    EXAMPLES,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    expanded,
+    forward_and_gradients,
+    misaligned,
+    needs_cuda,
+    negated_view,
+    packed,
+    stepped,
+    transposed,
+)
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import lltm_ext
+from lltm_ext.lltm import lltm_reference
+from lltm_ext.lstm import lstm_reference
+
+ALGORITHMS = ("stepwise", "cluster", "grid")
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
+BITS[torch.bfloat16] = torch.int16
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    name: str
+    gates: int
+    function: Callable
+    algorithm_of: Callable
+    reference: Callable
+
+    def __call__(self, *tensors, sizes=None, reverse=False, algorithm="auto"):
+        """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
+        return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
+
+    def plan(self, input, h0, *_, sizes=None, algorithm="auto", backward=False):
+        find = getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")
+        return find(input, h0, sizes, algorithm, backward)
+
+    def loop(self, input, h, c, *weights, sizes=None, reverse=False):
+        """The same by the reference, whose steps all have the whole batch and go onward."""
+        if sizes is None:
+            output, (h, c) = self.reference(input.flip(0) if reverse else input, (h, c), *weights)
+            return output.flip(0) if reverse else output, h, c
+        outputs = []
+        steps = input.split(sizes)
+        for x in reversed(steps) if reverse else steps:
+            n = len(x)
+            output, (new_h, new_c) = self.reference(x[None], (h[:n], c[:n]), *weights)
+            outputs.append(output[0])
+            h, c = torch.cat([new_h, h[n:]]), torch.cat([new_c, c[n:]])
+        return torch.cat(outputs[::-1] if reverse else outputs), h, c
+
+    def weights(self, make, hidden, input_size=20, bias=True):
+        rows = self.gates * hidden
+        return (
+            make(rows, input_size, scale=input_size**-0.5),
+            make(rows, hidden, scale=0.5 * hidden**-0.5),
+            make(rows) if bias else None,
+        )
+
+    def call_with(self, make, length, batch, weights, sizes=None):
+        """Random input and states for these weights. Of packed rows, `sizes` say how many a step has."""
+        weight_ih, weight_hh, _ = weights
+        input_size, hidden = weight_ih.shape[1], weight_hh.shape[1]
+        input = make(length, batch, input_size) if sizes is None else make(sum(sizes), input_size)
+        return Call(input, make(batch, hidden, scale=0.5), make(batch, hidden), *weights)
+
+    def call(self, make, length, batch, hidden, input_size=20, bias=True, sizes=None):
+        return self.call_with(make, length, batch, self.weights(make, hidden, input_size, bias), sizes)
+
+
+OPS = {
+    "lltm": Recurrence("lltm", 3, lltm_ext.lltm, lltm_ext.lltm_algorithm, lltm_reference),
+    "lstm": Recurrence("lstm", 4, lltm_ext.lstm, lltm_ext.lstm_algorithm, lstm_reference),
+}
+ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+types = pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+NEEDED = {"stepwise": (0, 0), "cluster": (9, 0), "grid": (8, 0)}
+
+
+def on_gpu(*values):
+    """Parameters, some of them algorithms, for a GPU that can run them."""
+    needed = max(NEEDED.get(value, (0, 0)) for value in values)
+    if torch.cuda.is_available() and needed > CAPABILITY:
+        reason = "needs a GPU of compute capability {}.{}".format(*needed)
+        return pytest.param(*values, marks=pytest.mark.skip(reason=reason))
+    return pytest.param(*values, marks=needs_cuda)
+
+
+def runs_of(algorithms):
+    """What runs where: on the CPU stepwise alone."""
+    return pytest.mark.parametrize(
+        "device,algorithm", [("cpu", "stepwise"), *(on_gpu("cuda", a) for a in algorithms)]
+    )
+
+
+algorithms = pytest.mark.parametrize("algorithm", [on_gpu(a) for a in ALGORITHMS])
+runs = runs_of(ALGORITHMS)
+runs_of_packed = runs_of(("stepwise", "grid"))
+NAMES = ("input", "h0", "c0", "weight_ih", "weight_hh", "bias")
+
+
+def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gates=3):
+    """The documented reason for which an algorithm can't run, or None if it must."""
+    if algorithm == "stepwise":
+        return None
+    if device == "cpu":
+        return "needs a CUDA device"
+    if dtype == DOUBLE:
+        return "takes float16, bfloat16 and float32, got float64"
+    if hidden % 8:
+        return f"needs a hidden_size that is a multiple of 8, got {hidden}"
+    chip = torch.cuda.get_device_properties(0)
+    if NEEDED[algorithm] > CAPABILITY:
+        return "needs compute capability {}.{}".format(*NEEDED[algorithm])
+    if algorithm == "cluster":
+        if is_packed:
+            return "takes no packed sequences"
+        room = hidden <= (128 if dtype == torch.float32 else 512)
+    elif hidden <= 1024:
+        blocks = -(-hidden // (16 if dtype == torch.float32 else 32))
+        room = blocks <= chip.multi_processor_count
+        if dtype == torch.float32 and gates > 3:  # whose backward fills a multiprocessor's memory
+            room = room and hidden <= 512
+    else:
+        groups = chip.multi_processor_count // -(-hidden // 16)
+        room = hidden <= 2048 and dtype != torch.float32 and not is_packed and batch <= 8 * groups
+    return None if room else f"has no room on this GPU for hidden_size = {hidden} and batch = {batch}"
+
+
+def assert_refused(op, call, algorithm, reason, **options):
+    for f in (op, op.plan, functools.partial(op.plan, backward=True)):
+        with pytest.raises(RuntimeError, match=rf"^{op.name}.*: algorithm '{algorithm}' {reason}"):
+            f(*call.args, algorithm=algorithm, **options)
+
+
+def assert_errors(found, exact, bound, what):
+    """assert_all_near where the tensors are: in large numbers, their way to the CPU is long."""
+    pairs = [(y.detach().double(), e.detach().double()) for y, e in zip(found, exact, strict=True)]
+    table = torch.stack([torch.stack([(y - e).norm(), e.norm()]) for y, e in pairs]).tolist()
+    for i, (error, norm) in enumerate(table):
+        assert error <= bound * norm, (
+            f"{what} {i}: relative L2 error {error / norm if norm else error} > {bound}"
+        )
+
+
+def assert_equals_loop(op, call, algorithm, what="", **options):
+    """Outputs and all gradients, against the reference in float64 on the same rounded values."""
+    dtype = call.args[0].dtype
+    assert op.plan(*call.args, algorithm=algorithm, sizes=options.get("sizes")) == algorithm
+    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm, **options), call)
+    exact, exact_gradients = forward_and_gradients(
+        functools.partial(op.loop, **options), call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
+    assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------
+#
+# Kernels differ by the hidden units of a block, by its share of the reduction, and by whether a group of
+# blocks has several tiles of 8 rows. Which one runs follows from the hidden size, the rows, and the GPU's
+# multiprocessors: these sizes reach all of them where there are 132.
+
+HIDDEN = (8, 24, 64, 120, 128, 136, 256, 384, 512, 600, 1024, 2048)
+BATCHES = (1, 3, 8, 9, 16, 40, 67, 130)
+
+
+def lengths_and_batches(hidden, device):
+    if device == "cpu":
+        return [(1, 9), (2, 16), (3, 1), (17, 3)]
+    if hidden == 2048:
+        return [(1, 1), (3, 3), (2, 8), (2, 9)]
+    few_steps = [(length, batch) for length in (1, 2, 3) for batch in BATCHES[length - 1 :: 3]]
+    many_rows = [(2, 520)] if hidden in (64, 512, 1024) else []
+    return [(17, batch) for batch in BATCHES] + few_steps + many_rows
+
+
+@functools.lru_cache(maxsize=1)
+def exact_results(name, dtype, hidden, device):
+    """(call, gradients of its outputs, float64's outputs, float64's gradients) of each length and batch."""
+    op, make, found = OPS[name], Make(dtype, device), []
+    weights = op.weights(make, hidden)
+    for length, batch in lengths_and_batches(hidden, device):
+        call = op.call_with(make, length, batch, weights)
+        grad_outputs = cotangents([call.args[0].new_empty(length, batch, hidden), *call.args[1:3]])
+        exact = forward_and_gradients(op.loop, call.map(torch.Tensor.double), grad_outputs)
+        found.append((call, grad_outputs, *exact))
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_exact_results():
+    yield
+    exact_results.cache_clear()
+    long_results.cache_clear()
+
+
+def assert_every_size(op, dtype, hidden, device, algorithm):
+    ran = 0
+    for call, grad_outputs, exact, exact_gradients in exact_results(op.name, dtype, hidden, device):
+        length, batch, _ = call.args[0].shape
+        if reason := why_not(algorithm, dtype, hidden, batch, device, gates=op.gates):
+            assert_refused(op, call, algorithm, reason)
+            continue
+        what = f"length {length}, batch {batch},"
+        for backward in (False, True):
+            assert op.plan(*call.args, algorithm=algorithm, backward=backward) == algorithm
+        outputs, gradients = forward_and_gradients(
+            functools.partial(op, algorithm=algorithm), call, grad_outputs
+        )
+        assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
+        assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+        ran += 1
+    return ran
+
+
+# In one parametrization: the algorithms of one size follow each other, and share what float64 gives.
+@needs_cuda
+@pytest.mark.parametrize(
+    "op,dtype,hidden,algorithm",
+    [
+        pytest.param(op, dtype, hidden, a, id=f"{op.name}-{str(dtype).removeprefix('torch.')}-{hidden}-{a}")
+        for op, dtype, hidden, a in itertools.product(OPS.values(), TYPES, HIDDEN, ALGORITHMS)
+    ],
+)
+def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
+    ran = assert_every_size(op, dtype, hidden, "cuda", algorithm)
+    if algorithm == "stepwise":
+        assert ran == len(lengths_and_batches(hidden, "cuda"))
+
+
+@ops
+@types
+@pytest.mark.parametrize("hidden", [8, 24, 64, 120])
+def test_values_and_gradients_on_the_cpu(op, dtype, hidden):
+    assert assert_every_size(op, dtype, hidden, "cpu", "stepwise") == 4
+
+
+@functools.lru_cache(maxsize=2)
+def long_results(name, dtype, device):
+    """A call of 4096 steps, what float64 gives, and the errors of PyTorch's ops in the call's type."""
+    op = OPS[name]
+    call = op.call(Make(dtype, device), 4096, 16, 64, input_size=16)
+    with torch.no_grad():
+        exact = call.map(torch.Tensor.double).run(op.loop)
+        composed = call.run(op.loop)
+    return call, exact, relative_errors(composed, exact)
+
+
+def relative_errors(found, exact):
+    return [((y.double() - e).norm() / e.norm()).item() for y, e in zip(found, exact, strict=True)]
+
+
+LONG_RUNS = [("cpu", torch.float32, "stepwise")] + [
+    on_gpu("cuda", dtype, a) for dtype, a in itertools.product(TYPES, ALGORITHMS)
+]
+
+
+@ops
+@pytest.mark.parametrize("device,dtype,algorithm", LONG_RUNS, ids=lambda x: str(x).removeprefix("torch."))
+def test_errors_do_not_pile_up_over_4096_steps(op, device, dtype, algorithm):
+    """Within the bounds of a short sequence, and at most twice the error of torch's ops in this type."""
+    call, exact, composed = long_results(op.name, dtype, device)
+    outputs = call.run(functools.partial(op, algorithm=algorithm))
+    errors = relative_errors(outputs, exact)
+    for what, error, theirs in zip(("output", "h_n", "c_n"), errors, composed, strict=True):
+        assert error <= FORWARD[dtype], f"{what}: relative L2 error {error} above {FORWARD[dtype]}"
+        assert error <= 2 * theirs, f"{what}: relative L2 error {error} above twice {theirs}"
+
+
+# ---- Directions, packed rows, what is asked for ----------------------------------------------------------
+
+
+@ops
+@types
+@runs
+def test_the_other_direction(op, dtype, device, algorithm):
+    for length, batch, hidden in ((1, 3, 8), (17, 9, 64), (6, 67, 120)):
+        call = op.call(Make(dtype, device), length, batch, hidden)
+        assert_equals_loop(op, call, algorithm, f"{length, batch, hidden}", reverse=True)
+
+
+SIZES = {
+    "one tile": [5, 4, 3, 2, 1],
+    "across tiles": [17, 16, 16, 9, 8, 3, 1, 1],
+    "one long row": [67] + [1] * 6,
+    "all alike": [16] * 4,
+    "one step": [130],
+    "many tiles": [130, 130, 67, 40, 40, 8, 1],
+}
+
+
+@ops
+@types
+@runs_of_packed
+@pytest.mark.parametrize("reverse", [False, True], ids=["rows shrink", "rows grow"])
+def test_packed_rows(op, dtype, device, algorithm, reverse):
+    for hidden in (8, 136, 600, 1024) if device == "cuda" else (8, 24):
+        if why_not(algorithm, dtype, hidden, 130, device, is_packed=True, gates=op.gates):
+            assert (dtype, op.gates, hidden > 512) == (torch.float32, 4, True)
+            continue
+        make = Make(dtype, device)
+        weights = op.weights(make, hidden)
+        for name, sizes in SIZES.items():
+            call = op.call_with(make, None, sizes[0], weights, sizes)
+            assert_equals_loop(op, call, algorithm, f"{hidden}, {name},", sizes=sizes, reverse=reverse)
+
+
+@ops
+@types
+@runs_of_packed
+def test_packed_rows_of_many_steps(op, dtype, device, algorithm):
+    """More rows than one chunk of the backward takes: each chunk's kernel goes on from the last's."""
+    length, batch = 100, 200
+    sizes = [batch - t * (batch - 1) // length for t in range(length)]
+    assert sum(sizes) > 2 * 4096
+    call = op.call(Make(dtype, device), None, batch, 8, input_size=3, sizes=sizes)
+    for reverse in (False, True):
+        assert_equals_loop(op, call, algorithm, sizes=sizes, reverse=reverse)
+
+
+@ops
+@types
+@runs
+def test_dense_rows_of_many_steps(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 100, 90, 24, input_size=3)
+    assert 100 * 90 > 2 * 4096
+    for reverse in (False, True):
+        assert_equals_loop(op, call, algorithm, reverse=reverse)
+
+
+@ops
+@runs
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
+def test_gradients_of_some_outputs_alone(op, device, algorithm, used):
+    for dtype, hidden in itertools.product((torch.float32, torch.float16), (64, 120)):
+        call = op.call(Make(dtype, device), 5, 9, hidden)
+        found = []
+        for f, c in (
+            (functools.partial(op, algorithm=algorithm), call.leaves()),
+            (op.loop, call.map(torch.Tensor.double).leaves()),
+        ):
+            outputs = c.run(f)
+            grad_outputs = [g.to(dtype).to(outputs[0].dtype) for g in cotangents(outputs)]
+            found.append(
+                torch.autograd.grad(
+                    [outputs[i] for i in used],
+                    c.tensors,
+                    [grad_outputs[i] for i in used],
+                    materialize_grads=True,
+                )
+            )
+        assert_all_near(*found, BACKWARD[dtype], f"from outputs {used}, gradient of argument")
+
+
+@ops
+@types
+@runs
+def test_the_gradient_of_a_sum_which_is_one_value_expanded(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 5, 9, 64).leaves()
+    output, _, _ = call.run(functools.partial(op, algorithm=algorithm))
+    output.sum().backward()
+    exact = call.map(lambda x: x.detach().double()).leaves()
+    exact.run(op.loop)[0].sum().backward()
+    assert_all_near(
+        [x.grad for x in call.tensors], [x.grad for x in exact.tensors], BACKWARD[dtype], "gradient"
+    )
+
+
+@ops
+@types
+@runs
+def test_what_needs_no_gradient_changes_no_other(op, dtype, device, algorithm):
+    """Neither gradients of bias or input that are not asked for, nor a forward that saves nothing."""
+    call = op.call(Make(dtype, device), 5, 9, 64)
+    f = functools.partial(op, algorithm=algorithm)
+    outputs, gradients = forward_and_gradients(f, call)
+    assert_same_bits(call.run(f), outputs)
+    for i in range(len(NAMES)):
+        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
+        ys = call.with_tensors(tensors).run(f)
+        used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
+        (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+        assert_same_bits([alone], [gradients[i]])
+
+
+@ops
+@types
+@runs
+def test_no_bias(op, dtype, device, algorithm):
+    for sizes in (None, [9, 8, 3]) if algorithm != "cluster" else (None,):
+        call = op.call(Make(dtype, device), 3, 9, 64, bias=False, sizes=sizes)
+        assert_equals_loop(op, call, algorithm, sizes=sizes)
+
+
+@ops
+@types
+@runs
+def test_no_steps_leave_the_states_as_they_are(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 0, 9, 64)
+    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
+    assert outputs[0].shape == (0, 9, 64)
+    assert_same_bits(outputs[1:], call.args[1:3])
+    grad_outputs = cotangents(outputs)
+    assert_same_bits(gradients[1:3], grad_outputs[1:])
+    assert all((g == 0).all() for g in gradients[3:])
+
+
+@ops
+@runs
+def test_cell_states_in_float32_of_half_types(op, device, algorithm):
+    for dtype in (torch.float16, torch.bfloat16):
+        call = op.call(Make(dtype, device), 5, 9, 64)
+        call = Call(*call.args[:2], Make(device=device, seed=1)(9, 64), *call.args[3:])
+        outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
+        assert [y.dtype for y in outputs] == [dtype, dtype, torch.float32]
+        assert gradients[2].dtype == torch.float32
+        assert_equals_loop(op, call, algorithm)
+
+
+@ops
+@runs
+def test_the_public_function_takes_the_algorithm(op, device, algorithm):
+    input, h0, c0, *weights = op.call(Make(device=device), 5, 9, 64).args
+    output, (h_n, c_n) = op.function(input, (h0, c0), *weights, algorithm=algorithm)
+    assert_same_bits([output, h_n, c_n], op(input, h0, c0, *weights, algorithm=algorithm))
+    assert op.algorithm_of(input, (h0, c0), *weights, algorithm=algorithm) == algorithm
+
+
+# ---- NaN and infinity ------------------------------------------------------------------------------------
+#
+# The grid's blocks know what is not yet written by its bits, those of a NaN: neither may it be mistaken for a
+# value, nor a value for it.
+
+
+def assert_same_nans(found, exact, what):
+    for i, (y, e) in enumerate(zip(found, exact, strict=True)):
+        assert torch.equal(y.isnan(), e.isnan()), f"{what} {i}"
+
+
+@ops
+@types
+@runs
+def test_nan_goes_where_the_reference_has_it(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 6, 9, 64)
+    call.args[0][2, 1, 0] = torch.nan
+    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
+    exact, exact_gradients = forward_and_gradients(
+        op.loop, call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    assert outputs[0].isnan().any()
+    assert not outputs[0].isnan().all()
+    assert_same_nans(outputs, exact, "output")
+    assert_same_nans(gradients, exact_gradients, "gradient of argument")
+    others = [b for b in range(9) if b != 1]
+    assert_near(outputs[0][:, others], exact[0][:, others], FORWARD[dtype])
+    assert_near(gradients[0][:, others], exact_gradients[0][:, others], BACKWARD[dtype])
+
+
+@ops
+@types
+@runs
+def test_infinity_goes_where_the_reference_has_it(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 6, 9, 64)
+    call.args[0][1, 0, 0] = torch.inf
+    call.args[0][2, 3, 1] = -torch.inf
+    call.args[2][5, 7] = torch.inf
+    call.args[2][6, 8] = -torch.inf
+    outputs = call.run(functools.partial(op, algorithm=algorithm))
+    exact = call.map(torch.Tensor.double).run(op.loop)
+    assert exact[2].isinf().any()
+    assert not all(y.isfinite().all() for y in outputs)
+    for y, e in zip(outputs, exact, strict=True):
+        # For an element, not a norm.
+        near = 10 * FORWARD[dtype]
+        torch.testing.assert_close(y.double(), e, rtol=near, atol=near, equal_nan=True)
+
+
+def with_all_ones(x, index):
+    """The NaN all of whose bits are ones."""
+    x = x.clone()
+    x.view(BITS[x.dtype])[index] = -1
+    assert x[index].isnan().all()
+    return x
+
+
+@ops
+@types
+@runs
+@pytest.mark.parametrize("where", range(len(NAMES)), ids=NAMES)
+def test_a_nan_of_ones_is_a_nan_like_any_other(op, dtype, device, algorithm, where):
+    call = op.call(Make(dtype, device), 6, 9, 64)
+    index = {0: (2, 1), 1: (1,), 2: (1,)}.get(where, (3,))
+    call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
+    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
+    exact, exact_gradients = forward_and_gradients(
+        op.loop, call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    assert exact[0].isnan().any()
+    assert_same_nans(outputs, exact, "output")
+    assert_same_nans(gradients, exact_gradients, "gradient of argument")
+
+
+@ops
+@types
+@runs_of_packed
+def test_nans_of_ones_in_packed_rows(op, dtype, device, algorithm):
+    sizes = [9, 9, 5, 2]
+    call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes)
+    call = Call(with_all_ones(call.args[0], (10,)), with_all_ones(call.args[1], (7,)), *call.args[2:])
+    for reverse in (False, True):
+        f = functools.partial(op, sizes=sizes, reverse=reverse, algorithm=algorithm)
+        outputs, gradients = forward_and_gradients(f, call)
+        exact, exact_gradients = forward_and_gradients(
+            functools.partial(op.loop, sizes=sizes, reverse=reverse),
+            call.map(torch.Tensor.double),
+            cotangents(outputs),
+        )
+        assert not outputs[0].isnan().all()
+        assert_same_nans(outputs, exact, "output")
+        assert_same_nans(gradients, exact_gradients, "gradient of argument")
+
+
+@ops
+@types
+@runs
+@pytest.mark.parametrize("where", range(3), ids=["output", "h_n", "c_n"])
+def test_a_nan_of_ones_in_an_incoming_gradient(op, dtype, device, algorithm, where):
+    call = op.call(Make(dtype, device), 6, 9, 64)
+    f = functools.partial(op, algorithm=algorithm)
+    grad_outputs = cotangents(call.run(f))
+    grad_outputs[where] = with_all_ones(grad_outputs[where], (3, 1) if where == 0 else (1,))
+    _, gradients = forward_and_gradients(f, call, grad_outputs)
+    _, exact = forward_and_gradients(op.loop, call.map(torch.Tensor.double), grad_outputs)
+    assert gradients[0].isnan().any()
+    assert not gradients[0].isnan().all()
+    assert_same_nans(gradients, exact, "gradient of argument")
+
+
+# ---- The same bits, whatever else happens ----------------------------------------------------------------
+
+
+def sequence(op, algorithm, dtype=torch.float16, length=50, batch=67, hidden=128, seed=0):
+    """A call that every algorithm takes, and the function of it."""
+    return op.call(Make(dtype, "cuda", seed), length, batch, hidden), functools.partial(
+        op, algorithm=algorithm
+    )
+
+
+@ops
+@types
+@runs
+def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
+    f = functools.partial(op, algorithm=algorithm)
+    for length, batch, hidden in ((50, 67, 128), (50, 9, 64)) if device == "cuda" else ((5, 9, 24),):
+        call = op.call(Make(dtype, device), length, batch, hidden)
+        outputs, gradients = forward_and_gradients(f, call)
+        for _ in range(4):
+            again, gradients_again = forward_and_gradients(f, call)
+            assert_same_bits(again, outputs)
+            assert_same_bits(gradients_again, gradients)
+
+
+@ops
+@types
+@runs_of_packed
+def test_five_runs_of_packed_rows_give_the_same_bits(op, dtype, device, algorithm):
+    sizes = [67, 67, 66, 40, 9, 8, 1]
+    call = op.call(Make(dtype, device), None, 67, 136 if device == "cuda" else 24, sizes=sizes)
+    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
+    outputs, gradients = forward_and_gradients(f, call)
+    for _ in range(4):
+        again, gradients_again = forward_and_gradients(f, call)
+        assert_same_bits(again, outputs)
+        assert_same_bits(gradients_again, gradients)
+
+
+@ops
+@types
+@runs
+def test_a_row_has_the_same_values_in_any_batch(op, dtype, device, algorithm):
+    """Rows share a tile, a group and a kernel, but no value: others change nothing, nor does their number."""
+    call = op.call(Make(dtype, device), 9, 40, 64)
+    f = functools.partial(op, algorithm=algorithm)
+    output, h_n, c_n = call.run(f)
+    other = call.args[0].clone()
+    other[:, 1:] = 3 - other[:, 1:]
+    assert_near(f(other, *call.args[1:])[0][:, :1], output[:, :1], FORWARD[dtype])
+    for begin, end in ((0, 1), (0, 8), (3, 20), (32, 40)):
+        rows = slice(begin, end)
+        input, h0, c0, *weights = call.args
+        found = f(input[:, rows], h0[rows], c0[rows], *weights)
+        assert_all_near(found, [output[:, rows], h_n[rows], c_n[rows]], FORWARD[dtype])
+
+
+@needs_cuda
+@ops
+@types
+@algorithms
+def test_a_side_stream_gives_the_same_bits(op, dtype, algorithm):
+    call, f = sequence(op, algorithm, dtype)
+    expected, expected_gradients = forward_and_gradients(f, call)
+    grad_outputs = cotangents(expected)
+    late = call.map(torch.zeros_like)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)  # some 0.05 s, in which another stream would read the zeros
+        for x, value in zip(late.tensors, call.tensors, strict=True):
+            x.copy_(value)
+        outputs, gradients = forward_and_gradients(f, late, grad_outputs)
+    torch.cuda.synchronize()
+    assert_same_bits(outputs + gradients, expected + expected_gradients)
+
+
+def captured(f, call, grad_outputs):
+    """A graph of forward and backward, and the tensors that it writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            forward_and_gradients(f, call, grad_outputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs, gradients = forward_and_gradients(f, call, grad_outputs)
+    return graph, outputs + gradients
+
+
+@needs_cuda
+@ops
+@types
+@algorithms
+def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
+    call, f = sequence(op, algorithm, dtype, length=9, batch=40)
+    outputs, _ = forward_and_gradients(f, call)
+    grad_outputs = cotangents(outputs)
+    graph, found = captured(f, call, grad_outputs)
+    for seed in (1, 2):
+        new, _ = sequence(op, algorithm, dtype, length=9, batch=40, seed=seed)
+        for x, value in zip(call.tensors, new.tensors, strict=True):
+            x.copy_(value)
+        for x in found:
+            x.detach().fill_(torch.nan)
+        graph.replay()
+        expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
+        assert_all_near(found[:3], expected, FORWARD[dtype], f"replay {seed}, output")
+        assert_all_near(found[3:], expected_gradients, BACKWARD[dtype], f"replay {seed}, gradient")
+        if algorithm != "stepwise":  # whose products may be other kernels in a graph
+            assert_same_bits(found[:3], expected)
+
+
+@needs_cuda
+@ops
+def test_a_graph_of_packed_rows_replays_and_the_grid_is_refused(op):
+    """The table of rows comes from the host, so a graph takes packed rows stepwise."""
+    sizes = [9, 9, 5, 2]
+    call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
+    f = functools.partial(op, sizes=sizes)
+    refused = why_not("grid", torch.float16, 64, 9, is_packed=True)
+    assert op.plan(*call.args, sizes=sizes) == ("stepwise" if refused else "grid")
+    outputs, _ = forward_and_gradients(f, call)
+    grad_outputs = cotangents(outputs)  # which the graph reads: they must outlive it
+    graph, found = captured(f, call, grad_outputs)
+    new = op.call(Make(torch.float16, "cuda", seed=1), None, 9, 64, sizes=sizes)
+    for x, value in zip(call.tensors, new.tensors, strict=True):
+        x.copy_(value)
+    graph.replay()
+    exact, exact_gradients = forward_and_gradients(
+        functools.partial(op.loop, sizes=sizes), new.map(torch.Tensor.double), grad_outputs
+    )
+    assert_all_near(found[:3], exact, FORWARD[torch.float16])
+    assert_all_near(found[3:], exact_gradients, BACKWARD[torch.float16])
+    dense = op.plan(*call.args[:2])
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        plans = [op.plan(*call.args, sizes=sizes), op.plan(*call.args[:2])]
+        if not refused:
+            with pytest.raises(RuntimeError, match="'grid' can't be captured in a graph with a packed seq"):
+                op.plan(*call.args, sizes=sizes, algorithm="grid")
+        call.args[0] + 1  # an empty graph warns
+    assert plans == ["stepwise", dense]
+
+
+@needs_cuda
+@ops
+@types
+@algorithms
+def test_beside_a_kernel_that_fills_the_gpu(op, dtype, algorithm):
+    call, f = sequence(op, algorithm, dtype)
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    product = a @ a
+    torch.cuda.synchronize()
+    with torch.cuda.stream(
+        ours
+    ):  # its memory and its modules are there, so that nothing below waits for them
+        expected = [x.clone() for x in itertools.chain(*forward_and_gradients(f, call))]
+        grad_outputs = cotangents(expected[:3])
+    with torch.cuda.stream(theirs):
+        torch.mm(a, a, out=product)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(theirs):
+        for _ in range(60):  # some 0.1 s
+            torch.mm(a, a, out=product)
+        at_work = torch.cuda.Event()
+        at_work.record()
+    with torch.cuda.stream(ours):
+        found = forward_and_gradients(f, call, grad_outputs)
+        assert not at_work.query(), "the other kernels had ended: this test tested nothing"
+    torch.cuda.synchronize()
+    assert_same_bits([*found[0], *found[1]], expected)
+
+
+@needs_cuda
+@types
+@pytest.mark.parametrize("first,second", [on_gpu(*pair) for pair in itertools.product(ALGORITHMS, repeat=2)])
+def test_two_sequences_on_two_streams_at_once(dtype, first, second):
+    """Each fills the GPU: neither may keep the other's blocks out while its own wait."""
+    work = [
+        (torch.cuda.Stream(), *sequence(op, algorithm, dtype, length=200, seed=i))
+        for i, (op, algorithm) in enumerate(zip(OPS.values(), (first, second), strict=True))
+    ]
+    expected = []
+    for stream, call, f in work:
+        with torch.cuda.stream(stream):
+            results = forward_and_gradients(f, call)
+            expected.append([x.clone() for x in itertools.chain(*results)])
+            grad_outputs = cotangents(results[0])
+        torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    start = torch.cuda.Event()
+    start.record()
+    found = []
+    for stream, _, _ in work:
+        stream.wait_event(start)
+    for _ in range(3):
+        for i, (stream, call, f) in enumerate(work):
+            with torch.cuda.stream(stream):
+                found.append((i, forward_and_gradients(f, call, grad_outputs)))
+    torch.cuda.synchronize()
+    for i, (outputs, gradients) in found:
+        assert_same_bits([*outputs, *gradients], expected[i])
+
+
+@needs_cuda
+@ops
+@algorithms
+def test_no_call_waits_for_the_gpu(op, algorithm):
+    call, f = sequence(op, algorithm, batch=9)
+    grad_outputs = cotangents(forward_and_gradients(f, call)[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_and_gradients(f, call, grad_outputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if algorithm == "cluster":
+        return
+    sizes = [9, 9, 5, 2]
+    call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
+    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
+    grad_outputs = cotangents(forward_and_gradients(f, call)[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_and_gradients(f, call, grad_outputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- lltm_algorithm and lstm_algorithm -------------------------------------------------------------------
+
+
+@ops
+def test_the_cpu_runs_stepwise(op, dtype):
+    call = op.call(Make(dtype), 3, 9, 64)
+    for algorithm, backward in itertools.product(("auto", "stepwise"), (False, True)):
+        assert op.plan(*call.args, algorithm=algorithm, backward=backward) == "stepwise"
+    input, h0, c0, *weights = call.args
+    assert op.algorithm_of(input, (h0, c0), *weights) == "stepwise"
+
+
+@ops
+@pytest.mark.parametrize("algorithm", ["cluster", "grid"])
+def test_the_cpu_refuses_what_it_cannot_run(op, dtype, algorithm):
+    call = op.call(Make(dtype), 3, 9, 64)
+    assert_refused(op, call, algorithm, "needs a CUDA device")
+    sizes = [9, 5]
+    packed_call = op.call(Make(dtype), None, 9, 64, sizes=sizes)
+    assert_refused(op, packed_call, algorithm, "needs a CUDA device", sizes=sizes)
+    input, h0, c0, *weights = call.args
+    for function in (op.function, op.algorithm_of):
+        with pytest.raises(RuntimeError, match=rf"algorithm '{algorithm}' needs a CUDA device .*'auto' runs"):
+            function(input, (h0, c0), *weights, algorithm=algorithm)
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("algorithm", ["cluster", "grid"])
+def test_what_cannot_run_is_refused_with_its_reason(op, algorithm):
+    for dtype, hidden, batch in (
+        (DOUBLE, 64, 9),
+        (torch.float32, 12, 9),
+        (torch.float16, 4, 9),
+        (torch.float32, 1032, 9),
+        (torch.float16, 2056, 1),
+        (torch.bfloat16, 2048, 130),
+    ):
+        reason = why_not(algorithm, dtype, hidden, batch, gates=op.gates)
+        assert reason
+        call = op.call(Make(dtype, "cuda"), 2, batch, hidden, input_size=3)
+        assert_refused(op, call, algorithm, reason)
+        assert op.plan(*call.args, algorithm="stepwise") == "stepwise"
+        exact = call.map(torch.Tensor.double).run(op.loop)
+        assert_all_near(call.run(op), exact, FORWARD[dtype])  # auto runs everything
+    for hidden, dtype in ((136, torch.float32), (520, torch.float16)):
+        call = op.call(Make(dtype, "cuda"), 2, 3, hidden, input_size=3)
+        assert_refused(op, call, "cluster", why_not("cluster", dtype, hidden, 3))
+    sizes = [9, 5]
+    call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
+    assert_refused(op, call, "cluster", why_not("cluster", torch.float16, 64, 9, is_packed=True), sizes=sizes)
+
+
+@ops
+def test_a_name_of_no_algorithm_is_a_value_error(op, device):
+    input, h0, c0, *weights = op.call(Make(device=device), 3, 9, 64).args
+    for name in ("fastest", "", "Grid", "auto "):
+        for function in (op.function, op.algorithm_of):
+            with pytest.raises(
+                ValueError,
+                match=rf"^{op.name}(_algorithm)?: expected algorithm to be 'auto', 'stepwise', 'cluster' or "
+                rf"'grid', got '{name}'",
+            ):
+                function(input, (h0, c0), *weights, algorithm=name)
+
+
+@ops
+def test_auto_runs_everything(op, dtype, device):
+    """Whatever it names can be asked for by that name, and gives the same bits."""
+    for length, batch, hidden in ((3, 9, 64), (2, 3, 5), (1, 1, 1), (2, 130, 24), (0, 3, 8), (3, 0, 8)):
+        call = op.call(Make(dtype, device), length, batch, hidden, input_size=3)
+        name = op.plan(*call.args)
+        assert name in (
+            ALGORITHMS if device == "cuda" and dtype != DOUBLE and hidden % 8 == 0 else ["stepwise"]
+        )
+        outputs = call.run(op)
+        assert_same_bits(call.run(functools.partial(op, algorithm=name)), outputs)
+        assert_all_near(outputs, call.map(torch.Tensor.double).run(op.loop), FORWARD[dtype])
+
+
+def kernels_of(functions):
+    """The names of the kernels that each function has run, by torch's profiler."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+        for f in functions:
+            f()
+            torch.cuda._sleep(1)  # a kernel to tell where one ends
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found = [[]]
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if "spin_kernel" in event.name:
+            found.append([])
+        else:
+            found[-1].append(event.name)
+    assert found.pop() == []
+    return found
+
+
+@pytest.fixture(scope="module")
+def profiler_sees_kernels():
+    if not any(kernels_of([lambda: torch.ones(9, device="cuda") + 1])):
+        pytest.skip("torch.profiler sees no kernels here")
+
+
+@needs_cuda
+@ops
+@types
+def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
+    cases, functions, make = [], [], Make(dtype, "cuda")
+    weights = {hidden: op.weights(make, hidden) for hidden in (5, 64, 256, 600, 1024)}
+    for hidden, batch, sizes, algorithm in itertools.product(
+        weights, (3, 67, 300), (None, 3), ("auto", *ALGORITHMS)
+    ):
+        sizes = sizes and [batch, batch, 1]
+        if algorithm != "auto" and why_not(
+            algorithm, dtype, hidden, batch, is_packed=bool(sizes), gates=op.gates
+        ):
+            continue
+        call = op.call_with(make, 3, batch, weights[hidden], sizes=sizes).leaves()
+        f = functools.partial(call.run, functools.partial(op, sizes=sizes, algorithm=algorithm))
+        outputs = f()
+        backward = functools.partial(
+            torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
+        )
+        backward()  # all modules are loaded before the profiler looks
+        for direction, function in (("forward", f), ("backward", backward)):
+            named = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
+            cases.append((direction, named, f"{algorithm}, {hidden=}, {batch=}, {sizes=}, {direction}"))
+            functions.append(function)
+    found = kernels_of(functions)
+    assert len(found) == len(cases)
+    for kernels, (direction, named, what) in zip(found, cases, strict=True):
+        at_once = any(f"recurrence_{direction}_kernel" in name for name in kernels)
+        stepwise = any("recurrence_step_kernel" in name for name in kernels)
+        assert (at_once, stepwise) == (named != "stepwise", named == "stepwise"), (what, named, kernels)
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------
+
+
+def layer_by_loops(op, layer, sequences, hx, parameters):
+    """What a layer must give for sequences [length, input_size], each alone: outputs, h_n, c_n."""
+    directions = ("", "_reverse") if layer.bidirectional else ("",)
+    outputs, states = [], []
+    for b, x in enumerate(sequences):
+        final = []
+        for k in range(layer.num_layers):
+            found = []
+            for suffix in directions:
+                end = f"_l{k}{suffix}"
+                biases = [
+                    v for name, v in parameters.items() if name.startswith("bias") and name.endswith(end)
+                ]
+                h, c = (s[len(final), b : b + 1] for s in hx)
+                output, h, c = op.loop(
+                    x[:, None],
+                    h,
+                    c,
+                    parameters["weight_ih" + end],
+                    parameters["weight_hh" + end],
+                    sum(biases) if biases else None,
+                    reverse=suffix != "",
+                )
+                found.append(output[:, 0])
+                final.append((h, c))
+            x = torch.cat(found, -1)
+        outputs.append(x)
+        states.append(final)
+    h_n, c_n = (
+        torch.stack([torch.cat([f[s][i] for f in states]) for s in range(len(states[0]))]) for i in (0, 1)
+    )
+    return outputs, h_n, c_n
+
+
+def check_layer(op, layer_type, device, data):
+    """Any layer on dense or packed input, against loops over each of its sequences alone, in float64."""
+    length, batch = data.draw(st.integers(1, 12), label="length"), data.draw(st.integers(1, 6), label="batch")
+    input_size = data.draw(st.integers(1, 9), label="input_size")
+    hidden = data.draw(st.sampled_from([1, 5, 8, 16, 24, 40]), label="hidden_size")
+    options = {
+        "num_layers": data.draw(st.integers(1, 3), label="num_layers"),
+        "bidirectional": data.draw(st.booleans(), label="bidirectional"),
+        "bias": data.draw(st.booleans(), label="bias"),
+    }
+    lengths = data.draw(
+        st.none() | st.lists(st.integers(1, length), min_size=batch, max_size=batch), label="lengths"
+    )
+    torch.manual_seed(0)
+    layer, make = layer_type(input_size, hidden, **options, device=device), Make(device=device)
+    values = make(length, batch, input_size).requires_grad_()
+    states = options["num_layers"] * (2 if options["bidirectional"] else 1)
+    hx = tuple(make(states, batch, hidden).requires_grad_() for _ in range(2))
+    if lengths is None:
+        output, (h_n, c_n) = layer(values, hx)
+        outputs = [output[:, b] for b in range(batch)]
+    else:
+        rows, (h_n, c_n) = layer(pack_padded_sequence(values, lengths, enforce_sorted=False), hx)
+        padded, _ = torch.nn.utils.rnn.pad_packed_sequence(rows)
+        outputs = [padded[:n, b] for b, n in enumerate(lengths)]
+    ours = [*outputs, h_n, c_n]
+    gradients = torch.autograd.grad(ours, [values, *hx, *layer.parameters()], cotangents(ours))
+
+    x, *exact_hx = (v.detach().double().requires_grad_() for v in (values, *hx))
+    parameters = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    sequences = [x[:n, b] for b, n in enumerate(lengths or [length] * batch)]
+    exact_outputs, *final = layer_by_loops(op, layer, sequences, exact_hx, parameters)
+    exact = [*exact_outputs, *final]
+    grad_outputs = [g.double() for g in cotangents(ours)]
+    exact_gradients = torch.autograd.grad(exact, [x, *exact_hx, *parameters.values()], grad_outputs)
+    assert_all_near(ours, exact, FORWARD[torch.float32], "output")
+    assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32], "gradient")
+
+
+@hypothesis.settings(EXAMPLES, max_examples=25)
+@hypothesis.given(data=st.data())
+def test_any_lltm_layer_equals_loops_over_its_sequences(data, device):
+    check_layer(OPS["lltm"], lltm_ext.LLTM, device, data)
+
+
+@hypothesis.settings(EXAMPLES, max_examples=25)
+@hypothesis.given(data=st.data())
+def test_any_lstm_layer_equals_loops_over_its_sequences(data, device):
+    check_layer(OPS["lstm"], lltm_ext.LSTM, device, data)
+
+
+# ---- Strides and alignment -------------------------------------------------------------------------------
+#
+# Last in this file: a kernel that reads 16 bytes where there are none aligned takes the CUDA context with it.
+
+
+def misaligned_transposed(x):
+    """Rows and columns exchanged in memory, which begins at an odd element."""
+    return misaligned(x.mT.contiguous()).mT if x.dim() > 1 else misaligned(x)
+
+
+LAYOUTS = {
+    f.__name__: f for f in (transposed, stepped, expanded, negated_view, misaligned, misaligned_transposed)
+}
+layouts = pytest.mark.parametrize("way", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@ops
+@types
+@runs
+@layouts
+def test_strides_of_each_argument_alone_and_of_all(op, dtype, device, algorithm, way):
+    call = op.call(Make(dtype, device), 3, 9, 64)
+    for which in (*({i} for i in range(len(NAMES))), set(range(len(NAMES)))):
+        changed = Call(*(way(x) if i in which else x for i, x in enumerate(call.args)))
+        f = functools.partial(op, algorithm=algorithm)
+        outputs, gradients = forward_and_gradients(f, changed)
+        exact = changed.map(lambda x: packed(x).double())
+        expected, expected_gradients = forward_and_gradients(op.loop, exact, cotangents(outputs))
+        what = f"{way.__name__} {[NAMES[i] for i in sorted(which)]}"
+        assert_all_near(outputs, expected, FORWARD[dtype], f"{what}: output")
+        assert_all_near(gradients, expected_gradients, BACKWARD[dtype], f"{what}: gradient of argument")
+
+
+@ops
+@types
+@runs
+@layouts
+def test_strides_of_incoming_gradients(op, dtype, device, algorithm, way):
+    call = op.call(Make(dtype, device), 3, 9, 64)
+    f = functools.partial(op, algorithm=algorithm)
+    grad_outputs = [way(g) for g in cotangents(call.run(f))]
+    _, gradients = forward_and_gradients(f, call, grad_outputs)
+    exact = [packed(g).double() for g in grad_outputs]
+    _, expected = forward_and_gradients(op.loop, call.map(torch.Tensor.double), exact)
+    assert_all_near(gradients, expected, BACKWARD[dtype], f"{way.__name__}: gradient of argument")
+
+
+@ops
+@types
+@runs_of_packed
+@pytest.mark.parametrize("way", [transposed, stepped, misaligned, misaligned_transposed])
+def test_strides_of_packed_rows_and_their_gradients(op, dtype, device, algorithm, way):
+    sizes = [9, 5, 2]
+    call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes).map(way)
+    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
+    grad_outputs = [way(g) for g in cotangents(call.run(f))]
+    outputs, gradients = forward_and_gradients(f, call, grad_outputs)
+    expected, expected_gradients = forward_and_gradients(
+        functools.partial(op.loop, sizes=sizes),
+        call.map(lambda x: packed(x).double()),
+        [packed(g).double() for g in grad_outputs],
+    )
+    assert_all_near(outputs, expected, FORWARD[dtype], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[dtype], "gradient of argument")
