@@ -16,6 +16,8 @@ from torch import Tensor
 
 ops = torch.ops.lltm_ext
 
+State = tuple[Tensor, Tensor]
+
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -104,3 +106,20 @@ def differentiable_gradients(
     for i, gradient in zip(given, found, strict=True):
         gradients[i] = gradient
     return tuple(gradients)
+
+
+def check_pair(name: str, hx: Any) -> State:
+    """hx as (h0, c0)."""
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
+    return hx[0], hx[1]
+
+
+def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
+    """hx as (h0, c0), tensors of the shape that a layer expects."""
+    pair = check_pair(name, hx)
+    for argument, state in zip(("h0", "c0"), pair, strict=True):
+        check_tensor(name, argument, state)
+        if state.shape != shape:
+            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
+    return pair

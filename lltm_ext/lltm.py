@@ -21,9 +21,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._C import lltm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, differentiable_gradients, ops, transforms_active, vmap_rows
-
-State = tuple[Tensor, Tensor]
+from lltm_ext._library import (
+    State,
+    check_hx,
+    check_pair,
+    check_tensor,
+    differentiable_gradients,
+    ops,
+    transforms_active,
+    vmap_rows,
+)
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -221,9 +228,7 @@ def lltm(
     Source: the formula at the head of this module.
     """
     check_tensor("lltm", "input", input)
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"lltm: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    h0, c0 = hx
+    h0, c0 = check_pair("lltm", hx)
     if transforms_active():
         output, h_n, c_n, *_ = _SequenceFunction.apply(input, h0, c0, weight_ih, weight_hh, bias)
     else:
@@ -250,7 +255,9 @@ def lltm_algorithm(
         ValueError: for an unknown algorithm.
         RuntimeError: for one that was asked for and can't run here; the message says why.
     """
-    return ops.lltm_algorithm(input, hx[0], algorithm=algorithm, backward=backward)
+    check_tensor("lltm_algorithm", "input", input)
+    h0, _ = check_pair("lltm_algorithm", hx)
+    return ops.lltm_algorithm(input, h0, algorithm=algorithm, backward=backward)
 
 
 class LLTMCell(nn.Module):
@@ -304,7 +311,7 @@ class LLTMCell(nn.Module):
         if hx is None:
             zeros = input.new_zeros(*input.shape[:-1], self.hidden_size)
             hx = (zeros, zeros)
-        old_h, old_cell = _check_hx("LLTMCell", hx, (*input.shape[:-1], self.hidden_size))
+        old_h, old_cell = check_hx("LLTMCell", hx, (*input.shape[:-1], self.hidden_size))
         if input.dim() == 2:
             return lltm_cell(input, self.weights, self.bias, old_h, old_cell)
         new_h, new_cell = lltm_cell(input[None], self.weights, self.bias, old_h[None], old_cell[None])
@@ -400,7 +407,7 @@ class LLTM(nn.Module):
         self._check_input(input, dims=(2, 3))
         if input.dim() == 2:
             if hx is not None:
-                h0, c0 = _check_hx("LLTM", hx, (self._states, self.hidden_size))
+                h0, c0 = check_hx("LLTM", hx, (self._states, self.hidden_size))
                 hx = (h0.unsqueeze(1), c0.unsqueeze(1))
             output, h_n, c_n = self._run(input.unsqueeze(1), hx, None)
             return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
@@ -411,7 +418,7 @@ class LLTM(nn.Module):
         data, batch_sizes, sorted_indices, unsorted_indices = input
         self._check_input(data, dims=(2,))
         if hx is not None and sorted_indices is not None:
-            h0, c0 = _check_hx("LLTM", hx, (self._states, int(batch_sizes[0]), self.hidden_size))
+            h0, c0 = check_hx("LLTM", hx, (self._states, int(batch_sizes[0]), self.hidden_size))
             hx = (h0.index_select(1, sorted_indices), c0.index_select(1, sorted_indices))
         output, h_n, c_n = self._run(data, hx, batch_sizes.tolist())
         if unsorted_indices is not None:
@@ -427,7 +434,7 @@ class LLTM(nn.Module):
         if hx is None:
             zeros = input.new_zeros(shape)
             hx = (zeros, zeros)
-        h0, c0 = _check_hx("LLTM", hx, shape)
+        h0, c0 = check_hx("LLTM", hx, shape)
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         for layer in range(self.num_layers):
@@ -505,16 +512,6 @@ def _check_sizes(name: str, **sizes: int) -> None:
             raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
         if size <= 0:
             raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
-
-
-def _check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    for argument, state in zip(("h0", "c0"), hx, strict=True):
-        check_tensor(name, argument, state)
-        if state.shape != shape:
-            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
-    return hx[0], hx[1]
 
 
 def _init_uniform(module: nn.Module, hidden_size: int) -> None:

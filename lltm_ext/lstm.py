@@ -19,9 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, ops
-
-State = tuple[Tensor, Tensor]
+from lltm_ext._library import State, check_hx, check_pair, check_tensor, ops
 
 
 def lstm_reference(
@@ -65,9 +63,8 @@ def lstm(
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
     check_tensor("lstm", "input", input)
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"lstm: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    output, h_n, c_n = ops.lstm(input, hx[0], hx[1], weight_ih, weight_hh, bias, algorithm=algorithm)
+    h0, c0 = check_pair("lstm", hx)
+    output, h_n, c_n = ops.lstm(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
     return output, (h_n, c_n)
 
 
@@ -82,14 +79,18 @@ def lstm_algorithm(
     backward: bool = False,
 ) -> str:
     """The algorithm that :func:`lstm` takes for these arguments; see :func:`lltm_ext.lltm_algorithm`."""
-    return ops.lstm_algorithm(input, hx[0], algorithm=algorithm, backward=backward)
+    check_tensor("lstm_algorithm", "input", input)
+    h0, _ = check_pair("lstm_algorithm", hx)
+    return ops.lstm_algorithm(input, h0, algorithm=algorithm, backward=backward)
 
 
 class LSTM(nn.LSTM):
     """Takes the place of :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
     An ``nn.LSTM`` in all but speed, and but for ``proj_size``, which must be 0. Arguments, shapes and
-    attributes are those of its documentation.
+    attributes are those of its documentation. As torch.compile refuses every nn.LSTM in fullgraph mode, so
+    it does this one, unless ``torch._dynamo.config.allow_rnn`` is set; torch.func takes the function
+    :func:`lltm_ext.lltm` and nn.LSTM, but not this layer.
 
     Raises:
         ValueError: for a ``proj_size`` other than 0.
@@ -100,7 +101,7 @@ class LSTM(nn.LSTM):
         if self.proj_size != 0:
             raise ValueError(f"LSTM: expected proj_size to be 0, got {self.proj_size}")
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None
     ) -> tuple[Tensor | PackedSequence, State]:
         if isinstance(input, PackedSequence):
@@ -108,15 +109,12 @@ class LSTM(nn.LSTM):
         check_tensor("LSTM", "input", input)
         if input.dim() not in (2, 3):
             raise ValueError(f"LSTM: expected input of 2 or 3 dimensions, got {list(input.shape)}")
+        self._check_width(input)
         batched = input.dim() == 3
         steps = input.unsqueeze(1) if not batched else input.transpose(0, 1) if self.batch_first else input
         if hx is not None and not batched:
-            if hx[0].dim() != 2 or hx[1].dim() != 2:
-                raise RuntimeError(
-                    "LSTM: expected hx of 2 dimensions for an unbatched input, "
-                    f"got {list(hx[0].shape)} and {list(hx[1].shape)}"
-                )
-            hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
+            h0, c0 = check_hx("LSTM", hx, (self._states, self.hidden_size))
+            hx = (h0.unsqueeze(1), c0.unsqueeze(1))
         output, h_n, c_n = self._run(steps, hx, None)
         if not batched:
             return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
@@ -124,8 +122,9 @@ class LSTM(nn.LSTM):
 
     def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
+        self._check_width(data)
         if hx is not None:
-            hx = self.permute_hidden(hx, sorted_indices)
+            hx = self.permute_hidden(check_pair("LSTM", hx), sorted_indices)
         output, h_n, c_n = self._run(data, hx, batch_sizes)
         return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), self.permute_hidden(
             (h_n, c_n), unsorted_indices
@@ -137,21 +136,19 @@ class LSTM(nn.LSTM):
         """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
         directions = 2 if self.bidirectional else 1
         batch = input.shape[1] if batch_sizes is None else int(batch_sizes[0])
+        shape = (self._states, batch, self.hidden_size)
         if hx is None:
-            zeros = input.new_zeros(self.num_layers * directions, batch, self.hidden_size)
+            zeros = input.new_zeros(shape)
             hx = (zeros, zeros)
-        shape = (self.num_layers * directions, batch, self.hidden_size)
-        for name, state in zip(("h0", "c0"), hx, strict=True):
-            if state.shape != shape:
-                raise RuntimeError(f"LSTM: expected {name} of shape {list(shape)}, got {list(state.shape)}")
+        h0, c0 = check_hx("LSTM", hx, shape)
         sizes = None if batch_sizes is None else batch_sizes.tolist()
         h_n, c_n = [], []
         for layer in range(self.num_layers):
             outputs = []
             for direction in range(directions):
-                state = layer * directions + direction
+                index = layer * directions + direction
                 output, h, c = ops.lstm(
-                    input, hx[0][state], hx[1][state], *self._weights_of(state), sizes, direction == 1
+                    input, h0[index], c0[index], *self._weights_of(index), sizes, direction == 1
                 )
                 outputs.append(output)
                 h_n.append(h)
@@ -161,6 +158,16 @@ class LSTM(nn.LSTM):
                 input = F.dropout(input, self.dropout, self.training)
         return input, torch.stack(h_n), torch.stack(c_n)
 
-    def _weights_of(self, state: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight_ih, weight_hh, *biases = (getattr(self, name) for name in self._all_weights[state])
+    @property
+    def _states(self) -> int:
+        return self.num_layers * (2 if self.bidirectional else 1)
+
+    def _check_width(self, input: Tensor) -> None:
+        if input.shape[-1] != self.input_size:
+            raise RuntimeError(
+                f"LSTM: expected input of input_size = {self.input_size} features, got {list(input.shape)}"
+            )
+
+    def _weights_of(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight_ih, weight_hh, *biases = (getattr(self, name) for name in self._all_weights[index])
         return weight_ih, weight_hh, biases[0] + biases[1] if biases else None

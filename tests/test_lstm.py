@@ -680,7 +680,7 @@ class TestLSTM(ModuleSuite):
             (
                 (torch.zeros(6, 7), (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))),
                 RuntimeError,
-                r"^LSTM: expected hx of 2 dimensions for an unbatched input, got \[1, 1, 8\]",
+                r"^LSTM: expected h0 of shape \[1, 8\], got \[1, 1, 8\]",
             ),
             (
                 (torch.zeros(6, 7), (torch.zeros(1, 9), torch.zeros(1, 8))),
