@@ -58,7 +58,11 @@ def extension(make, op, cuda):
             # The map keeps the path of this folder out of the modules' error messages.
             # -fopenmp: without it at::parallel_for runs on one thread.
             "cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="],
-            "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden"],
+            "nvcc": [
+                "-O3",
+                "-Xcompiler=-fvisibility=hidden",
+                *(toolchain.smallest_code(cuda.nvcc) if cuda else []),
+            ],
         },
         extra_link_args=["-Wl,-s", "-fopenmp"],
     )

@@ -183,6 +183,12 @@ def cudart_folder(home: Path, folder: Path) -> Path | None:
 # ---- architectures -----------------------------------------------------------------------------------------
 
 
+def smallest_code(nvcc: Path) -> list[str]:
+    """The option that makes device code a quarter of its size, for a driver of CUDA 12.4 or newer to read."""
+    help_text = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=True).stdout
+    return ["--compress-mode=size"] if "--compress-mode" in help_text else []
+
+
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     """TORCH_CUDA_ARCH_LIST, or those of ours that the compiler knows and PTX of the last for later GPUs."""
     chosen = env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()

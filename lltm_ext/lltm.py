@@ -31,6 +31,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
+from lltm_ext._sequence import sequence_function, sequence_op
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -121,46 +122,8 @@ class LLTMFunction(_CellFunction):
         return _CellFunction.apply(*args)[:2] if transforms_active() else ops.lltm_cell(*args)
 
 
-class _SequenceFunction(torch.autograd.Function):
-    """A whole sequence: ``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
-
-    @staticmethod
-    def forward(
-        input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        return ops.lltm_forward(input, h0, c0, weight_ih, weight_hh, bias, None, False, "auto")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
-        y, _, _, gates, extra = output
-        ctx.mark_non_differentiable(gates, extra)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, y, gates, extra)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, output, gates, extra = ctx.saved_tensors
-        grads = grad_outputs[:3]
-        if all(g is None for g in grads):
-            return (None,) * 6
-        if torch.is_grad_enabled():
-            return differentiable_gradients(_sequence_reference, inputs, grads)
-        *states_and_weights, bias = inputs
-        gradients = ops.lltm_backward(
-            *grads, *states_and_weights, output, gates, extra, None, False, "auto", True, bias is not None
-        )
-        return (*gradients[:5], None if bias is None else gradients[5])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        return vmap_rows(_SequenceFunction.apply, {0: 1, 1: 0, 2: 0}, (1, 0, 0, 1, 1))(info, in_dims, *args)
-
-
-def _sequence_reference(
-    input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    output, (h_n, c_n) = lltm_reference(input, (h0, c0), weight_ih, weight_hh, bias)
-    return output, h_n, c_n
+_SequenceFunction = sequence_function("lltm", lltm_reference)
+_sequence = sequence_op("lltm", _SequenceFunction)
 
 
 def lltm_cell(
@@ -229,10 +192,7 @@ def lltm(
     """
     check_tensor("lltm", "input", input)
     h0, c0 = check_pair("lltm", hx)
-    if transforms_active():
-        output, h_n, c_n, *_ = _SequenceFunction.apply(input, h0, c0, weight_ih, weight_hh, bias)
-    else:
-        output, h_n, c_n = ops.lltm(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
+    output, h_n, c_n = _sequence(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
     return output, (h_n, c_n)
 
 
@@ -442,7 +402,7 @@ class LLTM(nn.Module):
             for suffix in self._suffixes:
                 weight_ih, weight_hh, bias = self._parameters_of(layer, suffix)
                 state = len(h_n)
-                output, h, c = self._run_one(
+                output, h, c = _sequence(
                     input, h0[state], c0[state], weight_ih, weight_hh, bias, batch_sizes, suffix == "_reverse"
                 )
                 outputs.append(output)
@@ -452,27 +412,6 @@ class LLTM(nn.Module):
             if self.dropout > 0 and layer < self.num_layers - 1:
                 input = F.dropout(input, self.dropout, self.training)
         return input, torch.stack(h_n), torch.stack(c_n)
-
-    @staticmethod
-    def _run_one(
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None,
-        batch_sizes: list[int] | None,
-        reverse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not transforms_active():
-            return ops.lltm(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse)
-        if batch_sizes is not None:
-            raise RuntimeError(
-                "LLTM: expected a padded input under torch.func transforms, got a PackedSequence"
-            )
-        steps = input.flip(0) if reverse else input
-        output, h_n, c_n, *_ = _SequenceFunction.apply(steps, h0, c0, weight_ih, weight_hh, bias)
-        return output.flip(0) if reverse else output, h_n, c_n
 
     @property
     def _states(self) -> int:
@@ -521,4 +460,3 @@ def _init_uniform(module: nn.Module, hidden_size: int) -> None:
 
 
 torch.library.register_vmap("lltm_ext::lltm_cell", vmap_rows(ops.lltm_cell, {0: 0, 3: 0, 4: 0}, (0, 0)))
-torch.library.register_vmap("lltm_ext::lltm", vmap_rows(ops.lltm, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import State, check_hx, check_pair, check_tensor, ops
+from lltm_ext._sequence import sequence_function, sequence_op
 
 
 def lstm_reference(
@@ -38,6 +39,10 @@ def lstm_reference(
         outputs.append(h)
     output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
     return output, (h, c)
+
+
+_SequenceFunction = sequence_function("lstm", lstm_reference)
+_sequence = sequence_op("lstm", _SequenceFunction)
 
 
 def lstm(
@@ -64,7 +69,7 @@ def lstm(
     """
     check_tensor("lstm", "input", input)
     h0, c0 = check_pair("lstm", hx)
-    output, h_n, c_n = ops.lstm(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
+    output, h_n, c_n = _sequence(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
     return output, (h_n, c_n)
 
 
@@ -89,8 +94,7 @@ class LSTM(nn.LSTM):
 
     An ``nn.LSTM`` in all but speed, and but for ``proj_size``, which must be 0. Arguments, shapes and
     attributes are those of its documentation. As torch.compile refuses every nn.LSTM in fullgraph mode, so
-    it does this one, unless ``torch._dynamo.config.allow_rnn`` is set; torch.func takes the function
-    :func:`lltm_ext.lltm` and nn.LSTM, but not this layer.
+    it does this one, unless ``torch._dynamo.config.allow_rnn`` is set.
 
     Raises:
         ValueError: for a ``proj_size`` other than 0.
@@ -147,7 +151,7 @@ class LSTM(nn.LSTM):
             outputs = []
             for direction in range(directions):
                 index = layer * directions + direction
-                output, h, c = ops.lstm(
+                output, h, c = _sequence(
                     input, h0[index], c0[index], *self._weights_of(index), sizes, direction == 1
                 )
                 outputs.append(output)

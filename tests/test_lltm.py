@@ -187,7 +187,7 @@ class TestLLTMFunction(SmoothSuite):
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
         """What lltm takes under torch.func's transforms."""
-        output, h_n, c_n, *_ = _SequenceFunction.apply(input, *hx, weight_ih, weight_hh, bias)
+        output, h_n, c_n, *_ = _SequenceFunction.apply(input, *hx, weight_ih, weight_hh, bias, "auto")
         return output, (h_n, c_n)
 
     def dispatcher_calls(self, call):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 import lltm_ext
-from lltm_ext.lstm import lstm_reference
+from lltm_ext.lstm import _SequenceFunction, lstm_reference
 
 FLOATING = "float16, bfloat16, float32 or float64"
 
@@ -167,23 +167,13 @@ class TestLSTMFunction(SmoothSuite):
     }
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
-        """The dispatcher's op, which has no autograd Function of Python."""
-        output, h_n, c_n = torch.ops.lltm_ext.lstm(input, *hx, weight_ih, weight_hh, bias)
+        """What lstm takes under torch.func's transforms."""
+        output, h_n, c_n, *_ = _SequenceFunction.apply(input, *hx, weight_ih, weight_hh, bias, "auto")
         return output, (h_n, c_n)
 
     def dispatcher_calls(self, call):
         input, (h0, c0), *rest = call.args
         yield torch.ops.lltm_ext.lstm.default, Call(input, h0, c0, *rest)
-
-    # torch.func's transforms enter no C++ autograd function, and lstm has no other.
-    test_vmap_of_grad_gives_each_samples_gradient = None
-    test_jacrev_matches_the_reference = None
-    test_vjp_of_vjp_matches_the_reference = None
-
-    def test_gradients_by_torch_func_are_refused_and_not_wrong(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        with pytest.raises(RuntimeError, match=r"torch::autograd::Function with functorch transforms"):
-            torch.func.grad(lambda *tensors: call.bind(self.function)(*tensors)[0].sum())(*call.tensors)
 
     def test_opcheck_of_packed_rows_and_the_other_direction(self, device):
         for grad, reverse in itertools.product((False, True), repeat=2):
