@@ -185,8 +185,7 @@ def cudart_folder(home: Path, folder: Path) -> Path | None:
 
 def smallest_code(nvcc: Path) -> list[str]:
     """The option that makes device code a quarter of its size, for a driver of CUDA 12.4 or newer to read."""
-    help_text = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=True).stdout
-    return ["--compress-mode=size"] if "--compress-mode" in help_text else []
+    return ["--compress-mode=size"] if "--compress-mode" in _output(nvcc, "--help") else []
 
 
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:

@@ -252,6 +252,14 @@ def test_the_variable_overrides_the_architectures(tmp_path: Path, listed: str) -
     assert chosen == ["8.0", "9.0+PTX"]
 
 
+@pytest.mark.parametrize("options,taken", [("--compress-mode --std", True), ("--std", False)])
+def test_device_code_is_compressed_where_the_compiler_can(tmp_path: Path, options: str, taken: bool) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --help ] && echo "{options}"\n')
+    nvcc.chmod(0o755)
+    assert _toolchain.smallest_code(nvcc) == (["--compress-mode=size"] if taken else [])
+
+
 def test_max_jobs_overrides_the_jobs() -> None:
     assert _toolchain.jobs({"MAX_JOBS": "7"}) == 7
 
