@@ -175,9 +175,9 @@ def lltm(
         algorithm: how the steps run. "auto" picks the fastest that can (:func:`lltm_algorithm` says which).
             "stepwise" is a matrix product and a pointwise kernel a step, for any size, dtype and device.
             "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and float32, with
-            H a multiple of 8: "cluster" (compute capability 9.0 and above, H up to 512 in half types)
-            exchanges states through the shared memory of thread block clusters, "grid" (8.0 and above, H up
-            to 1024, 2048 for few rows) through the L2 cache.
+            H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half types, 128 in
+            float32) exchanges states through the shared memory of thread block clusters; "grid" (8.0 and
+            above; H up to 1024, 2048 for few rows in half types) through the L2 cache.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
