@@ -25,7 +25,7 @@ import lltm_ext
 from lltm_ext import _record, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-OPS = ("gemm", "lltm", "lstm", "relu", "round", "sigmoid")
+OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
 CUDA = torch.version.cuda
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 BASE_VERSION = _record.check(torch)["version"].split("+")[0]
