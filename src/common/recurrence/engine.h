@@ -6,8 +6,15 @@
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <cuda_runtime_api.h>
+#endif
 
 namespace lltm_ext {
+
+#ifndef LLTM_EXT_WITH_CUDA
+// Stand-ins, so that code which is generic over the device reads the same. Nothing calls what names them.
+using cudaError_t = int;
+using cudaStream_t = void*;
+#endif
 
 // Runs a plan that is not stepwise. Fills the memory through which blocks exchange values first. Fails with
 // cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU has no room for it.
@@ -17,4 +24,3 @@ template <class Cell, typename T>
 cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream);
 
 }  // namespace lltm_ext
-#endif
