@@ -1,6 +1,6 @@
-"""What the sequence ops share in Python: a whole sequence, under torch.func's transforms too.
+"""What the sequence ops share in Python: a whole sequence, under torch.func's transforms too, and the layers.
 
-Outside them a call goes straight to the op, whose autograd is C++. Inside, where nothing enters a C++
+Outside transforms a call goes straight to the op, whose autograd is C++. Inside, where nothing enters a C++
 autograd function, it takes a ``torch.autograd.Function`` of the op's own forward and backward.
 """
 
@@ -10,9 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from lltm_ext._library import State, differentiable_gradients, ops, transforms_active, vmap_rows
+from lltm_ext._library import (
+    State,
+    check_hx,
+    check_tensor,
+    differentiable_gradients,
+    ops,
+    transforms_active,
+    vmap_rows,
+)
 
 Reference = Callable[[Tensor, State, Tensor, Tensor, Tensor | None], tuple[Tensor, State]]
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -96,3 +106,88 @@ def sequence_op(name: str, function: type[torch.autograd.Function]) -> Callable[
 
     torch.library.register_vmap(f"lltm_ext::{name}", vmap_rows(op, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))
     return run
+
+
+class SequenceLayer(nn.Module):
+    """A layer with nn.LSTM's options and call, whose class gives the op and the parameters."""
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+
+    _sequence: Callable[..., Outputs]  # of sequence_op
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(weight_ih, weight_hh, bias)"""
+        raise NotImplementedError
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        """Raises for an input that has not one of these numbers of dimensions, or another width."""
+        raise NotImplementedError
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: State | None = None
+    ) -> tuple[Tensor | PackedSequence, State]:
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        check_tensor(self._name, "input", input)
+        self._check_input(input, dims=(2, 3))
+        if input.dim() == 2:
+            if hx is not None:
+                h0, c0 = check_hx(self._name, hx, (self._states, self.hidden_size))
+                hx = (h0.unsqueeze(1), c0.unsqueeze(1))
+            output, h_n, c_n = self._run(input.unsqueeze(1), hx, None)
+            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
+        output, h_n, c_n = self._run(input.transpose(0, 1) if self.batch_first else input, hx, None)
+        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n)
+
+    def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+        data, batch_sizes, sorted_indices, unsorted_indices = input
+        self._check_input(data, dims=(2,))
+        if hx is not None and sorted_indices is not None:
+            h0, c0 = check_hx(self._name, hx, (self._states, int(batch_sizes[0]), self.hidden_size))
+            hx = (h0.index_select(1, sorted_indices), c0.index_select(1, sorted_indices))
+        output, h_n, c_n = self._run(data, hx, batch_sizes.tolist())
+        if unsorted_indices is not None:
+            h_n, c_n = h_n.index_select(1, unsorted_indices), c_n.index_select(1, unsorted_indices)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), (h_n, c_n)
+
+    def _run(self, input: Tensor, hx: State | None, batch_sizes: list[int] | None) -> Outputs:
+        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
+        batch = input.shape[1] if batch_sizes is None else batch_sizes[0]
+        shape = (self._states, batch, self.hidden_size)
+        if hx is None:
+            zeros = input.new_zeros(shape)
+            hx = (zeros, zeros)
+        h0, c0 = check_hx(self._name, hx, shape)
+        h_n: list[Tensor] = []
+        c_n: list[Tensor] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(self._directions):
+                state, parameters = len(h_n), self._parameters_of(layer, direction)
+                output, h, c = self._sequence(
+                    input, h0[state], c0[state], *parameters, batch_sizes, direction == 1
+                )
+                outputs.append(output)
+                h_n.append(h)
+                c_n.append(c)
+            input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            if self.dropout > 0 and layer < self.num_layers - 1:
+                input = F.dropout(input, self.dropout, self.training)
+        return input, torch.stack(h_n), torch.stack(c_n)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def _states(self) -> int:
+        return self.num_layers * self._directions

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._C import lltm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
@@ -31,7 +30,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._sequence import sequence_function, sequence_op
+from lltm_ext._sequence import SequenceLayer, sequence_function, sequence_op
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -177,7 +176,8 @@ def lltm(
             "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and float32, with
             H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half types, 128 in
             float32) exchanges states through the shared memory of thread block clusters; "grid" (8.0 and
-            above; H up to 1024, 2048 for few rows in half types) through the L2 cache.
+            above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million) through the
+            L2 cache.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -211,13 +211,12 @@ def lltm_algorithm(
     Args:
         backward: whether to say it of the backward pass, which may take another than the forward.
 
-    Raises:
-        ValueError: for an unknown algorithm.
-        RuntimeError: for one that was asked for and can't run here; the message says why.
+    The other arguments and all errors are those of :func:`lltm`.
     """
     check_tensor("lltm_algorithm", "input", input)
-    h0, _ = check_pair("lltm_algorithm", hx)
-    return ops.lltm_algorithm(input, h0, algorithm=algorithm, backward=backward)
+    h0, c0 = check_pair("lltm_algorithm", hx)
+    tensors = (input, h0, c0, weight_ih, weight_hh, bias)
+    return ops.lltm_algorithm(*tensors, algorithm=algorithm, backward=backward)
 
 
 class LLTMCell(nn.Module):
@@ -288,7 +287,7 @@ class LLTMCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias is not None else ", bias=False")
 
 
-class LLTM(nn.Module):
+class LLTM(SequenceLayer):
     """The LLTM as a layer, called like :class:`torch.nn.LSTM`: ``output, (h_n, c_n) = layer(input, hx)``.
 
     Args:
@@ -309,6 +308,8 @@ class LLTM(nn.Module):
         hx ``(h0, c0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros where not given;
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
     """
+
+    _sequence = staticmethod(_sequence)
 
     def __init__(
         self,
@@ -339,10 +340,9 @@ class LLTM(nn.Module):
         self.batch_first = batch_first
         self.dropout = float(dropout)
         self.bidirectional = bidirectional
-        self._suffixes = ("", "_reverse") if bidirectional else ("",)
         for layer in range(num_layers):
-            layer_input = input_size if layer == 0 else hidden_size * len(self._suffixes)
-            for suffix in self._suffixes:
+            layer_input = input_size if layer == 0 else hidden_size * self._directions
+            for suffix in ("", "_reverse")[: self._directions]:
                 shapes: dict[str, tuple[int, ...]] = {
                     "weight_ih": (3 * hidden_size, layer_input),
                     "weight_hh": (3 * hidden_size, hidden_size),
@@ -358,67 +358,8 @@ class LLTM(nn.Module):
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
         _init_uniform(self, self.hidden_size)
 
-    def forward(
-        self, input: Tensor | PackedSequence, hx: State | None = None
-    ) -> tuple[Tensor | PackedSequence, State]:
-        if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
-        check_tensor("LLTM", "input", input)
-        self._check_input(input, dims=(2, 3))
-        if input.dim() == 2:
-            if hx is not None:
-                h0, c0 = check_hx("LLTM", hx, (self._states, self.hidden_size))
-                hx = (h0.unsqueeze(1), c0.unsqueeze(1))
-            output, h_n, c_n = self._run(input.unsqueeze(1), hx, None)
-            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
-        output, h_n, c_n = self._run(input.transpose(0, 1) if self.batch_first else input, hx, None)
-        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n)
-
-    def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
-        data, batch_sizes, sorted_indices, unsorted_indices = input
-        self._check_input(data, dims=(2,))
-        if hx is not None and sorted_indices is not None:
-            h0, c0 = check_hx("LLTM", hx, (self._states, int(batch_sizes[0]), self.hidden_size))
-            hx = (h0.index_select(1, sorted_indices), c0.index_select(1, sorted_indices))
-        output, h_n, c_n = self._run(data, hx, batch_sizes.tolist())
-        if unsorted_indices is not None:
-            h_n, c_n = h_n.index_select(1, unsorted_indices), c_n.index_select(1, unsorted_indices)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), (h_n, c_n)
-
-    def _run(
-        self, input: Tensor, hx: State | None, batch_sizes: list[int] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
-        batch = input.shape[1] if batch_sizes is None else batch_sizes[0]
-        shape = (self._states, batch, self.hidden_size)
-        if hx is None:
-            zeros = input.new_zeros(shape)
-            hx = (zeros, zeros)
-        h0, c0 = check_hx("LLTM", hx, shape)
-        h_n: list[Tensor] = []
-        c_n: list[Tensor] = []
-        for layer in range(self.num_layers):
-            outputs = []
-            for suffix in self._suffixes:
-                weight_ih, weight_hh, bias = self._parameters_of(layer, suffix)
-                state = len(h_n)
-                output, h, c = _sequence(
-                    input, h0[state], c0[state], weight_ih, weight_hh, bias, batch_sizes, suffix == "_reverse"
-                )
-                outputs.append(output)
-                h_n.append(h)
-                c_n.append(c)
-            input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-            if self.dropout > 0 and layer < self.num_layers - 1:
-                input = F.dropout(input, self.dropout, self.training)
-        return input, torch.stack(h_n), torch.stack(c_n)
-
-    @property
-    def _states(self) -> int:
-        return self.num_layers * len(self._suffixes)
-
-    def _parameters_of(self, layer: int, suffix: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        end = f"_l{layer}{suffix}"
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        end = f"_l{layer}{('', '_reverse')[direction]}"
         return (
             getattr(self, "weight_ih" + end),
             getattr(self, "weight_hh" + end),
@@ -429,7 +370,7 @@ class LLTM(nn.Module):
         if input.dim() not in dims or input.shape[-1] != self.input_size:
             layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
             raise RuntimeError(
-                f"LLTM: expected input of shape {layout} or [length, input_size] with "
+                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
                 f"input_size = {self.input_size}, got {list(input.shape)}"
             )
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import State, check_hx, check_pair, check_tensor, ops
-from lltm_ext._sequence import sequence_function, sequence_op
+from lltm_ext._library import State, check_pair, check_tensor, ops
+from lltm_ext._sequence import SequenceLayer, sequence_function, sequence_op
 
 
 def lstm_reference(
@@ -85,11 +83,12 @@ def lstm_algorithm(
 ) -> str:
     """The algorithm that :func:`lstm` takes for these arguments; see :func:`lltm_ext.lltm_algorithm`."""
     check_tensor("lstm_algorithm", "input", input)
-    h0, _ = check_pair("lstm_algorithm", hx)
-    return ops.lstm_algorithm(input, h0, algorithm=algorithm, backward=backward)
+    h0, c0 = check_pair("lstm_algorithm", hx)
+    tensors = (input, h0, c0, weight_ih, weight_hh, bias)
+    return ops.lstm_algorithm(*tensors, algorithm=algorithm, backward=backward)
 
 
-class LSTM(nn.LSTM):
+class LSTM(SequenceLayer, nn.LSTM):
     """Takes the place of :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
     An ``nn.LSTM`` in all but speed, and but for ``proj_size``, which must be 0. Arguments, shapes and
@@ -100,78 +99,23 @@ class LSTM(nn.LSTM):
         ValueError: for a ``proj_size`` other than 0.
     """
 
+    _sequence = staticmethod(_sequence)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.proj_size != 0:
             raise ValueError(f"LSTM: expected proj_size to be 0, got {self.proj_size}")
 
-    def forward(
-        self, input: Tensor | PackedSequence, hx: State | None = None
-    ) -> tuple[Tensor | PackedSequence, State]:
-        if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
-        check_tensor("LSTM", "input", input)
-        if input.dim() not in (2, 3):
-            raise ValueError(f"LSTM: expected input of 2 or 3 dimensions, got {list(input.shape)}")
-        self._check_width(input)
-        batched = input.dim() == 3
-        steps = input.unsqueeze(1) if not batched else input.transpose(0, 1) if self.batch_first else input
-        if hx is not None and not batched:
-            h0, c0 = check_hx("LSTM", hx, (self._states, self.hidden_size))
-            hx = (h0.unsqueeze(1), c0.unsqueeze(1))
-        output, h_n, c_n = self._run(steps, hx, None)
-        if not batched:
-            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
-        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n)
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        names = self._all_weights[layer * self._directions + direction]
+        weight_ih, weight_hh, *biases = (getattr(self, name) for name in names)
+        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None
 
-    def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
-        data, batch_sizes, sorted_indices, unsorted_indices = input
-        self._check_width(data)
-        if hx is not None:
-            hx = self.permute_hidden(check_pair("LSTM", hx), sorted_indices)
-        output, h_n, c_n = self._run(data, hx, batch_sizes)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), self.permute_hidden(
-            (h_n, c_n), unsorted_indices
-        )
-
-    def _run(
-        self, input: Tensor, hx: State | None, batch_sizes: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
-        directions = 2 if self.bidirectional else 1
-        batch = input.shape[1] if batch_sizes is None else int(batch_sizes[0])
-        shape = (self._states, batch, self.hidden_size)
-        if hx is None:
-            zeros = input.new_zeros(shape)
-            hx = (zeros, zeros)
-        h0, c0 = check_hx("LSTM", hx, shape)
-        sizes = None if batch_sizes is None else batch_sizes.tolist()
-        h_n, c_n = [], []
-        for layer in range(self.num_layers):
-            outputs = []
-            for direction in range(directions):
-                index = layer * directions + direction
-                output, h, c = _sequence(
-                    input, h0[index], c0[index], *self._weights_of(index), sizes, direction == 1
-                )
-                outputs.append(output)
-                h_n.append(h)
-                c_n.append(c)
-            input = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
-            if self.dropout > 0 and layer < self.num_layers - 1:
-                input = F.dropout(input, self.dropout, self.training)
-        return input, torch.stack(h_n), torch.stack(c_n)
-
-    @property
-    def _states(self) -> int:
-        return self.num_layers * (2 if self.bidirectional else 1)
-
-    def _check_width(self, input: Tensor) -> None:
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims:
+            raise ValueError(f"{self._name}: expected input of 2 or 3 dimensions, got {list(input.shape)}")
         if input.shape[-1] != self.input_size:
             raise RuntimeError(
-                f"LSTM: expected input of input_size = {self.input_size} features, got {list(input.shape)}"
+                f"{self._name}: expected input of input_size = {self.input_size} features, "
+                f"got {list(input.shape)}"
             )
-
-    def _weights_of(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight_ih, weight_hh, *biases = (getattr(self, name) for name in self._all_weights[index])
-        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None

@@ -53,9 +53,8 @@ class Recurrence:
         """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
         return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
 
-    def plan(self, input, h0, *_, sizes=None, algorithm="auto", backward=False):
-        find = getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")
-        return find(input, h0, sizes, algorithm, backward)
+    def plan(self, *tensors, sizes=None, algorithm="auto", backward=False):
+        return getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")(*tensors, sizes, algorithm, backward)
 
     def loop(self, input, h, c, *weights, sizes=None, reverse=False):
         """The same by the reference, whose steps all have the whole batch and go onward."""
@@ -152,8 +151,14 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
 
 
 def assert_refused(op, call, algorithm, reason, **options):
-    for f in (op, op.plan, functools.partial(op.plan, backward=True)):
-        with pytest.raises(RuntimeError, match=rf"^{op.name}.*: algorithm '{algorithm}' {reason}"):
+    assert_refused_plan(op, call, algorithm, reason, **options)
+    with pytest.raises(RuntimeError, match=rf"^{op.name}: algorithm '{algorithm}' {reason}"):
+        op(*call.args, algorithm=algorithm, **options)
+
+
+def assert_refused_plan(op, call, algorithm, reason, **options):
+    for f in (op.plan, functools.partial(op.plan, backward=True)):
+        with pytest.raises(RuntimeError, match=rf"^{op.name}_algorithm: algorithm '{algorithm}' {reason}"):
             f(*call.args, algorithm=algorithm, **options)
 
 
@@ -844,6 +849,47 @@ def test_what_cannot_run_is_refused_with_its_reason(op, algorithm):
     sizes = [9, 5]
     call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
     assert_refused(op, call, "cluster", why_not("cluster", torch.float16, 64, 9, is_packed=True), sizes=sizes)
+
+
+@needs_cuda
+@ops
+def test_a_grid_whose_groups_would_hold_too_many_rows_is_refused(op):
+    """Their cell states lie in shared memory. Only the plan is asked: nothing of these sizes is computed."""
+    for dtype, hidden, batch in ((torch.float16, 1024, 20_000), (torch.float32, 512, 20_000)):
+        weights = op.weights(Make(dtype, "cuda"), hidden, input_size=1)
+        state = torch.zeros(1, 1, dtype=dtype, device="cuda").expand(batch, hidden)
+        call = Call(state.new_zeros(1, batch, 1), state, state, *weights)
+        assert_refused_plan(
+            op, call, "grid", f"has no room on this GPU for hidden_size = {hidden} and {batch = }"
+        )
+        assert op.plan(*call.args) == "stepwise"
+
+
+@ops
+def test_the_arguments_are_checked_as_those_of_a_call(op, device):
+    input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 64).args
+    for bad, message in (
+        ((input[0], (h0, c0), weight_ih, weight_hh), "input of shape"),
+        ((input, (h0[:1], c0), weight_ih, weight_hh), "h0 of shape"),
+        ((input, (h0, c0), weight_ih.half(), weight_hh), "weight_ih of dtype float32, got float16"),
+        ((input, (h0, c0), weight_ih, weight_hh[1:]), "weight_hh of shape"),
+        ((input, (h0, c0), weight_ih, weight_hh, bias[1:]), "bias of shape"),
+    ):
+        with pytest.raises((TypeError, RuntimeError), match=f"^{op.name}_algorithm: expected {message}"):
+            op.algorithm_of(*bad)
+
+
+@ops
+def test_under_autocast_it_is_that_of_the_types_cast_to(op, device):
+    input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 256).args
+    mixed = (input.bfloat16(), (h0, c0), weight_ih, weight_hh, bias)
+    with pytest.raises(TypeError, match="expected h0 of dtype bfloat16"):
+        op.algorithm_of(*mixed)
+    lowered = (input.bfloat16(), (h0.bfloat16(), c0), *(w.bfloat16() for w in (weight_ih, weight_hh, bias)))
+    with torch.autocast(device, torch.bfloat16):
+        assert op.algorithm_of(*mixed) == op.algorithm_of(*lowered)
+        if NEEDED["cluster"] <= CAPABILITY and device == "cuda":  # which takes no 256 units in float32
+            assert op.algorithm_of(*mixed, algorithm="cluster") == "cluster"
 
 
 @ops

@@ -99,11 +99,11 @@ inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted)
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
     return "needs a hidden_size that is a multiple of 8, got " + std::to_string(p.hidden);
-  if (wanted == Algorithm::kCluster && chip.compute_capability < 90) {
-    return "needs compute capability 9.0, got " + std::to_string(chip.compute_capability / 10) + "." +
-           std::to_string(chip.compute_capability % 10);
+  const int needed = wanted == Algorithm::kCluster ? 90 : 80;
+  const auto dotted = [](int x) { return std::to_string(x / 10) + "." + std::to_string(x % 10); };
+  if (chip.compute_capability < needed) {
+    return "needs compute capability " + dotted(needed) + ", got " + dotted(chip.compute_capability);
   }
-  if (chip.compute_capability < 80) return "needs compute capability 8.0";
   if (wanted == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
   return "has no room on this GPU for hidden_size = " + std::to_string(p.hidden) +
          " and batch = " + std::to_string(p.batch);

@@ -198,16 +198,17 @@ struct SequenceOps {
   // ---- checks
   // -------------------------------------------------------------------------------------------------
 
-  static void check_batch_sizes(at::IntArrayRef sizes, const at::Tensor& input, int64_t batch) {
+  static void check_batch_sizes(const char* op, at::IntArrayRef sizes, const at::Tensor& input,
+                                int64_t batch) {
     int64_t total = 0, previous = batch;
     for (const int64_t size : sizes) {
-      TORCH_CHECK(0 < size && size <= previous, Op::name,
+      TORCH_CHECK(0 < size && size <= previous, op,
                   ": expected batch_sizes to be positive, to start at batch = ", batch,
                   " and never to grow, got ", sizes);
       previous = size;
       total += size;
     }
-    TORCH_CHECK((sizes.empty() || sizes[0] == batch) && total == input.sym_size(0), Op::name,
+    TORCH_CHECK((sizes.empty() || sizes[0] == batch) && total == input.sym_size(0), op,
                 ": expected batch_sizes to start at batch = ", batch, " and to sum to the ",
                 input.sym_size(0), " rows of input, got ", sizes);
   }
@@ -217,11 +218,10 @@ struct SequenceOps {
     return "[" + std::to_string(kGates) + "*hidden_size" + columns + "]";
   }
 
-  static void check_inputs(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
-                           const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+  static void check_inputs(const char* op, const at::Tensor& input, const at::Tensor& h0,
+                           const at::Tensor& c0, const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                            const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                            c10::string_view algorithm) {
-    const char* op = Op::name;
     check_device(op, "input", input);
     check_floating(op, "input", input);
     if (batch_sizes) {
@@ -247,7 +247,7 @@ struct SequenceOps {
     CHECK_SHAPE(op, weight_ih, gates_by(", input_size").c_str(), kGates * hidden, input.sym_size(-1));
     CHECK_SHAPE(op, weight_hh, gates_by(", hidden_size").c_str(), kGates * hidden, hidden);
     if (bias) check_shape(op, "bias", *bias, {kGates * hidden}, gates_by("").c_str());
-    if (batch_sizes) check_batch_sizes(*batch_sizes, input, h0.size(0));
+    if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, h0.size(0));
     algorithm_named(op, algorithm);
   }
 
@@ -387,7 +387,7 @@ struct SequenceOps {
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm) {
-    check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
     if (input.is_meta()) {
       return {empty_rows(input, h0.sym_size(1), input.scalar_type()),
               at::empty_like(h0, at::MemoryFormat::Contiguous),
@@ -403,7 +403,7 @@ struct SequenceOps {
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm) {
-    check_inputs(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
     if (input.is_meta()) {
       const c10::SymInt hidden = h0.sym_size(1);
       const at::ScalarType type = input.scalar_type();
@@ -417,13 +417,12 @@ struct SequenceOps {
   }
 
   // The algorithm that a call would take.
-  static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0,
-                                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                  bool backward) {
-    const std::string op = std::string(Op::name) + "_algorithm";
-    check_device(op.c_str(), "input", input);
-    check_floating(op.c_str(), "input", input);
-    check_dim(op.c_str(), "h0", h0, 2, "[batch, hidden_size]");
+  static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                                  const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+                                  c10::string_view algorithm, bool backward) {
+    const std::string op = named("_algorithm");
+    check_inputs(op.c_str(), input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
     const Plan plan =
         plan_for(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, kGates, algorithm);
     switch (plan.algorithm) {
@@ -549,7 +548,7 @@ struct SequenceOps {
       const at::Tensor& saved_extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
       c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad) {
     check_backward_inputs(grad_output, grad_h_n, grad_c_n, input, h0, c0, output, saved_gates, saved_extra);
-    check_inputs(input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, algorithm);
+    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, algorithm);
     const auto contiguous_like = [](const at::Tensor& x) {
       return at::empty_like(x, at::MemoryFormat::Contiguous);
     };
@@ -733,6 +732,16 @@ struct SequenceOps {
                          reverse, algorithm);
   }
 
+  // What a call under autocast takes, which sees the tensors that it casts.
+  static std::string algorithm_autocast(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
+                                        const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                                        const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+                                        c10::string_view algorithm, bool backward) {
+    const AutocastInputs cast(input);
+    return algorithm_of(cast(input), cast(h0), c0, cast(weight_ih), cast(weight_hh), cast(bias), batch_sizes,
+                        algorithm, backward);
+  }
+
   // ---- registration
   // -------------------------------------------------------------------------------------------
 
@@ -755,14 +764,16 @@ struct SequenceOps {
                          "str algorithm, bool input_needs_grad, bool bias_needs_grad) "
                          "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_algorithm",
-        "(Tensor input, Tensor h0, int[]? batch_sizes=None, str algorithm='auto', "
-        "bool backward=False) -> str");
+        "(" + inputs +
+            "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) "
+            "-> str");
     implement(m, Op::name, sequence);
     implement(m, named("_forward").c_str(), sequence_forward);
     implement(m, named("_backward").c_str(), sequence_backward);
     implement(m, named("_algorithm").c_str(), algorithm_of);
     implement_autograd(m, Op::name, sequence_autograd);
     implement_autocast(m, Op::name, sequence_autocast);
+    implement_autocast(m, named("_algorithm").c_str(), algorithm_autocast);
   }
 };
 
