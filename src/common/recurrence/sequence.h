@@ -38,6 +38,7 @@
 #include "common/dispatch.h"
 #include "common/library.h"
 #include "common/recurrence/engine.h"
+#include "common/recurrence/matrix.h"
 #include "common/recurrence/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -270,13 +271,10 @@ struct SequenceOps {
 
     Outputs out;
     out.output = empty_rows(input, hidden, input.scalar_type());
-    out.gates = empty_rows(input, kGates * hidden, input.scalar_type());
-    at::Tensor gates = out.gates.view({rows.size(0), kGates * hidden});
-    if (bias) {
-      at::addmm_out(gates, *bias, rows, weight_ih.t());
-    } else {
-      at::mm_out(gates, rows, weight_ih.t());
-    }
+    const at::Tensor gates = product(rows, weight_ih.t(), bias);
+    at::DimVector sizes(input.sizes().begin(), input.sizes().end());
+    sizes.back() = kGates * hidden;
+    out.gates = gates.view(sizes);
     if (save) out.extra = empty_rows(input, kExtra * hidden, input.scalar_type());
     out.h_n = h0.clone(at::MemoryFormat::Contiguous);
     const at::Tensor c =
@@ -302,13 +300,15 @@ struct SequenceOps {
     const at::Tensor weight_hh_t = weight_hh.t().contiguous();
     for (const auto& [first_row, n] : steps.steps) {
       at::Tensor gates = all_gates.narrow(0, first_row, n);
-      gates.addmm_(first_rows(h, n), weight_hh_t);
+      const at::Tensor more = onednn_product(first_rows(h, n), weight_hh_t);
+      if (!more.defined()) gates.addmm_(first_rows(h, n), weight_hh_t);
       launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
         using T = typename decltype(type)::type;
         const StepForward<T> step = {
             .batch = n,
             .hidden = hidden,
             .gates = mutable_pointer<T>(gates),
+            .more = pointer<acc_t<T>>(more),
             .extra =
                 out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden : nullptr,
             .c = mutable_pointer<acc_t<T>>(c),
@@ -506,7 +506,7 @@ struct SequenceOps {
         return recurrence_step<Cell>(step, stream...);
       });
       at::Tensor dh_rows = first_rows(carried.grad_h, n);
-      at::mm_out(dh_rows, step_grad_gates, weight_hh);
+      product_out(dh_rows, step_grad_gates, weight_hh);
     }
   }
 
@@ -603,7 +603,7 @@ struct SequenceOps {
       add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
       if (input_needs_grad) {
         at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
-        at::mm_out(grad_rows, grad_gates, weight_ih);
+        product_out(grad_rows, grad_gates, weight_ih);
       }
     }
     if (batch * hidden == 0 && input_needs_grad) grad_input.zero_();

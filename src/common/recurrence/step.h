@@ -17,11 +17,12 @@ namespace lltm_ext {
 template <typename T>
 struct StepForward {
   int64_t batch, hidden;
-  T* gates;     // [B, G, H] pre-activations; if `extra` is given, what backward needs replaces them
-  T* extra;     // [B, E, H] what else backward needs, or null
-  acc_t<T>* c;  // [B, H] the cell state, which the step moves on
-  T* h;         // [B, H] the new state
-  T* output;    // [B, H] a second copy of it
+  T* gates;              // [B, G, H] pre-activations; if `extra` is given, what backward needs replaces them
+  const acc_t<T>* more;  // [B, G, H] the product of h with the recurrent weight, or null if they have it
+  T* extra;              // [B, E, H] what else backward needs, or null
+  acc_t<T>* c;           // [B, H] the cell state, which the step moves on
+  T* h;                  // [B, H] the new state
+  T* output;             // [B, H] a second copy of it
 };
 
 template <typename T>
@@ -55,7 +56,10 @@ LLTM_HOST_DEVICE void step_unit(const StepForward<T>& s, int64_t b, int64_t j) {
   constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using A = acc_t<T>;
   A gates[kGates], saved[Cell::kSaved];
-  for (int g = 0; g < kGates; ++g) gates[g] = widen(s.gates[(b * kGates + g) * s.hidden + j]);
+  for (int g = 0; g < kGates; ++g) {
+    const int64_t at = (b * kGates + g) * s.hidden + j;
+    gates[g] = widen(s.gates[at]) + (s.more ? s.more[at] : A(0));
+  }
   const int64_t at = b * s.hidden + j;
   A c = s.c[at];
   const T h = narrow<T>(Cell::template forward<Math>(gates, c, saved));

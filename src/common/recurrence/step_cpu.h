@@ -171,6 +171,14 @@ const A* source(const T* from, A* buffer, int n) {
   return buffer;
 }
 
+// The same of the sums of two arrays, of which the second may be none.
+template <typename T, typename A>
+const A* source(const T* from, const A* more, A* buffer, int n) {
+  if (!more) return source(from, buffer, n);
+  for (int i = 0; i < n; ++i) buffer[i] = load(from[i]) + more[i];
+  return buffer;
+}
+
 // Where a loop writes values for `to`; store() then takes them there.
 template <typename T, typename A>
 A* target(T* to, A* buffer) {
@@ -201,7 +209,10 @@ void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
   alignas(64) A buffers[kSaved + 1][kBlock];
   const A* gates[kGates];
   A* saved[kSaved];
-  for (int g = 0; g < kGates; ++g) gates[g] = source(place(g), buffers[g], n);
+  for (int g = 0; g < kGates; ++g) {
+    const A* more = s.more ? s.more + (row * kGates + g) * s.hidden + unit : nullptr;
+    gates[g] = source(place(g), more, buffers[g], n);
+  }
   for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(place(v), buffers[v]) : buffers[v];
   A *c = s.c + at, *h = target(s.h + at, buffers[kSaved]);
   LLTM_STEP_INDEPENDENT
