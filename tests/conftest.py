@@ -7,7 +7,7 @@ import torch
 
 # torch's structured trace, pages of empty lines beside every failure that compiled something.
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
-pytest.register_assert_rewrite("op_suite")
+pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
 DEVICES = [
     "cpu",

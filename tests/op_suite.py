@@ -41,6 +41,7 @@ FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch
 BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 DOUBLE = torch.float64
+FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtypes that every op takes
 
 
 def assert_near(actual, expected, bound, what="result"):
@@ -693,19 +694,18 @@ SPECIAL = [
 
 
 def elementwise_bad_calls(op):
-    floating = "float16, bfloat16, float32 or float64"
     return {
         "None": (lambda make: Call(None), TypeError, f"^{op}: expected input to be a Tensor, got NoneType"),
         "list": (lambda make: Call([1.0]), TypeError, f"^{op}: expected input to be a Tensor, got list"),
         "integers": (
             lambda make: Call(torch.arange(3, device=make.device)),
             TypeError,
-            f"^{op}: expected input of dtype {floating}, got int64",
+            f"^{op}: expected input of dtype {FLOATING}, got int64",
         ),
         "complex": (
             lambda make: Call(torch.zeros(3, dtype=torch.complex64, device=make.device)),
             TypeError,
-            f"^{op}: expected input of dtype {floating}, got complex64",
+            f"^{op}: expected input of dtype {FLOATING}, got complex64",
         ),
         "sparse": (
             lambda make: Call(torch.eye(3, device=make.device).to_sparse()),
@@ -815,7 +815,7 @@ class RawBindingSuite:
         good = Make(device=device)(3, 5)
         refusals = (
             (Make(device=device)(5, 3).T, RuntimeError, r"to be contiguous, got strides \[1, 3\]"),
-            (good.long(), TypeError, "of dtype float16, bfloat16, float32 or float64, got int64"),
+            (good.long(), TypeError, f"of dtype {FLOATING}, got int64"),
             (good.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
         )
         for value, exception, pattern in refusals:

@@ -6,6 +6,7 @@ from op_suite import (
     BACKWARD,
     DOUBLE,
     EXAMPLES,
+    FLOATING,
     FORWARD,
     Call,
     Make,
@@ -23,7 +24,6 @@ import lltm_ext
 from lltm_ext import _C
 from lltm_ext.gemm import gemm_reference
 
-FLOATING = "float16, bfloat16, float32 or float64"
 ACTIVATIONS = (None, "relu", "sigmoid", "tanh", "elu")
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 

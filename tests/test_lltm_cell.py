@@ -3,6 +3,7 @@ import torch
 from op_suite import (
     BACKWARD,
     DOUBLE,
+    FLOATING,
     FORWARD,
     Call,
     Make,
@@ -15,8 +16,6 @@ from op_suite import (
 
 import lltm_ext
 from lltm_ext.lltm import _CellFunction, lltm_cell_reference
-
-FLOATING = "float16, bfloat16, float32 or float64"
 
 
 def cell_arguments(make, batch, input_size, hidden_size, bias=True):
@@ -46,15 +45,12 @@ def changed(**changes):
     return build
 
 
-def bias_of_one_row(make):
-    arguments = cell_arguments(make, 4, 3, 5)
-    arguments[2] = arguments[2][None]
-    return Call(*arguments)
+def refused(exception, expectation, **changes):
+    return changed(**changes), exception, f"^lltm_cell: expected {expectation}"
 
 
-def cell_in_float32(make):
-    *others, old_cell = cell_arguments(make, 4, 3, 5)
-    return Call(*others, old_cell if make.dtype == DOUBLE else old_cell.float())
+bias_of_one_row = changed(bias=lambda bias: bias[None])
+cell_in_float32 = changed(old_cell=lambda c: c if c.dtype == DOUBLE else c.float())
 
 
 class TestLLTMCellFunction(SmoothSuite):
@@ -75,67 +71,43 @@ class TestLLTMCellFunction(SmoothSuite):
     empty_samples = {"no rows": sample(0, 3, 5), "no features": sample(4, 0, 5)}
     bad_calls = {
         **{
-            f"{name} None": (
-                changed(**{name: lambda x: None}),
-                TypeError,
-                f"^lltm_cell: expected {name} to be a Tensor, got None",
-            )
+            f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
             for name in ("input", "weights", "old_h", "old_cell")
         },
-        "integers": (
-            changed(input=torch.Tensor.long),
-            TypeError,
-            f"^lltm_cell: expected input of dtype {FLOATING}, got int64",
+        "integers": refused(TypeError, f"input of dtype {FLOATING}, got int64", input=torch.Tensor.long),
+        "weights in float64": refused(
+            TypeError, "weights of dtype float32, got float64", weights=torch.Tensor.double
         ),
-        "weights in float64": (
-            changed(weights=torch.Tensor.double),
-            TypeError,
-            "^lltm_cell: expected weights of dtype float32, got float64",
+        "bias in float16": refused(TypeError, "bias of dtype float32, got float16", bias=torch.Tensor.half),
+        "old_h in float64": refused(
+            TypeError, "old_h of dtype float32, got float64", old_h=torch.Tensor.double
         ),
-        "bias in float16": (
-            changed(bias=torch.Tensor.half),
-            TypeError,
-            "^lltm_cell: expected bias of dtype float32, got float16",
+        "old_cell in float16": refused(
+            TypeError, "old_cell of dtype float32, got float16", old_cell=torch.Tensor.half
         ),
-        "old_h in float64": (
-            changed(old_h=torch.Tensor.double),
-            TypeError,
-            "^lltm_cell: expected old_h of dtype float32, got float64",
+        "input of one row": refused(
+            RuntimeError, r"input of shape \[batch, input_size\], got \[3\]", input=lambda x: x[0]
         ),
-        "old_cell in float16": (
-            changed(old_cell=torch.Tensor.half),
-            TypeError,
-            "^lltm_cell: expected old_cell of dtype float32, got float16",
-        ),
-        "input of one row": (
-            changed(input=lambda x: x[0]),
+        "old_h of another batch": refused(
             RuntimeError,
-            r"^lltm_cell: expected input of shape \[batch, input_size\], got \[3\]",
+            r"old_h of shape \[batch, hidden_size\] = \[4, 5\], got \[3, 5\]",
+            old_h=lambda x: x[:3],
         ),
-        "old_h of another batch": (
-            changed(old_h=lambda x: x[:3]),
+        "old_cell of another size": refused(
             RuntimeError,
-            r"^lltm_cell: expected old_h of shape \[batch, hidden_size\] = \[4, 5\], got \[3, 5\]",
+            r"old_cell of shape \[batch, hidden_size\] = \[4, 5\], got \[4, 4\]",
+            old_cell=lambda x: x[:, :4],
         ),
-        "old_cell of another size": (
-            changed(old_cell=lambda x: x[:, :4]),
+        "weights of another size": refused(
             RuntimeError,
-            r"^lltm_cell: expected old_cell of shape \[batch, hidden_size\] = \[4, 5\], got \[4, 4\]",
+            r"weights of shape \[3\*hidden_size, .*\] = \[15, 8\], got \[15, 7\]",
+            weights=lambda x: x[:, 1:],
         ),
-        "weights of another size": (
-            changed(weights=lambda x: x[:, 1:]),
-            RuntimeError,
-            r"^lltm_cell: expected weights of shape \[3\*hidden_size, .*\] = \[15, 8\], got \[15, 7\]",
+        "bias of another size": refused(
+            RuntimeError, r"bias of shape \[3\*hidden_size\] = \[15\], got \[5\]", bias=lambda x: x[:5]
         ),
-        "bias of another size": (
-            changed(bias=lambda x: x[:5]),
-            RuntimeError,
-            r"^lltm_cell: expected bias of shape \[3\*hidden_size\] = \[15\], got \[5\]",
-        ),
-        "sparse weights": (
-            changed(weights=torch.Tensor.to_sparse),
-            RuntimeError,
-            "^lltm_cell: expected weights of layout torch.strided, got Sparse",
+        "sparse weights": refused(
+            RuntimeError, "weights of layout torch.strided, got Sparse", weights=torch.Tensor.to_sparse
         ),
     }
 

@@ -1,0 +1,700 @@
+"""What every recurrence must pass. Its test classes join as an op's do (op_suite.py).
+
+`SequenceSuite` holds for the function of a whole sequence, `lltm` or `lstm`, whose arguments differ in the
+number of gates alone, and `LayerSuite` for the layer, `LLTM` or `LSTM`, which is called like nn.LSTM.
+"""
+
+import copy
+import functools
+import itertools
+import pickle
+
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FLOATING,
+    FORWARD,
+    Call,
+    Make,
+    ModuleSuite,
+    SmoothSuite,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    forward_and_gradients,
+    needs_cuda,
+    sum_of_squares,
+)
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+# ---- Functions -------------------------------------------------------------------------------------------
+
+
+def sequence_arguments(make, gates, length, batch, input_size, hidden_size, bias=True):
+    return {
+        "input": make(length, batch, input_size),
+        "h0": make(batch, hidden_size, scale=0.5),
+        "c0": make(batch, hidden_size),
+        "weight_ih": make(gates * hidden_size, input_size, scale=max(input_size, 1) ** -0.5),
+        "weight_hh": make(gates * hidden_size, hidden_size, scale=0.5 * hidden_size**-0.5),
+        "bias": make(gates * hidden_size) if bias else None,
+    }
+
+
+def packed_arguments(make, gates, rows, *sizes):
+    """As the dispatcher op takes them, the first `rows` rows of the input packed."""
+    input, *others = sequence_arguments(make, gates, *sizes).values()
+    return [input.flatten(0, 1)[:rows], *others]
+
+
+def as_call(input, h0, c0, weight_ih, weight_hh, bias):
+    return Call(input, (h0, c0), weight_ih, weight_hh, bias)
+
+
+def sample(gates, *sizes, **options):
+    return lambda make: as_call(**sequence_arguments(make, gates, *sizes, **options))
+
+
+def changed(gates, **changes):
+    """A sample of which some arguments are given by functions of the good one."""
+
+    def build(make):
+        arguments = sequence_arguments(make, gates, 6, 4, 3, 5)
+        return as_call(**{name: changes.get(name, lambda x: x)(x) for name, x in arguments.items()})
+
+    return build
+
+
+def with_hx(gates, hx):
+    def build(make):
+        call = sample(gates, 6, 4, 3, 5)(make)
+        return Call(call.args[0], hx, *call.args[2:])
+
+    return build
+
+
+def with_algorithm(gates, algorithm):
+    return lambda make: Call(*sample(gates, 6, 4, 3, 5)(make).args, algorithm=algorithm)
+
+
+def state_in_float32(gates):
+    return changed(gates, c0=lambda c0: c0 if c0.dtype == DOUBLE else c0.float())
+
+
+def for_any_algorithm(reference):
+    """The reference, called like the function."""
+    return lambda *args, algorithm="auto": reference(*args)
+
+
+def sequence_samples(gates):
+    return {
+        "small": sample(gates, 3, 2, 3, 2),
+        "1": sample(gates, 1, 1, 1, 1),
+        "63": sample(gates, 7, 5, 9, 63),
+        "500": sample(gates, 3, 21, 63, 500),
+        "one step": sample(gates, 1, 4, 3, 5),
+        "no bias": sample(gates, 6, 4, 3, 5, bias=False),
+        "long": sample(gates, 100, 2, 3, 5),
+        "states in float32": state_in_float32(gates),
+        "stepwise": with_algorithm(gates, "stepwise"),
+    }
+
+
+def sequence_empty_samples(gates):
+    return {
+        "no steps": sample(gates, 0, 4, 3, 5),
+        "no rows": sample(gates, 6, 0, 3, 5),
+        "no steps and no rows": sample(gates, 0, 0, 3, 5),
+        "no features": sample(gates, 6, 4, 0, 5),
+    }
+
+
+def sequence_bad_calls(op, gates):
+    rows = 5 * gates
+
+    def refused(exception, expectation, **changes):
+        return changed(gates, **changes), exception, f"^{op}: expected {expectation}"
+
+    def no_pair(hx, got):
+        return with_hx(gates, hx), TypeError, rf"^{op}: expected hx to be a pair \(h0, c0\), got {got}"
+
+    return {
+        **{
+            f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
+            for name in ("input", "h0", "c0", "weight_ih", "weight_hh")
+        },
+        "no states": no_pair(None, "NoneType"),
+        "one state": no_pair(torch.zeros(4, 5), "(Fake)?Tensor"),
+        "three states": no_pair((torch.zeros(4, 5),) * 3, "tuple"),
+        "algorithm": (
+            with_algorithm(gates, "fastest"),
+            ValueError,
+            f"^{op}: expected algorithm to be 'auto'.*, got 'fastest'",
+        ),
+        "integers": refused(TypeError, f"input of dtype {FLOATING}, got int64", input=torch.Tensor.long),
+        "h0 in float64": refused(TypeError, "h0 of dtype float32, got float64", h0=torch.Tensor.double),
+        "c0 in float16": refused(TypeError, "c0 of dtype float32, got float16", c0=torch.Tensor.half),
+        "weight_hh in bfloat16": refused(
+            TypeError, "weight_hh of dtype float32, got bfloat16", weight_hh=torch.Tensor.bfloat16
+        ),
+        "input of 2-D": refused(
+            RuntimeError,
+            r"input of shape \[length, batch, input_size\], got \[4, 3\]",
+            input=lambda x: x[0],
+        ),
+        "h0 of the layer's shape": refused(
+            RuntimeError, r"h0 of shape \[batch, hidden_size\], got \[1, 4, 5\]", h0=lambda x: x[None]
+        ),
+        "h0 of another batch": refused(
+            RuntimeError, r"h0 of shape \[batch, hidden_size\] = \[4, 5\], got \[1, 5\]", h0=lambda x: x[:1]
+        ),
+        "c0 of another size": refused(
+            RuntimeError,
+            r"c0 of shape \[batch, hidden_size\] = \[4, 5\], got \[4, 4\]",
+            c0=lambda x: x[:, 1:],
+        ),
+        "weight_ih transposed": refused(
+            RuntimeError,
+            rf"weight_ih of shape \[{gates}\*hidden_size, input_size\] = \[{rows}, 3\], got \[3, {rows}\]",
+            weight_ih=lambda x: x.t(),
+        ),
+        "weight_hh of another size": refused(
+            RuntimeError,
+            rf"weight_hh of shape \[{gates}\*hidden_size, hidden_size\] = \[{rows}, 5\], got \[{rows}, 3\]",
+            weight_hh=lambda x: x[:, :3],
+        ),
+        "bias of one row": refused(
+            RuntimeError,
+            rf"bias of shape \[{gates}\*hidden_size\] = \[{rows}\], got \[1, {rows}\]",
+            bias=lambda x: x[None],
+        ),
+        "both biases": refused(
+            RuntimeError,
+            rf"bias of shape \[{gates}\*hidden_size\] = \[{rows}\], got \[{2 * rows}\]",
+            bias=lambda x: torch.cat([x, x]),
+        ),
+        "sparse input": refused(
+            RuntimeError, "input of layout torch.strided, got Sparse", input=torch.Tensor.to_sparse
+        ),
+    }
+
+
+class SequenceSuite(SmoothSuite):
+    gates: int  # how many the weights hold, below each other
+    lowered_by_autocast = True
+    saved = 4  # weight_hh
+    resized = ("63", "long")
+
+    def cell(self, x, h, c, weight_ih, weight_hh, bias):
+        """One step of the recurrence, (h, c), in a way that shares nothing with `reference`'s loop."""
+        raise NotImplementedError
+
+    def apply(self, input, hx, weight_ih, weight_hh, bias=None):
+        """What the function takes under torch.func's transforms."""
+        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, "auto")
+        return output, (h_n, c_n)
+
+    def dispatcher_calls(self, call):
+        input, (h0, c0), *rest = call.args
+        yield self.sequence, Call(input, h0, c0, *rest)
+
+    @property
+    def sequence(self):
+        """The dispatcher op, which also takes packed rows and goes the other way: batch_sizes, reverse."""
+        return getattr(torch.ops.lltm_ext, self.op).default
+
+    # Packed rows and the other direction
+
+    def test_opcheck_of_packed_rows_and_the_other_direction(self, device):
+        for grad, reverse in itertools.product((False, True), repeat=2):
+            arguments = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
+            call = Call(*arguments, [3, 2], reverse)
+            call = call.leaves() if grad else call
+            torch.library.opcheck(self.sequence, call.args)
+
+    def test_opcheck_of_the_forward_and_backward_ops(self, device):
+        forward, backward = (
+            getattr(torch.ops.lltm_ext, f"{self.op}_{way}") for way in ("forward", "backward")
+        )
+        dense = [*sequence_arguments(Make(DOUBLE, device), self.gates, 2, 3, 3, 2).values()]
+        packed = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
+        for (inputs, sizes), reverse in itertools.product(((dense, None), (packed, [3, 2])), (False, True)):
+            torch.library.opcheck(forward.default, (*inputs, sizes, reverse, "auto"))
+            output, h_n, c_n, gates, extra = forward(*inputs, sizes, reverse, "auto")
+            torch.library.opcheck(
+                backward.default,
+                (output, h_n, c_n, *inputs[:5], output, gates, extra, sizes, reverse, "auto", True, True),
+            )
+
+    def test_the_other_direction_equals_the_sequence_turned_round(self, dtype, device):
+        call = sample(self.gates, 6, 4, 3, 5)(Make(dtype, device))
+
+        def other(input, hx, *weights):
+            return self.sequence(input, *hx, *weights, reverse=True)
+
+        def turned(input, hx, *weights):
+            output, (h_n, c_n) = self.reference(input.flip(0), hx, *weights)
+            return output.flip(0), h_n, c_n
+
+        outputs, gradients = forward_and_gradients(other, call)
+        exact, exact_gradients = forward_and_gradients(
+            turned, call.map(torch.Tensor.double), cotangents(outputs)
+        )
+        assert_all_near(outputs, exact, FORWARD[dtype])
+        assert_all_near(gradients, exact_gradients, BACKWARD[dtype])
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_gradcheck_of_packed_rows(self, reverse, device):
+        call = Call(*packed_arguments(Make(DOUBLE, device), self.gates, 6, 3, 3, 2, 2)).leaves()
+
+        def packed(*tensors):
+            return self.sequence(*tensors, [3, 2, 1], reverse)
+
+        assert torch.autograd.gradcheck(packed, call.tensors)
+        assert torch.autograd.gradgradcheck(packed, call.tensors)
+
+    @pytest.mark.parametrize("sizes", [[2, 3], [4, 2], [3, 1], [3, 3, 0], [3, 4, -1], []])
+    def test_batch_sizes_that_do_not_fit_are_refused(self, sizes):
+        arguments = packed_arguments(Make(), self.gates, 6, 2, 3, 3, 2)
+        with pytest.raises(RuntimeError, match=rf"^{self.op}: expected batch_sizes to "):
+            self.sequence(*arguments, sizes)
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    @pytest.mark.parametrize("reverse", [False, True], ids=["onward", "backward in time"])
+    def test_many_steps(self, packed, reverse, device):
+        """More rows than one chunk of the backward takes."""
+        length, batch = 1100, 16
+        sizes = [batch - t * (batch - 1) // length for t in range(length)] if packed else [batch] * length
+        assert sum(sizes) > 2 * 4096
+        call = Call(*packed_arguments(Make(DOUBLE, device), self.gates, sum(sizes), length, batch, 3, 2))
+
+        def ours(rows, *others):
+            if packed:
+                return self.sequence(rows, *others, sizes, reverse)
+            output, h_n, c_n = self.sequence(rows.unflatten(0, (length, batch)), *others, None, reverse)
+            return output.flatten(0, 1), h_n, c_n
+
+        def loop(rows, h, c, *weights):
+            steps = list(enumerate(rows.split(sizes)))
+            outputs = [None] * length
+            for t, x in reversed(steps) if reverse else steps:
+                new_h, new_c = self.cell(x, h[: len(x)], c[: len(x)], *weights)
+                h, c = torch.cat([new_h, h[len(x) :]]), torch.cat([new_c, c[len(x) :]])
+                outputs[t] = new_h
+            return torch.cat(outputs), h, c
+
+        outputs, gradients = forward_and_gradients(ours, call)
+        expected, exact = forward_and_gradients(loop, call)
+        assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
+        assert_all_near(gradients, exact, BACKWARD[DOUBLE], "gradient of argument")
+
+    # Values
+
+    def test_it_equals_a_loop_over_cells(self, dtype, device):
+        call = sample(self.gates, 6, 4, 3, 5)(Make(dtype, device))
+        output, h_n, c_n = call.run(self.function)
+        input, (h, c), *weights = call.map(torch.Tensor.double).args
+        for t, x in enumerate(input):
+            h, c = self.cell(x, h, c, *weights)
+            assert_near(output[t], h, FORWARD[dtype])
+        assert_all_near([h_n, c_n], [h, c], FORWARD[dtype])
+
+    def test_autocast_leaves_the_cell_state_in_float32(self, device):
+        with torch.autocast(device, torch.bfloat16):
+            outputs = self.call("63", torch.float32, device).run(self.function)
+        assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+    def test_nan_stays_in_its_row_and_after_its_step(self, device):
+        call = sample(self.gates, 6, 4, 3, 5)(Make(device=device))
+        good, _ = self.function(*call.args)
+        call.args[0][2, 1, 0] = torch.nan
+        output, (h_n, _) = self.function(*call.args)
+        assert output[2:, 1].isnan().all()
+        assert h_n[1].isnan().all()
+        others = torch.ones(6, 4, dtype=torch.bool)
+        others[2:, 1] = False
+        assert_same_bits([output[others]], [good[others]])
+
+    def test_a_batch_above_65535(self, device):
+        call = sample(self.gates, 2, 65_537, 1, 2)(Make(device=device))
+        outputs, gradients = forward_and_gradients(self.function, call)
+        exact, exact_gradients = forward_and_gradients(self.reference, call.map(torch.Tensor.double))
+        assert_all_near(outputs, exact, FORWARD[torch.float32])
+        assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32])
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------
+
+INPUT = 7
+KINDS = {
+    "plain": {},
+    "two layers": {"num_layers": 2},
+    "bidirectional": {"bidirectional": True},
+    "three bidirectional layers": {"num_layers": 3, "bidirectional": True},
+    "without bias": {"num_layers": 2, "bias": False, "bidirectional": True},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def states(make, layer, *batch):
+    shape = (layer.num_layers * (2 if layer.bidirectional else 1), *batch, layer.hidden_size)
+    return make(*shape, scale=0.5), make(*shape)
+
+
+def layer_modules(Layer, hidden):
+    def layer(**options):
+        return functools.partial(Layer, INPUT, hidden, **options)
+
+    def states(make, *shape):
+        return make(*shape, hidden), make(*shape, hidden)
+
+    return {
+        Layer.__name__: (layer(), lambda make: Call(make(6, 4, INPUT), states(make, 1, 4))),
+        "batch_first": (layer(batch_first=True), lambda make: Call(make(4, 6, INPUT))),
+        "unbatched": (layer(), lambda make: Call(make(6, INPUT), states(make, 1))),
+        "all options": (
+            layer(num_layers=2, bias=False, batch_first=True, bidirectional=True),
+            lambda make: Call(make(4, 6, INPUT), states(make, 4, 4)),
+        ),
+    }
+
+
+def layer_bad_calls(name, hidden):
+    """(arguments, exception, pattern) of calls that a layer refuses, whichever it is."""
+    input = torch.zeros(6, 4, INPUT)
+    unbatched = input[:, 0]
+    packed = pack_sequence([torch.zeros(3, INPUT)])
+
+    def two(*shape, **where):
+        return (torch.zeros(*shape, hidden, **where),) * 2
+
+    return [
+        ((None,), TypeError, f"^{name}: expected input to be a Tensor, got NoneType"),
+        ((input, torch.zeros(1, 4, hidden)), TypeError, f"^{name}: expected hx to be a pair .*got Tensor"),
+        ((input, (torch.zeros(1, 4, hidden), None)), TypeError, f"^{name}: expected c0 .*got NoneType"),
+        (
+            (input, two(4)),
+            RuntimeError,
+            rf"^{name}: expected h0 of shape \[1, 4, {hidden}\], got \[4, {hidden}\]",
+        ),
+        (
+            (input, (torch.zeros(1, 4, hidden), torch.zeros(2, 4, hidden))),
+            RuntimeError,
+            rf"^{name}: expected c0 of shape \[1, 4, {hidden}\], got \[2, 4, {hidden}\]",
+        ),
+        (
+            (unbatched, two(1, 1)),
+            RuntimeError,
+            rf"^{name}: expected h0 of shape \[1, {hidden}\], got \[1, 1, {hidden}\]",
+        ),
+        (
+            (unbatched, two(1, 6)),
+            RuntimeError,
+            rf"^{name}: expected h0 of shape \[1, {hidden}\], got \[1, 6, {hidden}\]",
+        ),
+        (
+            (unbatched, (torch.zeros(1, hidden + 1), torch.zeros(1, hidden))),
+            RuntimeError,
+            rf"^{name}: expected h0 of shape .*, got \[1, (1, )?{hidden + 1}\]",
+        ),
+        (
+            (packed, two(1, 2)),
+            RuntimeError,
+            rf"^{name}: expected h0 of shape \[1, 1, {hidden}\], got \[1, 2, {hidden}\]",
+        ),
+        ((input, two(1, 4, dtype=DOUBLE)), TypeError, "expected h0 of dtype float32, got float64"),
+        ((input.double(),), TypeError, "expected weight_ih of dtype float64, got float32"),
+        ((input.long(),), TypeError, "expected input of dtype .*got int64"),
+    ]
+
+
+class LayerSuite(ModuleSuite):
+    Layer = None  # the class
+    hidden: int  # the hidden size of the layers
+    near = (FORWARD[DOUBLE], BACKWARD[DOUBLE])  # the bounds of outputs and of gradients beside the peer's
+
+    def build(self, kind, device="cpu", dtype=DOUBLE, **more):
+        torch.manual_seed(0)
+        return self.Layer(INPUT, self.hidden, **KINDS[kind], **more, device=device, dtype=dtype)
+
+    def peer(self, layer):
+        """What the layer must give for [T, B, I]: another module of the same parameters, in float64."""
+        raise NotImplementedError
+
+    # Values and gradients
+
+    @kinds
+    def test_values_in_every_dtype(self, kind, dtype, device):
+        layer, make = self.build(kind, device, dtype), Make(dtype, device)
+        call = Call(make(6, 4, INPUT), states(make, layer, 4))
+        expected = call.map(torch.Tensor.double).run(self.peer(layer))
+        assert_all_near(call.run(layer), expected, FORWARD[dtype])
+
+    @pytest.mark.parametrize("used", ["output", "h_n", "c_n"])
+    def test_each_output_has_its_gradient_alone(self, used, device):
+        layer = self.build("three bidirectional layers", device)
+        found = []
+        for function in (layer, self.peer(layer)):
+            input = Make(DOUBLE, device)(6, 4, INPUT).requires_grad_()
+            output, (h_n, c_n) = function(input)
+            y = {"output": output, "h_n": h_n, "c_n": c_n}[used]
+            wanted = [input, *function.parameters()]
+            found.append(torch.autograd.grad(sum_of_squares(y), wanted, materialize_grads=True))
+        assert_all_near(*found, self.near[1])
+
+    @kinds
+    @pytest.mark.parametrize("length, batch", [(0, 4), (6, 0), (0, 0), (1, 1), (1, 4)])
+    def test_few_or_no_steps_and_rows(self, kind, length, batch, device):
+        layer, make = self.build(kind, device), Make(DOUBLE, device)
+        values, hx = make(length, batch, INPUT), states(make, layer, batch)
+        input = values.clone().requires_grad_()
+        output, (h_n, c_n) = layer(input, hx)
+        assert output.shape == (length, batch, self.hidden * (2 if layer.bidirectional else 1))
+        (output.sum() + h_n.sum() + c_n.sum()).backward()
+        assert input.grad.shape == input.shape
+        if length == 0:
+            assert_same_bits([h_n, c_n], hx)
+        if length * batch == 0:
+            assert all((p.grad == 0).all() for p in layer.parameters())
+        else:
+            expected, states_expected = self.peer(layer)(values, hx)
+            assert_all_near([output, h_n, c_n], [expected, *states_expected], self.near[0])
+
+    def test_autocast(self, device):
+        """Near to float64, as the lower dtype allows. The cell state stays float32."""
+        layer = self.build("three bidirectional layers", device, torch.float32)
+        peer, input = self.peer(layer), Make(device=device)(6, 4, INPUT)
+        low = torch.float16 if device == "cuda" else torch.bfloat16
+        exact = Call(input.double()).run(peer)
+        with torch.autocast(device, low):
+            output, (h_n, c_n) = layer(input)
+        assert [y.dtype for y in (output, h_n, c_n)] == [low, low, torch.float32]
+        assert_all_near([output, h_n, c_n], exact, 3 * FORWARD[low])
+        output.float().square().sum().backward()
+        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+        exact[0].square().sum().backward()
+        for (name, p), q in zip(layer.named_parameters(), peer.parameters(), strict=True):
+            assert_near(p.grad, q.grad, 0.1, name)
+
+    def test_per_sample_gradients_of_the_layer(self):
+        layer = self.build("bidirectional")
+        parameters = {k: v.detach() for k, v in layer.named_parameters()}
+        inputs = Make(DOUBLE)(3, 6, INPUT)
+
+        def loss(parameters, x):
+            return sum_of_squares(torch.func.functional_call(layer, parameters, (x,))[0])
+
+        together = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, inputs)
+        for b, x in enumerate(inputs):
+            layer.zero_grad()
+            sum_of_squares(layer(x)[0]).backward()
+            for name, p in layer.named_parameters():
+                assert_near(together[name][b], p.grad, BACKWARD[DOUBLE], name)
+
+    def test_frozen_parameters_get_no_gradient(self, device):
+        layer = self.build("two layers", device)
+        frozen = ["weight_hh_l0", [n for n, _ in layer.named_parameters()][-1]]
+        for name in frozen:
+            layer.get_parameter(name).requires_grad_(False)
+        layer(Make(DOUBLE, device)(6, 4, INPUT))[0].sum().backward()
+        assert [n for n, p in layer.named_parameters() if p.grad is None] == frozen
+
+    def test_it_learns(self, device):
+        """A few steps of Adam halve the loss of remembering the first input."""
+        layer = self.build("plain", device, torch.float32)
+        optimizer = torch.optim.Adam(layer.parameters(), 0.05)
+        input = Make(device=device)(4, 32, INPUT)
+        target = input[0, :, :5].tanh()
+        losses = []
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = (layer(input)[0][-1, :, :5] - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0]
+
+    @needs_cuda
+    def test_gradients_are_the_same_bits_each_time(self):
+        layer = self.build("three bidirectional layers", "cuda", torch.float32)
+        input = Make(device="cuda")(50, 64, INPUT)
+        runs = []
+        for _ in range(3):
+            layer.zero_grad()
+            layer(input)[0].square().sum().backward()
+            runs.append([p.grad.clone() for p in layer.parameters()])
+        assert_same_bits(runs[1], runs[0])
+        assert_same_bits(runs[2], runs[0])
+
+    # Called like nn.LSTM
+
+    @kinds
+    @pytest.mark.parametrize("batch_first", [False, True])
+    @pytest.mark.parametrize("batched", [False, True], ids=["unbatched", "batched"])
+    def test_it_is_called_like_nn_lstm(self, kind, batch_first, batched, device):
+        options = {**KINDS[kind], "batch_first": batch_first, "device": device}
+        layer, peer = (Layer(INPUT, self.hidden, **options) for Layer in (self.Layer, nn.LSTM))
+        make = Make(device=device)
+        input = make(4, 6, INPUT) if batched else make(6, INPUT)
+        hx = states(make, layer, 6 if not batch_first else 4)
+        hx = hx if batched else tuple(x[:, 0].contiguous() for x in hx)  # cuDNN takes no others
+        for arguments in ((input,), (input, hx), (input, None)):
+            output, (h_n, c_n) = layer(*arguments)
+            peer_output, (peer_h_n, peer_c_n) = peer(*arguments)
+            assert output.shape == peer_output.shape
+            assert (h_n.shape, c_n.shape) == (peer_h_n.shape, peer_c_n.shape)
+
+    @kinds
+    def test_no_states_are_zero_states(self, kind, device):
+        layer, make = self.build(kind, device), Make(DOUBLE, device)
+        input = make(6, 4, INPUT)
+        zeros = tuple(torch.zeros_like(x) for x in states(make, layer, 4))
+        assert_same_bits(Call(input).run(layer), Call(input, zeros).run(layer))
+
+    @kinds
+    def test_batch_first_swaps_input_and_output_and_no_state(self, kind, device):
+        layer, make = self.build(kind, device), Make(DOUBLE, device)
+        swapped = self.build(kind, device, batch_first=True)
+        input, hx = make(6, 4, INPUT), states(make, layer, 4)
+        output, (h_n, c_n) = layer(input, hx)
+        ours, (our_h_n, our_c_n) = swapped(input.transpose(0, 1), hx)
+        assert_all_near([ours.transpose(0, 1), our_h_n, our_c_n], [output, h_n, c_n], FORWARD[DOUBLE])
+
+    @kinds
+    @pytest.mark.parametrize("batch_first", [False, True])
+    def test_an_unbatched_sequence_equals_a_batch_of_one(self, kind, batch_first, device):
+        layer, make = self.build(kind, device, batch_first=batch_first), Make(DOUBLE, device)
+        dim = 0 if batch_first else 1
+        input, hx = make(6, INPUT), states(make, layer, 1)
+        output, (h_n, c_n) = layer(input.unsqueeze(dim), hx)
+        ours, (our_h_n, our_c_n) = layer(input, tuple(x[:, 0] for x in hx))
+        assert_all_near(
+            [ours, our_h_n, our_c_n], [output.squeeze(dim), h_n[:, 0], c_n[:, 0]], FORWARD[DOUBLE]
+        )
+
+    def test_loading_a_checkpoint_of_another_shape_fails(self):
+        layer, deeper = self.Layer(7, 5), self.Layer(7, 5, num_layers=2)
+        with pytest.raises(RuntimeError, match="weight_ih_l1"):
+            layer.load_state_dict(deeper.state_dict())
+        with pytest.raises(RuntimeError, match="size mismatch for weight_hh_l0"):
+            layer.load_state_dict(self.Layer(7, 6).state_dict())
+
+    def test_copies_have_parameters_of_their_own(self, device):
+        layer = self.build("three bidirectional layers", device)
+        input = Make(DOUBLE, device)(6, 4, INPUT)
+        expected = layer(input)[0].detach()
+        copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.zero_()
+        for copied in copies:
+            assert type(copied) is self.Layer
+            assert_same_bits([copied(input)[0]], [expected])
+        assert not torch.equal(layer(input)[0], expected)
+
+    def assert_refused(self, arguments, exception, pattern):
+        """The call fails as said, and the next, of the same layer, is right."""
+        layer = self.build("plain", dtype=torch.float32)
+        with pytest.raises(exception, match=pattern):
+            layer(*arguments)
+        input = Make()(6, 4, INPUT)
+        assert_near(layer(input)[0], self.peer(layer)(input.double())[0], FORWARD[torch.float32])
+
+    # Packed sequences
+
+    @kinds
+    @pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
+    @pytest.mark.parametrize("lengths", [(6, 4, 4, 1), (2, 6, 1, 4), (3, 3, 3), (1,), (5, 1)], ids=str)
+    def test_a_packed_batch_equals_each_sequence_alone(self, kind, given, lengths, device):
+        layer, make = self.build(kind, device), Make(DOUBLE, device)
+        sequences = [make(n, INPUT).requires_grad_() for n in lengths]
+        hx = states(make, layer, len(lengths)) if given else None
+        is_sorted = list(lengths) == sorted(lengths, reverse=True)
+        for enforce_sorted in {False, is_sorted}:
+            packed = pack_sequence(sequences, enforce_sorted=enforce_sorted)
+            output, (h_n, c_n) = layer(packed, hx)
+            assert isinstance(output, PackedSequence)
+            padded, found_lengths = pad_packed_sequence(output)
+            assert found_lengths.tolist() == list(lengths)
+            ours, expected = [h_n, c_n], [[], []]
+            for b, x in enumerate(sequences):
+                alone, state = layer(x, tuple(s[:, b] for s in hx) if given else None)
+                ours.append(padded[: len(x), b])
+                expected.append(alone)
+                for stack, s in zip(expected[:2], state, strict=True):
+                    stack.append(s)
+            expected = [torch.stack(s, 1) for s in expected[:2]] + expected[2:]
+            assert_all_near(ours, expected, FORWARD[DOUBLE])
+            wanted = [*sequences, *layer.parameters()]
+            gradients, exact = (torch.autograd.grad(ys, wanted, cotangents(ys)) for ys in (ours, expected))
+            assert_all_near(gradients, exact, BACKWARD[DOUBLE])
+
+    def test_a_packed_batch_keeps_the_order_of_nn_lstm(self, device):
+        layer = self.build("bidirectional", device)
+        peer = nn.LSTM(INPUT, self.hidden, bidirectional=True, device=device, dtype=DOUBLE)
+        padded = Make(DOUBLE, device)(6, 4, INPUT)
+        packed = pack_padded_sequence(padded, [2, 6, 1, 4], enforce_sorted=False)
+        ours, theirs = layer(packed)[0], peer(packed)[0]
+        assert ours.data.shape == theirs.data.shape
+        for a, b in zip(ours[1:], theirs[1:], strict=True):
+            assert torch.equal(a, b)
+
+    def test_a_packed_batch_with_gradients_of_hx(self, device):
+        layer, make = self.build("two layers", device), Make(DOUBLE, device)
+        hx = tuple(x.requires_grad_() for x in states(make, layer, 3))
+        packed = pack_sequence([make(n, INPUT) for n in (2, 5, 3)], enforce_sorted=False)
+        output, (h_n, c_n) = layer(packed, hx)
+        loss = sum_of_squares([output.data, h_n, c_n])
+        gradients = torch.autograd.grad(loss, hx)
+        h = 1e-6
+        for x, gradient in zip(hx, gradients, strict=True):
+            direction = Make(DOUBLE, device, seed=5)(*x.shape)
+            ends = []
+            for sign in (1, -1):
+                moved = tuple(s + sign * h * direction if s is x else s for s in hx)
+                output, final = layer(packed, moved)
+                ends.append(sum_of_squares([output.data, *final]))
+            torch.testing.assert_close(
+                ((ends[0] - ends[1]) / (2 * h)), (gradient * direction).sum(), rtol=1e-6, atol=1e-8
+            )
+
+    # Dropout
+
+    def test_dropout_acts_between_layers_while_training(self, device):
+        layer = self.build("two layers", device, dropout=0.5)
+        input = Make(DOUBLE, device)(6, 4, INPUT)
+        first, second = layer(input)[0], layer(input)[0]
+        assert not torch.equal(first, second)
+        torch.manual_seed(1)
+        first = layer(input)[0]
+        torch.manual_seed(1)
+        assert torch.equal(layer(input)[0], first)
+        layer.eval()
+        plain = self.build("two layers", device)
+        assert_all_near(Call(input).run(layer), Call(input).run(plain), FORWARD[DOUBLE])
+
+    def test_dropout_leaves_the_last_layer_and_the_states_alone(self, device):
+        layer = self.build("two layers", device, dropout=0.5)
+        input = Make(DOUBLE, device)(6, 4, INPUT)
+        plain_output, (plain_h_n, plain_c_n) = self.build("two layers", device)(input)
+        output, (h_n, c_n) = layer(input)
+        assert torch.equal(h_n[0], plain_h_n[0])
+        assert torch.equal(c_n[0], plain_c_n[0])
+        assert not torch.equal(output, plain_output)
+        assert torch.equal(output[-1], h_n[1])
+        assert (output != 0).all()
+
+    def test_dropout_of_everything_feeds_zeros(self, device):
+        layer = self.build("two layers", device, dropout=1.0)
+        input = Make(DOUBLE, device)(6, 4, INPUT).requires_grad_()
+        output, _ = layer(input)
+        upper = self.Layer(self.hidden, self.hidden, device=device, dtype=DOUBLE)
+        upper.load_state_dict({k.replace("l1", "l0"): v for k, v in layer.state_dict().items() if "l1" in k})
+        expected, _ = upper(torch.zeros(6, 4, self.hidden, dtype=DOUBLE, device=device))
+        assert_near(output, expected, FORWARD[DOUBLE])
+        (gradient,) = torch.autograd.grad(output.sum(), input)
+        assert (gradient == 0).all()
