@@ -36,6 +36,7 @@ GRID: tuple[Shape, ...] = (
     (1, 512, 1024),
 )
 SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
+CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
 # Of each group, all layers take turns. tf32 is a mode of the peer alone: ours are float32 beside it.
 GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
 
@@ -461,6 +462,8 @@ def main() -> None:
     )
     # A CPU computes in float32, and has no other way to.
     groups = GROUPS if args.device.type == "cuda" else (("float32",),)
+    if args.device.type == "cpu" and not args.quick:
+        grid = CPU_GRID
     rows = measure_step(bench, 50 if args.quick else 300)
     rows.append(measure_loop(bench, (4, 16, 32) if args.quick else (16, 64, 128) if args.small else SEQUENCE))
     for precisions in groups:

@@ -320,7 +320,7 @@ auto step_units_of_this_cpu() {
 template <class Cell, typename T, class Step>
 void run_step(const Step& step) {
   static const auto units = step_units_of_this_cpu<Cell, Step>();
-  constexpr int64_t kGrain = std::is_same_v<T, double> ? 1024 : 8192;  // some 10 us of work
+  constexpr int64_t kGrain = std::is_same_v<T, double> ? 512 : 2048;  // some 10 us of work
   at::parallel_for(0, step.batch * step.hidden, kGrain,
                    [&](int64_t begin, int64_t end) { units(step, begin, end); });
 }
