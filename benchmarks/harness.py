@@ -216,6 +216,7 @@ def environment(device: torch.device) -> Row:
         "source": build["source"],  # git rev-parse HEAD:src, of the source that was built
         "torch": str(torch.__version__),
         "python": platform.python_version(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
@@ -226,6 +227,16 @@ def environment(device: torch.device) -> Row:
             **nvidia_smi(device),
         }
     return found
+
+
+def cpu_name() -> str:
+    """'AMD EPYC 9654 (AVX512)': as the system calls it, and the instructions that torch takes."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def nvidia_smi(device: torch.device) -> Row:
