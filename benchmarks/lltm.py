@@ -46,6 +46,11 @@ SWEEPS: dict[str, list[Shape]] = {
     "B": [(2**n, 256, 256) for n in range(10)],
     "T": [(16, 2**n, 256) for n in range(5, 12)],
 }
+CPU_SWEEPS: dict[str, list[Shape]] = {
+    "H": [(16, 64, h) for h in (64, 128, 256, 512)],
+    "B": [(2**n, 64, 256) for n in range(0, 7, 2)],
+    "T": [(16, 2**n, 256) for n in range(3, 8)],
+}
 SMALL_SWEEPS: dict[str, list[Shape]] = {
     "H": [(4, 16, 16), (4, 16, 64)],
     "B": [(1, 16, 32), (8, 16, 32)],
@@ -457,13 +462,12 @@ def claims(rows: list[Row]) -> list[str]:
 def main() -> None:
     args = parse(__doc__)
     bench, brief = Bench(args.device, args.seconds), Bench(args.device, args.seconds / 4)
-    grid, sweeps, algorithm_grid = (
-        (SMALL_GRID, SMALL_SWEEPS, SMALL_ALGORITHM_GRID) if args.small else (GRID, SWEEPS, ALGORITHM_GRID)
-    )
-    # A CPU computes in float32, and has no other way to.
-    groups = GROUPS if args.device.type == "cuda" else (("float32",),)
-    if args.device.type == "cpu" and not args.quick:
-        grid = CPU_GRID
+    grid, sweeps, algorithm_grid = GRID, SWEEPS, ALGORITHM_GRID
+    groups: tuple[tuple[str, ...], ...] = GROUPS
+    if args.device.type == "cpu":  # computes in float32, and has one algorithm
+        grid, sweeps, algorithm_grid, groups = CPU_GRID, CPU_SWEEPS, [], (("float32",),)
+    if args.quick:
+        grid, sweeps, algorithm_grid = SMALL_GRID, SMALL_SWEEPS, SMALL_ALGORITHM_GRID
     rows = measure_step(bench, 50 if args.quick else 300)
     rows.append(measure_loop(bench, (4, 16, 32) if args.quick else (16, 64, 128) if args.small else SEQUENCE))
     for precisions in groups:
@@ -504,8 +508,9 @@ def draw(record: dict[str, Any]) -> Any:
     parts: dict[str, list[Row]] = {}
     for row in record["rows"]:
         parts.setdefault(row["part"], []).append(row)
-    figure = plt.figure(figsize=(13, 10.5), layout="constrained")
-    lines = figure.add_gridspec(3, 1, height_ratios=(1, 1.15, 1))
+    heights = (1, 1.15, 1) if "algorithm" in parts else (1, 1.15)
+    figure = plt.figure(figsize=(13, 3.35 * sum(heights)), layout="constrained")
+    lines = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     step, sequence, layer = lines[0].subgridspec(1, 3, width_ratios=(1, 1, 1.25)).subplots()
     draw_step(step, parts["step"])
     draw_sequence(sequence, parts["sequence"][0])
@@ -514,12 +519,13 @@ def draw(record: dict[str, Any]) -> Any:
     for axes, over in zip(panels, "HBT", strict=True):
         draw_sweep(axes, over, [row for row in parts["sweep"] if row["over"] == over])
     outer_labels(panels)
-    batches = list(dict.fromkeys(row["B"] for row in parts["algorithm"]))
-    panels = lines[2].subgridspec(1, len(batches)).subplots(sharey=True)
-    for axes, batch in zip(panels, batches, strict=True):
-        draw_algorithms(axes, [row for row in parts["algorithm"] if row["B"] == batch])
-    panels[0].set_title(f"LLTM by algorithm: {panels[0].get_title(loc='left')}", loc="left")
-    outer_labels(panels)
+    if "algorithm" in parts:
+        batches = list(dict.fromkeys(row["B"] for row in parts["algorithm"]))
+        panels = lines[2].subgridspec(1, len(batches)).subplots(sharey=True)
+        for axes, batch in zip(panels, batches, strict=True):
+            draw_algorithms(axes, [row for row in parts["algorithm"] if row["B"] == batch])
+        panels[0].set_title(f"LLTM by algorithm: {panels[0].get_title(loc='left')}", loc="left")
+        outer_labels(panels)
     return figure
 
 
@@ -628,7 +634,8 @@ def draw_sweep(axes: Any, over: str, rows: list[Row]) -> None:
     # With gaps where the algorithm is no persistent one.
     floors = [row[f"{names[0]} training floor us/step"] or math.nan for row in rows]
     places, what = [row[over] for row in rows], "floor: the LLTM's\nblocks exchange h"
-    axes.plot(places, floors, ":", color=INK, drawstyle="steps-mid", label=what)
+    if not all(map(math.isnan, floors)):
+        axes.plot(places, floors, ":", color=INK, drawstyle="steps-mid", label=what)
     log_axes(axes, [place for place in places if math.log2(place).is_integer()])
     words = {"B": "batch {}", "T": "{} steps", "H": "{} hidden"}
     fixed = ", ".join(words[key].format(rows[0][key]) for key in "BTH" if key != over)
