@@ -17,15 +17,17 @@ ASK = """
 
 using namespace lltm_ext;
 
-// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,algorithm.
+// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,algorithm,chunks:
+// a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[9];
+    int n[10];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5]};
-    const Plan plan = plan_recurrence(problem, {n[6], n[7]}, static_cast<Algorithm>(n[8]));
+    const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[9]; };
+    const Plan plan = plan_recurrence(problem, {n[6], n[7]}, static_cast<Algorithm>(n[8]), has_room);
     const GridShape& grid = plan.grid;
     std::printf("%s|%d|%d|%d|%s\\n", names[static_cast<int>(plan.algorithm)], grid.members, grid.groups,
                 grid.rows, plan.why_not.c_str());
@@ -59,8 +61,10 @@ def plan(planner):
     return ask
 
 
-def question(hidden, batch, size=2, gates=3, chip=H200, algorithm="auto", dense=True, backward=False):
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm])
+def question(
+    hidden, batch, size=2, gates=3, chip=H200, algorithm="auto", dense=True, backward=False, chunks=99
+):
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks)
     return ",".join(str(int(value)) for value in values)
 
 
@@ -150,6 +154,17 @@ def test_what_cannot_run_says_why(plan, algorithm, more, reason, backward):
     )
     assert name == "stepwise"
     assert why_not.startswith(reason)
+
+
+def test_where_shared_memory_is_short_others_take_over(plan):
+    """A variant that finds no room is passed over; if all are, auto is stepwise and a name says why."""
+    wide, narrow, none = plan(*({"hidden": 256, "batch": 8, "chunks": chunks} for chunks in (8, 4, 1)))
+    assert wide == narrow == ("grid", *wide[1:])
+    assert none[0] == "stepwise"
+    large, not_large = plan(*({"hidden": 600, "batch": 8, "chunks": chunks} for chunks in (8, 4)))
+    assert (large[0], not_large[0]) == ("grid", "stepwise")
+    ((_, *_, why_not),) = plan({"hidden": 600, "batch": 8, "chunks": 4, "algorithm": "grid"})
+    assert why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"
 
 
 def test_clusters_take_any_number_of_rows_one_after_the_other(plan):

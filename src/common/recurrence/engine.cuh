@@ -54,21 +54,6 @@ cudaError_t launch_persistent(Kernel* kernel, const Sequence& sequence, const Pl
   return cudaLaunchKernelEx(&config, kernel, sequence, plan.grid);
 }
 
-// Calls f with the compile-time form of a variant of `variants`, the one that is `wanted`.
-template <const auto& variants, size_t i = 0, class F>
-cudaError_t with_variant(const Variant& wanted, F&& f) {
-  if constexpr (i < std::size(variants)) {
-    constexpr Variant v = variants[i];
-    if (v.algorithm == wanted.algorithm && v.general == wanted.general && v.unit_tiles == wanted.unit_tiles &&
-        v.chunks == wanted.chunks) {
-      return f(std::integral_constant<size_t, i>{});
-    }
-    return with_variant<variants, i + 1>(wanted, f);
-  } else {
-    return cudaErrorInvalidConfiguration;
-  }
-}
-
 template <typename T>
 struct VariantsOf {
   static constexpr const auto& value = kHalfVariants;
@@ -78,6 +63,46 @@ struct VariantsOf<float> {
   static constexpr const auto& value = kFloatVariants;
 };
 
+// The kernel of the i-th variant for T.
+template <class Cell, typename T, size_t i, bool kBackward>
+struct KernelOf {
+  static constexpr Variant kVariant = VariantsOf<T>::value[i];
+  static constexpr int kTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
+  static constexpr int kExchanged = kBackward ? Cell::kGates : 1;  // values a unit
+  static constexpr Exchange kWay =
+      kVariant.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
+  static constexpr int kSharers = sharing_warps(kVariant.general, kTiles, kChunks, kExchanged);
+  static constexpr int kPieces = Exchanger<kWay, T, kExchanged, kChunks, 16 * kTiles, kSharers>::kPieces;
+  static constexpr int kInRegisters = gates_in_registers(kVariant, Cell::kGates, kPieces);
+  using Math = typename MathOf<T>::type;
+  using Product = typename ProductOf<T>::type;
+  using type =
+      std::conditional_t<kBackward,
+                         Backward<Cell, Math, Product, kWay, kTiles, kChunks, kInRegisters, kVariant.general>,
+                         Forward<Cell, Math, Product, kWay, kTiles, kChunks, kInRegisters, kVariant.general>>;
+};
+
+// Calls f(KernelOf{}) for the kernel of a variant.
+template <class Cell, typename T, bool kBackward, size_t i = 0, class F>
+auto with_kernel(const Variant& wanted, F&& f) {
+  using Found = KernelOf<Cell, T, i, kBackward>;
+  if constexpr (i + 1 < std::size(VariantsOf<T>::value)) {
+    constexpr Variant v = Found::kVariant;
+    const bool is_it = v.algorithm == wanted.algorithm && v.general == wanted.general &&
+                       v.unit_tiles == wanted.unit_tiles && v.chunks == wanted.chunks;
+    return is_it ? f(Found{}) : with_kernel<Cell, T, kBackward, i + 1>(wanted, f);
+  } else {
+    return f(Found{});
+  }
+}
+
+template <class Cell, typename T>
+size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward) {
+  const GroupPlace group = {hidden, grid.members, 0, grid.rows};
+  const auto bytes = [&](auto found) { return decltype(found)::type::shared_bytes(group); };
+  return backward ? with_kernel<Cell, T, true>(variant, bytes) : with_kernel<Cell, T, false>(variant, bytes);
+}
+
 template <class Cell, typename T>
 cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream) {
   if (plan.algorithm == Algorithm::kGrid) {
@@ -86,16 +111,11 @@ cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& p
         cudaMemsetAsync(sequence.output, kUnwrittenByte, rows * sequence.hidden * sizeof(T), stream);
     if (error != cudaSuccess) return error;
   }
-  return with_variant<VariantsOf<T>::value>(plan.variant, [&](auto index) {
-    constexpr Variant v = VariantsOf<T>::value[index];
-    constexpr Exchange kWay = v.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
-    constexpr int kSharers = sharing_warps(v.general, v.unit_tiles, v.chunks, 1);
-    constexpr int kPieces = Exchanger<kWay, T, 1, v.chunks, 16 * v.unit_tiles, kSharers>::kPieces;
-    using Kernel = Forward<Cell, typename MathOf<T>::type, typename ProductOf<T>::type, kWay, v.unit_tiles,
-                           v.chunks, gates_in_registers(v, Cell::kGates, kPieces), v.general>;
-    const GroupPlace group = {sequence.hidden, plan.grid.members, 0, plan.grid.rows};
-    return launch_persistent(recurrence_forward_kernel<Kernel, T>, sequence, plan,
-                             Kernel::shared_bytes(group), stream);
+  const size_t shared_bytes =
+      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/false);
+  return with_kernel<Cell, T, false>(plan.variant, [&](auto found) {
+    using Kernel = typename decltype(found)::type;
+    return launch_persistent(recurrence_forward_kernel<Kernel, T>, sequence, plan, shared_bytes, stream);
   });
 }
 
@@ -107,23 +127,19 @@ cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan&
                                               rows * Cell::kGates * sequence.hidden * sizeof(T), stream);
     if (error != cudaSuccess) return error;
   }
-  return with_variant<VariantsOf<T>::value>(plan.variant, [&](auto index) {
-    constexpr Variant v = VariantsOf<T>::value[index];
-    constexpr Exchange kWay = v.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
-    constexpr int kSharers = sharing_warps(v.general, v.unit_tiles, v.chunks, Cell::kGates);
-    constexpr int kPieces = Exchanger<kWay, T, Cell::kGates, v.chunks, 16 * v.unit_tiles, kSharers>::kPieces;
-    using Kernel = Backward<Cell, typename MathOf<T>::type, typename ProductOf<T>::type, kWay, v.unit_tiles,
-                            v.chunks, gates_in_registers(v, Cell::kGates, kPieces), v.general>;
-    const GroupPlace group = {sequence.hidden, plan.grid.members, 0, plan.grid.rows};
-    return launch_persistent(recurrence_backward_kernel<Kernel, T>, sequence, plan,
-                             Kernel::shared_bytes(group), stream);
+  const size_t shared_bytes =
+      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/true);
+  return with_kernel<Cell, T, true>(plan.variant, [&](auto found) {
+    using Kernel = typename decltype(found)::type;
+    return launch_persistent(recurrence_backward_kernel<Kernel, T>, sequence, plan, shared_bytes, stream);
   });
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE(Cell, T)                                                                \
-  template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const ForwardSequence<T>&, const Plan&,   \
-                                                             cudaStream_t);                            \
-  template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const BackwardSequence<T>&, const Plan&, \
+#define INSTANTIATE_RECURRENCE(Cell, T)                                                                    \
+  template size_t lltm_ext::recurrence_shared_bytes<Cell, T>(const Variant&, const GridShape&, int, bool); \
+  template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const ForwardSequence<T>&, const Plan&,       \
+                                                             cudaStream_t);                                \
+  template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const BackwardSequence<T>&, const Plan&,     \
                                                               cudaStream_t);

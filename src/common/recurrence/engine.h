@@ -16,6 +16,10 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 #endif
 
+// What a block of a variant takes of shared memory, for these groups.
+template <class Cell, typename T>
+size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward);
+
 // Runs a plan that is not stepwise. Fills the memory through which blocks exchange values first. Fails with
 // cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU has no room for it.
 template <class Cell, typename T>

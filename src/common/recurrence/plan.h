@@ -50,9 +50,6 @@ struct Chip {
   int multiprocessors;
 };
 
-// Plans `wanted`, or for kAuto what is fastest. Stepwise runs everything.
-Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted);
-
 namespace plan_detail {
 
 constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
@@ -111,7 +108,10 @@ inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted)
 
 }  // namespace plan_detail
 
-inline Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted) {
+// Plans `wanted`, or for kAuto what is fastest. Stepwise runs everything. `has_room(variant, grid)` says
+// whether a multiprocessor has the shared memory for a block.
+template <class HasRoom>
+Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted, HasRoom&& has_room) {
   Plan plan;
   if (wanted == Algorithm::kStepwise) return plan;
   const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
@@ -126,6 +126,7 @@ inline Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm 
       if (only_forward && (problem.backward || wanted != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, chip, grid)) continue;
       if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
+      if (!has_room(v, grid)) continue;
       plan.algorithm = v.algorithm;
       plan.variant = v;
       plan.grid = grid;

@@ -164,9 +164,25 @@ inline Algorithm algorithm_named(const char* op, c10::string_view name) {
                     name, "'");
 }
 
+#ifdef LLTM_EXT_WITH_CUDA
+template <class Cell>
+size_t shared_bytes(at::ScalarType type, const Variant& variant, const GridShape& grid, int hidden,
+                    bool backward) {
+  switch (type) {
+    case at::kHalf:
+      return recurrence_shared_bytes<Cell, __half>(variant, grid, hidden, backward);
+    case at::kBFloat16:
+      return recurrence_shared_bytes<Cell, __nv_bfloat16>(variant, grid, hidden, backward);
+    default:
+      return recurrence_shared_bytes<Cell, float>(variant, grid, hidden, backward);
+  }
+}
+#endif
+
 // Plans a sequence on the tensors' device. An algorithm that was asked for and can't run is an error.
-inline Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-                     bool backward, int gates, c10::string_view algorithm) {
+template <class Cell>
+Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
+              bool backward, c10::string_view algorithm) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -174,8 +190,13 @@ inline Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
-    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()), gates},
-                           {chip->major * 10 + chip->minor, chip->multiProcessorCount}, wanted);
+    const auto has_room = [&](const Variant& variant, const GridShape& grid) {
+      return shared_bytes<Cell>(input.scalar_type(), variant, grid, static_cast<int>(hidden), backward) <=
+             chip->sharedMemPerBlockOptin;
+    };
+    plan = plan_recurrence(
+        {hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates},
+        {chip->major * 10 + chip->minor, chip->multiProcessorCount}, wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -282,7 +303,7 @@ struct SequenceOps {
     c.copy_(c0);
     const int64_t length = length_of(input, batch_sizes);
     const Plan plan =
-        plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, kGates, algorithm);
+        plan_for<Cell>(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, algorithm);
     if (rows.size(0) * hidden > 0 &&
         !(plan.algorithm != Algorithm::kStepwise &&
           forward_at_once(out, c, h0, weight_hh, batch_sizes, length, reverse, plan, algorithm))) {
@@ -424,7 +445,7 @@ struct SequenceOps {
     const std::string op = named("_algorithm");
     check_inputs(op.c_str(), input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
     const Plan plan =
-        plan_for(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, kGates, algorithm);
+        plan_for<Cell>(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
     switch (plan.algorithm) {
       case Algorithm::kCluster:
         return "cluster";
@@ -575,7 +596,7 @@ struct SequenceOps {
     if (grad_h_n) carried.grad_h.copy_(*grad_h_n);
     if (grad_c_n) carried.grad_c.copy_(*grad_c_n);
 
-    Plan plan = plan_for(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, kGates, algorithm);
+    Plan plan = plan_for<Cell>(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, algorithm);
     if (bias_needs_grad) {
       const int64_t bias_rows = std::max<int64_t>(batch, 8 * plan.grid.groups);
       carried.grad_bias = at::zeros({bias_rows, kGates * hidden}, state_options);
