@@ -156,15 +156,14 @@ def test_what_cannot_run_says_why(plan, algorithm, more, reason, backward):
     assert why_not.startswith(reason)
 
 
-def test_where_shared_memory_is_short_others_take_over(plan):
-    """A variant that finds no room is passed over; if all are, auto is stepwise and a name says why."""
-    wide, narrow, none = plan(*({"hidden": 256, "batch": 8, "chunks": chunks} for chunks in (8, 4, 1)))
-    assert wide == narrow == ("grid", *wide[1:])
-    assert none[0] == "stepwise"
-    large, not_large = plan(*({"hidden": 600, "batch": 8, "chunks": chunks} for chunks in (8, 4)))
-    assert (large[0], not_large[0]) == ("grid", "stepwise")
-    ((_, *_, why_not),) = plan({"hidden": 600, "batch": 8, "chunks": 4, "algorithm": "grid"})
-    assert why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"
+def test_a_kernel_that_finds_no_room_in_shared_memory_is_not_taken(plan):
+    problem = {"hidden": 600, "batch": 8}
+    room, no_room, asked = plan(
+        problem, {**problem, "chunks": 2}, {**problem, "chunks": 2, "algorithm": "grid"}
+    )
+    assert room[0] == "grid"
+    assert (no_room[0], no_room[-1]) == ("stepwise", "")
+    assert asked[-1] == "has no room on this GPU for hidden_size = 600 and batch = 8"
 
 
 def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
