@@ -578,18 +578,21 @@ def sequence(op, algorithm, dtype=torch.float16, length=50, batch=67, hidden=128
     )
 
 
+def assert_same_bits_five_times(f, call):
+    outputs, gradients = forward_and_gradients(f, call)
+    for _ in range(4):
+        again, gradients_again = forward_and_gradients(f, call)
+        assert_same_bits(again, outputs)
+        assert_same_bits(gradients_again, gradients)
+
+
 @ops
 @types
 @runs
 def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
     f = functools.partial(op, algorithm=algorithm)
     for length, batch, hidden in ((50, 67, 128), (50, 9, 64)) if device == "cuda" else ((5, 9, 24),):
-        call = op.call(Make(dtype, device), length, batch, hidden)
-        outputs, gradients = forward_and_gradients(f, call)
-        for _ in range(4):
-            again, gradients_again = forward_and_gradients(f, call)
-            assert_same_bits(again, outputs)
-            assert_same_bits(gradients_again, gradients)
+        assert_same_bits_five_times(f, op.call(Make(dtype, device), length, batch, hidden))
 
 
 @ops
@@ -598,12 +601,7 @@ def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
 def test_five_runs_of_packed_rows_give_the_same_bits(op, dtype, device, algorithm):
     sizes = [67, 67, 66, 40, 9, 8, 1]
     call = op.call(Make(dtype, device), None, 67, 136 if device == "cuda" else 24, sizes=sizes)
-    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
-    outputs, gradients = forward_and_gradients(f, call)
-    for _ in range(4):
-        again, gradients_again = forward_and_gradients(f, call)
-        assert_same_bits(again, outputs)
-        assert_same_bits(gradients_again, gradients)
+    assert_same_bits_five_times(functools.partial(op, algorithm=algorithm, sizes=sizes), call)
 
 
 @ops
@@ -1096,6 +1094,21 @@ def test_strides_of_each_argument_alone_and_of_all(op, dtype, device, algorithm,
         what = f"{way.__name__} {[NAMES[i] for i in sorted(which)]}"
         assert_all_near(outputs, expected, FORWARD[dtype], f"{what}: output")
         assert_all_near(gradients, expected_gradients, BACKWARD[dtype], f"{what}: gradient of argument")
+
+
+@ops
+@layouts
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "no oneDNN"])
+def test_strides_of_products_large_enough_for_onednn(op, way, onednn):
+    """On the CPU, which multiplies dense float32 matrices of this size by it, as torch allows, and no others."""
+    call = op.call(Make(), 2, 16, 256, input_size=300)
+    changed = Call(*(way(x) for x in call.args))
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        outputs, gradients = forward_and_gradients(op, changed)
+    exact = changed.map(lambda x: packed(x).double())
+    expected, expected_gradients = forward_and_gradients(op.loop, exact, cotangents(outputs))
+    assert_all_near(outputs, expected, FORWARD[torch.float32], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[torch.float32], "gradient of argument")
 
 
 @ops

@@ -82,7 +82,7 @@ struct KernelOf {
                          Forward<Cell, Math, Product, kWay, kTiles, kChunks, kInRegisters, kVariant.general>>;
 };
 
-// Calls f(KernelOf{}) for the kernel of a variant.
+// Calls f(KernelOf{}) for the kernel of a variant, which is one of the table.
 template <class Cell, typename T, bool kBackward, size_t i = 0, class F>
 auto with_kernel(const Variant& wanted, F&& f) {
   using Found = KernelOf<Cell, T, i, kBackward>;

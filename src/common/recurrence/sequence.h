@@ -20,11 +20,9 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -321,22 +319,25 @@ struct SequenceOps {
     const at::Tensor weight_hh_t = weight_hh.t().contiguous();
     for (const auto& [first_row, n] : steps.steps) {
       at::Tensor gates = all_gates.narrow(0, first_row, n);
-      const at::Tensor more = onednn_product(first_rows(h, n), weight_hh_t);
-      if (!more.defined()) gates.addmm_(first_rows(h, n), weight_hh_t);
+      const at::Tensor product = onednn_product(first_rows(h, n), weight_hh_t);
+      if (!product.defined()) gates.addmm_(first_rows(h, n), weight_hh_t);
       launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
         using T = typename decltype(type)::type;
         const StepForward<T> step = {
             .batch = n,
             .hidden = hidden,
             .gates = mutable_pointer<T>(gates),
-            .more = pointer<acc_t<T>>(more),
             .extra =
                 out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden : nullptr,
             .c = mutable_pointer<acc_t<T>>(c),
             .h = mutable_pointer<T>(h),
             .output = mutable_pointer<T>(out.output) + first_row * hidden,
         };
-        return recurrence_step<Cell>(step, stream...);
+        if constexpr (sizeof...(stream) == 0) {
+          return recurrence_step<Cell>(step, pointer<acc_t<T>>(product));
+        } else {
+          return recurrence_step<Cell>(step, stream...);
+        }
       });
     }
   }

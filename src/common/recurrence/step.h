@@ -17,12 +17,11 @@ namespace lltm_ext {
 template <typename T>
 struct StepForward {
   int64_t batch, hidden;
-  T* gates;              // [B, G, H] pre-activations; if `extra` is given, what backward needs replaces them
-  const acc_t<T>* more;  // [B, G, H] the product of h with the recurrent weight, or null if they have it
-  T* extra;              // [B, E, H] what else backward needs, or null
-  acc_t<T>* c;           // [B, H] the cell state, which the step moves on
-  T* h;                  // [B, H] the new state
-  T* output;             // [B, H] a second copy of it
+  T* gates;     // [B, G, H] pre-activations; if `extra` is given, what backward needs replaces them
+  T* extra;     // [B, E, H] what else backward needs, or null
+  acc_t<T>* c;  // [B, H] the cell state, which the step moves on
+  T* h;         // [B, H] the new state
+  T* output;    // [B, H] a second copy of it
 };
 
 template <typename T>
@@ -38,8 +37,9 @@ struct StepBackward {
   acc_t<T>* grad_bias;              // [B, G, H] to which grad_gates are added, or null
 };
 
+// On the CPU `product` [B, G, H] is still to be added to the gates; or it is null.
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step);
+void recurrence_step(const StepForward<T>& step, const acc_t<T>* product);
 template <class Cell, typename T>
 void recurrence_step(const StepBackward<T>& step);
 
@@ -56,10 +56,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForward<T>& s, int64_t b, int64_t j) {
   constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using A = acc_t<T>;
   A gates[kGates], saved[Cell::kSaved];
-  for (int g = 0; g < kGates; ++g) {
-    const int64_t at = (b * kGates + g) * s.hidden + j;
-    gates[g] = widen(s.gates[at]) + (s.more ? s.more[at] : A(0));
-  }
+  for (int g = 0; g < kGates; ++g) gates[g] = widen(s.gates[(b * kGates + g) * s.hidden + j]);
   const int64_t at = b * s.hidden + j;
   A c = s.c[at];
   const T h = narrow<T>(Cell::template forward<Math>(gates, c, saved));

@@ -200,8 +200,13 @@ T* saved_at(T* gates, T* extra, int v, int64_t hidden, int64_t row, int64_t unit
                     : extra + (row * kExtra + v - kGates) * hidden + unit;
 }
 
+template <typename T>
+struct StepWithProduct : StepForward<T> {
+  const acc_t<T>* product;
+};
+
 template <class Cell, typename T>
-void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
+void step_block(const StepWithProduct<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
   const auto place = [&](int v) { return saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit); };
@@ -210,8 +215,8 @@ void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
   const A* gates[kGates];
   A* saved[kSaved];
   for (int g = 0; g < kGates; ++g) {
-    const A* more = s.more ? s.more + (row * kGates + g) * s.hidden + unit : nullptr;
-    gates[g] = source(place(g), more, buffers[g], n);
+    const A* product = s.product ? s.product + (row * kGates + g) * s.hidden + unit : nullptr;
+    gates[g] = source(place(g), product, buffers[g], n);
   }
   for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(place(v), buffers[v]) : buffers[v];
   A *c = s.c + at, *h = target(s.h + at, buffers[kSaved]);
@@ -328,8 +333,8 @@ void run_step(const Step& step) {
 }  // namespace step_cpu
 
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step) {
-  step_cpu::run_step<Cell, T>(step);
+void recurrence_step(const StepForward<T>& step, const acc_t<T>* product) {
+  step_cpu::run_step<Cell, T>(step_cpu::StepWithProduct<T>{step, product});
 }
 
 template <class Cell, typename T>
@@ -339,8 +344,9 @@ void recurrence_step(const StepBackward<T>& step) {
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                           \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForward<T>&); \
+#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                          \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForward<T>&, \
+                                                             const lltm_ext::acc_t<T>*);      \
   template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepBackward<T>&);
 #define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)          \
   INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, float)     \
