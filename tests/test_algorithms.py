@@ -1100,7 +1100,7 @@ def test_strides_of_each_argument_alone_and_of_all(op, dtype, device, algorithm,
 @layouts
 @pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "no oneDNN"])
 def test_strides_of_products_large_enough_for_onednn(op, way, onednn):
-    """On the CPU, which multiplies dense float32 matrices of this size by it, as torch allows, and no others."""
+    """The CPU multiplies dense float32 matrices of this size by it, as torch allows, and no others."""
     call = op.call(Make(), 2, 16, 256, input_size=300)
     changed = Call(*(way(x) for x in call.args))
     with torch.backends.mkldnn.flags(enabled=onednn):
