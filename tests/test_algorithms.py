@@ -699,14 +699,15 @@ def test_a_graph_of_packed_rows_replays_and_the_grid_is_refused(op):
     )
     assert_all_near(found[:3], exact, FORWARD[torch.float16])
     assert_all_near(found[3:], exact_gradients, BACKWARD[torch.float16])
-    dense = op.plan(*call.args[:2])
+    dense = op.call(Make(torch.float16, "cuda"), 3, 9, 64)
+    plan_of_dense = op.plan(*dense.args)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        plans = [op.plan(*call.args, sizes=sizes), op.plan(*call.args[:2])]
+        plans = [op.plan(*call.args, sizes=sizes), op.plan(*dense.args)]
         if not refused:
             with pytest.raises(RuntimeError, match="'grid' can't be captured in a graph with a packed seq"):
                 op.plan(*call.args, sizes=sizes, algorithm="grid")
         call.args[0] + 1  # an empty graph warns
-    assert plans == ["stepwise", dense]
+    assert plans == ["stepwise", plan_of_dense]
 
 
 @needs_cuda
