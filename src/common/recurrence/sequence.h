@@ -35,8 +35,8 @@
 #include "common/differentiable.h"
 #include "common/dispatch.h"
 #include "common/library.h"
+#include "common/matmul.h"
 #include "common/recurrence/engine.h"
-#include "common/recurrence/matrix.h"
 #include "common/recurrence/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -290,7 +290,7 @@ struct SequenceOps {
 
     Outputs out;
     out.output = empty_rows(input, hidden, input.scalar_type());
-    const at::Tensor gates = product(rows, weight_ih.t(), bias);
+    const at::Tensor gates = affine(rows, weight_ih.t(), bias);
     at::DimVector sizes(input.sizes().begin(), input.sizes().end());
     sizes.back() = kGates * hidden;
     out.gates = gates.view(sizes);
@@ -311,33 +311,35 @@ struct SequenceOps {
     return out;
   }
 
-  static void forward_stepwise(const Outputs& out, const at::Tensor& all_gates, const at::Tensor& c,
+  static void forward_stepwise(const Outputs& out, const at::Tensor& gates, const at::Tensor& c,
                                const at::Tensor& weight_hh, const Steps& steps) {
     const at::Tensor& h = out.h_n;
     const int64_t hidden = h.size(1);
     // Copied, because in float32 cuBLAS multiplies few rows by a transposed view up to six times slower.
     const at::Tensor weight_hh_t = weight_hh.t().contiguous();
+    const at::Tensor products = at::empty({h.size(0), kGates * hidden}, c.options());
+    const Matmul matmul(h);
     for (const auto& [first_row, n] : steps.steps) {
-      at::Tensor gates = all_gates.narrow(0, first_row, n);
-      const at::Tensor product = onednn_product(first_rows(h, n), weight_hh_t);
-      if (!product.defined()) gates.addmm_(first_rows(h, n), weight_hh_t);
+      const at::Tensor h_rows = first_rows(h, n);
+      at::Tensor product = onednn_product(h_rows, weight_hh_t);
+      if (!product.defined()) {
+        product = first_rows(products, n);
+        matmul(product, h_rows, weight_hh_t);
+      }
       launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
         using T = typename decltype(type)::type;
         const StepForward<T> step = {
             .batch = n,
             .hidden = hidden,
-            .gates = mutable_pointer<T>(gates),
+            .gates = mutable_pointer<T>(gates) + first_row * kGates * hidden,
+            .product = pointer<acc_t<T>>(product),
             .extra =
                 out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden : nullptr,
             .c = mutable_pointer<acc_t<T>>(c),
             .h = mutable_pointer<T>(h),
             .output = mutable_pointer<T>(out.output) + first_row * hidden,
         };
-        if constexpr (sizeof...(stream) == 0) {
-          return recurrence_step<Cell>(step, pointer<acc_t<T>>(product));
-        } else {
-          return recurrence_step<Cell>(step, stream...);
-        }
+        return recurrence_step<Cell>(step, stream...);
       });
     }
   }
@@ -504,12 +506,14 @@ struct SequenceOps {
                                 const at::Tensor& extra, const at::Tensor& weight_hh,
                                 const std::vector<Steps::Step>& steps, const Chunk& chunk) {
     const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
+    const at::Tensor dy = grad_output.value_or(at::Tensor());
+    const Matmul matmul(gates);
     for (size_t k = chunk.last; k-- > chunk.first;) {
       const auto [first_row, n] = steps[k];
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n);
-      const at::Tensor dy = !grad_output              ? at::Tensor()
-                            : grad_output->dim() == 3 ? grad_output->select(0, first_row / batch)
-                                                      : grad_output->narrow(0, first_row, n);
+      // In steps, or in rows.
+      const int64_t dy_at =
+          !dy.defined() ? 0 : (dy.dim() == 3 ? first_row / batch : first_row) * dy.stride(0);
       launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
         using T = typename decltype(type)::type;
         const StepBackward<T> step = {
@@ -517,9 +521,9 @@ struct SequenceOps {
             .hidden = hidden,
             .gates = pointer<T>(gates) + first_row * kGates * hidden,
             .extra = pointer<T>(extra) + first_row * kExtra * hidden,
-            .grad_output = pointer<T>(dy),
-            .output_row = dy.defined() ? dy.stride(0) : 0,
-            .output_unit = dy.defined() ? dy.stride(1) : 0,
+            .grad_output = dy.defined() ? pointer<T>(dy) + dy_at : nullptr,
+            .output_row = dy.defined() ? dy.stride(-2) : 0,
+            .output_unit = dy.defined() ? dy.stride(-1) : 0,
             .grad_h = pointer<T>(carried.grad_h),
             .grad_c = mutable_pointer<acc_t<T>>(carried.grad_c),
             .grad_gates = mutable_pointer<T>(step_grad_gates),
@@ -527,8 +531,7 @@ struct SequenceOps {
         };
         return recurrence_step<Cell>(step, stream...);
       });
-      at::Tensor dh_rows = first_rows(carried.grad_h, n);
-      product_out(dh_rows, step_grad_gates, weight_hh);
+      matmul(first_rows(carried.grad_h, n), step_grad_gates, weight_hh);
     }
   }
 
@@ -624,8 +627,8 @@ struct SequenceOps {
       grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));
       add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
       if (input_needs_grad) {
-        at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
-        product_out(grad_rows, grad_gates, weight_ih);
+        const at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
+        Matmul{input}(grad_rows, grad_gates, weight_ih);
       }
     }
     if (batch * hidden == 0 && input_needs_grad) grad_input.zero_();

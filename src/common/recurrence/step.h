@@ -17,11 +17,12 @@ namespace lltm_ext {
 template <typename T>
 struct StepForward {
   int64_t batch, hidden;
-  T* gates;     // [B, G, H] pre-activations; if `extra` is given, what backward needs replaces them
-  T* extra;     // [B, E, H] what else backward needs, or null
-  acc_t<T>* c;  // [B, H] the cell state, which the step moves on
-  T* h;         // [B, H] the new state
-  T* output;    // [B, H] a second copy of it
+  T* gates;  // [B, G, H] the input's part of the gates; if `extra` is given, what backward needs replaces it
+  const acc_t<T>* product;  // [B, G, H] the other part: h times the recurrent weight
+  T* extra;                 // [B, E, H] what else backward needs, or null
+  acc_t<T>* c;              // [B, H] the cell state, which the step moves on
+  T* h;                     // [B, H] the new state
+  T* output;                // [B, H] a second copy of it
 };
 
 template <typename T>
@@ -37,9 +38,8 @@ struct StepBackward {
   acc_t<T>* grad_bias;              // [B, G, H] to which grad_gates are added, or null
 };
 
-// On the CPU `product` [B, G, H] is still to be added to the gates; or it is null.
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step, const acc_t<T>* product);
+void recurrence_step(const StepForward<T>& step);
 template <class Cell, typename T>
 void recurrence_step(const StepBackward<T>& step);
 
@@ -56,7 +56,10 @@ LLTM_HOST_DEVICE void step_unit(const StepForward<T>& s, int64_t b, int64_t j) {
   constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using A = acc_t<T>;
   A gates[kGates], saved[Cell::kSaved];
-  for (int g = 0; g < kGates; ++g) gates[g] = widen(s.gates[(b * kGates + g) * s.hidden + j]);
+  for (int g = 0; g < kGates; ++g) {
+    const int64_t at = (b * kGates + g) * s.hidden + j;
+    gates[g] = widen(s.gates[at]) + s.product[at];
+  }
   const int64_t at = b * s.hidden + j;
   A c = s.c[at];
   const T h = narrow<T>(Cell::template forward<Math>(gates, c, saved));

@@ -171,14 +171,6 @@ const A* source(const T* from, A* buffer, int n) {
   return buffer;
 }
 
-// The same of the sums of two arrays, of which the second may be none.
-template <typename T, typename A>
-const A* source(const T* from, const A* more, A* buffer, int n) {
-  if (!more) return source(from, buffer, n);
-  for (int i = 0; i < n; ++i) buffer[i] = load(from[i]) + more[i];
-  return buffer;
-}
-
 // Where a loop writes values for `to`; store() then takes them there.
 template <typename T, typename A>
 A* target(T* to, A* buffer) {
@@ -200,30 +192,25 @@ T* saved_at(T* gates, T* extra, int v, int64_t hidden, int64_t row, int64_t unit
                     : extra + (row * kExtra + v - kGates) * hidden + unit;
 }
 
-template <typename T>
-struct StepWithProduct : StepForward<T> {
-  const acc_t<T>* product;
-};
-
 template <class Cell, typename T>
-void step_block(const StepWithProduct<T>& s, int64_t row, int64_t unit, int n) {
+void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
   const auto place = [&](int v) { return saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit); };
   const int64_t at = row * s.hidden + unit;
   alignas(64) A buffers[kSaved + 1][kBlock];
-  const A* gates[kGates];
+  const A *gates[kGates], *products[kGates];
   A* saved[kSaved];
   for (int g = 0; g < kGates; ++g) {
-    const A* product = s.product ? s.product + (row * kGates + g) * s.hidden + unit : nullptr;
-    gates[g] = source(place(g), product, buffers[g], n);
+    gates[g] = source(place(g), buffers[g], n);
+    products[g] = s.product + (row * kGates + g) * s.hidden + unit;
   }
   for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(place(v), buffers[v]) : buffers[v];
   A *c = s.c + at, *h = target(s.h + at, buffers[kSaved]);
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
     ValueOf<T> x[kGates], y[kSaved], unit_c = c[i];
-    for (int g = 0; g < kGates; ++g) x[g] = gates[g][i];
+    for (int g = 0; g < kGates; ++g) x[g] = gates[g][i] + products[g][i];
     h[i] = Cell::template forward<MathOf<T>>(x, unit_c, y);
     c[i] = unit_c;
     for (int v = 0; v < kSaved; ++v) saved[v][i] = y[v];
@@ -333,8 +320,8 @@ void run_step(const Step& step) {
 }  // namespace step_cpu
 
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step, const acc_t<T>* product) {
-  step_cpu::run_step<Cell, T>(step_cpu::StepWithProduct<T>{step, product});
+void recurrence_step(const StepForward<T>& step) {
+  step_cpu::run_step<Cell, T>(step);
 }
 
 template <class Cell, typename T>
@@ -344,9 +331,8 @@ void recurrence_step(const StepBackward<T>& step) {
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                          \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForward<T>&, \
-                                                             const lltm_ext::acc_t<T>*);      \
+#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                           \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForward<T>&); \
   template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepBackward<T>&);
 #define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)          \
   INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, float)     \

@@ -1,0 +1,162 @@
+// Products of matrices for ops that need many small ones: at::mm's results, at less cost a call.
+//
+// at::mm takes the host some 7 us a call on CUDA, cuBLAS itself 2 to 3; and cuBLAS can give the product of
+// half types in float32, which at::mm rounds. On the CPU at::mm multiplies float32 by MKL; from some size on
+// oneDNN, to which torch.compile goes through the op below, is up to 1.4 times as fast.
+// (benchmarks/NOTES.md has the figures.)
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Exceptions.h>
+#endif
+
+namespace lltm_ext {
+
+// ---- oneDNN
+
+using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
+                                const std::optional<at::Tensor>& bias, c10::string_view activation,
+                                c10::List<std::optional<at::Scalar>> scalars,
+                                std::optional<c10::string_view> algorithm);
+
+inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear() {
+  const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  if (!op) return std::nullopt;
+  return op->typed<OneDnnLinear>();
+}
+
+inline bool onednn_pays(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_cpu() && a.scalar_type() == at::kFloat && a.size(0) >= 8 &&
+         a.numel() * b.size(1) >= (int64_t{1} << 21) && a.is_contiguous() &&
+         (b.is_contiguous() || b.t().is_contiguous()) && at::globalContext().userEnabledMkldnn();
+}
+
+// a [M, K] @ b [K, N] (+ bias [N]) by oneDNN where that pays; else undefined.
+inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
+                                 const std::optional<at::Tensor>& bias = std::nullopt) {
+  static const auto linear = find_onednn_linear();
+  if (!linear || !onednn_pays(a, b)) return {};
+  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// ---- cuBLAS
+
+#ifdef LLTM_EXT_WITH_CUDA
+namespace matmul_detail {
+
+// A matrix as cuBLAS sees it, whose matrices lie column by column: ours are their transposes.
+struct Operand {
+  const void* data;
+  cublasOperation_t op;
+  int ld;
+};
+
+inline std::optional<Operand> operand(const at::Tensor& x) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const auto lies = [](int64_t inner, int64_t inner_size, int64_t outer, int64_t outer_size) {
+    return (inner == 1 || inner_size == 1) && (outer >= inner_size || outer_size == 1) &&
+           std::max(outer, inner_size) <= std::numeric_limits<int>::max();
+  };
+  const auto ld = [](int64_t inner_size, int64_t outer, int64_t outer_size) {
+    return static_cast<int>(outer_size == 1 ? inner_size : outer);
+  };
+  const void* data = x.const_data_ptr();
+  if (lies(x.stride(1), columns, x.stride(0), rows)) {
+    return Operand{data, CUBLAS_OP_N, ld(columns, x.stride(0), rows)};
+  }
+  if (lies(x.stride(0), rows, x.stride(1), columns)) {
+    return Operand{data, CUBLAS_OP_T, ld(rows, x.stride(1), columns)};
+  }
+  return std::nullopt;
+}
+
+inline cudaDataType_t cuda_type(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return CUDA_R_16F;
+    case at::kBFloat16:
+      return CUDA_R_16BF;
+    case at::kDouble:
+      return CUDA_R_64F;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
+// False for what cuBLAS can't take as it lies.
+inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                   bool accumulate) {
+  const auto to = operand(out), left = operand(a), right = operand(b);
+  if (!to || to->op != CUBLAS_OP_N || !left || !right) return false;
+  if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
+  const bool is_double = a.scalar_type() == at::kDouble;
+  const float one = 1, some = accumulate;
+  const double one_double = 1, some_double = accumulate;
+  const auto scalar = [&](const float& x, const double& y) -> const void* {
+    return is_double ? static_cast<const void*>(&y) : &x;
+  };
+  const cudaDataType_t type = cuda_type(a.scalar_type());
+  TORCH_CUDABLAS_CHECK(cublasGemmEx(
+      handle, right->op, left->op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
+      static_cast<int>(a.size(1)), scalar(one, one_double), right->data, type, right->ld, left->data, type,
+      left->ld, scalar(some, some_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to->ld,
+      is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+  return true;
+}
+
+}  // namespace matmul_detail
+#endif
+
+// ---- the products
+
+// a [M, K] @ b [K, N] (+ bias [N])
+inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
+  if (const at::Tensor product = onednn_product(a, b, bias); product.defined()) return product;
+  return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+}
+
+// Multiplies matrices on one device, on the stream that is current when this is made.
+class Matmul {
+ public:
+  explicit Matmul(const at::Tensor& like) {
+#ifdef LLTM_EXT_WITH_CUDA
+    if (like.is_cuda()) handle_ = at::cuda::getCurrentCUDABlasHandle();
+#endif
+  }
+
+  // out [M, N] = a [M, K] @ b [K, N], or that added to it. `out` has the type of a and b, or float32.
+  void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                  bool accumulate = false) const {
+    if (out.numel() == 0) return;
+#ifdef LLTM_EXT_WITH_CUDA
+    if (a.is_cuda() && a.size(1) > 0 && matmul_detail::cublas(handle_, out, a, b, accumulate)) return;
+#endif
+    at::Tensor to = out;
+    if (const at::Tensor product = onednn_product(a, b); product.defined()) {
+      accumulate ? to.add_(product) : to.copy_(product);
+    } else if (out.scalar_type() != a.scalar_type()) {
+      accumulate ? to.add_(at::mm(a, b)) : to.copy_(at::mm(a, b));
+    } else if (accumulate) {
+      to.addmm_(a, b);
+    } else {
+      at::mm_out(to, a, b);
+    }
+  }
+
+ private:
+#ifdef LLTM_EXT_WITH_CUDA
+  cublasHandle_t handle_ = nullptr;
+#endif
+};
+
+}  // namespace lltm_ext
