@@ -8,19 +8,15 @@
 namespace lltm_ext {
 
 template <class Cell, class Math, class Product, Exchange kWay, int kUnitTiles, int kChunks, int kInRegisters,
-          bool kGeneral_>
+          bool kGeneral>
 class Backward {
   using T = typename Product::Type;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using Shape = BlockShape<T, kUnitTiles, kChunks>;
   static constexpr int kPairs = Shape::kPairsPerThread;
-
- public:
   static constexpr int kUnits = Shape::kUnits;
-
- private:
   using Exchanger = lltm_ext::Exchanger<kWay, T, kGates, kChunks, kUnits,
-                                        sharing_warps(kGeneral_, kUnitTiles, kChunks, kGates)>;
+                                        sharing_warps(kGeneral, kUnitTiles, kChunks, kGates)>;
   static constexpr int kInputs = Exchanger::kInputsAtOnce;                // that are read at once,
   static constexpr int kTogether = Product::kNeedsScratch ? 1 : kInputs;  // and multiplied
   using Weights = WarpWeights<kGates, kChunks, kInRegisters>;
@@ -29,29 +25,19 @@ class Backward {
   using Ahead = Prefetcher<Shape, T, kGates + kExtra + 1 + (kWay != Exchange::kCluster ? kGates : 0)>;
 
  public:
-  static constexpr int kMaxHidden = Shape::kMaxHidden;
-  // Whether a group may have several tiles of rows, and steps may differ in theirs.
-  static constexpr bool kGeneral = kGeneral_;
+  using Memory = BlockMemory<Sums, Warp, Weights, Exchanger, kGeneral ? kUnits : 0>;
   static constexpr int kArchitecture = kWay == Exchange::kCluster ? 900 : 800;  // and above
 
-  static size_t shared_bytes(const GroupPlace& group) {
-    return sizeof(float) * (kFixedShared + (kGeneral ? group.rows * kUnits : 0)) +
-           Exchanger::shared_bytes(group);
-  }
-
-  __device__ Backward(const BackwardSequence<T>& sequence, const GridShape& grid, float* shared)
+  __device__ Backward(const BackwardSequence<T>& sequence, const GridShape& grid, const Memory& memory)
       : s_(sequence),
         H_(sequence.hidden),
         place_(grid, sequence.steps.batch, H_),
         group_(static_cast<int>(blockIdx.x) / grid.members),
-        sums_(shared),
-        scratch_(shared + 2 * Sums::kSize + threadIdx.x / 32 * Warp::kScratch),
-        weights_(shared + 2 * Sums::kSize + kBlockWarps * Warp::kScratch +
-                 threadIdx.x / 32 * Weights::kShared),
-        grad_cells_(shared + kFixedShared),
-        exchanger_(reinterpret_cast<char*>(grad_cells_ + (kGeneral ? grid.rows * kUnits : 0)),
-                   {H_, grid.members, static_cast<int>(blockIdx.x) % grid.members,
-                    place_.end_row - place_.first_row}) {
+        sums_(memory.sums()),
+        scratch_(memory.scratch()),
+        weights_(memory.weights()),
+        grad_cells_(memory.cells()),
+        exchanger_(memory.exchanged(grid.rows), place_.in_group(grid, H_)) {
     load_weights<Shape, kGates, kChunks>(
         weights_, place_, H_, static_cast<size_t>(8) * kGates * H_,
         [&](int gate, int unit) { return s_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * H_; });
@@ -73,8 +59,6 @@ class Backward {
   }
 
  private:
-  static constexpr int kFixedShared = 2 * Sums::kSize + kBlockWarps * (Warp::kScratch + Weights::kShared);
-
   // What a pair's step needs of the forward.
   struct Saved {
     Pair<T> values[Cell::kSaved], grad_output;
@@ -356,7 +340,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= Backward::kArchitecture) {
     extern __shared__ __align__(128) float shared[];
-    Backward(sequence, grid, shared).run();
+    Backward(sequence, grid, typename Backward::Memory(shared)).run();
   }
 #endif
 }

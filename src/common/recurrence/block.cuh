@@ -52,6 +52,10 @@ struct Place {
     valid = element < hidden ? min(kChunks, (hidden - element - 1) / Shape::kPerChunk + 1) : 0;
   }
 
+  __device__ GroupPlace in_group(const GridShape& grid, int hidden) const {
+    return {hidden, grid.members, static_cast<int>(blockIdx.x) % grid.members, end_row - first_row};
+  }
+
   // The thread's i-th pair in a tile.
   __device__ __forceinline__ int pair_row(int i) const { return pair(i) / (Shape::kUnits / 2); }
   __device__ __forceinline__ int pair_unit(int i) const { return pair(i) % (Shape::kUnits / 2) * 2; }
@@ -114,6 +118,29 @@ struct TileSums {
     }
     return sum;
   }
+};
+
+// A block's shared memory, part after part: two tiles of sums; of each warp its scratch and those weights
+// that registers have no room for; kCells values a row of the group; what blocks exchange.
+template <class Sums, class Warp, class Weights, class Exchanger, int kCells>
+class BlockMemory {
+  static constexpr int kScratch = 2 * Sums::kSize, kWeights = kScratch + kBlockWarps * Warp::kScratch;
+  static constexpr int kFixed = kWeights + kBlockWarps * Weights::kShared;
+
+ public:
+  static size_t bytes(const GroupPlace& group) {
+    return sizeof(float) * (kFixed + group.rows * kCells) + Exchanger::shared_bytes(group);
+  }
+
+  __device__ explicit BlockMemory(float* base) : base_(base) {}
+  __device__ float* sums() const { return base_; }
+  __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * Warp::kScratch; }
+  __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * Weights::kShared; }
+  __device__ float* cells() const { return base_ + kFixed; }
+  __device__ char* exchanged(int rows) const { return reinterpret_cast<char*>(cells() + rows * kCells); }
+
+ private:
+  float* const base_;
 };
 
 // Fetches into L2 what comes from memory kStepsAhead steps later, and what is written then: a line that is

@@ -99,7 +99,7 @@ auto with_kernel(const Variant& wanted, F&& f) {
 template <class Cell, typename T>
 size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward) {
   const GroupPlace group = {hidden, grid.members, 0, grid.rows};
-  const auto bytes = [&](auto found) { return decltype(found)::type::shared_bytes(group); };
+  const auto bytes = [&](auto found) { return decltype(found)::type::Memory::bytes(group); };
   return backward ? with_kernel<Cell, T, true>(variant, bytes) : with_kernel<Cell, T, false>(variant, bytes);
 }
 

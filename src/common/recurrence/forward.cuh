@@ -16,47 +16,33 @@
 namespace lltm_ext {
 
 template <class Cell, class Math, class Product, Exchange kWay, int kUnitTiles, int kChunks, int kInRegisters,
-          bool kGeneral_>
+          bool kGeneral>
 class Forward {
   using T = typename Product::Type;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using Shape = BlockShape<T, kUnitTiles, kChunks>;
   static constexpr int kPairs = Shape::kPairsPerThread;
-
- public:
   static constexpr int kUnits = Shape::kUnits;
-
- private:
   using Exchanger =
-      lltm_ext::Exchanger<kWay, T, 1, kChunks, kUnits, sharing_warps(kGeneral_, kUnitTiles, kChunks, 1)>;
+      lltm_ext::Exchanger<kWay, T, 1, kChunks, kUnits, sharing_warps(kGeneral, kUnitTiles, kChunks, 1)>;
   using Weights = WarpWeights<kGates, kChunks, kInRegisters>;
   using Warp = WarpProduct<Product, kGates, 1, kChunks>;
   using Sums = TileSums<Shape, kGates>;
   using Ahead = Prefetcher<Shape, T, kGates + (kWay != Exchange::kCluster)>;
 
  public:
-  static constexpr int kMaxHidden = Shape::kMaxHidden;
-  // Whether a group may have several tiles of rows, and steps may differ in theirs.
-  static constexpr bool kGeneral = kGeneral_;
+  using Memory = BlockMemory<Sums, Warp, Weights, Exchanger, kGeneral ? kUnits : 0>;
   static constexpr int kArchitecture = kWay == Exchange::kCluster ? 900 : 800;  // and above
 
-  static size_t shared_bytes(const GroupPlace& group) {
-    return sizeof(float) * (kFixedShared + (kGeneral ? group.rows * kUnits : 0)) +
-           Exchanger::shared_bytes(group);
-  }
-
-  __device__ Forward(const ForwardSequence<T>& sequence, const GridShape& grid, float* shared)
+  __device__ Forward(const ForwardSequence<T>& sequence, const GridShape& grid, const Memory& memory)
       : s_(sequence),
         H_(sequence.hidden),
         place_(grid, sequence.steps.batch, H_),
-        sums_(shared),
-        scratch_(shared + 2 * Sums::kSize + threadIdx.x / 32 * Warp::kScratch),
-        weights_(shared + 2 * Sums::kSize + kBlockWarps * Warp::kScratch +
-                 threadIdx.x / 32 * Weights::kShared),
-        cells_(shared + kFixedShared),
-        exchanger_(reinterpret_cast<char*>(cells_ + (kGeneral ? grid.rows * kUnits : 0)),
-                   {H_, grid.members, static_cast<int>(blockIdx.x) % grid.members,
-                    place_.end_row - place_.first_row}) {
+        sums_(memory.sums()),
+        scratch_(memory.scratch()),
+        weights_(memory.weights()),
+        cells_(memory.cells()),
+        exchanger_(memory.exchanged(grid.rows), place_.in_group(grid, H_)) {
     load_weights<Shape, kGates, kChunks>(
         weights_, place_, H_, static_cast<size_t>(8) * H_,
         [&](int gate, int unit) { return s_.weight + (static_cast<int64_t>(gate) * H_ + unit) * H_; });
@@ -75,8 +61,6 @@ class Forward {
   }
 
  private:
-  static constexpr int kFixedShared = 2 * Sums::kSize + kBlockWarps * (Warp::kScratch + Weights::kShared);
-
   // One tile of rows, and every step has all of the batch.
   __device__ __forceinline__ void run_dense() {
     const int batch = s_.steps.batch, length = s_.steps.length;
@@ -279,7 +263,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= Forward::kArchitecture) {
     extern __shared__ __align__(128) float shared[];
-    Forward(sequence, grid, shared).run();
+    Forward(sequence, grid, typename Forward::Memory(shared)).run();
   }
 #endif
 }
