@@ -7,7 +7,7 @@ from lltm_ext._record import check as _check
 # Before any module is loaded: a torch that does not fit gives a readable ImportError.
 __version__: str = _check(torch)["version"]
 
-from lltm_ext.gemm import GemmFunction, gemm
+from lltm_ext.gemm import GemmFunction, Linear, gemm
 from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
 from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
 from lltm_ext.relu import ReLU, ReLUFunction, relu
@@ -21,6 +21,7 @@ __all__ = [
     "GemmFunction",
     "LLTMCell",
     "LLTMFunction",
+    "Linear",
     "ReLU",
     "ReLUFunction",
     "Round",

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import check_tensor, ops, transforms_active, vmap_elementwise, vmap_loop
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "elu": torch.nn.functional.elu,
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
+# Those whose derivative does not follow from their output.
+_SAVE_INPUT = ("gelu", "gelu_tanh", "silu")
 
 
 def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -27,49 +34,52 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
     return product if activation is None else _ACTIVATIONS[activation](product)
 
 
-class GemmFunction(torch.autograd.Function):
-    """``GemmFunction.apply(a, b, bias=None, activation=None, precision="ieee")``.
+class _Product(torch.autograd.Function):
+    """``(c,)``, or ``(c, c before the activation)`` where the derivative needs the latter.
 
-    Saves the operands that the wanted gradients need, and the output if there is an activation, whose
-    derivative follows from it. With ``g = grad_output * activation'(output)`` the gradients are ``g @ b^T``,
-    ``a^T @ g`` and the sum of g's rows.
+    That is an output because setup_context sees nothing else, and the double backward goes through it.
     """
 
     @staticmethod
     def forward(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        precision: str = "ieee",
-    ) -> Tensor:
-        return ops.gemm(a, b, bias, activation=activation, precision=precision)
+        a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, precision: str
+    ) -> tuple[Tensor, ...]:
+        if activation in _SAVE_INPUT:
+            return ops.gemm_forward(a, b, bias, activation, precision)
+        return (ops.gemm(a, b, bias, activation=activation, precision=precision),)
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str | None, str], output: Tensor
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str | None, str], output: tuple[Tensor, ...]
     ) -> None:
         a, b, _, ctx.activation, ctx.precision = inputs
+        ctx.shapes = a.shape, b.shape
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             a if ctx.needs_input_grad[1] else None,
             b if ctx.needs_input_grad[0] else None,
-            output if ctx.activation is not None else None,
+            output[-1] if ctx.activation is not None else None,
         )
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: Tensor
+        ctx: Any, grad_output: Tensor | None, grad_before: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        a, b, output = ctx.saved_tensors
-        grad = (
-            grad_output
-            if output is None
-            else ops.gemm_activation_backward(grad_output, output, ctx.activation)
-        )
-        # Under autocast the operands were cast inside the op; autograd casts the gradients back.
-        grad_a = gemm(grad, b.mT.to(grad.dtype), precision=ctx.precision) if ctx.needs_input_grad[0] else None
-        grad_b = gemm(a.mT.to(grad.dtype), grad, precision=ctx.precision) if ctx.needs_input_grad[1] else None
-        grad_bias = grad.sum(tuple(range(grad.dim() - 1))) if ctx.needs_input_grad[2] else None
+        a, b, saved = ctx.saved_tensors
+        grad = grad_output
+        if grad is not None and saved is not None:
+            grad = ops.gemm_activation_backward(grad, saved, ctx.activation)
+        if grad_before is not None:
+            grad = grad_before if grad is None else grad + grad_before
+        grad_a = grad_b = grad_bias = None
+        if grad is not None:
+            # Under autocast the operands were cast inside the op; autograd casts the gradients back.
+            if ctx.needs_input_grad[0]:
+                grad_a = gemm(grad, b.mT.to(grad.dtype), precision=ctx.precision).sum_to_size(ctx.shapes[0])
+            if ctx.needs_input_grad[1]:
+                grad_b = gemm(a.mT.to(grad.dtype), grad, precision=ctx.precision).sum_to_size(ctx.shapes[1])
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad.sum(tuple(range(grad.dim() - 1)))
         return grad_a, grad_b, grad_bias, None, None
 
     @staticmethod
@@ -81,8 +91,31 @@ class GemmFunction(torch.autograd.Function):
         bias: Tensor | None,
         activation: str | None,
         precision: str,
-    ) -> tuple[Tensor, int]:
-        return _vmap(gemm)(info, in_dims, a, b, bias, activation=activation, precision=precision)
+    ) -> tuple[tuple[Tensor, ...], int]:
+        def product(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return _Product.apply(a, b, bias, activation, precision)
+
+        return _vmap(product)(info, in_dims, a, b, bias)
+
+
+class GemmFunction(_Product):
+    """``GemmFunction.apply(a, b, bias=None, activation=None, precision="ieee")``; see :func:`gemm`.
+
+    Saves the operands that the wanted gradients need, and of an activation the output, or for gelu and silu
+    the input, from which its derivative follows. With ``g = grad_output * activation'`` the gradients are
+    ``g @ b^T``, ``a^T @ g`` and the sum of g's rows.
+    """
+
+    @classmethod
+    def apply(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        precision: str = "ieee",
+    ) -> Tensor:
+        return _Product.apply(a, b, bias, activation, precision)[0]
 
 
 def gemm(
@@ -92,26 +125,29 @@ def gemm(
     bias: Tensor | None = None,
     activation: str | None = None,
     precision: str = "ieee",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Matrix product, ``activation(a @ b + bias)``.
 
     Args:
         a: ``[M, K]`` or ``[B, M, K]``, on CPU or CUDA; float16, bfloat16, float32 or float64.
-        b: ``[K, N]``, or ``[B, K, N]`` with the batch of ``a``.
+        b: ``[K, N]`` or ``[B, K, N]``. A single matrix, or a batch of one, serves all of the other's batch.
         bias: ``[N]``, added to every row; or None.
-        activation: None, ``"relu"``, ``"sigmoid"``, ``"tanh"`` or ``"elu"``.
+        activation: None, ``"relu"``, ``"sigmoid"``, ``"tanh"``, ``"elu"``, ``"gelu"``, ``"gelu_tanh"`` (its
+            approximation by tanh) or ``"silu"``.
         precision: ``"ieee"``, which is products and sums in float64 for float64, else in float32.
+        out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
         Any strides: a transposed, expanded or misaligned operand is read where it lies, without a copy. Any
         sizes, 0 too (with K = 0 the product is 0). All tensors are of one dtype and on one device.
 
     Returns:
-        ``[M, N]`` or ``[B, M, N]``, contiguous, of the dtype of ``a``. Bias and activation are applied before
-        the one rounding to half types. The same call gives the same bits every time.
+        ``[M, N]`` or ``[B, M, N]``, contiguous, of the dtype of ``a``; or ``out``. Bias and activation are
+        applied before the one rounding to half types. The same call gives the same bits every time.
 
     Raises:
         TypeError: for another dtype, dtypes that differ, or no tensor.
-        RuntimeError: for other shapes, devices or layouts.
+        RuntimeError: for other shapes, devices or layouts; for ``out`` where a gradient is required.
         ValueError: for another activation or precision.
 
     Source: as :func:`torch.matmul`; blocks and panels on the CPU after Goto and van de Geijn, "Anatomy of
@@ -121,33 +157,89 @@ def gemm(
     check_tensor("gemm", "b", b)
     if bias is not None:
         check_tensor("gemm", "bias", bias)
+    if out is not None:
+        check_tensor("gemm", "out", out)
+        ops.gemm_out(a, b, bias, activation, precision, out)
+        return out
     if transforms_active():
         return GemmFunction.apply(a, b, bias, activation, precision)
     return ops.gemm(a, b, bias, activation=activation, precision=precision)
 
 
-def _vmap(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """The vmap rule, on gemm or its op: one call, whose batch is vmap's, and expands what is not mapped."""
+class Linear(nn.Linear):
+    """``activation(input @ weight^T + bias)``: :class:`torch.nn.Linear` and what follows it, in one kernel.
+
+    Args:
+        in_features: the size of the input's last dimension.
+        out_features: that of the output's.
+        bias: whether there is one.
+        activation: as :func:`gemm` has it.
+
+    Attributes:
+        weight: [out_features, in_features]; bias: [out_features]; initialised as nn.Linear's, whose
+        checkpoints load here.
+
+    Shapes:
+        input [..., in_features], output [..., out_features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if activation is not None and activation not in _ACTIVATIONS:
+            names = ", ".join(repr(name) for name in _ACTIVATIONS)
+            raise ValueError(f"Linear: expected activation None or one of {names}, got {activation!r}")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_tensor("Linear", "input", input)
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"Linear: expected input of shape [..., in_features] with in_features = {self.in_features}, "
+                f"got {list(input.shape)}"
+            )
+        rows = input.flatten(0, -2) if input.dim() > 1 else input[None]
+        output = gemm(rows, self.weight.t(), bias=self.bias, activation=self.activation)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        activation = "" if self.activation is None else f", activation={self.activation!r}"
+        return super().extra_repr() + activation
+
+
+def _vmap(product: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The vmap rule, on gemm's op or Function: one call, whose batch is vmap's."""
 
     def rule(
         info: Any, in_dims: Sequence[int | None], a: Tensor, b: Tensor, bias: Tensor | None = None, **how: Any
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Any, Any]:
         a_dim, b_dim, bias_dim = (*in_dims, None)[:3]
-        dim = a.dim() - (a_dim is not None)
-        if bias_dim is not None or dim != b.dim() - (b_dim is not None):
-            # A bias for each slice is no bias of the batch. (Operands that do not fit get their error.)
-            def one(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-                return product(a, b, bias=bias, **how)
-
-            return vmap_loop(one)(info, (a_dim, b_dim, bias_dim), a, b, bias)
-        a = a.expand(info.batch_size, *a.shape) if a_dim is None else a.movedim(a_dim, 0)
-        b = b.expand(info.batch_size, *b.shape) if b_dim is None else b.movedim(b_dim, 0)
-        if dim != 3:
-            return product(a, b, bias=bias, **how), 0
-        c = product(a.flatten(0, 1), b.flatten(0, 1), bias=bias, **how)
-        return c.unflatten(0, a.shape[:2]), 0
+        a_is_batch, b_is_batch = (x.dim() - (d is not None) == 3 for x, d in ((a, a_dim), (b, b_dim)))
+        first_a, first_b = (x if d is None else x.movedim(d, 0) for x, d in ((a, a_dim), (b, b_dim)))
+        if bias_dim is None and not a_is_batch and not b_is_batch:
+            return _with_dims(product(first_a, first_b, bias, **how))
+        if bias_dim is None and a_is_batch and b_is_batch and first_a.shape[-3] == first_b.shape[-3]:
+            batches = [
+                (x.expand(info.batch_size, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in ((first_a, a_dim), (first_b, b_dim))
+            ]
+            found, dims = _with_dims(product(*batches, bias, **how))
+            return torch.utils._pytree.tree_map(lambda c: c.unflatten(0, (info.batch_size, -1)), found), dims
+        # A bias for each slice is no bias of the batch. (Operands that do not fit get their error.)
+        return vmap_loop(functools.partial(product, **how))(info, (a_dim, b_dim, bias_dim), a, b, bias)
 
     return rule
+
+
+def _with_dims(outputs: Any) -> tuple[Any, Any]:
+    return outputs, 0 if isinstance(outputs, Tensor) else (0,) * len(outputs)
 
 
 torch.library.register_vmap("lltm_ext::gemm", _vmap(ops.gemm))

@@ -59,6 +59,45 @@ LLTM_HOST_DEVICE T elu_derivative(T output) {
   return output > T(0) ? T(1) : output + T(1);
 }
 
+// x * Phi(x), with the normal distribution's Phi.
+template <typename T>
+LLTM_HOST_DEVICE T gelu(T x) {
+  return x * T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752)));
+}
+
+// Its derivative, from its input: Phi(x) + x * phi(x).
+template <typename T>
+LLTM_HOST_DEVICE T gelu_derivative(T x) {
+  const T phi = std::exp(T(-0.5) * x * x) * T(0.39894228040143268);
+  return T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752))) + x * phi;
+}
+
+// The approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <typename T>
+LLTM_HOST_DEVICE T gelu_tanh(T x) {
+  const T u = T(0.79788456080286536) * (x + T(0.044715) * x * x * x);
+  return T(0.5) * x * (T(1) + std::tanh(u));
+}
+
+template <typename T>
+LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
+  const T t = std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
+  const T slope = T(0.79788456080286536) * (T(1) + T(3 * 0.044715) * x * x);
+  return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
+}
+
+// x * sigmoid(x). Written as a quotient, so that -infinity gives NaN as in torch, and large negative x give 0.
+template <typename T>
+LLTM_HOST_DEVICE T silu(T x) {
+  return x / (T(1) + std::exp(-x));
+}
+
+template <typename T>
+LLTM_HOST_DEVICE T silu_derivative(T x) {
+  const T y = sigmoid(x);
+  return y * (T(1) + x * (T(1) - y));
+}
+
 // The functions of recurrent cells, exact to a few units in the last place (common/recurrence has faster
 // ones).
 struct ExactMath {

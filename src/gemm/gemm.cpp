@@ -4,15 +4,25 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/erf.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
 #include <ATen/ops/transpose.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <cmath>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "common/checks.h"
 #include "common/elementwise.h"
@@ -27,21 +37,31 @@ using OptionalName = std::optional<string_view>;
 
 // ---- What is asked for, by name.
 
+constexpr std::pair<string_view, Activation> kActivations[] = {
+    {"relu", Activation::kRelu}, {"sigmoid", Activation::kSigmoid}, {"tanh", Activation::kTanh},
+    {"elu", Activation::kElu},   {"gelu", Activation::kGelu},       {"gelu_tanh", Activation::kGeluTanh},
+    {"silu", Activation::kSilu},
+};
+
 Activation activation_of(const char* op, OptionalName name) {
   if (!name) return Activation::kNone;
-  if (*name == "relu") return Activation::kRelu;
-  if (*name == "sigmoid") return Activation::kSigmoid;
-  if (*name == "tanh") return Activation::kTanh;
-  if (*name == "elu") return Activation::kElu;
-  TORCH_CHECK_VALUE(false, op, ": expected activation None, 'relu', 'sigmoid', 'tanh' or 'elu', got '", *name,
-                    "'");
+  for (const auto& [known, activation] : kActivations) {
+    if (*name == known) return activation;
+  }
+  TORCH_CHECK_VALUE(false, op,
+                    ": expected activation None, 'relu', 'sigmoid', 'tanh', 'elu', 'gelu', 'gelu_tanh' or "
+                    "'silu', got '",
+                    *name, "'");
 }
 
 void check_precision(const char* op, string_view name) {
   TORCH_CHECK_VALUE(name == "ieee", op, ": expected precision 'ieee', got '", name, "'");
 }
 
-// ---- Shapes. 3-D operands are batches of matrices.
+// ---- Shapes. 3-D operands are batches of matrices; a single matrix, or a batch of one, serves all of the
+// other's batch.
+
+bool is_batch(const at::Tensor& x) { return x.dim() == 3 && x.sym_size(0) != 1; }
 
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b) {
   check_device(op, "a", a);
@@ -49,33 +69,47 @@ void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b) {
   TORCH_CHECK(a.dim() == 2 || a.dim() == 3, op, ": expected a of shape [M, K] or [B, M, K], got ",
               a.sym_sizes());
   CHECK_SAME(op, b, a);
-  if (a.dim() == 2) {
-    const c10::SymInt k = a.sym_size(1);
-    TORCH_CHECK(b.dim() == 2 && b.sym_size(0) == k, op, ": expected b of shape [K, N] = [", k, ", *], got ",
-                b.sym_sizes());
-  } else {
-    const c10::SymInt batch = a.sym_size(0), k = a.sym_size(2);
-    TORCH_CHECK(b.dim() == 3 && b.sym_size(0) == batch && b.sym_size(1) == k, op,
-                ": expected b of shape [B, K, N] = [", batch, ", ", k, ", *], got ", b.sym_sizes());
+  const c10::SymInt k = a.sym_size(-1);
+  TORCH_CHECK((b.dim() == 2 || b.dim() == 3) && b.sym_size(-2) == k, op,
+              ": expected b of shape [K, N] or [B, K, N] with K = ", k, ", got ", b.sym_sizes());
+  if (is_batch(a) && is_batch(b)) {
+    TORCH_CHECK(b.sym_size(0) == a.sym_size(0), op, ": expected b of shape [B, K, N] = [", a.sym_size(0),
+                ", ", k, ", *], got ", b.sym_sizes());
   }
 }
 
 c10::SymDimVector output_sizes(const at::Tensor& a, const at::Tensor& b) {
-  const auto sizes = a.sym_sizes();
-  c10::SymDimVector result(sizes.begin(), sizes.end());
-  result.back() = b.sym_size(-1);
-  return result;
+  c10::SymDimVector sizes = {a.sym_size(-2), b.sym_size(-1)};
+  if (a.dim() == 3 || b.dim() == 3) {
+    sizes.insert(sizes.begin(), is_batch(a) ? a.sym_size(0) : is_batch(b) ? b.sym_size(0) : c10::SymInt(1));
+  }
+  return sizes;
+}
+
+void check_bias(const char* op, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b) {
+  if (!bias.defined()) return;
+  check_same_device(op, "bias", bias, a);
+  check_same_dtype(op, "bias", bias, a.scalar_type());
+  check_shape(op, "bias", bias, {b.sym_size(-1)}, "[N]");
 }
 
 template <typename T>
 Matrices<T> matrices(const at::Tensor& x) {
-  return {pointer<T>(x), x.dim() == 3 ? x.stride(0) : 0, x.stride(-2), x.stride(-1)};
+  return {pointer<T>(x), is_batch(x) ? x.stride(0) : 0, x.stride(-2), x.stride(-1)};
 }
 
-// c = activation(a @ b + bias), all checked; c is contiguous.
-void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activation activation,
-         const at::Tensor& c) {
+// The rows of a batch as those of one matrix, if they lie like that.
+at::Tensor one_matrix(const at::Tensor& x) {
+  const bool can = x.dim() == 3 && (x.size(0) == 1 || x.stride(0) == x.size(1) * x.stride(1));
+  return can ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
+}
+
+// c = activation(a @ b + bias), all checked; c is contiguous, and so is `before`, which is c before the
+// activation, or undefined.
+void run(at::Tensor a, const at::Tensor& b, const at::Tensor& bias, Activation activation,
+         const at::Tensor& c, const at::Tensor& before = {}) {
   if (c.is_meta() || c.numel() == 0) return;
+  if (!is_batch(b)) a = one_matrix(a);
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     GemmArgs<T> args;
@@ -84,7 +118,8 @@ void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activ
     args.bias = pointer<T>(bias);
     args.bias_stride = bias.defined() ? bias.stride(0) : 0;
     args.c = mutable_pointer<T>(c);
-    args.batch = a.dim() == 3 ? a.size(0) : 1;
+    args.before = mutable_pointer<T>(before);
+    args.batch = is_batch(a) ? a.size(0) : is_batch(b) ? b.size(0) : 1;
     args.m = a.size(-2);
     args.n = b.size(-1);
     args.k = a.size(-1);
@@ -95,29 +130,61 @@ void run(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Activ
 
 // ---- The implementations.
 
-at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
-                   OptionalName activation, string_view precision) {
+// The checks of all of them; returns the activation.
+Activation check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
+                 string_view precision) {
   check_operands("gemm", a, b);
-  const at::Tensor bias_or_none = bias.value_or(at::Tensor());
-  if (bias_or_none.defined()) {
-    check_same_device("gemm", "bias", bias_or_none, a);
-    check_same_dtype("gemm", "bias", bias_or_none, a.scalar_type());
-    check_shape("gemm", "bias", bias_or_none, {b.sym_size(-1)}, "[N]");
-  }
-  const Activation f = activation_of("gemm", activation);
+  check_bias("gemm", bias, a, b);
   check_precision("gemm", precision);
+  return activation_of("gemm", activation);
+}
+
+at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
+                   OptionalName activation, string_view precision) {
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  const Activation f = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-  run(a, b, bias_or_none, f, c);
+  run(a, b, bias, f, c);
   return c;
 }
 
-at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& output,
+// (c, c before the activation), for a backward that needs the latter.
+std::tuple<at::Tensor, at::Tensor> forward_with_input(const at::Tensor& a, const at::Tensor& b,
+                                                      const OptionalTensor& optional_bias,
+                                                      OptionalName activation, string_view precision) {
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  const Activation f = check(a, b, bias, activation, precision);
+  const KernelGuard guard(a);
+  at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
+  at::Tensor before = at::empty_like(c);
+  run(a, b, bias, f, c, before);
+  return {c, before};
+}
+
+void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
+                 OptionalName activation, string_view precision, at::Tensor out) {
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  const Activation f = check(a, b, bias, activation, precision);
+  CHECK_SAME("gemm", out, a);
+  check_shape("gemm", "out", out, output_sizes(a, b), out.dim() == 3 ? "[B, M, N]" : "[M, N]");
+  const KernelGuard guard(a);
+  const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
+  if (out.is_contiguous() && !overlaps) {
+    run(a, b, bias, f, out);
+  } else {
+    const at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
+    run(a, b, bias, f, c);
+    out.copy_(c);
+  }
+}
+
+at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
                                string_view activation) {
-  check_gradient("gemm_activation_backward", grad_output, output);
+  check_gradient("gemm_activation_backward", grad_output, saved);
   const Activation f = activation_of("gemm_activation_backward", activation);
-  const KernelGuard guard(output);
-  const at::Tensor y = dense(output);
+  const KernelGuard guard(saved);
+  const at::Tensor y = dense(saved);
   return elementwise(
       "gemm_activation_backward", [f](auto... args) { return gemm_activation_backward(f, args...); },
       with_strides_of(y, grad_output), y);
@@ -129,74 +196,163 @@ at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const Optional
   return op.call(a, b, bias, activation, precision);
 }
 
-at::Tensor call_activation_backward(const at::Tensor& grad_output, const at::Tensor& output,
+std::tuple<at::Tensor, at::Tensor> call_forward_with_input(const at::Tensor& a, const at::Tensor& b,
+                                                           const OptionalTensor& bias,
+                                                           OptionalName activation, string_view precision) {
+  static const auto op = find_op<decltype(forward_with_input)>("lltm_ext::gemm_forward");
+  return op.call(a, b, bias, activation, precision);
+}
+
+at::Tensor call_activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
                                     string_view activation) {
   static const auto op = find_op<decltype(activation_backward)>("lltm_ext::gemm_activation_backward");
-  return op.call(grad_output, output, activation);
+  return op.call(grad_output, saved, activation);
+}
+
+// An activation's derivative in torch's differentiable ops, from its output or input (saves_output).
+at::Tensor composed_derivative(Activation activation, const at::Tensor& saved) {
+  switch (activation) {
+    case Activation::kRelu:
+      return at::where(saved <= 0, at::zeros_like(saved), at::ones_like(saved));
+    case Activation::kSigmoid:
+      return saved * (1 - saved);
+    case Activation::kTanh:
+      return 1 - saved * saved;
+    case Activation::kElu:
+      return at::where(saved > 0, at::ones_like(saved), saved + 1);
+    case Activation::kGelu: {
+      const at::Tensor density = at::exp(-0.5 * saved * saved) * (0.5 * M_2_SQRTPI * M_SQRT1_2);
+      return 0.5 * (1 + at::erf(saved * M_SQRT1_2)) + saved * density;
+    }
+    case Activation::kGeluTanh: {
+      constexpr double kScale = M_2_SQRTPI * M_SQRT1_2;  // sqrt(2 / pi)
+      const at::Tensor t = at::tanh(kScale * (saved + 0.044715 * saved * saved * saved));
+      return 0.5 * (1 + t + saved * (1 - t * t) * kScale * (1 + 3 * 0.044715 * saved * saved));
+    }
+    case Activation::kSilu: {
+      const at::Tensor y = at::sigmoid(saved);
+      return y * (1 + saved * (1 - y));
+    }
+    case Activation::kNone:
+      break;
+  }
+  return at::ones_like(saved);
 }
 
 // ---- Autograd. All that backward calls is differentiable itself, so there is no second formula for the
 // double backward. Transposes are strides.
 
+// An operand's shape, as far as that does not follow from the others'.
+struct OperandShape {
+  bool is_batch;
+  int64_t dim;
+};
+
+at::Tensor with_dim(const at::Tensor& x, int64_t dim) {
+  return x.dim() == dim ? x : dim == 2 ? x.squeeze(0) : x.unsqueeze(0);
+}
+
+// grad @ b^T, or of a matrix that served a batch the sum of those, as one product.
+at::Tensor gradient_of_a(const OperandShape& a, const at::Tensor& b, const at::Tensor& grad,
+                         string_view precision) {
+  if (a.is_batch || !is_batch(grad)) {
+    return with_dim(call_forward(grad, b.transpose(-2, -1), {}, {}, precision), a.dim);
+  }
+  const at::Tensor beside = grad.transpose(0, 1).flatten(1);   // [M, B * N]
+  const at::Tensor below = b.transpose(-2, -1).flatten(0, 1);  // [B * N, K]
+  return with_dim(call_forward(beside, below, {}, {}, precision), a.dim);
+}
+
+// a^T @ grad, likewise.
+at::Tensor gradient_of_b(const at::Tensor& a, const OperandShape& b, const at::Tensor& grad,
+                         string_view precision) {
+  if (b.is_batch || !is_batch(grad)) {
+    return with_dim(call_forward(a.transpose(-2, -1), grad, {}, {}, precision), b.dim);
+  }
+  const at::Tensor below = grad.flatten(0, 1);  // [B * M, N]
+  // An a that is not a batch has been multiplied by each matrix of one.
+  return with_dim(call_forward(a.flatten(0, 1).t(), below, {}, {}, precision), b.dim);
+}
+
+// {c}, or {c, c before the activation} where the derivative needs the latter: an output of the node, so that
+// the double backward finds its way through it.
 struct GemmNode : torch::autograd::Function<GemmNode> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b,
-                            const OptionalTensor& bias, OptionalName activation, string_view precision) {
+  using variable_list = torch::autograd::variable_list;
+
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& a,
+                               const at::Tensor& b, const OptionalTensor& bias, OptionalName activation,
+                               string_view precision) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::Tensor output = call_forward(a, b, bias, activation, precision);
+    variable_list outputs;
+    if (saves_output(activation_of("gemm", activation))) {
+      outputs = {call_forward(a, b, bias, activation, precision)};
+    } else {
+      auto [c, before] = call_forward_with_input(a, b, bias, activation, precision);
+      outputs = {c, before};
+    }
     ctx->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor(),
-                            activation ? output : at::Tensor()});
+                            activation ? outputs.back() : at::Tensor()});
     ctx->saved_data["activation"] = std::string(activation.value_or(""));
     ctx->saved_data["precision"] = std::string(precision);
     ctx->saved_data["bias"] = bias.has_value() && bias->defined();
-    return output;
+    ctx->saved_data["a"] = std::vector<int64_t>{is_batch(a), a.dim()};
+    ctx->saved_data["b"] = std::vector<int64_t>{is_batch(b), b.dim()};
+    ctx->set_materialize_grads(false);
+    return outputs;
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grad_outputs) {
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &a = saved[0], &b = saved[1], &output = saved[2];
+    const auto shape = [&](const char* name) {
+      const auto found = ctx->saved_data[name].toIntVector();
+      return OperandShape{found[0] != 0, found[1]};
+    };
     const std::string activation = ctx->saved_data["activation"].toStringRef();
     const std::string precision = ctx->saved_data["precision"].toStringRef();
-    const at::Tensor grad =
-        output.defined() ? call_activation_backward(grad_outputs[0], output, activation) : grad_outputs[0];
-    at::Tensor grad_a, grad_b, grad_bias;
-    if (ctx->needs_input_grad(0)) grad_a = call_forward(grad, b.transpose(-2, -1), {}, {}, precision);
-    if (ctx->needs_input_grad(1)) grad_b = call_forward(a.transpose(-2, -1), grad, {}, {}, precision);
+    at::Tensor grad = grad_outputs[0];
+    if (grad.defined() && saved[2].defined()) grad = call_activation_backward(grad, saved[2], activation);
+    if (grad_outputs.size() > 1 && grad_outputs[1].defined()) {
+      grad = grad.defined() ? grad + grad_outputs[1] : grad_outputs[1];
+    }
+    variable_list gradients(5);
+    if (!grad.defined()) return gradients;
+    if (ctx->needs_input_grad(0)) gradients[0] = gradient_of_a(shape("a"), saved[1], grad, precision);
+    if (ctx->needs_input_grad(1)) gradients[1] = gradient_of_b(saved[0], shape("b"), grad, precision);
     if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) {
       const std::array<int64_t, 2> rows = {0, 1};
-      grad_bias = grad.sum(at::IntArrayRef(rows.data(), grad.dim() - 1));  // of half types in float32
+      gradients[2] = grad.sum(at::IntArrayRef(rows.data(), grad.dim() - 1));  // of half types in float32
     }
-    return {grad_a, grad_b, grad_bias, at::Tensor(), at::Tensor()};
+    return gradients;
   }
 };
 
 at::Tensor forward_autograd(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                             OptionalName activation, string_view precision) {
-  if (any_needs_grad(a, b, bias)) return GemmNode::apply(a, b, bias, activation, precision);
+  if (any_needs_grad(a, b, bias)) return GemmNode::apply(a, b, bias, activation, precision)[0];
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_forward(a, b, bias, activation, precision);
 }
 
+void forward_out_autograd(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                          OptionalName activation, string_view precision, at::Tensor out) {
+  TORCH_CHECK(!any_needs_grad(a, b, bias, out),
+              "gemm: with out= there is no gradient, but an argument requires it");
+  static const auto op = find_op<decltype(forward_out)>("lltm_ext::gemm_out");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  op.call(a, b, bias, activation, precision, out);
+  // Autograd, which may have saved it, learns that it has changed.
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+}
+
 // The double backward: the same formulas, in torch's own differentiable ops.
-at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at::Tensor& output,
+at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at::Tensor& saved,
                                         string_view activation) {
-  if (any_needs_grad(grad_output, output)) {
-    check_gradient("gemm_activation_backward", grad_output, output);
-    switch (activation_of("gemm_activation_backward", activation)) {
-      case Activation::kRelu:
-        return at::where(output <= 0, 0, grad_output);
-      case Activation::kSigmoid:
-        return grad_output * (output * (1 - output));
-      case Activation::kTanh:
-        return grad_output * (1 - output * output);
-      case Activation::kElu:
-        return grad_output * at::where(output > 0, 1, output + 1);
-      case Activation::kNone:
-        return grad_output;
-    }
+  if (any_needs_grad(grad_output, saved)) {
+    check_gradient("gemm_activation_backward", grad_output, saved);
+    return grad_output * composed_derivative(activation_of("gemm_activation_backward", activation), saved);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_activation_backward(grad_output, output, activation);
+  return call_activation_backward(grad_output, saved, activation);
 }
 
 // As torch.mm's: the operands go to the autocast dtype.
@@ -214,11 +370,18 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "gemm(Tensor a, Tensor b, Tensor? bias=None, *, str? activation=None, str precision=\"ieee\") -> "
       "Tensor",
       {at::Tag::pt2_compliant_tag});
-  m.def("gemm_activation_backward(Tensor grad_output, Tensor output, str activation) -> Tensor",
+  m.def("gemm_out(Tensor a, Tensor b, Tensor? bias, str? activation, str precision, Tensor(a!) out) -> ()",
+        {at::Tag::pt2_compliant_tag});
+  m.def("gemm_forward(Tensor a, Tensor b, Tensor? bias, str? activation, str precision) -> (Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
+  m.def("gemm_activation_backward(Tensor grad_output, Tensor saved, str activation) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   implement(m, "gemm", forward);
+  implement(m, "gemm_out", forward_out);
+  implement(m, "gemm_forward", forward_with_input);
   implement(m, "gemm_activation_backward", activation_backward);
   implement_autograd(m, "gemm", forward_autograd);
+  implement_autograd(m, "gemm_out", forward_out_autograd);
   implement_autograd(m, "gemm_activation_backward", activation_backward_autograd);
   implement_autocast(m, "gemm", forward_autocast);
 }

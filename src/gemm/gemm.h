@@ -11,8 +11,11 @@
 
 namespace lltm_ext {
 
-// Those whose derivative follows from their output, so that backward needs nothing but the output.
-enum class Activation : int32_t { kNone, kRelu, kSigmoid, kTanh, kElu };
+enum class Activation : int32_t { kNone, kRelu, kSigmoid, kTanh, kElu, kGelu, kGeluTanh, kSilu };
+
+// Whether the derivative follows from the output, so that backward needs nothing else; for the others it
+// takes the input.
+constexpr bool saves_output(Activation activation) { return activation <= Activation::kElu; }
 
 // x[i] = activation(x[i]): one branch for all N.
 template <int N, typename A>
@@ -32,24 +35,40 @@ LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
     case Activation::kElu:
       for (int i = 0; i < N; ++i) x[i] = elu(x[i]);
       return;
+    case Activation::kGelu:
+      for (int i = 0; i < N; ++i) x[i] = gelu(x[i]);
+      return;
+    case Activation::kGeluTanh:
+      for (int i = 0; i < N; ++i) x[i] = gelu_tanh(x[i]);
+      return;
+    case Activation::kSilu:
+      for (int i = 0; i < N; ++i) x[i] = silu(x[i]);
+      return;
   }
 }
 
+// `saved` is the activation's output or its input (saves_output).
 struct GemmActivationBackward {
   Activation activation;
   template <typename A>
-  LLTM_HOST_DEVICE A operator()(A grad_output, A output) const {
+  LLTM_HOST_DEVICE A operator()(A grad_output, A saved) const {
     switch (activation) {
       case Activation::kNone:
         return grad_output;
       case Activation::kRelu:
-        return relu_backward(grad_output, output);
+        return relu_backward(grad_output, saved);
       case Activation::kSigmoid:
-        return grad_output * sigmoid_derivative(output);
+        return grad_output * sigmoid_derivative(saved);
       case Activation::kTanh:
-        return grad_output * tanh_derivative(output);
+        return grad_output * tanh_derivative(saved);
       case Activation::kElu:
-        return grad_output * elu_derivative(output);
+        return grad_output * elu_derivative(saved);
+      case Activation::kGelu:
+        return grad_output * gelu_derivative(saved);
+      case Activation::kGeluTanh:
+        return grad_output * gelu_tanh_derivative(saved);
+      case Activation::kSilu:
+        return grad_output * silu_derivative(saved);
     }
     return grad_output;
   }
@@ -71,7 +90,8 @@ struct GemmArgs {
   Matrices<T> b;  // batch of [k, n]
   const T* bias;  // [n], or null
   int64_t bias_stride;
-  T* c;  // [batch, m, n], contiguous
+  T* c;       // [batch, m, n], contiguous
+  T* before;  // the same before the activation, or null
   int64_t batch, m, n, k;
   Activation activation;
 };
@@ -79,16 +99,16 @@ struct GemmArgs {
 // c = activation(a @ b + bias), summed and activated in the accumulate type, rounded once.
 template <typename T>
 void gemm(const GemmArgs<T>& args);
-// grad_input = grad_output * activation'(output), of n elements each.
+// grad_input = grad_output * activation', of n elements each; its derivative from what was saved.
 template <typename T>
-void gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
+void gemm_activation_backward(Activation activation, const T* grad_output, const T* saved, T* grad_input,
                               int64_t n);
 
 #ifdef LLTM_EXT_WITH_CUDA
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
 template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output,
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* saved,
                                      T* grad_input, int64_t n, cudaStream_t stream);
 #endif
 

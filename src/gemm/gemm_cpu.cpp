@@ -107,7 +107,7 @@ constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) /
 // Bias, activation and the one rounding of a block of sums.
 template <typename T>
 void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, int64_t first_column,
-                 int64_t rows, int64_t columns, T* c) {
+                 int64_t rows, int64_t columns, int64_t at) {
   constexpr int kStep = 16;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t first = 0; first < columns; first += kStep) {
@@ -118,8 +118,10 @@ void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, i
         const T* bias = args.bias + (first_column + first) * args.bias_stride;
         for (int64_t j = 0; j < valid; ++j) x[j] += widen(bias[j * args.bias_stride]);
       }
+      const int64_t to = at + i * args.n + first;
+      for (int64_t j = 0; j < valid && args.before; ++j) args.before[to + j] = narrow<T>(x[j]);
       activate(args.activation, x);
-      for (int64_t j = 0; j < valid; ++j) c[i * args.n + first + j] = narrow<T>(x[j]);
+      for (int64_t j = 0; j < valid; ++j) args.c[to + j] = narrow<T>(x[j]);
     }
   }
 }
@@ -164,16 +166,15 @@ void gemm(const GemmArgs<T>& args) {
           }
         }
       }
-      write_block(args, sums.get(), pitch, column, rows, columns,
-                  args.c + (matrix * args.m + row) * args.n + column);
+      write_block(args, sums.get(), pitch, column, rows, columns, (matrix * args.m + row) * args.n + column);
     }
   });
 }
 
 template <typename T>
-void gemm_activation_backward(Activation activation, const T* grad_output, const T* output, T* grad_input,
+void gemm_activation_backward(Activation activation, const T* grad_output, const T* saved, T* grad_input,
                               int64_t n) {
-  run_elementwise(GemmActivationBackward{activation}, n, grad_input, grad_output, output);
+  run_elementwise(GemmActivationBackward{activation}, n, grad_input, grad_output, saved);
 }
 
 #define INSTANTIATE(T)                    \

@@ -37,9 +37,9 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
 }
 
 template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* output,
+cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* saved,
                                      T* grad_input, int64_t n, cudaStream_t stream) {
-  return launch_elementwise(GemmActivationBackward{activation}, n, stream, grad_input, grad_output, output);
+  return launch_elementwise(GemmActivationBackward{activation}, n, stream, grad_input, grad_output, saved);
 }
 
 #define INSTANTIATE(T)                                         \

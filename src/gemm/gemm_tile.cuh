@@ -95,12 +95,29 @@ __device__ __forceinline__ int staged_at(int row, int column) {
   return row * COLUMNS + (column / V ^ (row & 7)) * V + column % V;
 }
 
+// The first `valid` of V values; all of them at once where `vector` says so.
+template <typename T, int V>
+__device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int valid, bool vector) {
+  Vec<T, V> y;
+#pragma unroll
+  for (int j = 0; j < V; ++j) y.data[j] = narrow<T>(x[j]);
+  if (vector) {
+    *reinterpret_cast<Vec<T, V>*>(to) = y;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (j < valid) to[j] = y.data[j];
+  }
+}
+
 // Writes ROWS x COLUMNS staged sums to c, from (row, column) of its matrix on. All THREADS call it.
 template <int ROWS, int COLUMNS, int THREADS, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const TilePosition& at, int first_row,
                                              const acc_t<T>* staged) {
   constexpr int V = kVecWidth<T>;
-  const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0;
+  const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(args.before) % 16 == 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * (COLUMNS / V); i += THREADS) {
     const int tile_row = i / (COLUMNS / V), tile_column = i % (COLUMNS / V) * V;
@@ -116,19 +133,10 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
         if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
       }
     }
+    const int64_t to = (at.matrix * args.m + row) * args.n + column;
+    if (args.before != nullptr) write_vector(args.before + to, x, valid, vectors);
     activate(args.activation, x);
-    Vec<T, V> y;
-#pragma unroll
-    for (int j = 0; j < V; ++j) y.data[j] = narrow<T>(x[j]);
-    T* c = args.c + (at.matrix * args.m + row) * args.n + column;
-    if (vectors) {
-      *reinterpret_cast<Vec<T, V>*>(c) = y;
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (j < valid) c[j] = y.data[j];
-      }
-    }
+    write_vector(args.c + to, x, valid, vectors);
   }
 }
 
