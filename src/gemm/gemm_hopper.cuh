@@ -1,0 +1,201 @@
+// gemm in half types on Hopper: the copy engine (TMA) brings tiles to shared memory, warpgroups multiply them
+// there (wgmma), the copy engine takes results out. A block has one warpgroup that fetches and two that
+// multiply, 64 rows of c each.
+//
+// Two kernels. In `persistent`, a block works through many tiles of c, and fetches those of the next while the
+// last one leaves; clusters of two blocks share b's tiles. In `split`, for a c of few tiles, the blocks of a
+// cluster share out K, and sum their parts in a fixed order through each other's shared memory.
+#pragma once
+
+#include "gemm/hopper_epilogue.cuh"
+#include "gemm/hopper_pipeline.cuh"
+#include "gemm/hopper_schedule.cuh"
+
+namespace lltm_ext {
+namespace hopper {
+
+constexpr int kFetcherRegisters = 40, kMultiplierRegisters = 232;
+
+template <typename T>
+struct Problem {
+  Epilogue<T> epilogue;
+  int tiles_of_k;
+  bool batched_a, batched_b;  // else the one matrix serves all of the batch
+  bool c_by_engine;
+};
+
+// Shared memory of a block from a line that is a multiple of 1,024 bytes, as the copy engine's exchange wants.
+__device__ __forceinline__ unsigned char* aligned_shared() {
+  extern __shared__ unsigned char raw[];
+  return raw + (-shared_address(raw) & 1023);
+}
+constexpr int kAlignment = 1024, kBarrierBytes = 256;
+
+template <class Operands>
+struct Persistent {
+  using T = typename Operands::T;
+  using Out = Store<T, Operands::kTileN>;
+  static constexpr int kShared = Operands::kBytes + kConsumers * Out::kBytes + kBarrierBytes + kAlignment;
+
+  // rows of the schedule are of kShare tiles, one a block of the cluster.
+  __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
+                             const Problem<T>& problem, const Schedule& schedule) {
+    unsigned char* shared = aligned_shared();
+    unsigned char* buffers = shared + Operands::kBytes;
+    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(buffers + kConsumers * Out::kBytes);
+    Pipeline<Operands> pipeline(shared, barriers);
+    const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
+    const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
+    if (threadIdx.x == 0) pipeline.init();
+    if constexpr (Operands::kShare > 1) cluster_sync();
+    __syncthreads();
+
+    const auto place = [&](int64_t i) {
+      Tile tile = schedule.at(i);
+      tile.row = (tile.row * Operands::kShare + rank) * kTileM;
+      tile.column *= Operands::kTileN;
+      return tile;
+    };
+    const int warpgroup = threadIdx.x / 128 - 1;
+    if (warpgroup < 0) {
+      give_registers<kFetcherRegisters>();
+      if (threadIdx.x == 0) {
+        for (int64_t i = first; i < schedule.total(); i += step) {
+          const Tile tile = place(i);
+          const int matrix_a = problem.batched_a ? tile.matrix : 0, matrix_b = problem.batched_b ? tile.matrix : 0;
+          for (int k = 0; k < problem.tiles_of_k; ++k) {
+            pipeline.fetch(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
+          }
+        }
+      }
+      __syncwarp();
+    } else {
+      take_registers<kMultiplierRegisters>();
+      Out out(buffers + warpgroup * Out::kBytes, warpgroup);
+      for (int64_t i = first; i < schedule.total(); i += step) {
+        const Tile tile = place(i);
+        float d[Operands::kTileN / 2];
+        pipeline.multiply(d, problem.tiles_of_k, warpgroup);
+        out.run(d, problem.epilogue, problem.c_by_engine ? c : nullptr, tile.row + 64 * warpgroup, tile.column,
+                tile.matrix);
+      }
+      out.end();
+    }
+    // Others of the cluster may still send to this block's shared memory.
+    if constexpr (Operands::kShare > 1) cluster_sync();
+  }
+};
+
+// Each block of a cluster of `gridDim.z` has a part of K. kSwap: a and b stand for each other's transposes, so that
+// the tile is of c's transpose: for an a of few rows.
+template <class Operands, bool kSwap>
+struct Split {
+  using T = typename Operands::T;
+  static constexpr int kN = Operands::kTileN, kStride = kN + 4;
+  static constexpr int kPartBytes = kTileM * kStride * sizeof(float);
+  static constexpr int kShared =
+      (Operands::kBytes > kPartBytes ? Operands::kBytes : kPartBytes) + kBarrierBytes + kAlignment;
+
+  __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Problem<T>& problem,
+                             const Schedule& schedule) {
+    unsigned char* shared = aligned_shared();
+    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(
+        shared + kShared - kBarrierBytes - kAlignment);
+    Pipeline<Operands> pipeline(shared, barriers);
+    if (threadIdx.x == 0) pipeline.init();
+    __syncthreads();
+
+    const int parts = gridDim.z, part = blockIdx.z;
+    const int begin = static_cast<int>(int64_t{problem.tiles_of_k} * part / parts);
+    const int end = static_cast<int>(int64_t{problem.tiles_of_k} * (part + 1) / parts);
+    const Tile tile = schedule.at(blockIdx.x);
+    const int row = tile.row * kTileM, column = tile.column * kN, warpgroup = threadIdx.x / 128 - 1;
+    float d[kN / 2];
+    if (warpgroup < 0) {
+      if (threadIdx.x == 0) {
+        const int matrix_a = problem.batched_a ? tile.matrix : 0, matrix_b = problem.batched_b ? tile.matrix : 0;
+        for (int k = begin; k < end; ++k) {
+          pipeline.fetch(a, b, row, column, k * kTileK, matrix_a, matrix_b, 0);
+        }
+      }
+      __syncwarp();
+    } else {
+      pipeline.multiply(d, end - begin, warpgroup);
+    }
+    __syncthreads();  // nobody multiplies from the stages any more: the parts take their place
+    float* sums = reinterpret_cast<float*>(shared);
+    if (warpgroup >= 0) write(d, sums, warpgroup);
+    cluster_sync();
+    const int rows = kTileM / parts;
+    finish(sums, problem.epilogue, row, column, tile.matrix, rows * part, rows, parts);
+    cluster_sync();  // the others have read this block's part
+  }
+
+ private:
+  __device__ static __forceinline__ void write(const float (&d)[kN / 2], float* sums, int warpgroup) {
+    const int thread = threadIdx.x % 128, row = 64 * warpgroup + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kN / 2; i += 2) {
+      float* at = sums + (row + i % 4 / 2 * 8) * kStride + i / 4 * 8 + thread % 4 * 2;
+      *reinterpret_cast<float2*>(at) = make_float2(d[i], d[i + 1]);
+    }
+  }
+
+  // Rows [first, first + rows) of the tile: the sum of all blocks' parts, finished.
+  __device__ static __forceinline__ void finish(const float* sums, const Epilogue<T>& epilogue, int row,
+                                                int column, int matrix, int first, int rows, int parts) {
+    T* c = epilogue.c + matrix * epilogue.batch_stride;
+    constexpr int kPerRow = kN / 4;
+    for (int i = threadIdx.x; i < rows * kPerRow; i += kThreads) {
+      // Neighbours in c, whose rows are the tile's columns if it is of the transpose, go to neighbours.
+      const int r = first + (kSwap ? i % rows : i / kPerRow), n = (kSwap ? i / rows : i % kPerRow) * 4;
+      const float4* here = reinterpret_cast<const float4*>(sums + r * kStride + n);
+      float4 sum = read_from_block(here, 0);
+      for (int part = 1; part < parts; ++part) {
+        const float4 more = read_from_block(here, part);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+      float x[4] = {sum.x, sum.y, sum.z, sum.w};
+      const auto row_of = [&](int e) { return kSwap ? column + n + e : row + r; };
+      const auto column_of = [&](int e) { return kSwap ? row + r : column + n + e; };
+      if (epilogue.bias) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at = column_of(e);
+          if (at < epilogue.n) x[e] += widen(epilogue.bias[at * epilogue.bias_stride]);
+        }
+      }
+      activate(epilogue.activation, x);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (row_of(e) < epilogue.m && column_of(e) < epilogue.n) {
+          c[row_of(e) * epilogue.stride + column_of(e)] = narrow<T>(x[e]);
+        }
+      }
+    }
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define LLTM_HOPPER(...) __VA_ARGS__
+#else
+#define LLTM_HOPPER(...)  // compiled for other chips too, on which it is not called
+#endif
+
+template <class Kernel, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    gemm_persistent_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                           const __grid_constant__ CUtensorMap c, const __grid_constant__ Problem<T> problem,
+                           const Schedule schedule) {
+  LLTM_HOPPER(Kernel::run(&a, &b, &c, problem, schedule);)
+}
+
+template <class Kernel, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    gemm_split_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                      const __grid_constant__ Problem<T> problem, const Schedule schedule) {
+  LLTM_HOPPER(Kernel::run(&a, &b, problem, schedule);)
+}
+
+}  // namespace hopper
+}  // namespace lltm_ext

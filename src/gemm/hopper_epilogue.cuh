@@ -1,0 +1,124 @@
+// The way of results out of a block on Hopper: bias, activation, rounding, and stores.
+#pragma once
+
+#include "common/types.h"
+#include "gemm/gemm.h"
+#include "gemm/hopper_ptx.cuh"
+
+namespace lltm_ext {
+namespace hopper {
+
+// What happens to c = a @ b, and where it goes.
+template <typename T>
+struct Epilogue {
+  const T* bias;  // [N], or null
+  int64_t bias_stride;
+  T* c;  // [batch, M, N], rows `stride` apart
+  int64_t stride, batch_stride;
+  int m, n;
+  Activation activation;
+};
+
+__device__ __forceinline__ uint32_t pack(float x, float y, __half) {
+  const __half2 both = __floats2half2_rn(x, y);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+__device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+
+// A warpgroup's products [64, kN]. Of each 8 columns a thread has two neighbours in row lane / 4, then the same
+// two in the row 8 below. They leave in chunks of 64 columns through two buffers of shared memory.
+template <typename T, int kN>
+class Store {
+ public:
+  static constexpr int kBufferBytes = 64 * 64 * sizeof(T), kBytes = 2 * kBufferBytes;
+
+  __device__ Store(unsigned char* buffers, int warpgroup)
+      : buffers_(buffers), warpgroup_(warpgroup), thread_(threadIdx.x % 128) {}
+
+  // To rows from `row` and columns from `column` of a matrix, by the copy engine if `map` is given.
+  __device__ __forceinline__ void run(float (&d)[kN / 2], const Epilogue<T>& epilogue, const CUtensorMap* map,
+                                      int row, int column, int matrix) {
+#pragma unroll
+    for (int chunk = 0; chunk < kN / 64; ++chunk) {
+      float x[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) x[i] = d[chunk * 32 + i];
+      finish(x, epilogue, column + 64 * chunk);
+      if (map) {
+        by_engine(x, map, row, column + 64 * chunk, matrix, chunk % 2);
+      } else {
+        by_thread(x, epilogue, row, column + 64 * chunk, matrix);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void end() const {
+    if (thread_ == 0) copies_out_done();
+  }
+
+ private:
+  __device__ __forceinline__ int column_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
+  __device__ __forceinline__ int row_of(int i) const {
+    return thread_ / 32 * 16 + thread_ % 32 / 4 + i % 4 / 2 * 8;
+  }
+
+  __device__ __forceinline__ void finish(float (&x)[32], const Epilogue<T>& epilogue, int column) const {
+    if (epilogue.bias) {
+#pragma unroll
+      for (int i = 0; i < 32; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = column + column_of(i + e);
+          const float bias = at < epilogue.n ? widen(epilogue.bias[at * epilogue.bias_stride]) : 0.f;
+          x[i + e] += bias;
+          x[i + e + 2] += bias;
+        }
+      }
+    }
+    if (epilogue.activation == Activation::kRelu) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
+    }
+  }
+
+  __device__ __forceinline__ void by_engine(const float (&x)[32], const CUtensorMap* map, int row, int column,
+                                            int matrix, int which) const {
+    if (thread_ == 0) copies_out_read<1>();
+    warpgroup_sync(warpgroup_);
+    unsigned char* buffer = buffers_ + which * kBufferBytes;
+    const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane % 16;
+    const uint32_t start = shared_address(buffer) + line * 128;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int piece = (2 * j + lane / 16) ^ (line % 8);
+      store_matrices<false>(start + piece * 16, pack(x[8 * j], x[8 * j + 1], T()),
+                            pack(x[8 * j + 2], x[8 * j + 3], T()), pack(x[8 * j + 4], x[8 * j + 5], T()),
+                            pack(x[8 * j + 6], x[8 * j + 7], T()));
+    }
+    shared_stores_to_copies();
+    warpgroup_sync(warpgroup_);
+    if (thread_ == 0) copy_out(map, column, row, matrix, buffer);
+  }
+
+  // For a c whose rows are not a multiple of 16 bytes apart.
+  __device__ __forceinline__ void by_thread(const float (&x)[32], const Epilogue<T>& epilogue, int row,
+                                            int column, int matrix) const {
+    T* c = epilogue.c + matrix * epilogue.batch_stride;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int to_row = row + row_of(i), to_column = column + column_of(i);
+      if (to_row < epilogue.m && to_column < epilogue.n) {
+        c[to_row * epilogue.stride + to_column] = narrow<T>(x[i]);
+      }
+    }
+  }
+
+  unsigned char* const buffers_;
+  const int warpgroup_, thread_;
+};
+
+}  // namespace hopper
+}  // namespace lltm_ext

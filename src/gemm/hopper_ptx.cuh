@@ -1,0 +1,254 @@
+// Hopper's instructions, by name: barriers that count bytes, the tensor copy engine, warpgroup products.
+// For compute capability 9.0 alone (sm_90a).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace lltm_ext {
+namespace hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- barriers: of a phase that ends when `count` have arrived and all bytes announced have come
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(count));
+}
+
+// Makes barriers known to the copy engine and to the cluster, before any of them uses one.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block_of_cluster) {
+  asm volatile(
+      "{\n"
+      " .reg .b32 there;\n"
+      " mapa.shared::cluster.u32 there, %0, %1;\n"
+      " mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}"
+      :
+      : "r"(shared_address(barrier)), "r"(block_of_cluster)
+      : "memory");
+}
+
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      " .reg .pred done;\n"
+      "again:\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      " @done bra.uni ended;\n"
+      " bra.uni again;\n"
+      "ended:\n"
+      "}"
+      :
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+}
+
+// ---- clusters
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+
+// The value at the same place of another block's shared memory.
+__device__ __forceinline__ float4 read_from_block(const float4* here, uint32_t block_of_cluster) {
+  float4 x;
+  asm volatile(
+      "{\n"
+      " .reg .b32 there;\n"
+      " mapa.shared::cluster.u32 there, %4, %5;\n"
+      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+      "}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(shared_address(here)), "r"(block_of_cluster)
+      : "memory");
+  return x;
+}
+
+// ---- the copy engine. Coordinates: along a row, the row, the matrix.
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
+__device__ __forceinline__ void copy_in(void* to, const CUtensorMap* map, int column, int row, int matrix,
+                                        uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];"
+      :
+      : "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
+
+// To the same place, and telling the same barrier, in all blocks of the mask.
+__device__ __forceinline__ void copy_in_to_blocks(void* to, const CUtensorMap* map, int column, int row,
+                                                  int matrix, uint64_t* barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      :
+      : "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix),
+        "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_out(const CUtensorMap* map, int column, int row, int matrix,
+                                         const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n"
+      "cp.async.bulk.commit_group;"
+      :
+      : "l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
+
+// Until all but the last kPending copies out have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void copies_out_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void copies_out_done() { asm volatile("cp.async.bulk.wait_group 0;" : : : "memory"); }
+
+// Ordinary stores to shared memory before it, the copy engine's reads after it.
+__device__ __forceinline__ void shared_stores_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+// ---- warpgroups
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+
+// Of the 128 threads of a warpgroup; barrier 0 is __syncthreads'.
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" : : "r"(warpgroup + 1) : "memory");
+}
+
+// ---- products. Registers of an accumulator belong to them from products_begin to products_done.
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void products_done() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving the use of an accumulator before products_done.
+template <int kCount>
+__device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulator[i]) : : "memory");
+}
+
+#define LLTM_R4 "%0, %1, %2, %3"
+#define LLTM_R8 LLTM_R4 ", %4, %5, %6, %7"
+#define LLTM_R16 LLTM_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LLTM_R32 LLTM_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LLTM_R64                                                                                           \
+  LLTM_R32                                                                                                 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LLTM_R96                                                                                           \
+  LLTM_R64                                                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LLTM_R128                                                                                            \
+  LLTM_R96                                                                                                   \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LLTM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define LLTM_F8(i) LLTM_F4(i), LLTM_F4(i + 4)
+#define LLTM_F16(i) LLTM_F8(i), LLTM_F8(i + 8)
+#define LLTM_F32(i) LLTM_F16(i), LLTM_F16(i + 16)
+#define LLTM_F64(i) LLTM_F32(i), LLTM_F32(i + 32)
+#define LLTM_F96(i) LLTM_F64(i), LLTM_F32(i + 64)
+#define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
+
+// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory where their descriptors say. kSwapA and kSwapB:
+// the operand lies with its other dimension, M or N, side by side instead of K.
+template <typename T, int kN, bool kSwapA, bool kSwapB>
+struct Product;
+
+#define LLTM_PRODUCT(TYPE, NAME, N, COUNT, A, B, KEEP, SWAP_A, SWAP_B)                                      \
+  template <bool kSwapA, bool kSwapB>                                                                       \
+  struct Product<TYPE, N, kSwapA, kSwapB> {                                                                 \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) {      \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                               \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT "}, %" \
+                   A ", %" B ", keep, 1, 1, %" SWAP_A ", %" SWAP_B ";\n}"                                   \
+                   : LLTM_F##COUNT(0)                                                                       \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kSwapA)), "n"(int(kSwapB)));      \
+    }                                                                                                       \
+  };
+#define LLTM_PRODUCTS(TYPE, NAME)                                           \
+  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")                   \
+  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")               \
+  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")            \
+  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")            \
+  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68")           \
+  LLTM_PRODUCT(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100")          \
+  LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
+LLTM_PRODUCTS(__half, "f16")
+LLTM_PRODUCTS(__nv_bfloat16, "bf16")
+
+// Where an operand lies in shared memory: in lines of 128 bytes, whose eight pieces of 16 bytes the copy engine
+// has exchanged by the line's number, in groups of eight lines. `block`: from 64 columns of a swapped operand
+// to the next 64.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, int block) {
+  constexpr uint64_t kLineGroup = 8 * 128, kSwizzle128 = 1;
+  return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(block >> 4) << 16 | (kLineGroup >> 4) << 32 |
+         kSwizzle128 << 62;
+}
+
+// Four 8 x 8 matrices of 2-byte values from a warp's registers to shared memory; lane l says where row l % 8 of
+// matrix l / 8 goes. kTranspose: columns become rows.
+template <bool kTranspose>
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
+                                               uint32_t m3) {
+  if constexpr (kTranspose) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+  }
+}
+
+}  // namespace hopper
+}  // namespace lltm_ext
