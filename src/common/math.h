@@ -72,13 +72,7 @@ LLTM_HOST_DEVICE T gelu_derivative(T x) {
   return T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752))) + x * phi;
 }
 
-// The approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-template <typename T>
-LLTM_HOST_DEVICE T gelu_tanh(T x) {
-  const T u = T(0.79788456080286536) * (x + T(0.044715) * x * x * x);
-  return T(0.5) * x * (T(1) + std::tanh(u));
-}
-
+// Derivative of gelu_tanh, from its input.
 template <typename T>
 LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   const T t = std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
@@ -86,12 +80,7 @@ LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
 }
 
-// x * sigmoid(x). Written as a quotient, so that -infinity gives NaN as in torch, and large negative x give 0.
-template <typename T>
-LLTM_HOST_DEVICE T silu(T x) {
-  return x / (T(1) + std::exp(-x));
-}
-
+// Derivative of x * sigmoid(x), from its input.
 template <typename T>
 LLTM_HOST_DEVICE T silu_derivative(T x) {
   const T y = sigmoid(x);
@@ -114,5 +103,11 @@ struct ExactMath {
     return lltm_ext::elu(x);
   }
 };
+
+// gelu's approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <class Math, typename T>
+LLTM_HOST_DEVICE T gelu_tanh(T x) {
+  return T(0.5) * x * (T(1) + Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
+}
 
 }  // namespace lltm_ext

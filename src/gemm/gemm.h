@@ -18,7 +18,7 @@ enum class Activation : int32_t { kNone, kRelu, kSigmoid, kTanh, kElu, kGelu, kG
 constexpr bool saves_output(Activation activation) { return activation <= Activation::kElu; }
 
 // x[i] = activation(x[i]): one branch for all N.
-template <int N, typename A>
+template <class Math = ExactMath, int N, typename A>
 LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
   switch (activation) {
     case Activation::kNone:
@@ -27,22 +27,22 @@ LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
       for (int i = 0; i < N; ++i) x[i] = relu(x[i]);
       return;
     case Activation::kSigmoid:
-      for (int i = 0; i < N; ++i) x[i] = sigmoid(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::sigmoid(x[i]);
       return;
     case Activation::kTanh:
-      for (int i = 0; i < N; ++i) x[i] = std::tanh(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::tanh(x[i]);
       return;
     case Activation::kElu:
-      for (int i = 0; i < N; ++i) x[i] = elu(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::elu(x[i]);
       return;
     case Activation::kGelu:
       for (int i = 0; i < N; ++i) x[i] = gelu(x[i]);
       return;
     case Activation::kGeluTanh:
-      for (int i = 0; i < N; ++i) x[i] = gelu_tanh(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = gelu_tanh<Math>(x[i]);
       return;
     case Activation::kSilu:
-      for (int i = 0; i < N; ++i) x[i] = silu(x[i]);
+      for (int i = 0; i < N; ++i) x[i] *= Math::sigmoid(x[i]);
       return;
   }
 }

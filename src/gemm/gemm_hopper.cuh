@@ -2,9 +2,9 @@
 // there (wgmma), the copy engine takes results out. A block has one warpgroup that fetches and two that
 // multiply, 64 rows of c each.
 //
-// Two kernels. In `persistent`, a block works through many tiles of c, and fetches those of the next while the
-// last one leaves; clusters of two blocks share b's tiles. In `split`, for a c of few tiles, the blocks of a
-// cluster share out K, and sum their parts in a fixed order through each other's shared memory.
+// Two kernels. In `persistent`, a block works through many tiles of c, and fetches those of the next while
+// the last one leaves; clusters of two blocks share b's tiles. In `split`, for a c of few tiles, the blocks
+// of a cluster share out K, and sum their parts in a fixed order through each other's shared memory.
 #pragma once
 
 #include "gemm/hopper_epilogue.cuh"
@@ -21,10 +21,11 @@ struct Problem {
   Epilogue<T> epilogue;
   int tiles_of_k;
   bool batched_a, batched_b;  // else the one matrix serves all of the batch
-  bool c_by_engine;
+  bool by_engine;             // whether results can leave that way
 };
 
-// Shared memory of a block from a line that is a multiple of 1,024 bytes, as the copy engine's exchange wants.
+// Shared memory of a block from a line that is a multiple of 1,024 bytes, as the copy engine's exchange
+// wants.
 __device__ __forceinline__ unsigned char* aligned_shared() {
   extern __shared__ unsigned char raw[];
   return raw + (-shared_address(raw) & 1023);
@@ -39,10 +40,11 @@ struct Persistent {
 
   // rows of the schedule are of kShare tiles, one a block of the cluster.
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
-                             const Problem<T>& problem, const Schedule& schedule) {
+                             const CUtensorMap* before, const Problem<T>& problem, const Schedule& schedule) {
     unsigned char* shared = aligned_shared();
     unsigned char* buffers = shared + Operands::kBytes;
-    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(buffers + kConsumers * Out::kBytes);
+    auto& barriers =
+        *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(buffers + kConsumers * Out::kBytes);
     Pipeline<Operands> pipeline(shared, barriers);
     const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
     const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
@@ -62,7 +64,8 @@ struct Persistent {
       if (threadIdx.x == 0) {
         for (int64_t i = first; i < schedule.total(); i += step) {
           const Tile tile = place(i);
-          const int matrix_a = problem.batched_a ? tile.matrix : 0, matrix_b = problem.batched_b ? tile.matrix : 0;
+          const int matrix_a = problem.batched_a ? tile.matrix : 0,
+                    matrix_b = problem.batched_b ? tile.matrix : 0;
           for (int k = 0; k < problem.tiles_of_k; ++k) {
             pipeline.fetch(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
           }
@@ -76,8 +79,8 @@ struct Persistent {
         const Tile tile = place(i);
         float d[Operands::kTileN / 2];
         pipeline.multiply(d, problem.tiles_of_k, warpgroup);
-        out.run(d, problem.epilogue, problem.c_by_engine ? c : nullptr, tile.row + 64 * warpgroup, tile.column,
-                tile.matrix);
+        out.run(d, problem.epilogue, problem.by_engine ? c : nullptr, problem.by_engine ? before : nullptr,
+                tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
       out.end();
     }
@@ -86,8 +89,8 @@ struct Persistent {
   }
 };
 
-// Each block of a cluster of `gridDim.z` has a part of K. kSwap: a and b stand for each other's transposes, so that
-// the tile is of c's transpose: for an a of few rows.
+// Each block of a cluster of `gridDim.z` has a part of K. kSwap: a and b stand for each other's transposes,
+// so that the tile is of c's transpose: for an a of few rows.
 template <class Operands, bool kSwap>
 struct Split {
   using T = typename Operands::T;
@@ -99,8 +102,8 @@ struct Split {
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Problem<T>& problem,
                              const Schedule& schedule) {
     unsigned char* shared = aligned_shared();
-    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(
-        shared + kShared - kBarrierBytes - kAlignment);
+    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kShared -
+                                                                               kBarrierBytes - kAlignment);
     Pipeline<Operands> pipeline(shared, barriers);
     if (threadIdx.x == 0) pipeline.init();
     __syncthreads();
@@ -113,7 +116,8 @@ struct Split {
     float d[kN / 2];
     if (warpgroup < 0) {
       if (threadIdx.x == 0) {
-        const int matrix_a = problem.batched_a ? tile.matrix : 0, matrix_b = problem.batched_b ? tile.matrix : 0;
+        const int matrix_a = problem.batched_a ? tile.matrix : 0,
+                  matrix_b = problem.batched_b ? tile.matrix : 0;
         for (int k = begin; k < end; ++k) {
           pipeline.fetch(a, b, row, column, k * kTileK, matrix_a, matrix_b, 0);
         }
@@ -144,7 +148,6 @@ struct Split {
   // Rows [first, first + rows) of the tile: the sum of all blocks' parts, finished.
   __device__ static __forceinline__ void finish(const float* sums, const Epilogue<T>& epilogue, int row,
                                                 int column, int matrix, int first, int rows, int parts) {
-    T* c = epilogue.c + matrix * epilogue.batch_stride;
     constexpr int kPerRow = kN / 4;
     for (int i = threadIdx.x; i < rows * kPerRow; i += kThreads) {
       // Neighbours in c, whose rows are the tile's columns if it is of the transpose, go to neighbours.
@@ -158,20 +161,15 @@ struct Split {
       float x[4] = {sum.x, sum.y, sum.z, sum.w};
       const auto row_of = [&](int e) { return kSwap ? column + n + e : row + r; };
       const auto column_of = [&](int e) { return kSwap ? row + r : column + n + e; };
-      if (epilogue.bias) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int at = column_of(e);
-          if (at < epilogue.n) x[e] += widen(epilogue.bias[at * epilogue.bias_stride]);
-        }
-      }
-      activate(epilogue.activation, x);
+      for (int e = 0; e < 4; ++e) x[e] += epilogue.bias_at(column_of(e));
+      const auto write = [&](T* to) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (row_of(e) < epilogue.m && column_of(e) < epilogue.n) {
-          c[row_of(e) * epilogue.stride + column_of(e)] = narrow<T>(x[e]);
-        }
-      }
+        for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row_of(e), column_of(e), x[e]);
+      };
+      if (epilogue.before) write(epilogue.before);
+      activate<FastMath>(epilogue.activation, x);
+      write(epilogue.c);
     }
   }
 };
@@ -185,9 +183,9 @@ struct Split {
 template <class Kernel, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_persistent_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                           const __grid_constant__ CUtensorMap c, const __grid_constant__ Problem<T> problem,
-                           const Schedule schedule) {
-  LLTM_HOPPER(Kernel::run(&a, &b, &c, problem, schedule);)
+                           const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap before,
+                           const __grid_constant__ Problem<T> problem, const Schedule schedule) {
+  LLTM_HOPPER(Kernel::run(&a, &b, &c, &before, problem, schedule);)
 }
 
 template <class Kernel, typename T>

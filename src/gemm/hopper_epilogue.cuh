@@ -1,7 +1,7 @@
 // The way of results out of a block on Hopper: bias, activation, rounding, and stores.
 #pragma once
 
-#include "common/types.h"
+#include "common/recurrence/math.cuh"
 #include "gemm/gemm.h"
 #include "gemm/hopper_ptx.cuh"
 
@@ -13,10 +13,17 @@ template <typename T>
 struct Epilogue {
   const T* bias;  // [N], or null
   int64_t bias_stride;
-  T* c;  // [batch, M, N], rows `stride` apart
-  int64_t stride, batch_stride;
+  T* c;       // [batch, M, N], contiguous
+  T* before;  // the same before the activation, or null
   int m, n;
   Activation activation;
+
+  __device__ __forceinline__ float bias_at(int column) const {
+    return bias && column < n ? widen(bias[column * bias_stride]) : 0.f;
+  }
+  __device__ __forceinline__ void write(T* to, int matrix, int row, int column, float x) const {
+    if (row < m && column < n) to[(static_cast<int64_t>(matrix) * m + row) * n + column] = narrow<T>(x);
+  }
 };
 
 __device__ __forceinline__ uint32_t pack(float x, float y, __half) {
@@ -28,8 +35,8 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
-// A warpgroup's products [64, kN]. Of each 8 columns a thread has two neighbours in row lane / 4, then the same
-// two in the row 8 below. They leave in chunks of 64 columns through two buffers of shared memory.
+// A warpgroup's products [64, kN]. Of each 8 columns a thread has two neighbours in row lane / 4, then the
+// same two in the row 8 below. They leave in chunks of 64 columns through two buffers of shared memory.
 template <typename T, int kN>
 class Store {
  public:
@@ -38,20 +45,37 @@ class Store {
   __device__ Store(unsigned char* buffers, int warpgroup)
       : buffers_(buffers), warpgroup_(warpgroup), thread_(threadIdx.x % 128) {}
 
-  // To rows from `row` and columns from `column` of a matrix, by the copy engine if `map` is given.
-  __device__ __forceinline__ void run(float (&d)[kN / 2], const Epilogue<T>& epilogue, const CUtensorMap* map,
-                                      int row, int column, int matrix) {
+  // To rows from `row` and columns from `column` of a matrix: by the copy engine, if there are maps for it.
+  __device__ __forceinline__ void run(float (&d)[kN / 2], const Epilogue<T>& epilogue, const CUtensorMap* c,
+                                      const CUtensorMap* before, int row, int column, int matrix) {
+    if (epilogue.activation <= Activation::kRelu) {
 #pragma unroll
+      for (int chunk = 0; chunk < kN / 64; ++chunk) {
+        float x[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) x[i] = d[chunk * 32 + i];
+        add_bias(x, epilogue, column + 64 * chunk);
+        if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column + 64 * chunk, matrix);
+        if (epilogue.activation == Activation::kRelu) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
+        }
+        put(x, epilogue, epilogue.c, c, row, column + 64 * chunk, matrix);
+      }
+      return;
+    }
+    // The code of all activations, once: the accumulators move up instead.
+#pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk) {
       float x[32];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) x[i] = d[chunk * 32 + i];
-      finish(x, epilogue, column + 64 * chunk);
-      if (map) {
-        by_engine(x, map, row, column + 64 * chunk, matrix, chunk % 2);
-      } else {
-        by_thread(x, epilogue, row, column + 64 * chunk, matrix);
-      }
+      for (int i = 0; i < 32; ++i) x[i] = d[i];
+#pragma unroll
+      for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
+      add_bias(x, epilogue, column + 64 * chunk);
+      if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column + 64 * chunk, matrix);
+      activate<FastMath>(epilogue.activation, x);
+      put(x, epilogue, epilogue.c, c, row, column + 64 * chunk, matrix);
     }
   }
 
@@ -65,30 +89,36 @@ class Store {
     return thread_ / 32 * 16 + thread_ % 32 / 4 + i % 4 / 2 * 8;
   }
 
-  __device__ __forceinline__ void finish(float (&x)[32], const Epilogue<T>& epilogue, int column) const {
-    if (epilogue.bias) {
+  __device__ __forceinline__ void add_bias(float (&x)[32], const Epilogue<T>& epilogue, int column) const {
+    if (!epilogue.bias) return;
 #pragma unroll
-      for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < 32; i += 4) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = column + column_of(i + e);
-          const float bias = at < epilogue.n ? widen(epilogue.bias[at * epilogue.bias_stride]) : 0.f;
-          x[i + e] += bias;
-          x[i + e + 2] += bias;
-        }
+      for (int e = 0; e < 2; ++e) {
+        const float bias = epilogue.bias_at(column + column_of(i + e));
+        x[i + e] += bias;
+        x[i + e + 2] += bias;
       }
-    }
-    if (epilogue.activation == Activation::kRelu) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
     }
   }
 
+  __device__ __forceinline__ void put(const float (&x)[32], const Epilogue<T>& epilogue, T* to,
+                                      const CUtensorMap* map, int row, int column, int matrix) {
+    if (map) {
+      by_engine(x, map, row, column, matrix);
+      return;
+    }
+    // Rows are not a multiple of 16 bytes apart.
+#pragma unroll
+    for (int i = 0; i < 32; ++i) epilogue.write(to, matrix, row + row_of(i), column + column_of(i), x[i]);
+  }
+
   __device__ __forceinline__ void by_engine(const float (&x)[32], const CUtensorMap* map, int row, int column,
-                                            int matrix, int which) const {
+                                            int matrix) {
     if (thread_ == 0) copies_out_read<1>();
     warpgroup_sync(warpgroup_);
-    unsigned char* buffer = buffers_ + which * kBufferBytes;
+    unsigned char* buffer = buffers_ + turn_ * kBufferBytes;
+    turn_ ^= 1;
     const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane % 16;
     const uint32_t start = shared_address(buffer) + line * 128;
 #pragma unroll
@@ -103,21 +133,9 @@ class Store {
     if (thread_ == 0) copy_out(map, column, row, matrix, buffer);
   }
 
-  // For a c whose rows are not a multiple of 16 bytes apart.
-  __device__ __forceinline__ void by_thread(const float (&x)[32], const Epilogue<T>& epilogue, int row,
-                                            int column, int matrix) const {
-    T* c = epilogue.c + matrix * epilogue.batch_stride;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int to_row = row + row_of(i), to_column = column + column_of(i);
-      if (to_row < epilogue.m && to_column < epilogue.n) {
-        c[to_row * epilogue.stride + to_column] = narrow<T>(x[i]);
-      }
-    }
-  }
-
   unsigned char* const buffers_;
   const int warpgroup_, thread_;
+  int turn_ = 0;  // of the buffers
 };
 
 }  // namespace hopper

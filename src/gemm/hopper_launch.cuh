@@ -61,20 +61,25 @@ cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
                               static_cast<cuuint64_t>(x.batch)};
   const cuuint64_t strides[] = {bytes(x.row_stride, x.rows), bytes(x.batch_stride, x.batch)};
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1};
-  const CUresult result =
-      encode(&map, kMapType<T>, 3, const_cast<void*>(x.data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, kMapType<T>, 3, const_cast<void*>(x.data), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// c = a @ b with layouts of a, b and c: a's and b's are of their transposes where the kernel swaps them.
+// A product of tiles: for an a of few rows that of the transposes, b^T @ a^T.
 template <typename T>
 struct Call {
-  Layout a, b, c;
-  int m, n, k, batch;  // of the tiles' problem, which is of the transposes for an a of few rows
-  Epilogue<T> epilogue;
+  Layout a, b;
+  int m, n, k, batch;
+  Epilogue<T> epilogue;  // of c itself
 };
+
+template <typename T>
+Layout result_layout(const Call<T>& call, const T* data) {
+  const int64_t rows = call.epilogue.m, columns = call.epilogue.n;
+  return {data, columns, rows, call.batch, columns, rows * columns};
+}
 
 template <class Operands, typename T>
 cudaError_t describe_operands(CUtensorMap& a, CUtensorMap& b, const Call<T>& call) {
@@ -108,18 +113,22 @@ inline int tiles_of(int64_t size, int tile) { return static_cast<int>((size + ti
 template <class Operands, typename T>
 cudaError_t launch_persistent(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   using Kernel = Persistent<Operands>;
-  CUtensorMap a, b, c = {};
+  CUtensorMap a, b, c = {}, before = {};
   cudaError_t error = describe_operands<Operands>(a, b, call);
+  const Layout results = result_layout(call, call.epilogue.c),
+               inputs = result_layout(call, call.epilogue.before);
+  const bool by_engine = engine_takes(results, sizeof(T)) && engine_takes(inputs, sizeof(T));
+  if (error == cudaSuccess && by_engine) error = describe<T>(c, results, 64);
+  if (error == cudaSuccess && by_engine && inputs.data) error = describe<T>(before, inputs, 64);
   if (error != cudaSuccess) return error;
-  const bool by_engine = engine_takes(call.c, sizeof(T));
-  if (by_engine && (error = describe<T>(c, call.c, 64)) != cudaSuccess) return error;
   const Problem<T> problem = {call.epilogue, tiles_of(call.k, kTileK), call.a.batch > 1, call.b.batch > 1,
                               by_engine};
   constexpr int kShare = Operands::kShare;
-  const Schedule schedule = {tiles_of(call.m, kTileM * kShare), tiles_of(call.n, Operands::kTileN), call.batch};
+  const Schedule schedule = {tiles_of(call.m, kTileM * kShare), tiles_of(call.n, Operands::kTileN),
+                             call.batch};
   const int64_t clusters = std::min<int64_t>(schedule.total(), multiprocessors / kShare);
   return launch_clusters<Kernel>(gemm_persistent_kernel<Kernel, T>, dim3(clusters * kShare), dim3(kShare),
-                                 stream, a, b, c, problem, schedule);
+                                 stream, a, b, c, before, problem, schedule);
 }
 
 template <class Operands, bool kSwap, typename T>

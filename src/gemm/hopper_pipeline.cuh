@@ -14,8 +14,8 @@ constexpr int kTileK = 64, kLineBytes = 128, kBlockBytes = 64 * kLineBytes;
 constexpr int kTileM = 128, kConsumers = 2;  // warpgroups, each with 64 rows
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// kSwapA, kSwapB: the operand lies with M or N side by side. kShare: so many blocks of a cluster have the same
-// columns of c, and each fetches its part of b for all.
+// kSwapA, kSwapB: the operand lies with M or N side by side. kShare: so many blocks of a cluster have the
+// same columns of c, and each fetches its part of b for all.
 template <typename T_, int kTileN_, int kStages_, bool kSwapA_, bool kSwapB_, int kShare_>
 struct Operands {
   using T = T_;
@@ -63,8 +63,8 @@ class Pipeline {
   }
 
   // Fetches a tile of a and of b from these positions, by one thread.
-  __device__ __forceinline__ void fetch(const CUtensorMap* a, const CUtensorMap* b, int row, int column, int k,
-                                        int matrix_a, int matrix_b, uint32_t rank) {
+  __device__ __forceinline__ void fetch(const CUtensorMap* a, const CUtensorMap* b, int row, int column,
+                                        int k, int matrix_a, int matrix_b, uint32_t rank) {
     unsigned char* to = stages_ + at_.stage * Operands::kStageBytes;
     uint64_t* full = &barriers_.full[at_.stage];
     barrier_wait(&barriers_.empty[at_.stage], at_.parity ^ 1);
@@ -100,7 +100,8 @@ class Pipeline {
     int last = 0;
     for (int i = 0; i < tiles; ++i) {
       barrier_wait(&barriers_.full[at_.stage], at_.parity);
-      const uint32_t a = shared_address(stages_ + at_.stage * Operands::kStageBytes) + warpgroup * kBlockBytes;
+      const uint32_t a =
+          shared_address(stages_ + at_.stage * Operands::kStageBytes) + warpgroup * kBlockBytes;
       const uint32_t b = shared_address(stages_ + at_.stage * Operands::kStageBytes + Operands::kBytesA);
       products_fence(d);
       products_begin();

@@ -69,7 +69,10 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" : : : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;"
+               :
+               :
+               : "memory");
 }
 
 // The value at the same place of another block's shared memory.
@@ -131,7 +134,9 @@ __device__ __forceinline__ void copies_out_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void copies_out_done() { asm volatile("cp.async.bulk.wait_group 0;" : : : "memory"); }
+__device__ __forceinline__ void copies_out_done() {
+  asm volatile("cp.async.bulk.wait_group 0;" : : : "memory");
+}
 
 // Ordinary stores to shared memory before it, the copy engine's reads after it.
 __device__ __forceinline__ void shared_stores_to_copies() {
@@ -184,9 +189,9 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
   LLTM_R64                                                                                                 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
   "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define LLTM_R128                                                                                            \
-  LLTM_R96                                                                                                   \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
+#define LLTM_R128                                                                                        \
+  LLTM_R96                                                                                               \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define LLTM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define LLTM_F8(i) LLTM_F4(i), LLTM_F4(i + 4)
@@ -196,44 +201,45 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
 #define LLTM_F96(i) LLTM_F64(i), LLTM_F32(i + 64)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
-// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory where their descriptors say. kSwapA and kSwapB:
-// the operand lies with its other dimension, M or N, side by side instead of K.
+// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory where their descriptors say. kSwapA and
+// kSwapB: the operand lies with its other dimension, M or N, side by side instead of K.
 template <typename T, int kN, bool kSwapA, bool kSwapB>
 struct Product;
 
-#define LLTM_PRODUCT(TYPE, NAME, N, COUNT, A, B, KEEP, SWAP_A, SWAP_B)                                      \
-  template <bool kSwapA, bool kSwapB>                                                                       \
-  struct Product<TYPE, N, kSwapA, kSwapB> {                                                                 \
-    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) {      \
-      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                               \
-                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT "}, %" \
-                   A ", %" B ", keep, 1, 1, %" SWAP_A ", %" SWAP_B ";\n}"                                   \
-                   : LLTM_F##COUNT(0)                                                                       \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kSwapA)), "n"(int(kSwapB)));      \
-    }                                                                                                       \
+#define LLTM_PRODUCT(TYPE, NAME, N, COUNT, A, B, KEEP, SWAP_A, SWAP_B)                                 \
+  template <bool kSwapA, bool kSwapB>                                                                  \
+  struct Product<TYPE, N, kSwapA, kSwapB> {                                                            \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) { \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
+                   ", 0;\n"                                                                            \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT \
+                   "}, %" A ", %" B ", keep, 1, 1, %" SWAP_A ", %" SWAP_B ";\n}"                       \
+                   : LLTM_F##COUNT(0)                                                                  \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kSwapA)), "n"(int(kSwapB))); \
+    }                                                                                                  \
   };
-#define LLTM_PRODUCTS(TYPE, NAME)                                           \
-  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")                   \
-  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")               \
-  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")            \
-  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")            \
-  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68")           \
-  LLTM_PRODUCT(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100")          \
+#define LLTM_PRODUCTS(TYPE, NAME)                                  \
+  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")          \
+  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")      \
+  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")   \
+  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")   \
+  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68")  \
+  LLTM_PRODUCT(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100") \
   LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
 LLTM_PRODUCTS(__half, "f16")
 LLTM_PRODUCTS(__nv_bfloat16, "bf16")
 
-// Where an operand lies in shared memory: in lines of 128 bytes, whose eight pieces of 16 bytes the copy engine
-// has exchanged by the line's number, in groups of eight lines. `block`: from 64 columns of a swapped operand
-// to the next 64.
+// Where an operand lies in shared memory: in lines of 128 bytes, whose eight pieces of 16 bytes the copy
+// engine has exchanged by the line's number, in groups of eight lines. `block`: from 64 columns of a swapped
+// operand to the next 64.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, int block) {
   constexpr uint64_t kLineGroup = 8 * 128, kSwizzle128 = 1;
   return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(block >> 4) << 16 | (kLineGroup >> 4) << 32 |
          kSwizzle128 << 62;
 }
 
-// Four 8 x 8 matrices of 2-byte values from a warp's registers to shared memory; lane l says where row l % 8 of
-// matrix l / 8 goes. kTranspose: columns become rows.
+// Four 8 x 8 matrices of 2-byte values from a warp's registers to shared memory; lane l says where row l % 8
+// of matrix l / 8 goes. kTranspose: columns become rows.
 template <bool kTranspose>
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
                                                uint32_t m3) {
