@@ -46,8 +46,15 @@ def sources(op, cuda):
     return [str(file) for pattern in patterns for file in sorted(Path("src", op).glob(pattern))]
 
 
-def extension(make, op, cuda):
+def hopper(op, architectures):
+    """Whether the op has kernels of the instructions that compute capability 9.0 alone has (sm_90a)."""
+    return Path("src", op, f"{op}_hopper.cu").exists() and any(a.startswith("9.0") for a in architectures)
+
+
+def extension(make, op, cuda, architectures):
     """`make` is torch's CUDAExtension or CppExtension. No -std: torch knows the one that its headers need."""
+    # Where these flags name any architecture, torch adds none.
+    only_hopper = [*toolchain.gencode([*architectures, "9.0a"]), "-DLLTM_EXT_SM90A"]
     return make(
         f"lltm_ext._C.{op}",
         sources(op, cuda),
@@ -62,6 +69,7 @@ def extension(make, op, cuda):
                 "-O3",
                 "-Xcompiler=-fvisibility=hidden",
                 *(toolchain.smallest_code(cuda.nvcc) if cuda else []),
+                *(only_hopper if hopper(op, architectures) else []),
             ],
         },
         extra_link_args=["-Wl,-s", "-fopenmp"],
@@ -125,7 +133,9 @@ def against(torch):
     return {
         "version": version,
         "install_requires": [f"torch=={torch_minor}.*"],  # the C++ ABI changes from minor to minor
-        "ext_modules": [extension(CUDAExtension if cuda else CppExtension, op, cuda) for op in ops()],
+        "ext_modules": [
+            extension(CUDAExtension if cuda else CppExtension, op, cuda, architectures) for op in ops()
+        ],
         "cmdclass": {"build_ext": BuildModules},
     }
 

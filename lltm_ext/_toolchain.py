@@ -183,6 +183,16 @@ def cudart_folder(home: Path, folder: Path) -> Path | None:
 # ---- architectures -----------------------------------------------------------------------------------------
 
 
+def gencode(architectures: list[str]) -> list[str]:
+    """nvcc's options for a list like TORCH_CUDA_ARCH_LIST's."""
+    flags = []
+    for architecture in architectures:
+        number = architecture.removesuffix("+PTX").replace(".", "")
+        kinds = ("sm", "compute") if architecture.endswith("+PTX") else ("sm",)
+        flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    return flags
+
+
 def smallest_code(nvcc: Path) -> list[str]:
     """The option that makes device code a quarter of its size, for a driver of CUDA 12.4 or newer to read."""
     return ["--compress-mode=size"] if "--compress-mode" in _output(nvcc, "--help") else []

@@ -245,6 +245,15 @@ def test_every_default_architecture_is_taken_when_known(tmp_path: Path) -> None:
     assert known == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
 
 
+def test_a_list_of_architectures_as_options_of_nvcc():
+    assert _toolchain.gencode(["8.0", "9.0a", "12.0+PTX"]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+
+
 @pytest.mark.parametrize("listed", ["8.0;9.0+PTX", "8.0 9.0+PTX", " 8.0; 9.0+PTX "])
 def test_the_variable_overrides_the_architectures(tmp_path: Path, listed: str) -> None:
     home = make_toolkit(tmp_path)

@@ -177,7 +177,7 @@ struct Split {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LLTM_HOPPER(...) __VA_ARGS__
 #else
-#define LLTM_HOPPER(...)  // compiled for other chips too, on which it is not called
+#define LLTM_HOPPER(...) asm volatile("trap;")  // compiled for other chips too, on which it is not called
 #endif
 
 template <class Kernel, typename T>
@@ -185,14 +185,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     gemm_persistent_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                            const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap before,
                            const __grid_constant__ Problem<T> problem, const Schedule schedule) {
-  LLTM_HOPPER(Kernel::run(&a, &b, &c, &before, problem, schedule);)
+  LLTM_HOPPER(Kernel::run(&a, &b, &c, &before, problem, schedule));
 }
 
 template <class Kernel, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_split_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                       const __grid_constant__ Problem<T> problem, const Schedule schedule) {
-  LLTM_HOPPER(Kernel::run(&a, &b, problem, schedule);)
+  LLTM_HOPPER(Kernel::run(&a, &b, problem, schedule));
 }
 
 }  // namespace hopper

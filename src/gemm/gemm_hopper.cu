@@ -1,0 +1,133 @@
+// gemm in half types on Hopper: which kernel (gemm_hopper.cuh) takes which shape.
+#include "gemm/gemm_hopper.h"
+#include "gemm/hopper_launch.cuh"
+
+namespace lltm_ext {
+namespace hopper {
+
+// An operand [rows, K] of the tiles' problem: with K side by side in memory or, swapped, its rows.
+struct Operand {
+  Layout layout;
+  bool swapped;
+  bool readable;  // by the copy engine
+};
+
+template <typename T>
+Operand operand(const Matrices<T>& x, int64_t rows, int64_t k, int64_t row_stride, int64_t k_stride,
+                int64_t batch) {
+  const int64_t matrices = x.batch_stride == 0 ? 1 : batch;
+  const Layout straight = {x.data, k, rows, matrices, row_stride, x.batch_stride};
+  const Layout swapped = {x.data, rows, k, matrices, k_stride, x.batch_stride};
+  const auto readable = [](int64_t stride, int64_t size, const Layout& layout) {
+    return (stride == 1 || size == 1) && engine_takes(layout, sizeof(T));
+  };
+  if (readable(k_stride, k, straight)) return {straight, false, true};
+  return {swapped, true, readable(row_stride, rows, swapped)};
+}
+
+template <typename T>
+Operand operand_a(const GemmArgs<T>& args) {
+  return operand(args.a, args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch);
+}
+template <typename T>
+Operand operand_b(const GemmArgs<T>& args) {
+  return operand(args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch);
+}
+
+// How a problem is cut up: the columns of a tile, and how many blocks share out its K. One part is
+// `persistent`.
+struct Cut {
+  int tile_n, parts;
+};
+
+constexpr Cut kCuts[] = {{256, 1}, {128, 1}, {128, 2}, {128, 4}, {128, 8}, {64, 2}, {64, 4}, {64, 8}};
+
+// About the clocks that a cut takes: of rounds of blocks, each a way to start, products, and a way to end.
+inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
+  const int64_t tiles = int64_t{tiles_of(m, kTileM)} * tiles_of(n, cut.tile_n) * batch;
+  const int64_t rounds = (tiles * cut.parts + multiprocessors - 1) / multiprocessors;
+  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * 4 * cut.tile_n;
+  return rounds * (products + 1000 + 4 * cut.tile_n + (cut.parts > 1 ? 2000 : 0));
+}
+
+inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
+  Cut best = kCuts[0];
+  for (const Cut& cut : kCuts) {
+    if (cut.parts > tiles_of(k, kTileK)) continue;
+    if (clocks(cut, m, n, k, batch, multiprocessors) < clocks(best, m, n, k, batch, multiprocessors))
+      best = cut;
+  }
+  return best;
+}
+
+template <typename T, bool kSwapA, bool kSwapB>
+cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
+  const Cut cut = best_cut(call.m, call.n, call.k, call.batch, multiprocessors);
+  if (cut.parts == 1) {
+    return cut.tile_n == 256
+               ? launch_persistent<Operands<T, 256, 4, kSwapA, kSwapB, 2>>(call, multiprocessors, stream)
+               : launch_persistent<Operands<T, 128, 6, kSwapA, kSwapB, 1>>(call, multiprocessors, stream);
+  }
+  return cut.tile_n == 128
+             ? launch_split<Operands<T, 128, 6, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream)
+             : launch_split<Operands<T, 64, 8, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream);
+}
+
+// Few rows: of the transposes, so that they are a tile's columns. As many parts as there are multiprocessors
+// for.
+template <typename T, bool kSwapA, bool kSwapB>
+cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
+  const int64_t tiles = int64_t{tiles_of(call.m, kTileM)} * call.batch;
+  int parts = 8;
+  while (parts > 1 && (tiles * parts > multiprocessors || parts > tiles_of(call.k, kTileK))) parts /= 2;
+  if constexpr (!kSwapB) {
+    if (call.n <= 8) return launch_split<Operands<T, 8, 10, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 16) return launch_split<Operands<T, 16, 10, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 32) return launch_split<Operands<T, 32, 9, kSwapA, false, 1>, true>(call, parts, stream);
+  }
+  return launch_split<Operands<T, 64, 8, kSwapA, kSwapB, 1>, true>(call, parts, stream);
+}
+
+constexpr int kFewRows = 64;
+
+}  // namespace hopper
+
+template <typename T>
+bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
+  using namespace hopper;
+  return compute_capability == 90 && args.m > 0 && args.n > 0 && args.k > 0 &&
+         std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 && operand_a(args).readable &&
+         operand_b(args).readable;
+}
+
+template <typename T>
+cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream) {
+  using namespace hopper;
+  const bool few_rows = args.m <= kFewRows;
+  Operand a = operand_a(args), b = operand_b(args);
+  if (few_rows) std::swap(a, b);
+  const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
+  const Call<T> call = {a.layout,
+                        b.layout,
+                        few_rows ? n : m,
+                        few_rows ? m : n,
+                        static_cast<int>(args.k),
+                        static_cast<int>(args.batch),
+                        {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation}};
+  const auto run = [&](auto swap_a, auto swap_b) {
+    return few_rows ? launch_few_rows<T, swap_a, swap_b>(call, multiprocessors, stream)
+                    : launch<T, swap_a, swap_b>(call, multiprocessors, stream);
+  };
+  using Yes = std::true_type;
+  using No = std::false_type;
+  if (a.swapped) return b.swapped ? run(Yes(), Yes()) : run(Yes(), No());
+  return b.swapped ? run(No(), Yes()) : run(No(), No());
+}
+
+#define INSTANTIATE(T)                                                         \
+  template bool hopper_takes(const GemmArgs<T>& args, int compute_capability); \
+  template cudaError_t gemm_on_hopper(const GemmArgs<T>&, int, cudaStream_t);
+INSTANTIATE(__half)
+INSTANTIATE(__nv_bfloat16)
+
+}  // namespace lltm_ext

@@ -1,0 +1,15 @@
+// gemm in half types on Hopper, as the rest of the op sees it.
+#pragma once
+
+#include "gemm/gemm.h"
+
+namespace lltm_ext {
+
+// Whether it takes this: what the copy engine reads, on compute capability 9.0.
+template <typename T>
+bool hopper_takes(const GemmArgs<T>& args, int compute_capability);
+
+template <typename T>
+cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream);
+
+}  // namespace lltm_ext
