@@ -128,7 +128,11 @@ class Pipeline {
  private:
   __device__ __forceinline__ void release(int stage) {
     const uint32_t thread = threadIdx.x % 128;
-    if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], thread);
+    if constexpr (kShare == 1) {
+      if (thread == 0) barrier_arrive(&barriers_.empty[stage]);
+    } else {
+      if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], thread);
+    }
   }
 
   unsigned char* const stages_;

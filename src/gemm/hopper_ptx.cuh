@@ -25,6 +25,10 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
@@ -51,8 +55,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       " .reg .pred done;\n"
       "again:\n"
       " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      " @done bra.uni ended;\n"
-      " bra.uni again;\n"
+      " @done bra ended;\n"
+      " bra again;\n"
       "ended:\n"
       "}"
       :
