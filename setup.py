@@ -46,20 +46,16 @@ def sources(op, cuda):
     return [str(file) for pattern in patterns for file in sorted(Path("src", op).glob(pattern))]
 
 
-def hopper(op, architectures):
-    """Whether the op has kernels of the instructions that compute capability 9.0 alone has (sm_90a)."""
-    return Path("src", op, f"{op}_hopper.cu").exists() and any(a.startswith("9.0") for a in architectures)
-
-
 def extension(make, op, cuda, architectures):
     """`make` is torch's CUDAExtension or CppExtension. No -std: torch knows the one that its headers need."""
-    # Where these flags name any architecture, torch adds none.
-    only_hopper = [*toolchain.gencode([*architectures, "9.0a"]), "-DLLTM_EXT_SM90A"]
+    macros = [("LLTM_EXT_WITH_CUDA", None)] if cuda else []
+    if any(architecture.startswith("9.0") for architecture in architectures):
+        macros.append(("LLTM_EXT_SM90A", None))
     return make(
         f"lltm_ext._C.{op}",
         sources(op, cuda),
         include_dirs=[str(ROOT / "src")],
-        define_macros=[("LLTM_EXT_WITH_CUDA", None)] if cuda else [],
+        define_macros=macros,
         extra_compile_args={
             # -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
             # The map keeps the path of this folder out of the modules' error messages.
@@ -69,7 +65,6 @@ def extension(make, op, cuda, architectures):
                 "-O3",
                 "-Xcompiler=-fvisibility=hidden",
                 *(toolchain.smallest_code(cuda.nvcc) if cuda else []),
-                *(only_hopper if hopper(op, architectures) else []),
             ],
         },
         extra_link_args=["-Wl,-s", "-fopenmp"],
@@ -100,7 +95,7 @@ def against(torch):
     os.environ["MAX_JOBS"] = str(toolchain.jobs())
     if cuda:
         os.environ["CUDA_HOME"] = str(cuda.home)
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(architectures)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(architectures))
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     torch_minor = toolchain.minor(torch.__version__)

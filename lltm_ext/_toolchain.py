@@ -183,14 +183,13 @@ def cudart_folder(home: Path, folder: Path) -> Path | None:
 # ---- architectures -----------------------------------------------------------------------------------------
 
 
-def gencode(architectures: list[str]) -> list[str]:
-    """nvcc's options for a list like TORCH_CUDA_ARCH_LIST's."""
-    flags = []
-    for architecture in architectures:
-        number = architecture.removesuffix("+PTX").replace(".", "")
-        kinds = ("sm", "compute") if architecture.endswith("+PTX") else ("sm",)
-        flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
-    return flags
+def compiled_for(architectures: list[str]) -> list[str]:
+    """The same with 9.0 as 9.0a: code for that compute capability alone has its matrix instructions.
+
+    PTX of 9.0a would serve no later GPU, so that of 9.0 stays as it is.
+    """
+    replaced = {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}
+    return [compiled for listed in architectures for compiled in replaced.get(listed, [listed])]
 
 
 def smallest_code(nvcc: Path) -> list[str]:

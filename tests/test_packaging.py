@@ -245,13 +245,10 @@ def test_every_default_architecture_is_taken_when_known(tmp_path: Path) -> None:
     assert known == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
 
 
-def test_a_list_of_architectures_as_options_of_nvcc():
-    assert _toolchain.gencode(["8.0", "9.0a", "12.0+PTX"]) == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-gencode=arch=compute_120,code=sm_120",
-        "-gencode=arch=compute_120,code=compute_120",
-    ]
+def test_hopper_gets_code_of_its_own():
+    """And PTX of 9.0, which later GPUs take, stays."""
+    assert _toolchain.compiled_for(["8.0", "9.0", "12.0+PTX"]) == ["8.0", "9.0a", "12.0+PTX"]
+    assert _toolchain.compiled_for(["9.0+PTX"]) == ["9.0a", "9.0+PTX"]
 
 
 @pytest.mark.parametrize("listed", ["8.0;9.0+PTX", "8.0 9.0+PTX", " 8.0; 9.0+PTX "])

@@ -44,7 +44,7 @@ constexpr Cut kCuts[] = {{256, 1}, {128, 1}, {128, 2}, {128, 4}, {128, 8}, {64, 
 
 // About the clocks that a cut takes: of rounds of blocks, each a way to start, products, and a way to end.
 inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
-  const int64_t tiles = int64_t{tiles_of(m, kTileM)} * tiles_of(n, cut.tile_n) * batch;
+  const int64_t tiles = int64_t{tiles_of(m, 128)} * tiles_of(n, cut.tile_n) * batch;
   const int64_t rounds = (tiles * cut.parts + multiprocessors - 1) / multiprocessors;
   const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * 4 * cut.tile_n;
   return rounds * (products + 1000 + 4 * cut.tile_n + (cut.parts > 1 ? 2000 : 0));
@@ -65,27 +65,27 @@ cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream
   const Cut cut = best_cut(call.m, call.n, call.k, call.batch, multiprocessors);
   if (cut.parts == 1) {
     return cut.tile_n == 256
-               ? launch_persistent<Operands<T, 256, 4, kSwapA, kSwapB, 2>>(call, multiprocessors, stream)
-               : launch_persistent<Operands<T, 128, 6, kSwapA, kSwapB, 1>>(call, multiprocessors, stream);
+               ? launch_persistent<Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>>(call, multiprocessors, stream)
+               : launch_persistent<Operands<T, 128, 128, 6, kSwapA, kSwapB, 1>>(call, multiprocessors, stream);
   }
   return cut.tile_n == 128
-             ? launch_split<Operands<T, 128, 6, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream)
-             : launch_split<Operands<T, 64, 8, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream);
+             ? launch_split<Operands<T, 128, 128, 6, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream)
+             : launch_split<Operands<T, 128, 64, 8, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream);
 }
 
 // Few rows: of the transposes, so that they are a tile's columns. As many parts as there are multiprocessors
 // for.
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
-  const int64_t tiles = int64_t{tiles_of(call.m, kTileM)} * call.batch;
+  const int64_t tiles = int64_t{tiles_of(call.m, 128)} * call.batch;
   int parts = 8;
   while (parts > 1 && (tiles * parts > multiprocessors || parts > tiles_of(call.k, kTileK))) parts /= 2;
   if constexpr (!kSwapB) {
-    if (call.n <= 8) return launch_split<Operands<T, 8, 10, kSwapA, false, 1>, true>(call, parts, stream);
-    if (call.n <= 16) return launch_split<Operands<T, 16, 10, kSwapA, false, 1>, true>(call, parts, stream);
-    if (call.n <= 32) return launch_split<Operands<T, 32, 9, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 8) return launch_split<Operands<T, 128, 8, 10, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 16) return launch_split<Operands<T, 128, 16, 10, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 32) return launch_split<Operands<T, 128, 32, 9, kSwapA, false, 1>, true>(call, parts, stream);
   }
-  return launch_split<Operands<T, 64, 8, kSwapA, kSwapB, 1>, true>(call, parts, stream);
+  return launch_split<Operands<T, 128, 64, 8, kSwapA, kSwapB, 1>, true>(call, parts, stream);
 }
 
 constexpr int kFewRows = 64;

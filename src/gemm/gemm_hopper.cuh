@@ -8,7 +8,8 @@
 #pragma once
 
 #include "gemm/hopper_epilogue.cuh"
-#include "gemm/hopper_pipeline.cuh"
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/split.cuh"
 #include "gemm/hopper_schedule.cuh"
 
 namespace lltm_ext {
@@ -24,18 +25,12 @@ struct Problem {
   bool by_engine;             // whether results can leave that way
 };
 
-// Shared memory of a block from a line that is a multiple of 1,024 bytes, as the copy engine's exchange
-// wants.
-__device__ __forceinline__ unsigned char* aligned_shared() {
-  extern __shared__ unsigned char raw[];
-  return raw + (-shared_address(raw) & 1023);
-}
-constexpr int kAlignment = 1024, kBarrierBytes = 256;
-
 template <class Operands>
 struct Persistent {
   using T = typename Operands::T;
   using Out = Store<T, Operands::kTileN>;
+  static constexpr int kTileM = Operands::kTileM, kConsumers = Operands::kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kShared = Operands::kBytes + kConsumers * Out::kBytes + kBarrierBytes + kAlignment;
 
   // rows of the schedule are of kShare tiles, one a block of the cluster.
@@ -47,6 +42,7 @@ struct Persistent {
         *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(buffers + kConsumers * Out::kBytes);
     Pipeline<Operands> pipeline(shared, barriers);
     const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
+    const int warpgroup = threadIdx.x / 128;
     const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
     if (threadIdx.x == 0) pipeline.init();
     if constexpr (Operands::kShare > 1) cluster_sync();
@@ -58,10 +54,11 @@ struct Persistent {
       tile.column *= Operands::kTileN;
       return tile;
     };
-    const int warpgroup = threadIdx.x / 128 - 1;
-    if (warpgroup < 0) {
+    wait_for_launch_before();
+    let_next_launch_begin();
+    if (warpgroup == kConsumers) {
       give_registers<kFetcherRegisters>();
-      if (threadIdx.x == 0) {
+      if (threadIdx.x % 128 == 0) {
         for (int64_t i = first; i < schedule.total(); i += step) {
           const Tile tile = place(i);
           const int matrix_a = problem.batched_a ? tile.matrix : 0,
@@ -90,32 +87,34 @@ struct Persistent {
 };
 
 // Each block of a cluster of `gridDim.z` has a part of K. kSwap: a and b stand for each other's transposes,
-// so that the tile is of c's transpose: for an a of few rows.
+// so that the tile is of c's transpose: for an a of few rows. One warp fetches.
 template <class Operands, bool kSwap>
 struct Split {
   using T = typename Operands::T;
-  static constexpr int kN = Operands::kTileN, kStride = kN + 4;
-  static constexpr int kPartBytes = kTileM * kStride * sizeof(float);
-  static constexpr int kShared =
-      (Operands::kBytes > kPartBytes ? Operands::kBytes : kPartBytes) + kBarrierBytes + kAlignment;
+  static constexpr int kTileM = Operands::kTileM, kN = Operands::kTileN;
+  using Sums = Parts<kTileM, kN>;
+  static constexpr int kThreads = 128 * Operands::kConsumers + 32;
+  static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
+  static constexpr int kShared = kOperandsOrSums + kBarrierBytes + kAlignment;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Problem<T>& problem,
                              const Schedule& schedule) {
     unsigned char* shared = aligned_shared();
-    auto& barriers = *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kShared -
-                                                                               kBarrierBytes - kAlignment);
-    Pipeline<Operands> pipeline(shared, barriers);
+    Pipeline<Operands> pipeline(
+        shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsOrSums));
     if (threadIdx.x == 0) pipeline.init();
     __syncthreads();
+    wait_for_launch_before();
+    let_next_launch_begin();
 
     const int parts = gridDim.z, part = blockIdx.z;
     const int begin = static_cast<int>(int64_t{problem.tiles_of_k} * part / parts);
     const int end = static_cast<int>(int64_t{problem.tiles_of_k} * (part + 1) / parts);
     const Tile tile = schedule.at(blockIdx.x);
-    const int row = tile.row * kTileM, column = tile.column * kN, warpgroup = threadIdx.x / 128 - 1;
+    const int row = tile.row * kTileM, column = tile.column * kN, warpgroup = threadIdx.x / 128;
     float d[kN / 2];
-    if (warpgroup < 0) {
-      if (threadIdx.x == 0) {
+    if (warpgroup == Operands::kConsumers) {
+      if (threadIdx.x % 128 == 0) {
         const int matrix_a = problem.batched_a ? tile.matrix : 0,
                   matrix_b = problem.batched_b ? tile.matrix : 0;
         for (int k = begin; k < end; ++k) {
@@ -127,8 +126,8 @@ struct Split {
       pipeline.multiply(d, end - begin, warpgroup);
     }
     __syncthreads();  // nobody multiplies from the stages any more: the parts take their place
-    float* sums = reinterpret_cast<float*>(shared);
-    if (warpgroup >= 0) write(d, sums, warpgroup);
+    Sums sums(shared);
+    if (warpgroup < Operands::kConsumers) sums.write(d, warpgroup);
     cluster_sync();
     const int rows = kTileM / parts;
     finish(sums, problem.epilogue, row, column, tile.matrix, rows * part, rows, parts);
@@ -136,28 +135,15 @@ struct Split {
   }
 
  private:
-  __device__ static __forceinline__ void write(const float (&d)[kN / 2], float* sums, int warpgroup) {
-    const int thread = threadIdx.x % 128, row = 64 * warpgroup + thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < kN / 2; i += 2) {
-      float* at = sums + (row + i % 4 / 2 * 8) * kStride + i / 4 * 8 + thread % 4 * 2;
-      *reinterpret_cast<float2*>(at) = make_float2(d[i], d[i + 1]);
-    }
-  }
-
   // Rows [first, first + rows) of the tile: the sum of all blocks' parts, finished.
-  __device__ static __forceinline__ void finish(const float* sums, const Epilogue<T>& epilogue, int row,
+  __device__ static __forceinline__ void finish(const Sums& sums, const Epilogue<T>& epilogue, int row,
                                                 int column, int matrix, int first, int rows, int parts) {
     constexpr int kPerRow = kN / 4;
     for (int i = threadIdx.x; i < rows * kPerRow; i += kThreads) {
       // Neighbours in c, whose rows are the tile's columns if it is of the transpose, go to neighbours.
       const int r = first + (kSwap ? i % rows : i / kPerRow), n = (kSwap ? i / rows : i % kPerRow) * 4;
-      const float4* here = reinterpret_cast<const float4*>(sums + r * kStride + n);
-      float4 sum = read_from_block(here, 0);
-      for (int part = 1; part < parts; ++part) {
-        const float4 more = read_from_block(here, part);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-      }
+      if (kSwap && column + n >= epilogue.m) continue;
+      const float4 sum = sums.sum(r, n, parts);
       float x[4] = {sum.x, sum.y, sum.z, sum.w};
       const auto row_of = [&](int e) { return kSwap ? column + n + e : row + r; };
       const auto column_of = [&](int e) { return kSwap ? row + r : column + n + e; };
@@ -174,14 +160,8 @@ struct Split {
   }
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#define LLTM_HOPPER(...) __VA_ARGS__
-#else
-#define LLTM_HOPPER(...) asm volatile("trap;")  // compiled for other chips too, on which it is not called
-#endif
-
 template <class Kernel, typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
     gemm_persistent_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                            const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap before,
                            const __grid_constant__ Problem<T> problem, const Schedule schedule) {
@@ -189,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class Kernel, typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Kernel::kThreads)
     gemm_split_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                       const __grid_constant__ Problem<T> problem, const Schedule schedule) {
   LLTM_HOPPER(Kernel::run(&a, &b, problem, schedule));

@@ -3,7 +3,7 @@
 
 #include "common/recurrence/math.cuh"
 #include "gemm/gemm.h"
-#include "gemm/hopper_ptx.cuh"
+#include "common/hopper/ptx.cuh"
 
 namespace lltm_ext {
 namespace hopper {

@@ -35,8 +35,19 @@ struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
   Variant variant = {};
   GridShape grid = {};
+  // Stepwise: so many blocks share out the product of a tile, in a kernel that has the cell too. 0: a product
+  // and a pointwise kernel.
+  int step_parts = 0;
   std::string why_not;  // the algorithm that was asked for can't run
+
+  bool by_engine() const { return algorithm != Algorithm::kStepwise || step_parts > 0; }
 };
+
+// What a block of a step's kernel has of the batch and of the hidden units.
+struct StepTile {
+  int rows, units;
+};
+constexpr StepTile kForwardTile = {128, 32}, kBackwardTile = {64, 64};
 
 struct Problem {
   int64_t hidden, batch;
@@ -48,6 +59,7 @@ struct Problem {
 struct Chip {
   int compute_capability;  // major * 10 + minor
   int multiprocessors;
+  bool steps_in_kernels;  // whether the build has step_hopper.cuh for it
 };
 
 namespace plan_detail {
@@ -92,6 +104,18 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
   return grid.rows <= kTileRows * (p.element_size > 2 ? 4 : p.backward ? 6 : 8);
 }
 
+// As many parts of K as there are multiprocessors for.
+inline int step_parts(const Problem& p, const Chip& chip) {
+  if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return 0;
+  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return 0;
+  const StepTile tile = p.backward ? kBackwardTile : kForwardTile;
+  const int64_t tiles =
+      (p.batch + tile.rows - 1) / tile.rows * ((p.hidden + tile.units - 1) / tile.units);
+  int parts = 4;
+  while (parts > 1 && (tiles * parts > chip.multiprocessors || parts * 64 > p.hidden + 63)) parts /= 2;
+  return parts;
+}
+
 inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
@@ -113,6 +137,9 @@ inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted)
 template <class HasRoom>
 Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted, HasRoom&& has_room) {
   Plan plan;
+  if (wanted == Algorithm::kStepwise || wanted == Algorithm::kAuto) {
+    plan.step_parts = plan_detail::step_parts(problem, chip);
+  }
   if (wanted == Algorithm::kStepwise) return plan;
   const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
                         problem.batch > 0 && chip.compute_capability >= 80;
@@ -128,6 +155,7 @@ Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted,
       if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
       if (!has_room(v, grid)) continue;
       plan.algorithm = v.algorithm;
+      plan.step_parts = 0;
       plan.variant = v;
       plan.grid = grid;
       return;

@@ -194,7 +194,9 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
     };
     plan = plan_recurrence(
         {hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates},
-        {chip->major * 10 + chip->minor, chip->multiProcessorCount}, wanted, has_room);
+        {chip->major * 10 + chip->minor, chip->multiProcessorCount,
+         kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
+        wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -303,7 +305,7 @@ struct SequenceOps {
     const Plan plan =
         plan_for<Cell>(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, algorithm);
     if (rows.size(0) * hidden > 0 &&
-        !(plan.algorithm != Algorithm::kStepwise &&
+        !(plan.by_engine() &&
           forward_at_once(out, c, h0, weight_hh, batch_sizes, length, reverse, plan, algorithm))) {
       forward_stepwise(out, gates, c, weight_hh, Steps(batch_sizes, length, batch, reverse));
     }
@@ -350,7 +352,7 @@ struct SequenceOps {
                               int64_t length, bool reverse, const Plan& plan, c10::string_view algorithm) {
     const at::Tensor first_rows = first_rows_on(out.output, batch_sizes);
     const at::Tensor weight = aligned(weight_hh), h = aligned(h0);
-    return launch_at_once("recurrence_forward", out.output, algorithm, [&](auto type, auto stream) {
+    return launch_at_once("recurrence_forward", out.output, plan, algorithm, [&](auto type, auto stream) {
       using T = typename decltype(type)::type;
       const ForwardSequence<T> sequence = {
           .steps = step_order(length, h0.size(0), reverse, first_rows),
@@ -376,7 +378,8 @@ struct SequenceOps {
 
   // Calls f(Type<T>{}, stream) for the types that the persistent kernels take.
   template <typename F>
-  static bool launch_at_once(const char* kernel, const at::Tensor& like, c10::string_view algorithm, F&& f) {
+  static bool launch_at_once(const char* kernel, const at::Tensor& like, const Plan& plan,
+                             c10::string_view algorithm, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
     cudaError_t error = cudaErrorInvalidValue;
@@ -385,8 +388,9 @@ struct SequenceOps {
     if (like.scalar_type() == at::kBFloat16) error = f(Type<__nv_bfloat16>{}, stream);
     const bool no_room = error == cudaErrorCooperativeLaunchTooLarge ||
                          error == cudaErrorInvalidConfiguration || error == cudaErrorInvalidValue ||
-                         error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize;
-    if (no_room && algorithm == "auto") {
+                         error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize ||
+                         error == cudaErrorNotSupported;
+    if (no_room && (algorithm == "auto" || plan.algorithm == Algorithm::kStepwise)) {
       cudaGetLastError();
       return false;
     }
@@ -542,7 +546,7 @@ struct SequenceOps {
                                const at::Tensor& first_rows, int64_t length, bool reverse, const Chunk& chunk,
                                const Plan& plan, c10::string_view algorithm) {
     const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
-    return launch_at_once("recurrence_backward", gates, algorithm, [&](auto type, auto stream) {
+    return launch_at_once("recurrence_backward", gates, plan, algorithm, [&](auto type, auto stream) {
       using T = typename decltype(type)::type;
       const BackwardSequence<T> sequence = {
           .steps = step_order(length, batch, reverse, first_rows),
@@ -606,7 +610,7 @@ struct SequenceOps {
       carried.grad_bias = at::zeros({bias_rows, kGates * hidden}, state_options);
     }
     at::Tensor first_rows, weight_hh_t, dense_grad_output;
-    if (plan.algorithm != Algorithm::kStepwise) {
+    if (plan.by_engine()) {
       first_rows = first_rows_on(input, batch_sizes);
       weight_hh_t = aligned(weight_hh.t());
       if (grad_output) dense_grad_output = aligned(*grad_output);
@@ -616,12 +620,12 @@ struct SequenceOps {
     for (auto chunk = chunks.rbegin(); chunk != chunks.rend() && batch * hidden > 0; ++chunk) {
       const int64_t chunk_rows = chunk->end - chunk->begin;
       const at::Tensor grad_gates = at::empty({chunk_rows, kGates * hidden}, gates.options());
-      if (plan.algorithm != Algorithm::kStepwise &&
+      if (plan.by_engine() &&
           !backward_at_once(grad_gates, carried, dense_grad_output, gates, extra, weight_hh_t, first_rows,
                             length, reverse, *chunk, plan, algorithm)) {
-        plan.algorithm = Algorithm::kStepwise;
+        plan = Plan();
       }
-      if (plan.algorithm == Algorithm::kStepwise) {
+      if (!plan.by_engine()) {
         backward_stepwise(grad_gates, carried, grad_output, gates, extra, weight_hh, steps, *chunk);
       }
       grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));

@@ -5,27 +5,28 @@
 // rows side by side a line, in blocks of 64 such lines.
 #pragma once
 
-#include "gemm/hopper_ptx.cuh"
+#include "common/hopper/ptx.cuh"
 
 namespace lltm_ext {
 namespace hopper {
 
 constexpr int kTileK = 64, kLineBytes = 128, kBlockBytes = 64 * kLineBytes;
-constexpr int kTileM = 128, kConsumers = 2;  // warpgroups, each with 64 rows
-constexpr int kThreads = 128 * (1 + kConsumers);
 
-// kSwapA, kSwapB: the operand lies with M or N side by side. kShare: so many blocks of a cluster have the
-// same columns of c, and each fetches its part of b for all.
-template <typename T_, int kTileN_, int kStages_, bool kSwapA_, bool kSwapB_, int kShare_>
+// kTileM: 64 rows for each warpgroup that multiplies. kSwapA, kSwapB: the operand lies with M or N side by
+// side. kShare: so many blocks of a cluster have the same columns of c, and each fetches its part of b for
+// all.
+template <typename T_, int kTileM_, int kTileN_, int kStages_, bool kSwapA_, bool kSwapB_, int kShare_ = 1>
 struct Operands {
   using T = T_;
-  static constexpr int kTileN = kTileN_, kStages = kStages_, kShare = kShare_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_, kStages = kStages_, kShare = kShare_;
   static constexpr bool kSwapA = kSwapA_, kSwapB = kSwapB_;
+  static constexpr int kConsumers = kTileM / 64;  // warpgroups
   static constexpr int kBytesA = kTileM * kLineBytes, kBytesB = kTileN * kLineBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBytes = kStages * kStageBytes;
   static_assert(sizeof(T) == 2, "a line is 64 values of 2 bytes");
   static_assert(!kSwapB || kTileN % (64 * kShare) == 0, "a swapped operand is fetched in blocks of 64");
+  static_assert(kStageBytes % 1024 == 0, "what the copy engine exchanges starts at multiples of 1,024 bytes");
 };
 
 // Where a pipeline is: the next stage, and the parity of its phase.
@@ -57,32 +58,49 @@ class Pipeline {
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&barriers_.full[i], 1);
-      barrier_init(&barriers_.empty[i], kConsumers * kShare);
+      barrier_init(&barriers_.empty[i], Operands::kConsumers * kShare);
     }
     barrier_init_fence();
+  }
+
+  // A stage to be filled.
+  struct Stage {
+    unsigned char *a, *b;
+    uint64_t* full;
+  };
+  __device__ __forceinline__ Stage stage(int i) {
+    unsigned char* const to = stages_ + i * Operands::kStageBytes;
+    return {to, to + Operands::kBytesA, &barriers_.full[i]};
+  }
+
+  // The next stage, once nobody multiplies from it any more: all of its bytes are to come. By one thread.
+  __device__ __forceinline__ Stage next() {
+    const Stage found = stage(at_.stage);
+    barrier_wait(&barriers_.empty[at_.stage], at_.parity ^ 1);
+    barrier_arrive_expecting(found.full, Operands::kStageBytes);
+    at_.advance();
+    return found;
   }
 
   // Fetches a tile of a and of b from these positions, by one thread.
   __device__ __forceinline__ void fetch(const CUtensorMap* a, const CUtensorMap* b, int row, int column,
                                         int k, int matrix_a, int matrix_b, uint32_t rank) {
-    unsigned char* to = stages_ + at_.stage * Operands::kStageBytes;
-    uint64_t* full = &barriers_.full[at_.stage];
-    barrier_wait(&barriers_.empty[at_.stage], at_.parity ^ 1);
-    barrier_arrive_expecting(full, Operands::kStageBytes);
+    const Stage to = next();
     if constexpr (Operands::kSwapA) {
 #pragma unroll
-      for (int i = 0; i < kTileM / 64; ++i) copy_in(to + i * kBlockBytes, a, row + 64 * i, k, matrix_a, full);
+      for (int i = 0; i < Operands::kTileM / 64; ++i) {
+        copy_in(to.a + i * kBlockBytes, a, row + 64 * i, k, matrix_a, to.full);
+      }
     } else {
-      copy_in(to, a, k, row, matrix_a, full);
+      copy_in(to.a, a, k, row, matrix_a, to.full);
     }
-    to += Operands::kBytesA;
     constexpr int kPart = Operands::kTileN / kShare;
     const int first = kShare == 1 ? 0 : kPart * static_cast<int>(rank);
     const auto fetch_b = [&](int offset, int x, int y) {
       if constexpr (kShare == 1) {
-        copy_in(to + offset * kLineBytes, b, x, y, matrix_b, full);
+        copy_in(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full);
       } else {
-        copy_in_to_blocks(to + offset * kLineBytes, b, x, y, matrix_b, full, (1 << kShare) - 1);
+        copy_in_to_blocks(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full, (1 << kShare) - 1);
       }
     };
     if constexpr (Operands::kSwapB) {
@@ -91,7 +109,6 @@ class Pipeline {
     } else {
       fetch_b(first, k, column + first);
     }
-    at_.advance();
   }
 
   // d [64, kTileN] = a's 64 rows of this warpgroup times b, over `tiles` tiles of K, one at least.
