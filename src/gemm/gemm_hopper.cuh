@@ -31,7 +31,7 @@ struct Persistent {
   using Out = Store<T, Operands::kTileN>;
   static constexpr int kTileM = Operands::kTileM, kConsumers = Operands::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kShared = Operands::kBytes + kConsumers * Out::kBytes + kBarrierBytes + kAlignment;
+  static constexpr int kShared = Operands::kBytes + kConsumers * Out::kBytes + kBarrierBytes;
 
   // rows of the schedule are of kShare tiles, one a block of the cluster.
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
@@ -95,7 +95,7 @@ struct Split {
   using Sums = Parts<kTileM, kN>;
   static constexpr int kThreads = 128 * Operands::kConsumers + 32;
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
-  static constexpr int kShared = kOperandsOrSums + kBarrierBytes + kAlignment;
+  static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Problem<T>& problem,
                              const Schedule& schedule) {

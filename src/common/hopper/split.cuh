@@ -41,13 +41,12 @@ class Parts {
   float* const values_;
 };
 
-// Shared memory of a block from a line that is a multiple of 1,024 bytes, as the copy engine's exchange
-// wants.
+// The shared memory of a launch, at a multiple of 1,024 bytes as the copy engine's exchange wants.
 __device__ __forceinline__ unsigned char* aligned_shared() {
-  extern __shared__ unsigned char raw[];
-  return raw + (-shared_address(raw) & 1023);
+  extern __shared__ __align__(1024) unsigned char shared[];
+  return shared;
 }
-constexpr int kAlignment = 1024, kBarrierBytes = 256;
+constexpr int kBarrierBytes = 256;
 
 }  // namespace hopper
 }  // namespace lltm_ext

@@ -106,7 +106,7 @@ size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, in
 template <class Cell, typename T>
 cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream) {
   if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step_parts > 0) return recurrence_steps_forward<Cell>(sequence, plan.step_parts, stream);
+    if (plan.step.parts > 0) return recurrence_steps_forward<Cell>(sequence, plan.step, stream);
   }
   if (plan.algorithm == Algorithm::kGrid) {
     const size_t rows = sequence.rows;
@@ -125,7 +125,7 @@ cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& p
 template <class Cell, typename T>
 cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream) {
   if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step_parts > 0) return recurrence_steps_backward<Cell>(sequence, plan.step_parts, stream);
+    if (plan.step.parts > 0) return recurrence_steps_backward<Cell>(sequence, plan.step, stream);
   }
   if (plan.algorithm == Algorithm::kGrid) {
     const size_t rows = sequence.rows;

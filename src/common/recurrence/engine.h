@@ -29,9 +29,11 @@ cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan&
 
 // Those of a plan that is stepwise: step_hopper.cuh.
 template <class Cell, typename T>
-cudaError_t recurrence_steps_forward(const ForwardSequence<T>& sequence, int parts, cudaStream_t stream);
+cudaError_t recurrence_steps_forward(const ForwardSequence<T>& sequence, const StepTile& tile,
+                                     cudaStream_t stream);
 template <class Cell, typename T>
-cudaError_t recurrence_steps_backward(const BackwardSequence<T>& sequence, int parts, cudaStream_t stream);
+cudaError_t recurrence_steps_backward(const BackwardSequence<T>& sequence, const StepTile& tile,
+                                      cudaStream_t stream);
 
 #ifdef LLTM_EXT_SM90A
 constexpr bool kHasStepsForHopper = true;

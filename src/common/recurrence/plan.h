@@ -31,23 +31,22 @@ constexpr Variant kFloatVariants[] = {
     {Algorithm::kGrid, true, 1, 4},  {Algorithm::kGrid, true, 1, 8},  {Algorithm::kCluster, false, 1, 2},
 };
 
+// A step's product and cell in one kernel: so many rows of the batch a block, and so many blocks that share
+// out the product of a tile. No parts: that kernel does not run, a product and a pointwise kernel do.
+struct StepTile {
+  int rows = 0, parts = 0;
+};
+constexpr int kForwardUnits = 32, kBackwardRows = 64, kBackwardUnits = 64;
+
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
   Variant variant = {};
   GridShape grid = {};
-  // Stepwise: so many blocks share out the product of a tile, in a kernel that has the cell too. 0: a product
-  // and a pointwise kernel.
-  int step_parts = 0;
+  StepTile step = {};   // if stepwise
   std::string why_not;  // the algorithm that was asked for can't run
 
-  bool by_engine() const { return algorithm != Algorithm::kStepwise || step_parts > 0; }
+  bool by_engine() const { return algorithm != Algorithm::kStepwise || step.parts > 0; }
 };
-
-// What a block of a step's kernel has of the batch and of the hidden units.
-struct StepTile {
-  int rows, units;
-};
-constexpr StepTile kForwardTile = {128, 32}, kBackwardTile = {64, 64};
 
 struct Problem {
   int64_t hidden, batch;
@@ -104,16 +103,19 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
   return grid.rows <= kTileRows * (p.element_size > 2 ? 4 : p.backward ? 6 : 8);
 }
 
-// As many parts of K as there are multiprocessors for.
-inline int step_parts(const Problem& p, const Chip& chip) {
-  if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return 0;
-  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return 0;
-  const StepTile tile = p.backward ? kBackwardTile : kForwardTile;
+// As many parts as there are multiprocessors for. A block that has much of the product has few others beside
+// it that read the same rows: there a library's product is faster, and so is a kernel for each.
+inline StepTile step_tile(const Problem& p, const Chip& chip) {
+  if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return {};
+  const auto tiles_of = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+  const int rows = p.backward ? kBackwardRows : p.batch <= 64 || p.hidden <= 512 ? 64 : 128;
   const int64_t tiles =
-      (p.batch + tile.rows - 1) / tile.rows * ((p.hidden + tile.units - 1) / tile.units);
+      tiles_of(p.batch, rows) * tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
+  const int64_t k = p.backward ? p.gates * p.hidden : p.hidden;
   int parts = 4;
-  while (parts > 1 && (tiles * parts > chip.multiprocessors || parts * 64 > p.hidden + 63)) parts /= 2;
-  return parts;
+  while (parts > 1 && (tiles * parts > chip.multiprocessors || parts * 64 > k)) parts /= 2;
+  return k <= 1024 * parts ? StepTile{rows, parts} : StepTile{};
 }
 
 inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {
@@ -138,7 +140,7 @@ template <class HasRoom>
 Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted, HasRoom&& has_room) {
   Plan plan;
   if (wanted == Algorithm::kStepwise || wanted == Algorithm::kAuto) {
-    plan.step_parts = plan_detail::step_parts(problem, chip);
+    plan.step = plan_detail::step_tile(problem, chip);
   }
   if (wanted == Algorithm::kStepwise) return plan;
   const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
@@ -155,7 +157,7 @@ Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted,
       if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
       if (!has_room(v, grid)) continue;
       plan.algorithm = v.algorithm;
-      plan.step_parts = 0;
+      plan.step = {};
       plan.variant = v;
       plan.grid = grid;
       return;

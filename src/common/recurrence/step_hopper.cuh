@@ -3,10 +3,10 @@
 // it ends.
 //
 // A block has a tile of [rows of the batch, units] with all gates of its units, so that the cell finds what
-// it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K.
+// it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K. Two
+// blocks fit a multiprocessor: that of the next step waits beside that of this one, with its weights there.
 #pragma once
 
-#include <stdlib.h>
 #include "common/hopper/launch.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
@@ -14,20 +14,23 @@
 #include "common/recurrence/math.cuh"
 
 namespace lltm_ext {
-namespace step_hopper {
+namespace hopper {
 
-using namespace hopper;
+constexpr int kHalfOfShared = 113 * 1024;
+
+// As many stages as half a multiprocessor's shared memory has room for.
+template <typename T, int kRows, int kColumns>
+using StepOperands =
+    Operands<T, kRows, kColumns, (kHalfOfShared - kBarrierBytes) / ((kRows + kColumns) * kLineBytes), false,
+             false>;
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
   T data[4];
 };
-
 template <typename T>
-__device__ __forceinline__ void load(const T* from, float (&x)[4]) {
-  const Four<T> found = *reinterpret_cast<const Four<T>*>(from);
-#pragma unroll
-  for (int e = 0; e < 4; ++e) x[e] = widen(found.data[e]);
+__device__ __forceinline__ Four<T> load(const T* from) {
+  return *reinterpret_cast<const Four<T>*>(from);
 }
 template <typename T>
 __device__ __forceinline__ void store(T* to, const float (&x)[4]) {
@@ -38,12 +41,12 @@ __device__ __forceinline__ void store(T* to, const float (&x)[4]) {
 }
 
 // h @ weight^T and the cell forward. Columns of the product: the tile's units of one gate, then of the next.
-template <class Cell, typename T_, int kStages>
+template <class Cell, typename T_, int kRows_>
 struct ForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kForwardTile.rows, kUnits = kForwardTile.units;
-  using Operands = hopper::Operands<T, kRows, kGates * kUnits, kStages, false, false>;
+  static constexpr int kRows = kRows_, kUnits = kForwardUnits;
+  using Operands = StepOperands<T, kRows, kGates * kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -51,41 +54,56 @@ struct ForwardStep {
     CUtensorMap h0, output, weight;
   };
 
+  // Four units from `unit` of a row: what the cell needs beside their products.
+  struct Inputs {
+    Four<T> gates[kGates];
+    Four<float> c;
+
+    __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
+      const ForwardSequence<T>& s = args.s;
+      const int64_t at = s.steps.at(step).first + row;
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) gates[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
+      c = load((step == 0 ? s.c0 : s.c_n) + static_cast<int64_t>(row) * s.hidden + unit);
+    }
+  };
+
   __device__ static __forceinline__ int tiles_of_k(const Arguments& args, int) {
     return (args.s.hidden + kTileK - 1) / kTileK;
   }
-  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit, int k) {
+  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit,
+                                                       int k) {
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) copy_in(to.b + g * kUnits * kLineBytes, &args.weight, k, unit, g, to.full);
+    for (int g = 0; g < kGates; ++g) {
+      copy_in(to.b + g * kUnits * kLineBytes, &args.weight, k, unit, g, to.full);
+    }
   }
-  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row, int k) {
+  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row,
+                                                    int k) {
+    const StepOrder& steps = args.s.steps;
     if (step == 0) {
       copy_in(to.a, &args.h0, k, row, 0, to.full);
     } else {
-      copy_in(to.a, &args.output, k, row, time_of(args.s.steps, step - 1), to.full);
+      copy_in(to.a, &args.output, k, row, steps.reverse ? steps.length - step : step - 1, to.full);
     }
   }
 
-  // Four units from `unit` of a row. sum(gate): their products.
+  // sum(gate): the products of the four units.
   template <class Sum>
-  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit, Sum&& sum) {
+  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
+                                                const Inputs& inputs, Sum&& sum) {
     const ForwardSequence<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
-    float gates[kGates][4], c[4], h[4], saved[Cell::kSaved][4];
+    float products[kGates][4], c[4], h[4], saved[Cell::kSaved][4];
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) load(s.gates + (at * kGates + g) * s.hidden + unit, gates[g]);
-    load((step == 0 ? s.c0 : s.c_n) + state, c);
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      const float4 product = sum(g);
-      gates[g][0] += product.x, gates[g][1] += product.y, gates[g][2] += product.z, gates[g][3] += product.w;
-    }
+    for (int g = 0; g < kGates; ++g) sum(g, products[g]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float mine[kGates], kept[Cell::kSaved];
+      float gates[kGates], kept[Cell::kSaved];
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) mine[g] = gates[g][e];
-      h[e] = Cell::template forward<typename MathOf<T>::type>(mine, c[e], kept);
+      for (int g = 0; g < kGates; ++g) gates[g] = widen(inputs.gates[g].data[e]) + products[g][e];
+      c[e] = inputs.c.data[e];
+      h[e] = Cell::template forward<typename MathOf<T>::type>(gates, c[e], kept);
 #pragma unroll
       for (int i = 0; i < Cell::kSaved; ++i) saved[i][e] = kept[i];
     }
@@ -100,20 +118,16 @@ struct ForwardStep {
       store(s.extra + (at * kExtra + e) * s.hidden + unit, saved[kGates + e]);
     }
   }
-
-  __device__ static __forceinline__ int time_of(const StepOrder& steps, int step) {
-    return steps.reverse ? steps.length - 1 - step : step;
-  }
 };
 
 // grad_gates of the step after @ weight, which is the gradient of this step's h, and the cell backward. From
-// the last step, which finds it in memory, to the one before the first, which only leaves it there.
-template <class Cell, typename T_, int kStages>
+// the last step, which finds that gradient in memory, to the one before the first, which leaves it there.
+template <class Cell, typename T_>
 struct BackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kBackwardTile.rows, kUnits = kBackwardTile.units;
-  using Operands = hopper::Operands<T, kRows, kUnits, kStages, false, false>;
+  static constexpr int kRows = kBackwardRows, kUnits = kBackwardUnits;
+  using Operands = StepOperands<T, kRows, kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -121,63 +135,84 @@ struct BackwardStep {
     CUtensorMap grad_gates, weight_t;
   };
 
+  struct Inputs {
+    Four<T> saved[Cell::kSaved], grad_output, grad_h;
+    Four<float> grad_c;
+
+    __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
+      const BackwardSequence<T>& s = args.s;
+      const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
+      if (step == s.end - 1) grad_h = load(s.grad_h + state);
+      if (step < s.begin) return;
+      const int64_t at = s.steps.at(step).first + row;
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) saved[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
+#pragma unroll
+      for (int e = 0; e < kExtra; ++e) {
+        saved[kGates + e] = load(s.extra + (at * kExtra + e) * s.hidden + unit);
+      }
+      if (s.grad_output) grad_output = load(s.grad_output + at * s.hidden + unit);
+      grad_c = load(s.grad_c + state);
+    }
+  };
+
   __device__ static __forceinline__ int tiles_of_k(const Arguments& args, int step) {
     return step == args.s.end - 1 ? 0 : (kGates * args.s.hidden + kTileK - 1) / kTileK;
   }
-  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit, int k) {
+  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit,
+                                                       int k) {
     copy_in(to.b, &args.weight_t, k, unit, 0, to.full);
   }
-  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row, int k) {
+  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row,
+                                                    int k) {
     const int64_t first = args.s.steps.at(step + 1).first - args.s.first_row;
     copy_in(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
   }
 
   template <class Sum>
-  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit, Sum&& sum) {
+  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
+                                                const Inputs& inputs, Sum&& sum) {
     const BackwardSequence<T>& s = args.s;
     const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
-    float grad_h[4];
+    float grad_h[4], grad_c[4], grad_gates[kGates][4];
     if (step == s.end - 1) {
-      load(s.grad_h + state, grad_h);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_h[e] = widen(inputs.grad_h.data[e]);
     } else {
-      const float4 found = sum(0);
-      grad_h[0] = found.x, grad_h[1] = found.y, grad_h[2] = found.z, grad_h[3] = found.w;
+      sum(0, grad_h);
     }
     if (step < s.begin) {
       store(s.grad_h + state, grad_h);
       return;
     }
-    const int64_t at = s.steps.at(step).first + row, in_chunk = at - s.first_row;
-    float saved[Cell::kSaved][4], grad_c[4], grad_output[4] = {}, grad_gates[kGates][4];
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) load(s.gates + (at * kGates + g) * s.hidden + unit, saved[g]);
-#pragma unroll
-    for (int e = 0; e < kExtra; ++e) {
-      load(s.extra + (at * kExtra + e) * s.hidden + unit, saved[kGates + e]);
-    }
-    if (s.grad_output) load(s.grad_output + at * s.hidden + unit, grad_output);
-    load(s.grad_c + state, grad_c);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float kept[Cell::kSaved], mine[kGates];
+      float saved[Cell::kSaved], mine[kGates];
 #pragma unroll
-      for (int i = 0; i < Cell::kSaved; ++i) kept[i] = saved[i][e];
-      Cell::template backward<typename MathOf<T>::type>(kept, grad_h[e] + grad_output[e], grad_c[e], mine);
+      for (int i = 0; i < Cell::kSaved; ++i) saved[i] = widen(inputs.saved[i].data[e]);
+      if (s.grad_output) grad_h[e] += widen(inputs.grad_output.data[e]);
+      grad_c[e] = inputs.grad_c.data[e];
+      Cell::template backward<typename MathOf<T>::type>(saved, grad_h[e], grad_c[e], mine);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) grad_gates[g][e] = mine[g];
     }
     store(s.grad_c + state, grad_c);
+    const int64_t in_chunk = s.steps.at(step).first - s.first_row + row;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       store(s.grad_gates + (in_chunk * kGates + g) * s.hidden + unit, grad_gates[g]);
-      if (!s.grad_bias) continue;
-      float* const bias = s.grad_bias + (static_cast<int64_t>(row) * kGates + g) * s.hidden + unit;
-      float total[4];
-      load(bias, total);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[e] += grad_gates[g][e];
-      store(bias, total);
+      if (s.grad_bias) add(s.grad_bias + (static_cast<int64_t>(row) * kGates + g) * s.hidden + unit,
+                           grad_gates[g]);
     }
+  }
+
+ private:
+  __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
+    const Four<float> before = load(to);
+    float sum[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] = before.data[e] + x[e];
+    store(to, sum);
   }
 };
 
@@ -186,10 +221,11 @@ struct StepKernel {
   using Operands = typename Step::Operands;
   using Arguments = typename Step::Arguments;
   using Sums = Parts<Step::kRows, Operands::kTileN>;
-  static constexpr int kThreads = 128 * Operands::kConsumers + 32;  // the last warp fetches
+  static constexpr int kMultipliers = 128 * Operands::kConsumers;  // threads; one more warp fetches
+  static constexpr int kThreads = kMultipliers + 32;
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
-  static constexpr int kShared = kOperandsOrSums + kBarrierBytes + kAlignment;
-  static constexpr int kResident = kShared <= 113 * 1024 ? 2 : 1;
+  static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
+  static_assert(kShared <= kHalfOfShared);
 
   __device__ static void run(const Arguments& args, int step) {
     unsigned char* shared = aligned_shared();
@@ -198,25 +234,31 @@ struct StepKernel {
     if (threadIdx.x == 0) pipeline.init();
     __syncthreads();
 
-    const int parts = gridDim.z, part = blockIdx.z, warpgroup = threadIdx.x / 128;
+    const int parts = gridDim.z, part = blockIdx.z;
     const int row = blockIdx.y * Step::kRows, unit = blockIdx.x * Step::kUnits;
     const int tiles = Step::tiles_of_k(args, step);
     const int begin = tiles * part / parts, end = tiles * (part + 1) / parts;
-    float d[Operands::kTileN / 2];
-    if (warpgroup == Operands::kConsumers) {
-      if (threadIdx.x % 32 == 0) fetch(pipeline, args, step, row, unit, begin, end);
-      __syncwarp();
-    } else if (begin < end) {
-      pipeline.multiply(d, end - begin, warpgroup);
-    }
-    wait_for_launch_before();
     Sums sums(shared);
-    if (tiles > 0) {
-      __syncthreads();  // nobody multiplies from the stages any more: the sums take their place
-      if (warpgroup < Operands::kConsumers) sums.write(d, warpgroup);
-      cluster_sync();
+    if (threadIdx.x >= kMultipliers) {
+      if (threadIdx.x == kMultipliers) fetch(pipeline, args, step, row, unit, begin, end);
+      __syncwarp();
+      if (tiles > 0) {
+        __syncthreads();
+        cluster_sync();
+      }
+    } else {
+      wait_for_launch_before();
+      Finish cells(args, step, row, unit, part, parts);
+      cells.load(0);  // while the product is under way
+      if (tiles > 0) {
+        float d[Operands::kTileN / 2];
+        pipeline.multiply(d, end - begin, threadIdx.x / 128);
+        __syncthreads();  // nobody multiplies from the stages any more: the sums take their place
+        sums.write(d, threadIdx.x / 128);
+        cluster_sync();
+      }
+      cells.run(sums);
     }
-    finish(sums, args, step, row, unit, part, parts);
     cluster_sync();  // the others have read this block's part
   }
 
@@ -224,109 +266,135 @@ struct StepKernel {
   // What no step writes comes while the step before still runs.
   __device__ static __forceinline__ void fetch(Pipeline<Operands>& pipeline, const Arguments& args, int step,
                                                int row, int unit, int begin, int end) {
-    const int early = end - begin < Operands::kStages ? end - begin : Operands::kStages;
-    for (int i = 0; i < early; ++i) Step::fetch_weights(args, pipeline.next(), unit, (begin + i) * kTileK);
+    const int early = end - begin < Operands::kStages ? end : begin + Operands::kStages;
+    for (int i = begin; i < early; ++i) Step::fetch_weights(args, pipeline.next(), unit, i * kTileK);
     wait_for_launch_before();
     let_next_launch_begin();
-    for (int i = 0; i < early; ++i) {
-      Step::fetch_rows(args, pipeline.stage(i), step, row, (begin + i) * kTileK);
+    for (int i = begin; i < early; ++i) {
+      Step::fetch_rows(args, pipeline.stage(i - begin), step, row, i * kTileK);
     }
-    for (int i = begin + early; i < end; ++i) {
+    for (int i = early; i < end; ++i) {
       const auto to = pipeline.next();
       Step::fetch_weights(args, to, unit, i * kTileK);
       Step::fetch_rows(args, to, step, row, i * kTileK);
     }
   }
 
-  // The cell, for this block's share of the tile's rows.
-  __device__ static __forceinline__ void finish(const Sums& sums, const Arguments& args, int step, int row,
-                                                int unit, int part, int parts) {
-    constexpr int kPerRow = Step::kUnits / 4;
-    const int rows = Step::kRows / parts, batch = args.s.steps.batch, hidden = args.s.hidden;
-    for (int i = threadIdx.x; i < rows * kPerRow; i += kThreads) {
-      const int r = rows * part + i / kPerRow, u = i % kPerRow * 4;
-      if (row + r >= batch || unit + u >= hidden) continue;
-      Step::finish(args, step, row + r, unit + u,
-                   [&](int gate) { return sums.sum(r, gate * Step::kUnits + u, parts); });
+  // The cell, for this block's share of the tile's rows, two pieces of four units a thread at a time.
+  class Finish {
+    static constexpr int kPerRow = Step::kUnits / 4;
+
+   public:
+    __device__ Finish(const Arguments& args, int step, int row, int unit, int part, int parts)
+        : args_(args), step_(step), row_(row), unit_(unit), parts_(parts),
+          first_(Step::kRows / parts * part), pieces_(Step::kRows / parts * kPerRow) {}
+
+    __device__ __forceinline__ void load(int begin) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Piece p = piece(begin, i);
+        if (p.valid) inputs_[i].load_from(args_, step_, row_ + p.row, unit_ + p.unit);
+      }
     }
-  }
+    __device__ __forceinline__ void run(const Sums& sums) {
+      for (int begin = 0; begin < pieces_; begin += 2 * kMultipliers) {
+        if (begin > 0) load(begin);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Piece p = piece(begin, i);
+          const auto sum = [&](int gate, float (&x)[4]) {
+            const float4 found = sums.sum(p.row, gate * Step::kUnits + p.unit, parts_);
+            x[0] = found.x, x[1] = found.y, x[2] = found.z, x[3] = found.w;
+          };
+          if (p.valid) Step::finish(args_, step_, row_ + p.row, unit_ + p.unit, inputs_[i], sum);
+        }
+      }
+    }
+
+   private:
+    struct Piece {
+      int row, unit;  // in the tile
+      bool valid;
+    };
+    __device__ __forceinline__ Piece piece(int begin, int i) const {
+      const int at = begin + i * kMultipliers + threadIdx.x;
+      const int row = first_ + at / kPerRow, unit = at % kPerRow * 4;
+      return {row, unit,
+              at < pieces_ && row_ + row < args_.s.steps.batch && unit_ + unit < args_.s.hidden};
+    }
+
+    const Arguments& args_;
+    const int step_, row_, unit_, parts_, first_, pieces_;
+    typename Step::Inputs inputs_[2];
+  };
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kResident)
+__global__ void __launch_bounds__(Kernel::kThreads, 2)
     recurrence_product_step_kernel(const __grid_constant__ typename Kernel::Arguments args, int step) {
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
-// Steps first, first + by, ... up to last.
+// Steps first, first + by, ... and last.
 template <class Step>
 cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int parts,
                          cudaStream_t stream) {
   using Kernel = StepKernel<Step>;
   const auto kernel = recurrence_product_step_kernel<Kernel>;
+  const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), parts);
   cudaError_t error = allow_shared(kernel, Kernel::kShared);
-  const int columns = tiles_of(args.s.hidden, Step::kUnits), rows = tiles_of(args.s.steps.batch, Step::kRows);
-  for (int step = first; error == cudaSuccess; step += by) {
-    error = launch_clusters(kernel, dim3(columns, rows, parts), dim3(1, 1, parts), Kernel::kThreads,
-                            Kernel::kShared, /*early=*/step != first, stream, args, step);
-    if (step == last) break;
+  for (int step = first; error == cudaSuccess && step != last + by; step += by) {
+    error = launch_clusters(kernel, grid, dim3(1, 1, parts), Kernel::kThreads, Kernel::kShared,
+                            /*early=*/step != first, stream, args, step);
   }
   return error;
 }
 
-}  // namespace step_hopper
-
-template <class Step, class Cell, typename T>
+template <class Step, typename T>
 cudaError_t run_forward(const ForwardSequence<T>& s, int parts, cudaStream_t stream) {
-  using namespace step_hopper;
   typename Step::Arguments args = {s, {}, {}, {}};
-  const int64_t hidden = s.hidden, batch = s.steps.batch;
+  const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
   cudaError_t error = describe<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
-  if (error == cudaSuccess) {
-    error = describe<T>(args.output, {s.output, hidden, batch, s.steps.length, hidden, batch * hidden},
-                        Step::kRows);
-  }
-  if (error == cudaSuccess) {
-    error = describe<T>(args.weight, {s.weight, hidden, hidden, Cell::kGates, hidden, hidden * hidden},
-                        Step::kUnits);
-  }
+  if (error != cudaSuccess) return error;
+  error = describe<T>(args.output, {s.output, hidden, batch, length, hidden, batch * hidden}, Step::kRows);
+  if (error != cudaSuccess) return error;
+  error = describe<T>(args.weight, {s.weight, hidden, hidden, Step::kGates, hidden, hidden * hidden},
+                      Step::kUnits);
   if (error != cudaSuccess) return error;
   return launch_steps<Step>(args, 0, s.steps.length - 1, 1, parts, stream);
 }
-template <class Step, class Cell, typename T>
+
+template <class Step, typename T>
 cudaError_t run_backward(const BackwardSequence<T>& s, int parts, cudaStream_t stream) {
-  using namespace step_hopper;
   typename Step::Arguments args = {s, {}, {}};
-  const int64_t width = Cell::kGates * s.hidden, batch = s.steps.batch;
-  cudaError_t error = describe<T>(
-      args.grad_gates, {s.grad_gates, width, batch, s.end - s.begin, width, batch * width}, Step::kRows);
-  if (error == cudaSuccess) {
-    error = describe<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
-  }
+  const int64_t width = Step::kGates * s.hidden, batch = s.steps.batch, length = s.end - s.begin;
+  cudaError_t error =
+      describe<T>(args.grad_gates, {s.grad_gates, width, batch, length, width, batch * width}, Step::kRows);
+  if (error != cudaSuccess) return error;
+  error = describe<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
   if (error != cudaSuccess) return error;
   return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, parts, stream);
 }
 
+}  // namespace hopper
+
 template <class Cell, typename T>
-cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, int parts, cudaStream_t stream) {
-  using namespace step_hopper;
-  static const bool deep = getenv("LLTM_DEEP");
-  if (const char* p = getenv("LLTM_PARTS_F")) parts = atoi(p);
-  return deep ? run_forward<ForwardStep<Cell, T, 6>, Cell, T>(s, parts, stream) : run_forward<ForwardStep<Cell, T, 3>, Cell, T>(s, parts, stream);
+cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, const StepTile& tile, cudaStream_t stream) {
+  using namespace hopper;
+  return tile.rows == 64 ? run_forward<ForwardStep<Cell, T, 64>>(s, tile.parts, stream)
+                         : run_forward<ForwardStep<Cell, T, 128>>(s, tile.parts, stream);
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, int parts, cudaStream_t stream) {
-  using namespace step_hopper;
-  static const bool deep = getenv("LLTM_DEEP");
-  if (const char* p = getenv("LLTM_PARTS_B")) parts = atoi(p);
-  return deep ? run_backward<BackwardStep<Cell, T, 12>, Cell, T>(s, parts, stream) : run_backward<BackwardStep<Cell, T, 6>, Cell, T>(s, parts, stream);
+cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, const StepTile& tile,
+                                      cudaStream_t stream) {
+  return hopper::run_backward<hopper::BackwardStep<Cell, T>>(s, tile.parts, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                      \
-  template cudaError_t lltm_ext::recurrence_steps_forward<Cell, T>(const ForwardSequence<T>&, int, \
-                                                                   cudaStream_t);                  \
-  template cudaError_t lltm_ext::recurrence_steps_backward<Cell, T>(const BackwardSequence<T>&, int, \
-                                                                    cudaStream_t);
+#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                               \
+  template cudaError_t lltm_ext::recurrence_steps_forward<Cell, T>(const ForwardSequence<T>&,               \
+                                                                   const StepTile&, cudaStream_t);          \
+  template cudaError_t lltm_ext::recurrence_steps_backward<Cell, T>(const BackwardSequence<T>&,             \
+                                                                    const StepTile&, cudaStream_t);
