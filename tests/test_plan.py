@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,24 +18,25 @@ ASK = """
 
 using namespace lltm_ext;
 
-// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,algorithm,chunks:
-// a variant of more chunks finds no room.
+// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,steps_in_kernels,
+// algorithm,chunks: a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[10];
+    int n[11];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5]};
-    const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[9]; };
-    const Plan plan = plan_recurrence(problem, {n[6], n[7]}, static_cast<Algorithm>(n[8]), has_room);
+    const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[10]; };
+    const Chip chip = {n[6], n[7], n[8] != 0};
+    const Plan plan = plan_recurrence(problem, chip, static_cast<Algorithm>(n[9]), has_room);
     const GridShape& grid = plan.grid;
-    std::printf("%s|%d|%d|%d|%s\\n", names[static_cast<int>(plan.algorithm)], grid.members, grid.groups,
-                grid.rows, plan.why_not.c_str());
+    std::printf("%s|%d|%d|%d|%s|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members, grid.groups,
+                grid.rows, plan.why_not.c_str(), plan.step.rows, plan.step.parts);
   }
 }
 """
-H200, A100, L4, T4 = (90, 132), (80, 108), (89, 58), (75, 40)
+H200, A100, L4, T4 = (90, 132, True), (80, 108, False), (89, 58, False), (75, 40, False)
 NAMES = {"auto": 0, "stepwise": 1, "cluster": 2, "grid": 3}
 
 
@@ -61,6 +63,15 @@ def plan(planner):
     return ask
 
 
+class Answer(NamedTuple):
+    algorithm: str
+    members: int
+    groups: int
+    rows: int
+    why_not: str
+    step: tuple[int, int]  # rows and parts
+
+
 def question(
     hidden, batch, size=2, gates=3, chip=H200, algorithm="auto", dense=True, backward=False, chunks=99
 ):
@@ -69,8 +80,8 @@ def question(
 
 
 def answer(line):
-    algorithm, members, groups, rows, why_not = line.split("|")
-    return algorithm, int(members), int(groups), int(rows), why_not
+    algorithm, members, groups, rows, why_not, *step = line.split("|")
+    return Answer(algorithm, int(members), int(groups), int(rows), why_not, tuple(map(int, step)))
 
 
 def problems(**more):
@@ -93,7 +104,7 @@ chips = pytest.mark.parametrize("chip", [H200, A100, L4], ids=["H200", "A100", "
 @pytest.mark.parametrize("algorithm", ["auto", "cluster", "grid"])
 def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense):
     asked = problems(chip=chip, algorithm=algorithm, dense=dense)
-    for problem, (name, members, groups, rows, _) in zip(asked, plan(*asked), strict=True):
+    for problem, (name, members, groups, rows, *_) in zip(asked, plan(*asked), strict=True):
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
@@ -120,8 +131,8 @@ def test_asked_for_by_its_name_a_plan_is_the_same(plan, chip):
 
 def test_what_no_kernel_takes_is_stepwise(plan):
     for more in ({"size": 8}, {"hidden": 12}, {"chip": T4}, {"batch": 0}, {"hidden": 4096}, {"batch": 10**6}):
-        ((name, *_, why_not),) = plan({"hidden": 64, "batch": 8, **more})
-        assert (name, why_not) == ("stepwise", ""), more
+        (found,) = plan({"hidden": 64, "batch": 8, **more})
+        assert (found.algorithm, found.why_not) == ("stepwise", ""), more
 
 
 @pytest.mark.parametrize(
@@ -149,11 +160,9 @@ def test_what_no_kernel_takes_is_stepwise(plan):
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_what_cannot_run_says_why(plan, algorithm, more, reason, backward):
-    ((name, *_, why_not),) = plan(
-        {"hidden": 64, "batch": 8, "algorithm": algorithm, "backward": backward, **more}
-    )
-    assert name == "stepwise"
-    assert why_not.startswith(reason)
+    (found,) = plan({"hidden": 64, "batch": 8, "algorithm": algorithm, "backward": backward, **more})
+    assert found.algorithm == "stepwise"
+    assert found.why_not.startswith(reason)
 
 
 def test_a_kernel_that_finds_no_room_in_shared_memory_is_not_taken(plan):
@@ -161,12 +170,44 @@ def test_a_kernel_that_finds_no_room_in_shared_memory_is_not_taken(plan):
     room, no_room, asked = plan(
         problem, {**problem, "chunks": 2}, {**problem, "chunks": 2, "algorithm": "grid"}
     )
-    assert room[0] == "grid"
-    assert (no_room[0], no_room[-1]) == ("stepwise", "")
-    assert asked[-1] == "has no room on this GPU for hidden_size = 600 and batch = 8"
+    assert room.algorithm == "grid"
+    assert (no_room.algorithm, no_room.why_not) == ("stepwise", "")
+    assert asked.why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"
 
 
 def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
     for batch in (1, 1000, 10**6):
-        ((name, _, groups, rows, _),) = plan({"hidden": 512, "batch": batch, "algorithm": "cluster"})
-        assert (name, groups, rows) == ("cluster", -(-batch // 8) if batch > 1 else 1, min(batch, 8))
+        (found,) = plan({"hidden": 512, "batch": batch, "algorithm": "cluster"})
+        assert found[:1] + found[2:4] == ("cluster", -(-batch // 8) if batch > 1 else 1, min(batch, 8))
+
+
+@pytest.mark.parametrize(
+    "hidden,batch,backward,tile",
+    [
+        (1024, 16, False, (64, 4)),
+        (1024, 128, False, (64, 2)),
+        (1024, 256, False, (128, 2)),
+        (2048, 128, False, (128, 2)),
+        (32, 16, False, (64, 1)),
+        (512, 512, True, (64, 2)),
+        (1024, 64, True, (64, 4)),
+        (1024, 256, True, (0, 0)),  # much of the product a block
+        (4096, 256, False, (0, 0)),
+    ],
+)
+def test_steps_in_one_kernel_share_out_the_product(plan, hidden, batch, backward, tile):
+    (found,) = plan({"hidden": hidden, "batch": batch, "backward": backward, "algorithm": "stepwise"})
+    assert found.step == tile
+
+
+@pytest.mark.parametrize(
+    "more", [{"size": 4}, {"size": 8}, {"hidden": 68}, {"dense": False}, {"chip": A100}], ids=str
+)
+def test_other_steps_are_a_product_and_a_kernel(plan, more):
+    (found,) = plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **more})
+    assert found.step == (0, 0)
+
+
+def test_persistent_kernels_have_no_step_of_their_own(plan):
+    for found in plan(*problems()):
+        assert found.algorithm == "stepwise" or found.step == (0, 0)

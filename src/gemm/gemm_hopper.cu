@@ -40,22 +40,24 @@ struct Cut {
   int tile_n, parts;
 };
 
-constexpr Cut kCuts[] = {{256, 1}, {128, 1}, {128, 2}, {128, 4}, {128, 8}, {64, 2}, {64, 4}, {64, 8}};
+constexpr Cut kCuts[] = {{256, 1}, {128, 1}, {64, 1}, {128, 2}, {128, 4}, {64, 2}, {64, 4}};
 
 // About the clocks that a cut takes: of rounds of blocks, each a way to start, products, and a way to end.
 inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
   const int64_t tiles = int64_t{tiles_of(m, 128)} * tiles_of(n, cut.tile_n) * batch;
   const int64_t rounds = (tiles * cut.parts + multiprocessors - 1) / multiprocessors;
-  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * 4 * cut.tile_n;
-  return rounds * (products + 1000 + 4 * cut.tile_n + (cut.parts > 1 ? 2000 : 0));
+  // Tiles of fewer columns wait for more bytes a product.
+  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * (cut.tile_n == 64 ? 320 : 4 * cut.tile_n);
+  return rounds * (products + 1000 + 4 * cut.tile_n + (cut.parts > 1 ? 2500 : 0));
 }
 
 inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
   Cut best = kCuts[0];
   for (const Cut& cut : kCuts) {
     if (cut.parts > tiles_of(k, kTileK)) continue;
-    if (clocks(cut, m, n, k, batch, multiprocessors) < clocks(best, m, n, k, batch, multiprocessors))
+    if (clocks(cut, m, n, k, batch, multiprocessors) < clocks(best, m, n, k, batch, multiprocessors)) {
       best = cut;
+    }
   }
   return best;
 }
@@ -63,29 +65,43 @@ inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multipro
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const Cut cut = best_cut(call.m, call.n, call.k, call.batch, multiprocessors);
-  if (cut.parts == 1) {
-    return cut.tile_n == 256
-               ? launch_persistent<Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>>(call, multiprocessors, stream)
-               : launch_persistent<Operands<T, 128, 128, 6, kSwapA, kSwapB, 1>>(call, multiprocessors, stream);
+  const int64_t tiles = int64_t{tiles_of(call.m, 128)} * tiles_of(call.n, cut.tile_n) * call.batch;
+  const auto persistent = [&](auto operands) {
+    return launch_persistent<decltype(operands)>(call, multiprocessors, stream);
+  };
+  const auto split = [&](auto operands) {
+    return launch_split<decltype(operands), false>(call, cut.parts, stream);
+  };
+  if (cut.parts > 1) {
+    return cut.tile_n == 128 ? split(Operands<T, 128, 128, 6, kSwapA, kSwapB>())
+                             : split(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   }
-  return cut.tile_n == 128
-             ? launch_split<Operands<T, 128, 128, 6, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream)
-             : launch_split<Operands<T, 128, 64, 8, kSwapA, kSwapB, 1>, false>(call, cut.parts, stream);
+  if (cut.tile_n == 64) return persistent(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
+  if (cut.tile_n == 128) return persistent(Operands<T, 128, 128, 6, kSwapA, kSwapB>());
+  // Blocks that share tiles of b wait for each other: it pays from the second round on.
+  return tiles <= multiprocessors ? persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB>())
+                                  : persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>());
 }
 
-// Few rows: of the transposes, so that they are a tile's columns. As many parts as there are multiprocessors
-// for.
+// Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:
+// many blocks a multiprocessor, each with much on its way. Two share out K where there are blocks for half
+// of the multiprocessors.
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
-  const int64_t tiles = int64_t{tiles_of(call.m, 128)} * call.batch;
-  int parts = 8;
-  while (parts > 1 && (tiles * parts > multiprocessors || parts > tiles_of(call.k, kTileK))) parts /= 2;
+  const auto split = [&](auto operands) {
+    using Found = decltype(operands);
+    const int64_t tiles = int64_t{tiles_of(call.m, Found::kTileM)} * call.batch;
+    int parts = 8;
+    while (parts > 1 && (tiles * parts > multiprocessors || parts > tiles_of(call.k, kTileK))) parts /= 2;
+    return launch_split<Found, true>(call, parts, stream);
+  };
   if constexpr (!kSwapB) {
-    if (call.n <= 8) return launch_split<Operands<T, 128, 8, 10, kSwapA, false, 1>, true>(call, parts, stream);
-    if (call.n <= 16) return launch_split<Operands<T, 128, 16, 10, kSwapA, false, 1>, true>(call, parts, stream);
-    if (call.n <= 32) return launch_split<Operands<T, 128, 32, 9, kSwapA, false, 1>, true>(call, parts, stream);
+    if (call.n <= 8) return split(Operands<T, 64, 8, 6, kSwapA, false>());
+    if (call.n <= 16) return split(Operands<T, 64, 16, 6, kSwapA, false>());
+    if (call.n <= 32) return split(Operands<T, 64, 32, 6, kSwapA, false>());
   }
-  return launch_split<Operands<T, 128, 64, 8, kSwapA, kSwapB, 1>, true>(call, parts, stream);
+  if (tiles_of(call.m, 128) * 2 <= multiprocessors) return split(Operands<T, 128, 64, 9, kSwapA, kSwapB>());
+  return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
 }
 
 constexpr int kFewRows = 64;

@@ -44,7 +44,11 @@ struct Persistent {
     const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
     const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
-    if (threadIdx.x == 0) pipeline.init();
+    if (threadIdx.x == 0) {
+      pipeline.init();
+      prefetch_map(a);
+      prefetch_map(b);
+    }
     if constexpr (Operands::kShare > 1) cluster_sync();
     __syncthreads();
 
@@ -102,7 +106,11 @@ struct Split {
     unsigned char* shared = aligned_shared();
     Pipeline<Operands> pipeline(
         shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsOrSums));
-    if (threadIdx.x == 0) pipeline.init();
+    if (threadIdx.x == 0) {
+      pipeline.init();
+      prefetch_map(a);
+      prefetch_map(b);
+    }
     __syncthreads();
     wait_for_launch_before();
     let_next_launch_begin();
@@ -129,34 +137,50 @@ struct Split {
     Sums sums(shared);
     if (warpgroup < Operands::kConsumers) sums.write(d, warpgroup);
     cluster_sync();
-    const int rows = kTileM / parts;
-    finish(sums, problem.epilogue, row, column, tile.matrix, rows * part, rows, parts);
+    finish(sums, problem.epilogue, row, column, tile.matrix, part, parts);
     cluster_sync();  // the others have read this block's part
   }
 
  private:
-  // Rows [first, first + rows) of the tile: the sum of all blocks' parts, finished.
+  // This block's share of the tile's pieces of four: the sums of all blocks' parts, finished.
   __device__ static __forceinline__ void finish(const Sums& sums, const Epilogue<T>& epilogue, int row,
-                                                int column, int matrix, int first, int rows, int parts) {
-    constexpr int kPerRow = kN / 4;
-    for (int i = threadIdx.x; i < rows * kPerRow; i += kThreads) {
-      // Neighbours in c, whose rows are the tile's columns if it is of the transpose, go to neighbours.
-      const int r = first + (kSwap ? i % rows : i / kPerRow), n = (kSwap ? i / rows : i % kPerRow) * 4;
-      if (kSwap && column + n >= epilogue.m) continue;
-      const float4 sum = sums.sum(r, n, parts);
-      float x[4] = {sum.x, sum.y, sum.z, sum.w};
-      const auto row_of = [&](int e) { return kSwap ? column + n + e : row + r; };
-      const auto column_of = [&](int e) { return kSwap ? row + r : column + n + e; };
+                                                int column, int matrix, int part, int parts) {
+    constexpr int kPieces = kTileM * kN / 4, kBatch = 4;
+    const int end = kPieces * (part + 1) / parts;
+    // Neighbours in c, whose rows are the tile's columns if it is of the transpose, go to neighbours.
+    const auto row_of = [](int piece) { return kSwap ? piece % kTileM : piece / (kN / 4); };
+    const auto column_of = [](int piece) { return (kSwap ? piece / kTileM : piece % (kN / 4)) * 4; };
+    for (int first = kPieces * part / parts + threadIdx.x; first < end; first += kBatch * kThreads) {
+      float4 found[kBatch];  // all on their way at a time
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] += epilogue.bias_at(column_of(e));
-      const auto write = [&](T* to) {
+      for (int i = 0; i < kBatch; ++i) {
+        const int piece = first + i * kThreads;
+        if (piece < end) found[i] = sums.sum(row_of(piece), column_of(piece), parts);
+      }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row_of(e), column_of(e), x[e]);
-      };
-      if (epilogue.before) write(epilogue.before);
-      activate<FastMath>(epilogue.activation, x);
-      write(epilogue.c);
+      for (int i = 0; i < kBatch; ++i) {
+        const int piece = first + i * kThreads;
+        if (piece >= end) continue;
+        const int r = row_of(piece), n = column_of(piece);
+        float x[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
+        leave(x, epilogue, matrix, kSwap ? column + n : row + r, kSwap ? row + r : column + n);
+      }
     }
+  }
+
+  // Four values from this place of c, along it or, of the transpose, down.
+  __device__ static __forceinline__ void leave(float (&x)[4], const Epilogue<T>& epilogue, int matrix, int row,
+                                               int column) {
+    constexpr int kDown = kSwap, kAlong = !kSwap;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] += epilogue.bias_at(column + kAlong * e);
+    const auto write = [&](T* to) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row + kDown * e, column + kAlong * e, x[e]);
+    };
+    if (epilogue.before) write(epilogue.before);
+    activate<FastMath>(epilogue.activation, x);
+    write(epilogue.c);
   }
 };
 

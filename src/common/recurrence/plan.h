@@ -23,8 +23,8 @@ struct Variant {
 // one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md).
 constexpr Variant kHalfVariants[] = {
     {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4},    {Algorithm::kGrid, false, 1, 4},
-    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kGrid, true, 2, 4},
-    {Algorithm::kGrid, true, 2, 8},     {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},     {Algorithm::kGrid, true, 2, 8},
 };
 constexpr Variant kFloatVariants[] = {
     {Algorithm::kGrid, false, 1, 2}, {Algorithm::kGrid, false, 1, 4}, {Algorithm::kGrid, false, 1, 8},
@@ -36,7 +36,7 @@ constexpr Variant kFloatVariants[] = {
 struct StepTile {
   int rows = 0, parts = 0;
 };
-constexpr int kForwardUnits = 32, kBackwardRows = 64, kBackwardUnits = 64;
+constexpr int kForwardUnits = 32, kBackwardUnits = 64;
 
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
@@ -64,6 +64,8 @@ struct Chip {
 namespace plan_detail {
 
 constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
+
+inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // Whether a variant can run the problem; the plan's grid, if so.
 inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
@@ -96,25 +98,28 @@ inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape
 
 // Whether a variant that fits is faster than stepwise and than the variants after it: up to some number of
 // clusters that wait for others to end, or of tiles that a group works through one after the other.
-inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid) {
+inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid,
+                 const StepTile& step) {
   if (v.algorithm == Algorithm::kCluster) {
-    return grid.groups <= (p.backward ? 1 : 6) * (chip.multiprocessors / 11 * 10 / grid.members);
+    return grid.groups <= (p.backward ? 1 : 9) * (chip.multiprocessors / 11 * 10 / grid.members);
   }
-  return grid.rows <= kTileRows * (p.element_size > 2 ? 4 : p.backward ? 6 : 8);
+  const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (step.parts > 0 ? 2 : 0);
+  return grid.rows <= kTileRows * tiles;
 }
 
-// As many parts as there are multiprocessors for. A block that has much of the product has few others beside
-// it that read the same rows: there a library's product is faster, and so is a kernel for each.
+// Tiles of many rows read the weights less often, ones of few make more blocks. Four parts if all blocks then
+// have a multiprocessor of their own, two if a half. A block that has much of the product has few others
+// beside it that read the same rows: there a library's product is faster, and so is a kernel for each.
 inline StepTile step_tile(const Problem& p, const Chip& chip) {
   if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return {};
-  const auto tiles_of = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
-  const int rows = p.backward ? kBackwardRows : p.batch <= 64 || p.hidden <= 512 ? 64 : 128;
-  const int64_t tiles =
-      tiles_of(p.batch, rows) * tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
-  const int64_t k = p.backward ? p.gates * p.hidden : p.hidden;
-  int parts = 4;
-  while (parts > 1 && (tiles * parts > chip.multiprocessors || parts * 64 > k)) parts /= 2;
+  const int64_t columns = tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
+  const int64_t of_64 = tiles_of(p.batch, 64) * columns;
+  const bool few = p.backward || p.batch <= 64 || p.hidden <= 512 || 2 * of_64 <= chip.multiprocessors;
+  const int rows = few ? 64 : 128;
+  const int64_t tiles = tiles_of(p.batch, rows) * columns, k = p.backward ? p.gates * p.hidden : p.hidden;
+  int parts = 4 * tiles <= chip.multiprocessors ? 4 : tiles <= chip.multiprocessors ? 2 : 1;
+  while (parts > 1 && parts * 64 > k) parts /= 2;
   return k <= 1024 * parts ? StepTile{rows, parts} : StepTile{};
 }
 
@@ -138,10 +143,9 @@ inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted)
 // whether a multiprocessor has the shared memory for a block.
 template <class HasRoom>
 Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted, HasRoom&& has_room) {
+  const StepTile step = plan_detail::step_tile(problem, chip);
   Plan plan;
-  if (wanted == Algorithm::kStepwise || wanted == Algorithm::kAuto) {
-    plan.step = plan_detail::step_tile(problem, chip);
-  }
+  plan.step = step;
   if (wanted == Algorithm::kStepwise) return plan;
   const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
                         problem.batch > 0 && chip.compute_capability >= 80;
@@ -154,7 +158,7 @@ Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted,
       const bool only_forward = problem.element_size == 4 && problem.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || wanted != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, chip, grid)) continue;
-      if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid)) continue;
+      if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid, step)) continue;
       if (!has_room(v, grid)) continue;
       plan.algorithm = v.algorithm;
       plan.step = {};

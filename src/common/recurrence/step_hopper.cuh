@@ -53,6 +53,10 @@ struct ForwardStep {
     ForwardSequence<T> s;
     CUtensorMap h0, output, weight;
   };
+  __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
+    prefetch_map(&args.weight);
+    prefetch_map(&args.output);
+  }
 
   // Four units from `unit` of a row: what the cell needs beside their products.
   struct Inputs {
@@ -88,15 +92,12 @@ struct ForwardStep {
     }
   }
 
-  // sum(gate): the products of the four units.
-  template <class Sum>
+  static constexpr int kProducts = kGates;  // a unit
   __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
-                                                const Inputs& inputs, Sum&& sum) {
+                                                const Inputs& inputs, const float (&products)[kGates][4]) {
     const ForwardSequence<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
-    float products[kGates][4], c[4], h[4], saved[Cell::kSaved][4];
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) sum(g, products[g]);
+    float c[4], h[4], saved[Cell::kSaved][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float gates[kGates], kept[Cell::kSaved];
@@ -126,7 +127,7 @@ template <class Cell, typename T_>
 struct BackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kBackwardRows, kUnits = kBackwardUnits;
+  static constexpr int kRows = 64, kUnits = kBackwardUnits;
   using Operands = StepOperands<T, kRows, kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
@@ -134,6 +135,10 @@ struct BackwardStep {
     BackwardSequence<T> s;
     CUtensorMap grad_gates, weight_t;
   };
+  __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
+    prefetch_map(&args.weight_t);
+    prefetch_map(&args.grad_gates);
+  }
 
   struct Inputs {
     Four<T> saved[Cell::kSaved], grad_output, grad_h;
@@ -169,18 +174,14 @@ struct BackwardStep {
     copy_in(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
   }
 
-  template <class Sum>
+  static constexpr int kProducts = 1;  // a unit
   __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
-                                                const Inputs& inputs, Sum&& sum) {
+                                                const Inputs& inputs, const float (&product)[1][4]) {
     const BackwardSequence<T>& s = args.s;
     const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
     float grad_h[4], grad_c[4], grad_gates[kGates][4];
-    if (step == s.end - 1) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) grad_h[e] = widen(inputs.grad_h.data[e]);
-    } else {
-      sum(0, grad_h);
-    }
+    for (int e = 0; e < 4; ++e) grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : product[0][e];
     if (step < s.begin) {
       store(s.grad_h + state, grad_h);
       return;
@@ -232,6 +233,7 @@ struct StepKernel {
     Pipeline<Operands> pipeline(
         shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsOrSums));
     if (threadIdx.x == 0) pipeline.init();
+    if (threadIdx.x == kMultipliers) Step::prefetch_maps(args);
     __syncthreads();
 
     const int parts = gridDim.z, part = blockIdx.z;
@@ -257,7 +259,7 @@ struct StepKernel {
         sums.write(d, threadIdx.x / 128);
         cluster_sync();
       }
-      cells.run(sums);
+      cells.run(sums, tiles > 0);
     }
     cluster_sync();  // the others have read this block's part
   }
@@ -296,17 +298,25 @@ struct StepKernel {
         if (p.valid) inputs_[i].load_from(args_, step_, row_ + p.row, unit_ + p.unit);
       }
     }
-    __device__ __forceinline__ void run(const Sums& sums) {
+    __device__ __forceinline__ void run(const Sums& sums, bool any_products) {
       for (int begin = 0; begin < pieces_; begin += 2 * kMultipliers) {
         if (begin > 0) load(begin);
+        float products[2][Step::kProducts][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const Piece p = piece(begin, i);
-          const auto sum = [&](int gate, float (&x)[4]) {
-            const float4 found = sums.sum(p.row, gate * Step::kUnits + p.unit, parts_);
-            x[0] = found.x, x[1] = found.y, x[2] = found.z, x[3] = found.w;
-          };
-          if (p.valid) Step::finish(args_, step_, row_ + p.row, unit_ + p.unit, inputs_[i], sum);
+#pragma unroll
+          for (int g = 0; g < Step::kProducts; ++g) {
+            if (!p.valid || !any_products) continue;
+            const float4 sum = sums.sum(p.row, g * Step::kUnits + p.unit, parts_);
+            products[i][g][0] = sum.x, products[i][g][1] = sum.y;
+            products[i][g][2] = sum.z, products[i][g][3] = sum.w;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Piece p = piece(begin, i);
+          if (p.valid) Step::finish(args_, step_, row_ + p.row, unit_ + p.unit, inputs_[i], products[i]);
         }
       }
     }
