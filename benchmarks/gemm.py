@@ -1,7 +1,12 @@
-"""gemm against torch.matmul (cuBLAS), and bias and relu fused into it against eager PyTorch."""
+"""gemm against torch.matmul (cuBLAS), and bias and activation fused into it against eager PyTorch.
+
+The device's time: the calls of a comparison are CUDA graphs, one over all sets of operands.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +15,22 @@ from torch import Tensor
 
 import lltm_ext
 
-LAYOUTS = ("NN", "NT", "TN")
-FUSED = "NT + bias, relu"
+LAYOUTS = ("NN", "NT", "TN", "TT")
+HALF = ("bfloat16", "float16")
+SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
+# M, K, N
+ODD_SHAPES = {
+    "primes": (1009, 1013, 1019),
+    "4095": (4095, 4095, 4095),
+    "N 33": (8191, 4096, 33),
+    "K 33": (8191, 33, 8191),
+    "tall": (65_536, 512, 128),
+    "wide": (128, 512, 65_536),
+    "K small": (4096, 32, 4096),
+    "K huge": (256, 65_536, 256),
+    "unaligned rows": (2048, 2047, 2048),
+    "unaligned result": (2048, 2048, 2047),
+}
 
 
 def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any]) -> Tensor:
@@ -19,33 +38,73 @@ def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any]) -> 
     return torch.randn(columns, rows, **like).t() if transposed else torch.randn(rows, columns, **like)
 
 
-def measure(bench: Bench, dtype: str, layout: str, n: int) -> dict[str, Any]:
-    like = {"device": bench.device, "dtype": DTYPES[dtype]}
-    sets = sets_beyond_cache(3 * n * n * DTYPES[dtype].itemsize, bench.device)
-    operands = [tuple(operand(n, n, side == "T", like) for side in layout) for _ in range(sets)]
-    return row(bench, {OURS: lltm_ext.gemm, "torch": torch.matmul}, operands, dtype, layout, n)
+def matmul(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return torch.matmul(a, b)
 
 
-def measure_fused(bench: Bench, dtype: str, n: int) -> dict[str, Any]:
-    """A linear layer and its relu: x W^T + b."""
+def ours(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return lltm_ext.gemm(a, b)
+
+
+def fused(activation: str, backward: bool) -> dict[str, Callable[..., Any]]:
+    """A linear layer and its activation, x W^T + b; with `backward`, its gradients too."""
+
+    def trained(f: Callable[..., Tensor]) -> Callable[..., Any]:
+        def step(a: Tensor, b: Tensor, bias: Tensor, grad: Tensor) -> Any:
+            inputs = [x.detach().requires_grad_() for x in (a, b, bias)]
+            return torch.autograd.grad(f(*inputs), inputs, grad)
+
+        return step if backward else f
+
+    function = getattr(torch.nn.functional, activation)
+    return {
+        OURS: trained(lambda a, b, bias: lltm_ext.gemm(a, b, bias=bias, activation=activation)),
+        "torch": trained(lambda a, b, bias: function(torch.addmm(bias, a, b))),
+    }
+
+
+def on_device(call: Callable[..., Any], operands: list[tuple[Tensor, ...]]) -> Callable[[], Any]:
+    """A graph of a call for each set of operands."""
+    for _ in range(2):
+        call(*operands[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call(*these) for these in operands]  # kept, so that each has memory of its own
+    graph.results = results
+    return graph.replay
+
+
+def measure(
+    bench: Bench,
+    part: str,
+    dtype: str,
+    layout: str,
+    sizes: tuple[int, int, int],
+    calls: dict[str, Callable[..., Any]] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    m, k, n = sizes
     like = {"device": bench.device, "dtype": DTYPES[dtype]}
-    sets = sets_beyond_cache(3 * n * n * DTYPES[dtype].itemsize, bench.device)
+    sets = sets_beyond_cache((m * k + k * n + m * n) * DTYPES[dtype].itemsize, bench.device)
     operands = [
-        (torch.randn(n, n, **like), torch.randn(n, n, **like).t(), torch.randn(n, **like))
+        (
+            operand(m, k, layout[0] == "T", like),
+            operand(k, n, layout[1] == "T", like),
+            torch.randn(n, **like),
+            *([torch.randn(m, n, **like)] if more.get("backward") else []),
+        )
         for _ in range(sets)
     ]
-    calls = {
-        OURS: lambda a, b, bias: lltm_ext.gemm(a, b, bias=bias, activation="relu"),
-        "torch": lambda a, b, bias: torch.relu(torch.addmm(bias, a, b)),
-    }
-    return row(bench, calls, operands, dtype, FUSED, n)
-
-
-def row(bench: Bench, calls: dict, operands: list, dtype: str, layout: str, n: int) -> dict[str, Any]:
-    times = bench.milliseconds({name: rotating(call, operands) for name, call in calls.items()})
-    found: dict[str, Any] = {"dtype": dtype, "layout": layout, "n": n}
+    calls = calls or {OURS: ours, "torch": matmul}
+    if bench.cuda:
+        times = bench.milliseconds({name: on_device(call, operands) for name, call in calls.items()})
+        times = {name: milliseconds / sets for name, milliseconds in times.items()}
+    else:
+        times = bench.milliseconds({name: rotating(call, operands) for name, call in calls.items()})
+    found: dict[str, Any] = {"part": part, "dtype": dtype, "layout": layout, "m": m, "k": k, "n": n, **more}
+    products = 6 if more.get("backward") else 2
     for name, milliseconds in times.items():
-        found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": 2 * n**3 / milliseconds / 1e9}
+        found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": products * m * k * n / milliseconds / 1e9}
     return found | {"ours / torch": found[f"{OURS} TFLOP/s"] / found["torch TFLOP/s"]}
 
 
@@ -53,57 +112,102 @@ def main() -> None:
     args = parse(__doc__)
     bench = Bench(args.device, args.seconds)
     torch.backends.cuda.matmul.allow_tf32 = False
-    sizes = (256,) if args.quick else (256, 512) if args.small else (512, 1024, 2048, 4096, 8192)
     rows = []
+    sizes = (256,) if args.quick else (256, 512) if args.small else (512, 1024, 2048, 4096, 8192)
     for dtype in DTYPES:
         for n in sizes:
             if (dtype, n) == ("float64", 8192):
                 continue  # seconds a call
-            rows += [measure(bench, dtype, layout, n) for layout in LAYOUTS]
-            rows.append(measure_fused(bench, dtype, n))
-    columns = [
-        "dtype",
-        "layout",
-        "n",
-        f"{OURS} ms",
-        "torch ms",
-        f"{OURS} TFLOP/s",
-        "torch TFLOP/s",
-        "ours / torch",
-    ]
-    finish("gemm", args, rows, columns)
+            rows += [measure(bench, SQUARE, dtype, layout, (n, n, n)) for layout in LAYOUTS]
+    for dtype in HALF:
+        for k, n in ((256, 256),) if args.small else ((4096, 4096), (4096, 11_008)):
+            for m in (1, 8) if args.small else (1, 2, 4, 8, 16, 32, 64):
+                rows.append(measure(bench, FEW_ROWS, dtype, "NT", (m, k, n)))
+    for dtype in HALF:
+        for name, shape in ({"primes": (251, 257, 263)} if args.small else ODD_SHAPES).items():
+            rows.append(measure(bench, ODD, dtype, "NN", shape, shape=name))
+    for activation in ("relu", "gelu"):
+        for backward in (False, True):
+            for k in (64,) if args.small else (512, 1024, 4096):
+                m = 256 if args.small else 4096
+                more = {"activation": activation, "backward": backward}
+                calls = fused(activation, backward)
+                rows.append(measure(bench, FUSED, "bfloat16", "NT", (m, k, m), calls, **more))
+    found = ["m", "k", "n", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s", "ours / torch"]
+    columns = {
+        SQUARE: ["dtype", "layout", *found],
+        FEW_ROWS: ["dtype", *found],
+        ODD: ["dtype", "shape", *found],
+        FUSED: ["activation", "backward", *found],
+    }
+    finish("gemm", args, rows, columns, claims(rows))
+
+
+def claims(rows: list[dict[str, Any]]) -> list[str]:
+    """The geometric mean and the worst of each part."""
+    groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
+    groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
+    found = []
+    for name, (part, dtypes) in groups.items():
+        ratios = [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        found.append(f"{name}: {mean:.3f} x torch's rate (geometric mean), {min(ratios):.3f} at the worst")
+    return found
 
 
 def draw(record: dict[str, Any]) -> Any:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    rows, names = record["rows"], ["torch", OURS]
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    styles = {"NN": "-", "NT": ":", "TN": "-.", FUSED: "--"}
-    figure, line = plt.subplots(
-        1, len(dtypes), figsize=(3.4 * len(dtypes), 3.4), layout="constrained", squeeze=False
+    names = ["torch", OURS]
+    square = [row for row in record["rows"] if row["part"] == SQUARE]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in square))
+    styles = {"NN": "-", "NT": ":", "TN": "-.", "TT": "--"}
+    figure, grid = plt.subplots(
+        2, max(len(dtypes), 3), figsize=(3.4 * max(len(dtypes), 3), 6.6), layout="constrained", squeeze=False
     )
-    for axes, dtype in zip(line[0], dtypes, strict=True):
+    for axes, dtype in zip(grid[0], dtypes, strict=False):
         for name in names:
             for layout, style in styles.items():
-                here = [row for row in rows if (row["dtype"], row["layout"]) == (dtype, layout)]
-                axes.plot(
-                    *series(here, "n", f"{name} TFLOP/s"),
-                    style,
-                    color=color(name, names),
-                    marker=".",
-                    linewidth=1.3,
-                )
+                here = [row for row in square if (row["dtype"], row["layout"]) == (dtype, layout)]
+                points = series(here, "n", f"{name} TFLOP/s")
+                axes.plot(*points, style, color=color(name, names), marker=".", linewidth=1.3)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_title(dtype, loc="left")
         axes.set_xlabel("M = N = K")
-    line[0][0].set_ylabel("TFLOP/s")
+    grid[0][0].set_ylabel("TFLOP/s")
+    for axes, part in zip(grid[1], (FEW_ROWS, ODD, FUSED), strict=False):
+        ratios(axes, part, [row for row in record["rows"] if row["part"] == part])
+    for axes in grid[1][3:]:
+        axes.set_axis_off()
     handles = [Line2D([], [], color=color(name, names), linewidth=3, label=name) for name in names]
     handles += [Line2D([], [], color=INK, linestyle=style, label=layout) for layout, style in styles.items()]
-    figure.legend(handles=handles, loc="outside right center")
+    figure.legend(handles=handles, loc="outside right upper")
     return figure
+
+
+def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
+    """How many times torch's rate: above the line is faster."""
+
+    def label(row: dict[str, Any]) -> str:
+        if part == FEW_ROWS:
+            return f"{row['m']} x {row['n']}"
+        if part == ODD:
+            return row["shape"]
+        return f"{row['activation']}{', backward' if row['backward'] else ''}, K {row['k']}"
+
+    labels = list(dict.fromkeys(map(label, rows)))
+    for dtype, marker in zip(HALF, ("o", "x"), strict=True):
+        here = [row for row in rows if row["dtype"] == dtype]
+        if here:
+            points = [labels.index(label(row)) for row in here], [row["ours / torch"] for row in here]
+            axes.plot(*points, marker, color=color(OURS, ["torch", OURS]), markersize=4, label=dtype)
+    axes.axhline(1, color=color("torch", ["torch", OURS]), linewidth=1)
+    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{part}: x torch's rate", loc="left")
+    axes.legend(fontsize=7)
 
 
 if __name__ == "__main__":

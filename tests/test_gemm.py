@@ -368,6 +368,71 @@ class TestGemm(SmoothSuite):
         assert c.numel() * c.element_size() <= extra < a.numel() * a.element_size()
 
 
+# [M, K] @ [K, N] for every kernel that a chip may have for them: few rows, few tiles with K shared out, one
+# round of tiles, several; and what the copy engine can't read as it lies.
+SHAPES = {
+    "1 row": (1, 1000, 520),
+    "8 rows": (8, 512, 11_008),
+    "13 rows": (13, 4096, 264),
+    "32 rows": (32, 776, 1032),
+    "64 rows": (64, 2048, 4096),
+    "64 rows, many tiles": (64, 136, 20_000),
+    "K shared out": (136, 4096, 264),
+    "K shared out, narrow tiles": (128, 2048, 64),
+    "narrow tiles": (1000, 1024, 1016),
+    "tiles of 128": (1000, 72, 1500),
+    "one round": (2048, 264, 2048),
+    "several rounds": (3000, 136, 5000),
+    "odd": (601, 999, 605),
+    "odd rows": (1000, 264, 605),
+    "one column": (4096, 520, 1),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+def test_every_kernel_in_every_layout(sizes, dtype, layout):
+    make = Make(dtype, "cuda")
+    a, b = operands(make, *sizes)
+    bias = make(sizes[2])
+    if layout[0] == "T":
+        a = transposed(a)
+    if layout[1] == "T":
+        b = transposed(b)
+    found = lltm_ext.gemm(a, b, bias=bias, activation="gelu")
+    exact = gemm_reference(a.double(), b.double(), bias.double(), "gelu")
+    assert_near(found, exact, FORWARD[dtype])
+    assert_same_bits([lltm_ext.gemm(a, b, bias=bias, activation="gelu")], [found])
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520)], ids=str)
+def test_every_kernel_takes_a_batch(sizes, dtype):
+    make = Make(dtype, "cuda")
+    a, b = operands(make, *sizes, 3)
+    for left, right in ((a, b), (a[:1], b), (a, b[0]), (a[0], b)):
+        before = [x.clone() for x in (left, right)]
+        assert_near(lltm_ext.gemm(left, right), left.double() @ right.double(), FORWARD[dtype])
+        assert_same_bits([left, right], before)
+
+
+@needs_cuda
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520), (601, 72, 605)], ids=str)
+def test_every_kernel_leaves_what_backward_needs(sizes, activation):
+    make = Make(torch.bfloat16, "cuda")
+    call = Call(*operands(make, *sizes), bias=make(sizes[2]), activation=activation)
+    outputs, gradients = forward_and_gradients(lltm_ext.gemm, call)
+    exact, exact_gradients = forward_and_gradients(
+        gemm_reference, call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
+    assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
+
+
 class TestLinear(ModuleSuite):
     modules = {
         "Linear": (lambda **where: lltm_ext.Linear(5, 3, **where), lambda make: Call(make(4, 5))),

@@ -27,6 +27,11 @@
 #include "common/checks.h"
 #include "common/elementwise.h"
 #include "common/library.h"
+#include "common/vec.cuh"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#endif
 
 namespace lltm_ext {
 namespace {
@@ -104,12 +109,44 @@ at::Tensor one_matrix(const at::Tensor& x) {
   return can ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
 }
 
+#if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
+// Hopper's copy engine reads rows that start at multiples of 16 bytes. Operands of large products that lie
+// otherwise are copied so: about 2 ps an element, where the other kernel takes 3.5 fs more a product.
+bool pays_to_align(const at::Tensor& a, const at::Tensor& b) {
+  const double m = a.size(-2), n = b.size(-1);
+  const cudaDeviceProp* chip = at::cuda::getDeviceProperties(a.get_device());
+  return a.element_size() == 2 && chip->major == 9 && chip->minor == 0 && m * n >= 300 * (m + n);
+}
+
+at::Tensor aligned(const at::Tensor& x) {
+  const auto fits = [&](int64_t row_dim, int64_t column_dim) {
+    const auto multiple = [&](int64_t dim) { return x.size(dim) == 1 || x.stride(dim) % 8 == 0; };
+    return x.stride(column_dim) == 1 && multiple(row_dim) && (x.dim() == 2 || multiple(0)) &&
+           is_vec_aligned(x.const_data_ptr());
+  };
+  if (fits(-2, -1) || fits(-1, -2)) return x;
+  const bool transposed = x.stride(-2) == 1;
+  const at::Tensor rows = transposed ? x.mT() : x;
+  at::DimVector sizes(rows.sizes().begin(), rows.sizes().end());
+  sizes.back() = (sizes.back() + 7) / 8 * 8;
+  const at::Tensor copy = at::empty(sizes, x.options()).narrow(-1, 0, rows.size(-1));
+  copy.copy_(rows);
+  return transposed ? copy.mT() : copy;
+}
+#endif
+
 // c = activation(a @ b + bias), all checked; c is contiguous, and so is `before`, which is c before the
 // activation, or undefined.
-void run(at::Tensor a, const at::Tensor& b, const at::Tensor& bias, Activation activation,
-         const at::Tensor& c, const at::Tensor& before = {}) {
+void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, Activation activation, const at::Tensor& c,
+         const at::Tensor& before = {}) {
   if (c.is_meta() || c.numel() == 0) return;
   if (!is_batch(b)) a = one_matrix(a);
+#if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
+  if (a.is_cuda() && a.numel() > 0 && pays_to_align(a, b)) {
+    a = aligned(a);
+    b = aligned(b);
+  }
+#endif
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     GemmArgs<T> args;
