@@ -65,9 +65,9 @@ def lltm_reference(
 
 
 class _CellFunction(torch.autograd.Function):
-    """One step: ``(new_h, new_cell, gates)``.
+    """One step: ``(new_h, new_cell, gates, X)``.
 
-    The last is for backward. It is an output because setup_context sees nothing else.
+    The last two are for backward. They are outputs because setup_context sees nothing else.
     """
 
     @staticmethod
@@ -78,28 +78,35 @@ class _CellFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
-        _, new_cell, gates = output
-        ctx.mark_non_differentiable(gates)
+        _, new_cell, gates, X = output
+        ctx.mark_non_differentiable(gates, X)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, new_cell, gates)
+        ctx.save_for_backward(*inputs, new_cell, gates, X)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, new_cell, gates = ctx.saved_tensors
+        *inputs, new_cell, gates, X = ctx.saved_tensors
         grad_h, grad_cell = grad_outputs[:2]
         if grad_h is None and grad_cell is None:
             return (None,) * 5
         if torch.is_grad_enabled():
             return differentiable_gradients(lltm_cell_reference, inputs, (grad_h, grad_cell))
-        input, weights, bias, old_h, _ = inputs
-        grad_input, grad_weights, grad_bias, *grad_states = ops.lltm_cell_backward(
-            grad_h, grad_cell, new_cell, gates, input, weights, old_h, True, True
+        _, weights, bias, _, _ = inputs
+        grad_X, grad_weights, grad_bias, grad_old_cell = ops.lltm_cell_backward(
+            grad_h, grad_cell, new_cell, gates, X, weights, True
         )
-        return grad_input, grad_weights, None if bias is None else grad_bias.view_as(bias), *grad_states
+        hidden = new_cell.shape[1]
+        return (
+            grad_X[:, hidden:],
+            grad_weights,
+            None if bias is None else grad_bias.view_as(bias),
+            grad_X[:, :hidden],
+            grad_old_cell,
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        return vmap_rows(_CellFunction.apply, {0: 0, 3: 0, 4: 0}, (0, 0, 1))(info, in_dims, *args)
+        return vmap_rows(_CellFunction.apply, {0: 0, 3: 0, 4: 0}, (0, 0, 1, 0))(info, in_dims, *args)
 
 
 class LLTMFunction(_CellFunction):

@@ -1,18 +1,17 @@
 // lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell with the forward and backward
 // that its autograd node calls, and the raw bindings lltm_ext._C.lltm.forward and backward of the tutorial.
-// B is the batch, I the input size, H the hidden size. The columns of weights are old_h's, then input's; X is
-// the two side by side, which the tutorial's contract gives out and nothing here needs.
+// B is the batch, I the input size, H the hidden size; X is [old_h, input] side by side, as weights' columns.
 #include "lltm/lltm.h"
 
-#include <ATen/OpMathType.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "common/matmul.h"
 #include "lltm/lltm_step.h"
 
 namespace lltm_ext {
@@ -46,9 +45,9 @@ void check_cell_inputs(const char* op, const at::Tensor& input, const at::Tensor
   check_shape(op, "bias", one_row ? bias->squeeze(0) : *bias, {3 * hidden}, "[3*hidden_size]");
 }
 
-// (new_h, new_cell), gates [3, B, H] activated if `save`, and the products [B, 3 * H] that they are made of.
+// ((new_h, new_cell), gates [3, B, H] activated and X if `save`, pre-activations [B, 3 * H])
 struct CellOutputs {
-  at::Tensor new_h, new_cell, gates, products;
+  at::Tensor new_h, new_cell, gates, X, gate_weights;
 };
 
 CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const OptionalTensor& bias,
@@ -56,24 +55,20 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
   const KernelGuard guard(input);
   const int64_t batch = input.size(0), hidden = old_h.size(1);
   CellOutputs out;
-  out.products = at::empty({batch, 3 * hidden}, old_h.options().dtype(at::toOpMathType(old_h.scalar_type())));
+  out.X = at::cat({old_h, input}, 1);
+  out.gate_weights = bias ? at::addmm(*bias, out.X, weights.t()) : at::mm(out.X, weights.t());
   out.new_h = at::empty({batch, hidden}, old_h.options());
   out.new_cell = at::empty({batch, hidden}, old_cell.options());
   if (save) out.gates = at::empty({3, batch, hidden}, old_h.options());
   if (out.new_h.numel() == 0) return out;
-  const Matmul matmul(input);
-  const at::Tensor weights_t = weights.t();
-  matmul(out.products, input, weights_t.narrow(0, hidden, input.size(1)));
-  matmul(out.products, old_h, weights_t.narrow(0, 0, hidden), /*accumulate=*/true);
-  const at::Tensor cell = old_cell.contiguous(), flat_bias = bias ? bias->contiguous() : at::Tensor();
-  launch_step("lltm_forward_step", out.new_h, cell, [&](auto type, auto cell_type, auto... stream) {
+  const at::Tensor cell = old_cell.contiguous();
+  launch_step("lltm_forward_step", out.gate_weights, cell, [&](auto type, auto cell_type, auto... stream) {
     using T = typename decltype(type)::type;
     using C = typename decltype(cell_type)::type;
     const ForwardStep<T, C> step = {
         .batch = batch,
         .hidden = hidden,
-        .products = pointer<acc_t<T>>(out.products),
-        .bias = pointer<T>(flat_bias),
+        .gates = gates_of_rows<T>(out.gate_weights),
         .old_cell = pointer<C>(cell),
         .new_cell = mutable_pointer<C>(out.new_cell),
         .new_h = mutable_pointer<T>(out.new_h),
@@ -97,70 +92,66 @@ std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tenso
   return {out.new_h, out.new_cell};
 }
 
-// (new_h, new_cell, gates [3, B, H])
-std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& input,
-                                                            const at::Tensor& weights,
-                                                            const OptionalTensor& bias,
-                                                            const at::Tensor& old_h,
-                                                            const at::Tensor& old_cell) {
+// (new_h, new_cell, gates [3, B, H], X [B, H + I])
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& input,
+                                                                        const at::Tensor& weights,
+                                                                        const OptionalTensor& bias,
+                                                                        const at::Tensor& old_h,
+                                                                        const at::Tensor& old_cell) {
   check_cell_inputs("lltm_cell", input, weights, bias, old_h, old_cell);
   if (input.is_meta()) {
+    const c10::SymInt batch = input.sym_size(0), hidden = old_h.sym_size(1);
     return {at::empty_like(old_h, at::MemoryFormat::Contiguous),
             at::empty_like(old_cell, at::MemoryFormat::Contiguous),
-            at::empty_symint({3, input.sym_size(0), old_h.sym_size(1)}, old_h.options())};
+            at::empty_symint({3, batch, hidden}, old_h.options()),
+            at::empty_symint({batch, hidden + input.sym_size(1)}, old_h.options())};
   }
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/true);
-  return {out.new_h, out.new_cell, out.gates};
+  return {out.new_h, out.new_cell, out.gates, out.X};
 }
 
-// (grad_input, grad_weights, grad_bias [1, 3 * H], grad_old_h, grad_old_cell); the gradients of input and
-// old_h are empty unless they are needed.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
+// (grad_X [B, H + I], grad_weights, grad_bias [1, 3 * H], grad_old_cell [B, H]); grad_X is empty unless
+// `X_needs_grad`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
     const OptionalTensor& grad_h, const OptionalTensor& grad_cell, const at::Tensor& new_cell,
-    const at::Tensor& gates, const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h,
-    bool input_needs_grad, bool old_h_needs_grad) {
+    const at::Tensor& gates, const at::Tensor& X, const at::Tensor& weights, bool X_needs_grad) {
   const char* op = "lltm_cell_backward";
-  check_device(op, "input", input);
-  check_floating(op, "input", input);
-  check_dim(op, "input", input, 2, "[batch, input_size]");
-  check_same_device(op, "new_cell", new_cell, input);
-  check_cell_dtype(op, "new_cell", new_cell, input);
+  check_device(op, "X", X);
+  check_floating(op, "X", X);
+  check_dim(op, "X", X, 2, "[batch, hidden_size+input_size]");
+  check_same_device(op, "new_cell", new_cell, X);
+  check_cell_dtype(op, "new_cell", new_cell, X);
   check_dim(op, "new_cell", new_cell, 2, "[batch, hidden_size]");
-  const c10::SymInt batch_size = input.sym_size(0), hidden_size = new_cell.sym_size(1);
-  const auto check_like_input = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef shape,
-                                    const char* meaning) {
-    check_same_device(op, name, x, input);
-    check_same_dtype(op, name, x, input.scalar_type());
+  const c10::SymInt batch_size = X.sym_size(0), hidden_size = new_cell.sym_size(1);
+  const auto check_like_X = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef shape,
+                                const char* meaning) {
+    check_same_device(op, name, x, X);
+    check_same_dtype(op, name, x, X.scalar_type());
     check_shape(op, name, x, shape, meaning);
   };
-  check_like_input("gates", gates, {3, batch_size, hidden_size}, "[3, batch, hidden_size]");
-  check_like_input("weights", weights, {3 * hidden_size, hidden_size + input.sym_size(1)},
-                   "[3*hidden_size, hidden_size+input_size]");
-  check_like_input("old_h", old_h, {batch_size, hidden_size}, "[batch, hidden_size]");
+  check_like_X("gates", gates, {3, batch_size, hidden_size}, "[3, batch, hidden_size]");
+  check_like_X("weights", weights, {3 * hidden_size, X.sym_size(1)},
+               "[3*hidden_size, hidden_size+input_size]");
   CHECK_SHAPE(op, new_cell, "[batch, hidden_size]", batch_size, hidden_size);
-  if (grad_h) check_like_input("grad_h", *grad_h, new_cell.sym_sizes(), "[batch, hidden_size]");
+  if (grad_h) check_like_X("grad_h", *grad_h, new_cell.sym_sizes(), "[batch, hidden_size]");
   if (grad_cell) {
-    check_same_device(op, "grad_cell", *grad_cell, input);
+    check_same_device(op, "grad_cell", *grad_cell, X);
     check_same_dtype(op, "grad_cell", *grad_cell, new_cell.scalar_type());
     check_shape(op, "grad_cell", *grad_cell, new_cell.sym_sizes(), "[batch, hidden_size]");
   }
-  const auto contiguous_like = [](const at::Tensor& x) {
-    return at::empty_like(x, at::MemoryFormat::Contiguous);
-  };
-  const auto not_needed = [&] { return at::empty({0}, input.options()); };
-  const at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : not_needed();
-  const at::Tensor grad_old_h = old_h_needs_grad ? contiguous_like(old_h) : not_needed();
-  const at::Tensor grad_weights = contiguous_like(weights), grad_old_cell = contiguous_like(new_cell);
-  if (input.is_meta()) {
-    return {grad_input, grad_weights, at::empty_symint({1, weights.sym_size(0)}, weights.options()),
-            grad_old_h, grad_old_cell};
+  at::Tensor grad_X = X_needs_grad ? at::Tensor() : at::empty({0}, X.options());
+  if (X.is_meta()) {
+    return {X_needs_grad ? at::empty_like(X) : grad_X, at::empty_like(weights, at::MemoryFormat::Contiguous),
+            at::empty_symint({1, weights.sym_size(0)}, weights.options()),
+            at::empty_like(new_cell, at::MemoryFormat::Contiguous)};
   }
-  const KernelGuard guard(input);
+  const KernelGuard guard(X);
   const int64_t batch = gates.size(1), hidden = gates.size(2);
   const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
   const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
+  const at::Tensor grad_old_cell = at::empty_like(cell);
   at::Tensor grad_bias;
-  if (input.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0) {
+  if (X.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0) {
     grad_bias = at::empty({1, 3 * hidden}, gates.options());
   }
   if (grad_gates.numel() > 0) {
@@ -181,16 +172,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_back
       return lltm_backward_step(step, stream...);
     });
   }
-  const Matmul matmul(input);
-  const at::Tensor grad_gates_t = grad_gates.t();
-  const auto for_old_h = [&](const at::Tensor& x) { return x.narrow(1, 0, hidden); };
-  const auto for_input = [&](const at::Tensor& x) { return x.narrow(1, hidden, input.size(1)); };
-  matmul(for_old_h(grad_weights), grad_gates_t, old_h);
-  matmul(for_input(grad_weights), grad_gates_t, input);
-  if (old_h_needs_grad) matmul(grad_old_h, grad_gates, for_old_h(weights));
-  if (input_needs_grad) matmul(grad_input, grad_gates, for_input(weights));
+  if (X_needs_grad) grad_X = at::mm(grad_gates, weights);
   if (!grad_bias.defined()) grad_bias = grad_gates.sum(0, /*keepdim=*/true);
-  return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
+  return {grad_X, at::mm(grad_gates.t(), X), grad_bias, grad_old_cell};
 }
 
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
@@ -206,8 +190,9 @@ struct CellNode : torch::autograd::Function<CellNode> {
                                const at::Tensor& old_cell) {
     static const auto op = find_op<decltype(cell_forward)>("lltm_ext::lltm_cell_forward");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [new_h, new_cell, gates] = op.call(input, weights, bias, old_h, old_cell);
-    ctx->save_for_backward({input, weights, bias.value_or(at::Tensor()), old_h, old_cell, new_cell, gates});
+    auto [new_h, new_cell, gates, X] = op.call(input, weights, bias, old_h, old_cell);
+    ctx->save_for_backward(
+        {input, weights, bias.value_or(at::Tensor()), old_h, old_cell, new_cell, gates, X});
     ctx->set_materialize_grads(false);
     return {new_h, new_cell};
   }
@@ -220,15 +205,17 @@ struct CellNode : torch::autograd::Function<CellNode> {
                                       grad_outputs);
     }
     static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
-    const at::Tensor &input = saved[0], &weights = saved[1], &bias = saved[2], &old_h = saved[3];
+    const at::Tensor &input = saved[0], &bias = saved[2], &old_h = saved[3], &new_cell = saved[5];
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+    const bool X_needs_grad = input.requires_grad() || old_h.requires_grad();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] =
-        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), saved[5], saved[6], input, weights,
-                old_h, input.requires_grad(), old_h.requires_grad());
-    return {input.requires_grad() ? grad_input : at::Tensor(), grad_weights,
+    auto [grad_X, grad_weights, grad_bias, grad_old_cell] =
+        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), new_cell, saved[6], saved[7], saved[1],
+                X_needs_grad);
+    const c10::SymInt hidden = new_cell.sym_size(1);
+    return {input.requires_grad() ? grad_X.slice_symint(1, hidden) : at::Tensor(), grad_weights,
             bias.defined() ? grad_bias.view_symint(bias.sym_sizes()) : at::Tensor(),
-            old_h.requires_grad() ? grad_old_h : at::Tensor(), grad_old_cell};
+            old_h.requires_grad() ? grad_X.slice_symint(1, 0, hidden) : at::Tensor(), grad_old_cell};
   }
 
   static variable_list composed(const variable_list& inputs) {
@@ -269,9 +256,7 @@ variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, co
   if (bias) check_contiguous(op, "bias", *bias);
   check_cell_inputs(op, input, weights, bias, old_h, old_cell);
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/true);
-  const at::Tensor gate_weights = (bias ? out.products + *bias : out.products).to(weights.scalar_type());
-  return {out.new_h,   out.new_cell, out.gates[0], out.gates[1], out.gates[2], at::cat({old_h, input}, 1),
-          gate_weights};
+  return {out.new_h, out.new_cell, out.gates[0], out.gates[1], out.gates[2], out.X, out.gate_weights};
 }
 
 variable_list raw_backward(const at::Tensor& grad_h, const at::Tensor& grad_cell, const at::Tensor& new_cell,
@@ -311,11 +296,11 @@ variable_list raw_backward(const at::Tensor& grad_h, const at::Tensor& grad_cell
   CHECK_SHAPE(op, gate_weights, "[batch, 3*hidden_size]", batch, 3 * hidden);
 
   const KernelGuard guard(X);
+  auto [grad_X, grad_weights, grad_bias, grad_old_cell] = cell_backward(
+      grad_h, grad_cell, new_cell, at::stack({input_gate, output_gate, candidate_cell}), X, weights,
+      /*X_needs_grad=*/true);
   const int64_t h = new_cell.size(1);
-  auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] = cell_backward(
-      grad_h, grad_cell, new_cell, at::stack({input_gate, output_gate, candidate_cell}), X.slice(1, h),
-      weights, X.slice(1, 0, h), /*input_needs_grad=*/true, /*old_h_needs_grad=*/true);
-  return {grad_old_h, grad_input, grad_weights, grad_bias, grad_old_cell};
+  return {grad_X.slice(1, 0, h), grad_X.slice(1, h), grad_weights, grad_bias, grad_old_cell};
 }
 
 }  // namespace
@@ -327,12 +312,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "lltm_cell_forward(Tensor input, Tensor weights, Tensor? bias, Tensor old_h, Tensor old_cell) "
-      "-> (Tensor, Tensor, Tensor)",
+      "-> (Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "lltm_cell_backward(Tensor? grad_h, Tensor? grad_cell, Tensor new_cell, Tensor gates, Tensor input, "
-      "Tensor weights, Tensor old_h, bool input_needs_grad, bool old_h_needs_grad) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "lltm_cell_backward(Tensor? grad_h, Tensor? grad_cell, Tensor new_cell, Tensor gates, Tensor X, "
+      "Tensor weights, bool X_needs_grad) -> (Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   implement(m, "lltm_cell", cell);
   implement(m, "lltm_cell_forward", cell_forward);

@@ -44,12 +44,11 @@ struct Matrix {
 template <typename T, typename C>
 struct ForwardStep {
   int64_t batch, hidden;
-  const acc_t<T>* products;  // [B, 3, H] input and old_h times the weights
-  const T* bias;             // [3, H], or null
-  const C* old_cell;         // [B, H]
-  C* new_cell;               // [B, H]
-  T* new_h;                  // [B, H]
-  Gates<T> activated;        // [B, 3, H] sigmoid(i), sigmoid(o), elu(z) for the backward, or null
+  Gates<T> gates;      // [B, 3, H] pre-activations
+  const C* old_cell;   // [B, H]
+  C* new_cell;         // [B, H]; may be old_cell itself
+  T* new_h;            // [B, H]
+  Gates<T> activated;  // [B, 3, H] sigmoid(i), sigmoid(o), elu(z) for the backward, or null
 };
 
 // One step backward.
@@ -86,9 +85,7 @@ LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, i
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
   A gates[3], saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
-  for (int g = 0; g < 3; ++g) {
-    gates[g] = s.products[(b * 3 + g) * s.hidden + j] + (s.bias ? widen(s.bias[g * s.hidden + j]) : A(0));
-  }
+  for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
   s.new_h[at] = narrow<T>(LltmCell::forward<Math>(gates, cell, saved));
   s.new_cell[at] = narrow<C>(cell);
   if (!s.activated.data) return;
