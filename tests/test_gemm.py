@@ -1,3 +1,5 @@
+import concurrent.futures
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -431,6 +433,16 @@ def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     )
     assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
+
+
+@needs_cuda
+def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
+    make = Make(torch.bfloat16, "cuda")
+    a, b = make(64, 64), make(64, 64)
+    expected = lltm_ext.gemm(a, b)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lltm_ext.gemm, a, b).result()
+    assert_same_bits([found], [expected])
 
 
 class TestLinear(ModuleSuite):

@@ -87,7 +87,7 @@ LLTM_HOST_DEVICE T silu_derivative(T x) {
   return y * (T(1) + x * (T(1) - y));
 }
 
-// The functions of recurrent cells, exact to a few units in the last place (common/recurrence has faster
+// The functions of cells and activations, exact to a few units in the last place (common/recurrence has faster
 // ones).
 struct ExactMath {
   template <typename T>
@@ -101,6 +101,10 @@ struct ExactMath {
   template <typename T>
   LLTM_HOST_DEVICE static T elu(T x) {
     return lltm_ext::elu(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T gelu(T x) {
+    return lltm_ext::gelu(x);
   }
 };
 

@@ -36,7 +36,7 @@ LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
       for (int i = 0; i < N; ++i) x[i] = Math::elu(x[i]);
       return;
     case Activation::kGelu:
-      for (int i = 0; i < N; ++i) x[i] = gelu(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::gelu(x[i]);
       return;
     case Activation::kGeluTanh:
       for (int i = 0; i < N; ++i) x[i] = gelu_tanh<Math>(x[i]);

@@ -34,30 +34,34 @@ Operand operand_b(const GemmArgs<T>& args) {
   return operand(args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch);
 }
 
-// How a problem is cut up: the columns of a tile, and how many blocks share out its K. One part is
-// `persistent`.
+// How a problem is cut up: a tile's rows and columns, and how many blocks share out its K. `persistent` takes
+// tiles of 128 rows in one part, `split` the others.
 struct Cut {
-  int tile_n, parts;
+  int rows, columns, parts;
+
+  bool persistent() const { return rows == 128 && parts == 1; }
 };
 
-constexpr Cut kCuts[] = {{256, 1}, {128, 1}, {64, 1}, {128, 2}, {128, 4}, {64, 2}, {64, 4}};
+constexpr Cut kCuts[] = {{128, 256, 1}, {128, 128, 1}, {128, 64, 1}, {128, 128, 2}, {128, 128, 4}, {128, 64, 2},
+                         {128, 64, 4},  {64, 64, 1},   {64, 64, 2},  {64, 64, 4},   {64, 64, 8}};
 
 // About the clocks that a cut takes: of rounds of blocks, each a way to start, products, and a way to end.
+// Small tiles wait for more bytes a product; of the smallest two fit a multiprocessor.
 inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
-  const int64_t tiles = int64_t{tiles_of(m, 128)} * tiles_of(n, cut.tile_n) * batch;
-  const int64_t rounds = (tiles * cut.parts + multiprocessors - 1) / multiprocessors;
-  // Tiles of fewer columns wait for more bytes a product.
-  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * (cut.tile_n == 64 ? 320 : 4 * cut.tile_n);
-  return rounds * (products + 1000 + 4 * cut.tile_n + (cut.parts > 1 ? 2500 : 0));
+  const int64_t blocks = int64_t{tiles_of(m, cut.rows)} * tiles_of(n, cut.columns) * batch * cut.parts;
+  const bool two = cut.rows == 64 && blocks > multiprocessors;
+  const int64_t rounds = (blocks + multiprocessors - 1) / multiprocessors;
+  const int64_t a_tile = cut.columns == 64 ? (cut.rows == 64 && !two ? 260 : 320) : 4 * cut.columns;
+  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * a_tile;
+  const int64_t ends = 1000 + 4 * cut.columns + (cut.parts > 1 ? 1500 : 0);
+  return rounds * products + (two ? (rounds + 1) / 2 : rounds) * ends;
 }
 
 inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
+  const auto time = [&](const Cut& cut) { return clocks(cut, m, n, k, batch, multiprocessors); };
   Cut best = kCuts[0];
   for (const Cut& cut : kCuts) {
-    if (cut.parts > tiles_of(k, kTileK)) continue;
-    if (clocks(cut, m, n, k, batch, multiprocessors) < clocks(best, m, n, k, batch, multiprocessors)) {
-      best = cut;
-    }
+    if (cut.parts <= tiles_of(k, kTileK) && time(cut) < time(best)) best = cut;
   }
   return best;
 }
@@ -65,19 +69,20 @@ inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multipro
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const Cut cut = best_cut(call.m, call.n, call.k, call.batch, multiprocessors);
-  const int64_t tiles = int64_t{tiles_of(call.m, 128)} * tiles_of(call.n, cut.tile_n) * call.batch;
+  const int64_t tiles = int64_t{tiles_of(call.m, cut.rows)} * tiles_of(call.n, cut.columns) * call.batch;
   const auto persistent = [&](auto operands) {
     return launch_persistent<decltype(operands)>(call, multiprocessors, stream);
   };
   const auto split = [&](auto operands) {
     return launch_split<decltype(operands), false>(call, cut.parts, stream);
   };
-  if (cut.parts > 1) {
-    return cut.tile_n == 128 ? split(Operands<T, 128, 128, 6, kSwapA, kSwapB>())
-                             : split(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
+  if (cut.rows == 64) return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
+  if (!cut.persistent()) {
+    return cut.columns == 128 ? split(Operands<T, 128, 128, 6, kSwapA, kSwapB>())
+                              : split(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   }
-  if (cut.tile_n == 64) return persistent(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
-  if (cut.tile_n == 128) return persistent(Operands<T, 128, 128, 6, kSwapA, kSwapB>());
+  if (cut.columns == 64) return persistent(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
+  if (cut.columns == 128) return persistent(Operands<T, 128, 128, 6, kSwapA, kSwapB>());
   // Blocks that share tiles of b wait for each other: it pays from the second round on.
   return tiles <= multiprocessors ? persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB>())
                                   : persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>());
@@ -91,8 +96,9 @@ cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream
   const auto split = [&](auto operands) {
     using Found = decltype(operands);
     const int64_t tiles = int64_t{tiles_of(call.m, Found::kTileM)} * call.batch;
-    int parts = 8;
-    while (parts > 1 && (tiles * parts > multiprocessors || parts > tiles_of(call.k, kTileK))) parts /= 2;
+    int parts = 8;  // clusters lie within a GPC, of which large ones leave the last multiprocessors idle
+    const auto places = [&] { return parts > 2 ? multiprocessors / 11 * 10 : multiprocessors; };
+    while (parts > 1 && (tiles * parts > places() || parts > tiles_of(call.k, kTileK))) parts /= 2;
     return launch_split<Found, true>(call, parts, stream);
   };
   if constexpr (!kSwapB) {

@@ -79,6 +79,7 @@ struct Persistent {
       for (int64_t i = first; i < schedule.total(); i += step) {
         const Tile tile = place(i);
         float d[Operands::kTileN / 2];
+        out.fetch_bias(problem.epilogue, tile.column);
         pipeline.multiply(d, problem.tiles_of_k, warpgroup);
         out.run(d, problem.epilogue, problem.by_engine ? c : nullptr, problem.by_engine ? before : nullptr,
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);

@@ -39,28 +39,36 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __nv_bfloat16) {
 // same two in the row 8 below. They leave in chunks of 64 columns through two buffers of shared memory.
 template <typename T, int kN>
 class Store {
+  static constexpr int kBufferBytes = 64 * 64 * sizeof(T), kOfThread = (kN + 127) / 128;
+
  public:
-  static constexpr int kBufferBytes = 64 * 64 * sizeof(T), kBytes = 2 * kBufferBytes;
+  static constexpr int kBytes = 2 * kBufferBytes + kN * sizeof(float);
 
   __device__ Store(unsigned char* buffers, int warpgroup)
-      : buffers_(buffers), warpgroup_(warpgroup), thread_(threadIdx.x % 128) {}
+      : buffers_(buffers), bias_(reinterpret_cast<float*>(buffers + 2 * kBufferBytes)),
+        warpgroup_(warpgroup), thread_(threadIdx.x % 128) {}
+
+  // The bias of the columns from `column`, on its way while the products are.
+  __device__ __forceinline__ void fetch_bias(const Epilogue<T>& epilogue, int column) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) coming_[i] = epilogue.bias_at(column + i * 128 + thread_);
+  }
 
   // To rows from `row` and columns from `column` of a matrix: by the copy engine, if there are maps for it.
   __device__ __forceinline__ void run(float (&d)[kN / 2], const Epilogue<T>& epilogue, const CUtensorMap* c,
                                       const CUtensorMap* before, int row, int column, int matrix) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      if (i * 128 + thread_ < kN) bias_[i * 128 + thread_] = coming_[i];
+    }
+    warpgroup_sync(warpgroup_);
     if (epilogue.activation <= Activation::kRelu) {
 #pragma unroll
       for (int chunk = 0; chunk < kN / 64; ++chunk) {
         float x[32];
 #pragma unroll
         for (int i = 0; i < 32; ++i) x[i] = d[chunk * 32 + i];
-        add_bias(x, epilogue, column + 64 * chunk);
-        if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column + 64 * chunk, matrix);
-        if (epilogue.activation == Activation::kRelu) {
-#pragma unroll
-          for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
-        }
-        put(x, epilogue, epilogue.c, c, row, column + 64 * chunk, matrix);
+        leave<true>(x, epilogue, c, before, row, column, matrix, chunk);
       }
       return;
     }
@@ -72,49 +80,43 @@ class Store {
       for (int i = 0; i < 32; ++i) x[i] = d[i];
 #pragma unroll
       for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
-      add_bias(x, epilogue, column + 64 * chunk);
-      if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column + 64 * chunk, matrix);
-      activate<FastMath>(epilogue.activation, x);
-      put(x, epilogue, epilogue.c, c, row, column + 64 * chunk, matrix);
+      leave<false>(x, epilogue, c, before, row, column, matrix, chunk);
     }
   }
 
+  // Until shared memory is free again.
   __device__ __forceinline__ void end() const {
-    if (thread_ == 0) copies_out_done();
+    if (thread_ == 0) copies_out_read<0>();
   }
 
  private:
   __device__ __forceinline__ int column_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
-  __device__ __forceinline__ int row_of(int i) const {
-    return thread_ / 32 * 16 + thread_ % 32 / 4 + i % 4 / 2 * 8;
-  }
 
-  __device__ __forceinline__ void add_bias(float (&x)[32], const Epilogue<T>& epilogue, int column) const {
-    if (!epilogue.bias) return;
+  template <bool kReluAtMost>
+  __device__ __forceinline__ void leave(float (&x)[32], const Epilogue<T>& epilogue, const CUtensorMap* c,
+                                        const CUtensorMap* before, int row, int column, int matrix,
+                                        int chunk) {
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float bias = epilogue.bias_at(column + column_of(i + e));
-        x[i + e] += bias;
-        x[i + e + 2] += bias;
-      }
+      const float2 bias = *reinterpret_cast<const float2*>(bias_ + 64 * chunk + column_of(i));
+      x[i] += bias.x, x[i + 1] += bias.y, x[i + 2] += bias.x, x[i + 3] += bias.y;
     }
+    column += 64 * chunk;
+    if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column, matrix);
+    if constexpr (kReluAtMost) {
+      if (epilogue.activation == Activation::kRelu) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
+      }
+    } else {
+      activate<FastMath>(epilogue.activation, x);
+    }
+    put(x, epilogue, epilogue.c, c, row, column, matrix);
   }
 
+  // Through shared memory, in lines of 128 bytes as the copy engine's exchange has them.
   __device__ __forceinline__ void put(const float (&x)[32], const Epilogue<T>& epilogue, T* to,
                                       const CUtensorMap* map, int row, int column, int matrix) {
-    if (map) {
-      by_engine(x, map, row, column, matrix);
-      return;
-    }
-    // Rows are not a multiple of 16 bytes apart.
-#pragma unroll
-    for (int i = 0; i < 32; ++i) epilogue.write(to, matrix, row + row_of(i), column + column_of(i), x[i]);
-  }
-
-  __device__ __forceinline__ void by_engine(const float (&x)[32], const CUtensorMap* map, int row, int column,
-                                            int matrix) {
     if (thread_ == 0) copies_out_read<1>();
     warpgroup_sync(warpgroup_);
     unsigned char* buffer = buffers_ + turn_ * kBufferBytes;
@@ -128,13 +130,29 @@ class Store {
                             pack(x[8 * j + 2], x[8 * j + 3], T()), pack(x[8 * j + 4], x[8 * j + 5], T()),
                             pack(x[8 * j + 6], x[8 * j + 7], T()));
     }
-    shared_stores_to_copies();
+    if (map) {
+      shared_stores_to_copies();
+      warpgroup_sync(warpgroup_);
+      if (thread_ == 0) copy_out(map, column, row, matrix, buffer);
+      return;
+    }
+    // Rows are not a multiple of 16 bytes apart: neighbours go to neighbours, one by one.
     warpgroup_sync(warpgroup_);
-    if (thread_ == 0) copy_out(map, column, row, matrix, buffer);
+#pragma unroll 4
+    for (int i = thread_; i < 64 * 64; i += 128) {
+      const int r = i / 64, n = i % 64;
+      const unsigned char* from = buffer + r * 128 + ((n / 8) ^ (r % 8)) * 16 + n % 8 * 2;
+      if (row + r < epilogue.m && column + n < epilogue.n) {
+        to[(static_cast<int64_t>(matrix) * epilogue.m + row + r) * epilogue.n + column + n] =
+            *reinterpret_cast<const T*>(from);
+      }
+    }
   }
 
   unsigned char* const buffers_;
+  float* const bias_;
   const int warpgroup_, thread_;
+  float coming_[kOfThread];
   int turn_ = 0;  // of the buffers
 };
 

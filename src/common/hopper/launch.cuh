@@ -50,11 +50,23 @@ constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 template <>
 inline constexpr CUtensorMapDataType kMapType<__nv_bfloat16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
+// The driver's functions want a context, which a thread that has called none of the runtime's lacks: autograd's,
+// say, whose first call is ours.
+inline cudaError_t bind_context() {
+  thread_local const cudaError_t bound = [] {
+    int device;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaSetDevice(device) : error;
+  }();
+  return bound;
+}
+
 // Boxes of 64 columns and `box_rows` rows.
 template <typename T>
 cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
   EncodeTiled* const encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
+  if (const cudaError_t error = bind_context(); error != cudaSuccess) return error;
   const auto bytes = [](int64_t stride, int64_t size) -> cuuint64_t {
     return size == 1 ? 16 : stride * sizeof(T);  // a stride that nobody takes
   };

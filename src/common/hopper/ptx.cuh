@@ -145,10 +145,6 @@ __device__ __forceinline__ void copies_out_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void copies_out_done() {
-  asm volatile("cp.async.bulk.wait_group 0;" : : : "memory");
-}
-
 // Ordinary stores to shared memory before it, the copy engine's reads after it.
 __device__ __forceinline__ void shared_stores_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");

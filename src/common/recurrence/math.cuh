@@ -20,6 +20,17 @@ struct FastMath {
   __device__ static float sigmoid(float x) { return reciprocal(1.f + exp(-x)); }
   __device__ static float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + exp(2.f * x)); }
   __device__ static float elu(float x) { return x > 0.f ? x : exp(x) - 1.f; }
+  // By the tail 1 - Phi(|x|) = poly(t) e^(-x^2 / 2) / 2, t = 1 / (1 + p |x|): Abramowitz and Stegun, Handbook of
+  // Mathematical Functions, 7.1.26.
+  __device__ static float gelu(float x) {
+    const float size = fabsf(x), t = reciprocal(fmaf(.23164189f, size, 1.f));
+    float poly = fmaf(t, .5307027145f, -.726576013f);
+    poly = fmaf(t, poly, .7107068705f);
+    poly = fmaf(t, poly, -.142248368f);
+    poly = fmaf(t, poly, .127414796f);
+    const float below = x * (poly * t * exp(-.5f * x * x));
+    return x > 0.f ? x - below : below;
+  }
 };
 
 // 2^-11, by the chip's own tanh: for bfloat16, which rounds to 2^-9.

@@ -109,7 +109,8 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
 
 // Tiles of many rows read the weights less often, ones of few make more blocks. Four parts if all blocks then
 // have a multiprocessor of their own, two if a half. A block that has much of the product has few others
-// beside it that read the same rows: there a library's product is faster, and so is a kernel for each.
+// beside it that read the same rows: there a library's product and a kernel for the cell are faster. So are
+// they where a tile has 128 rows of more than three gates.
 inline StepTile step_tile(const Problem& p, const Chip& chip) {
   if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return {};
@@ -120,7 +121,8 @@ inline StepTile step_tile(const Problem& p, const Chip& chip) {
   const int64_t tiles = tiles_of(p.batch, rows) * columns, k = p.backward ? p.gates * p.hidden : p.hidden;
   int parts = 4 * tiles <= chip.multiprocessors ? 4 : tiles <= chip.multiprocessors ? 2 : 1;
   while (parts > 1 && parts * 64 > k) parts /= 2;
-  return k <= 1024 * parts ? StepTile{rows, parts} : StepTile{};
+  if (k > 1024 * parts || (rows > 64 && p.gates > 3)) return {};
+  return {rows, parts};
 }
 
 inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {

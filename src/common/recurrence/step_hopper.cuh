@@ -391,8 +391,10 @@ cudaError_t run_backward(const BackwardSequence<T>& s, int parts, cudaStream_t s
 template <class Cell, typename T>
 cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, const StepTile& tile, cudaStream_t stream) {
   using namespace hopper;
-  return tile.rows == 64 ? run_forward<ForwardStep<Cell, T, 64>>(s, tile.parts, stream)
-                         : run_forward<ForwardStep<Cell, T, 128>>(s, tile.parts, stream);
+  if constexpr (Cell::kGates <= 3) {
+    if (tile.rows == 128) return run_forward<ForwardStep<Cell, T, 128>>(s, tile.parts, stream);
+  }
+  return run_forward<ForwardStep<Cell, T, 64>>(s, tile.parts, stream);
 }
 
 template <class Cell, typename T>
