@@ -87,8 +87,8 @@ LLTM_HOST_DEVICE T silu_derivative(T x) {
   return y * (T(1) + x * (T(1) - y));
 }
 
-// The functions of cells and activations, exact to a few units in the last place (common/recurrence has faster
-// ones).
+// The functions of cells and activations, exact to a few units in the last place (common/recurrence has
+// faster ones).
 struct ExactMath {
   template <typename T>
   LLTM_HOST_DEVICE static T sigmoid(T x) {

@@ -35,26 +35,25 @@ Operand operand_b(const GemmArgs<T>& args) {
 }
 
 // How a problem is cut up: a tile's rows and columns, and how many blocks share out its K. `persistent` takes
-// tiles of 128 rows in one part, `split` the others.
+// those of one part, `split` the others.
 struct Cut {
   int rows, columns, parts;
-
-  bool persistent() const { return rows == 128 && parts == 1; }
 };
 
-constexpr Cut kCuts[] = {{128, 256, 1}, {128, 128, 1}, {128, 64, 1}, {128, 128, 2}, {128, 128, 4}, {128, 64, 2},
-                         {128, 64, 4},  {64, 64, 1},   {64, 64, 2},  {64, 64, 4},   {64, 64, 8}};
+constexpr Cut kCuts[] = {{128, 256, 1}, {128, 128, 1}, {64, 128, 1}, {128, 64, 1}, {128, 128, 2},
+                         {128, 128, 4}, {128, 64, 2},  {128, 64, 4}, {128, 64, 8}};
 
-// About the clocks that a cut takes: of rounds of blocks, each a way to start, products, and a way to end.
-// Small tiles wait for more bytes a product; of the smallest two fit a multiprocessor.
+// About the clocks that a cut takes, fitted to an H200: rounds of blocks, each with products, a way to start
+// and a way to end. Small tiles wait for more bytes a product.
 inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
   const int64_t blocks = int64_t{tiles_of(m, cut.rows)} * tiles_of(n, cut.columns) * batch * cut.parts;
-  const bool two = cut.rows == 64 && blocks > multiprocessors;
   const int64_t rounds = (blocks + multiprocessors - 1) / multiprocessors;
-  const int64_t a_tile = cut.columns == 64 ? (cut.rows == 64 && !two ? 260 : 320) : 4 * cut.columns;
-  const int64_t products = int64_t{tiles_of(k, kTileK * cut.parts)} * a_tile;
-  const int64_t ends = 1000 + 4 * cut.columns + (cut.parts > 1 ? 1500 : 0);
-  return rounds * products + (two ? (rounds + 1) / 2 : rounds) * ends;
+  const int64_t a_tile = cut.columns == 256 ? 1024 : cut.rows == 128 && cut.columns == 128 ? 530 : 400;
+  const int64_t ends = (cut.columns == 256   ? 3000
+                        : cut.columns == 128 ? 2000
+                                             : 1500) +
+                       (cut.parts > 1 ? 5500 : 0);
+  return rounds * (int64_t{tiles_of(k, kTileK * cut.parts)} * a_tile + ends);
 }
 
 inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
@@ -69,23 +68,25 @@ inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multipro
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const Cut cut = best_cut(call.m, call.n, call.k, call.batch, multiprocessors);
-  const int64_t tiles = int64_t{tiles_of(call.m, cut.rows)} * tiles_of(call.n, cut.columns) * call.batch;
   const auto persistent = [&](auto operands) {
     return launch_persistent<decltype(operands)>(call, multiprocessors, stream);
   };
   const auto split = [&](auto operands) {
     return launch_split<decltype(operands), false>(call, cut.parts, stream);
   };
-  if (cut.rows == 64) return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
-  if (!cut.persistent()) {
+  if (cut.parts > 1) {
     return cut.columns == 128 ? split(Operands<T, 128, 128, 6, kSwapA, kSwapB>())
                               : split(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   }
+  if (cut.rows == 64) return persistent(Operands<T, 64, 128, 8, kSwapA, kSwapB>());
   if (cut.columns == 64) return persistent(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   if (cut.columns == 128) return persistent(Operands<T, 128, 128, 6, kSwapA, kSwapB>());
-  // Blocks that share tiles of b wait for each other: it pays from the second round on.
-  return tiles <= multiprocessors ? persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB>())
-                                  : persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>());
+  // Blocks that share tiles of b wait for each other: it pays where they have several tiles and are all
+  // needed.
+  const int64_t rows = tiles_of(call.m, 128), tiles = rows * tiles_of(call.n, 256) * call.batch;
+  return tiles <= multiprocessors || (rows % 2 == 1 && rows < 16)
+             ? persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB>())
+             : persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>());
 }
 
 // Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:

@@ -7,9 +7,9 @@
 // of a cluster share out K, and sum their parts in a fixed order through each other's shared memory.
 #pragma once
 
-#include "gemm/hopper_epilogue.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
+#include "gemm/hopper_epilogue.cuh"
 #include "gemm/hopper_schedule.cuh"
 
 namespace lltm_ext {
@@ -31,16 +31,15 @@ struct Persistent {
   using Out = Store<T, Operands::kTileN>;
   static constexpr int kTileM = Operands::kTileM, kConsumers = Operands::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kShared = Operands::kBytes + kConsumers * Out::kBytes + kBarrierBytes;
+  static constexpr int kOperandsAndOut = Operands::kBytes + Out::bytes(kConsumers);
+  static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 
   // rows of the schedule are of kShare tiles, one a block of the cluster.
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
                              const CUtensorMap* before, const Problem<T>& problem, const Schedule& schedule) {
     unsigned char* shared = aligned_shared();
-    unsigned char* buffers = shared + Operands::kBytes;
-    auto& barriers =
-        *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(buffers + kConsumers * Out::kBytes);
-    Pipeline<Operands> pipeline(shared, barriers);
+    Pipeline<Operands> pipeline(
+        shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsAndOut));
     const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
     const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
@@ -75,7 +74,7 @@ struct Persistent {
       __syncwarp();
     } else {
       take_registers<kMultiplierRegisters>();
-      Out out(buffers + warpgroup * Out::kBytes, warpgroup);
+      Out out(shared + Operands::kBytes, warpgroup, kConsumers);
       for (int64_t i = first; i < schedule.total(); i += step) {
         const Tile tile = place(i);
         float d[Operands::kTileN / 2];
@@ -170,8 +169,8 @@ struct Split {
   }
 
   // Four values from this place of c, along it or, of the transpose, down.
-  __device__ static __forceinline__ void leave(float (&x)[4], const Epilogue<T>& epilogue, int matrix, int row,
-                                               int column) {
+  __device__ static __forceinline__ void leave(float (&x)[4], const Epilogue<T>& epilogue, int matrix,
+                                               int row, int column) {
     constexpr int kDown = kSwap, kAlong = !kSwap;
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] += epilogue.bias_at(column + kAlong * e);

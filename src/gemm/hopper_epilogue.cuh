@@ -1,9 +1,9 @@
 // The way of results out of a block on Hopper: bias, activation, rounding, and stores.
 #pragma once
 
+#include "common/hopper/ptx.cuh"
 #include "common/recurrence/math.cuh"
 #include "gemm/gemm.h"
-#include "common/hopper/ptx.cuh"
 
 namespace lltm_ext {
 namespace hopper {
@@ -42,11 +42,16 @@ class Store {
   static constexpr int kBufferBytes = 64 * 64 * sizeof(T), kOfThread = (kN + 127) / 128;
 
  public:
-  static constexpr int kBytes = 2 * kBufferBytes + kN * sizeof(float);
+  static constexpr int bytes(int warpgroups) {
+    return warpgroups * static_cast<int>(2 * kBufferBytes + kN * sizeof(float));
+  }
 
-  __device__ Store(unsigned char* buffers, int warpgroup)
-      : buffers_(buffers), bias_(reinterpret_cast<float*>(buffers + 2 * kBufferBytes)),
-        warpgroup_(warpgroup), thread_(threadIdx.x % 128) {}
+  // `shared` begins at a multiple of 1,024 bytes: first the buffers of all warpgroups, then their biases.
+  __device__ Store(unsigned char* shared, int warpgroup, int warpgroups)
+      : buffers_(shared + warpgroup * 2 * kBufferBytes),
+        bias_(reinterpret_cast<float*>(shared + warpgroups * 2 * kBufferBytes) + warpgroup * kN),
+        warpgroup_(warpgroup),
+        thread_(threadIdx.x % 128) {}
 
   // The bias of the columns from `column`, on its way while the products are.
   __device__ __forceinline__ void fetch_bias(const Epilogue<T>& epilogue, int column) {

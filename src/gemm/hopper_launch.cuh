@@ -66,7 +66,8 @@ cudaError_t launch_split(const Call<T>& call, int parts, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const Problem<T> problem = {call.epilogue, tiles_of(call.k, kTileK), call.a.batch > 1, call.b.batch > 1,
                               false};
-  const Schedule schedule = {tiles_of(call.m, Operands::kTileM), tiles_of(call.n, Operands::kTileN), call.batch};
+  const Schedule schedule = {tiles_of(call.m, Operands::kTileM), tiles_of(call.n, Operands::kTileN),
+                             call.batch};
   const auto kernel = gemm_split_kernel<Kernel, T>;
   error = allow_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;

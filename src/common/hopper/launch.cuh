@@ -50,8 +50,8 @@ constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 template <>
 inline constexpr CUtensorMapDataType kMapType<__nv_bfloat16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// The driver's functions want a context, which a thread that has called none of the runtime's lacks: autograd's,
-// say, whose first call is ours.
+// The driver's functions want a context, which a thread that has called none of the runtime's lacks:
+// autograd's, say, whose first call is ours.
 inline cudaError_t bind_context() {
   thread_local const cudaError_t bound = [] {
     int device;

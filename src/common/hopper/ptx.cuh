@@ -150,9 +150,12 @@ __device__ __forceinline__ void shared_stores_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
-// ---- launches that begin before the one before has ended, which only prepare until all that it wrote is there
+// ---- launches that begin before the one before has ended, which only prepare until all that it wrote is
+// there
 
-__device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+__device__ __forceinline__ void wait_for_launch_before() {
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+}
 __device__ __forceinline__ void let_next_launch_begin() {
   asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
@@ -199,9 +202,13 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
   LLTM_R32                                                                                                 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LLTM_R48 \
-  LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define LLTM_R128 LLTM_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LLTM_R48 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define LLTM_R128                                                                                         \
+  LLTM_R64                                                                                                \
+      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
+      "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
+      "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
+      "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define LLTM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define LLTM_F8(i) LLTM_F4(i), LLTM_F4(i + 4)
 #define LLTM_F16(i) LLTM_F8(i), LLTM_F8(i + 8)
@@ -227,13 +234,13 @@ struct Product;
                    : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kSwapA)), "n"(int(kSwapB))); \
     }                                                                                                  \
   };
-#define LLTM_PRODUCTS(TYPE, NAME)                                  \
-  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")          \
-  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")      \
-  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")   \
-  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")   \
-  LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")   \
-  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68")  \
+#define LLTM_PRODUCTS(TYPE, NAME)                                 \
+  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")         \
+  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")     \
+  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")  \
+  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")  \
+  LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
+  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
   LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
 LLTM_PRODUCTS(__half, "f16")
 LLTM_PRODUCTS(__nv_bfloat16, "bf16")

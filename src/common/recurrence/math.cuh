@@ -20,8 +20,8 @@ struct FastMath {
   __device__ static float sigmoid(float x) { return reciprocal(1.f + exp(-x)); }
   __device__ static float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + exp(2.f * x)); }
   __device__ static float elu(float x) { return x > 0.f ? x : exp(x) - 1.f; }
-  // By the tail 1 - Phi(|x|) = poly(t) e^(-x^2 / 2) / 2, t = 1 / (1 + p |x|): Abramowitz and Stegun, Handbook of
-  // Mathematical Functions, 7.1.26.
+  // By the tail 1 - Phi(|x|) = poly(t) e^(-x^2 / 2) / 2, t = 1 / (1 + p |x|): Abramowitz and Stegun, Handbook
+  // of Mathematical Functions, 7.1.26.
   __device__ static float gelu(float x) {
     const float size = fabsf(x), t = reciprocal(fmaf(.23164189f, size, 1.f));
     float poly = fmaf(t, .5307027145f, -.726576013f);

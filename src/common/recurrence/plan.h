@@ -22,8 +22,8 @@ struct Variant {
 // The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
 // one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md).
 constexpr Variant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4},    {Algorithm::kGrid, false, 1, 4},
-    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8},    {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4}, {Algorithm::kGrid, false, 1, 4},
+    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8}, {Algorithm::kCluster, false, 4, 8},
     {Algorithm::kGrid, true, 2, 4},     {Algorithm::kGrid, true, 2, 8},
 };
 constexpr Variant kFloatVariants[] = {

@@ -202,8 +202,8 @@ struct BackwardStep {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       store(s.grad_gates + (in_chunk * kGates + g) * s.hidden + unit, grad_gates[g]);
-      if (s.grad_bias) add(s.grad_bias + (static_cast<int64_t>(row) * kGates + g) * s.hidden + unit,
-                           grad_gates[g]);
+      if (s.grad_bias)
+        add(s.grad_bias + (static_cast<int64_t>(row) * kGates + g) * s.hidden + unit, grad_gates[g]);
     }
   }
 
@@ -288,8 +288,13 @@ struct StepKernel {
 
    public:
     __device__ Finish(const Arguments& args, int step, int row, int unit, int part, int parts)
-        : args_(args), step_(step), row_(row), unit_(unit), parts_(parts),
-          first_(Step::kRows / parts * part), pieces_(Step::kRows / parts * kPerRow) {}
+        : args_(args),
+          step_(step),
+          row_(row),
+          unit_(unit),
+          parts_(parts),
+          first_(Step::kRows / parts * part),
+          pieces_(Step::kRows / parts * kPerRow) {}
 
     __device__ __forceinline__ void load(int begin) {
 #pragma unroll
@@ -329,8 +334,7 @@ struct StepKernel {
     __device__ __forceinline__ Piece piece(int begin, int i) const {
       const int at = begin + i * kMultipliers + threadIdx.x;
       const int row = first_ + at / kPerRow, unit = at % kPerRow * 4;
-      return {row, unit,
-              at < pieces_ && row_ + row < args_.s.steps.batch && unit_ + unit < args_.s.hidden};
+      return {row, unit, at < pieces_ && row_ + row < args_.s.steps.batch && unit_ + unit < args_.s.hidden};
     }
 
     const Arguments& args_;
@@ -405,8 +409,8 @@ cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, const StepTi
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                               \
-  template cudaError_t lltm_ext::recurrence_steps_forward<Cell, T>(const ForwardSequence<T>&,               \
-                                                                   const StepTile&, cudaStream_t);          \
-  template cudaError_t lltm_ext::recurrence_steps_backward<Cell, T>(const BackwardSequence<T>&,             \
+#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                      \
+  template cudaError_t lltm_ext::recurrence_steps_forward<Cell, T>(const ForwardSequence<T>&,      \
+                                                                   const StepTile&, cudaStream_t); \
+  template cudaError_t lltm_ext::recurrence_steps_backward<Cell, T>(const BackwardSequence<T>&,    \
                                                                     const StepTile&, cudaStream_t);
