@@ -240,27 +240,24 @@ struct StepKernel {
     const int row = blockIdx.y * Step::kRows, unit = blockIdx.x * Step::kUnits;
     const int tiles = Step::tiles_of_k(args, step);
     const int begin = tiles * part / parts, end = tiles * (part + 1) / parts;
+    const bool fetches = threadIdx.x >= kMultipliers;
+    float d[Operands::kTileN / 2];
     Sums sums(shared);
-    if (threadIdx.x >= kMultipliers) {
+    Finish cells(args, step, row, unit, part, parts);
+    if (fetches) {
       if (threadIdx.x == kMultipliers) fetch(pipeline, args, step, row, unit, begin, end);
       __syncwarp();
-      if (tiles > 0) {
-        __syncthreads();
-        cluster_sync();
-      }
     } else {
       wait_for_launch_before();
-      Finish cells(args, step, row, unit, part, parts);
       cells.load(0);  // while the product is under way
-      if (tiles > 0) {
-        float d[Operands::kTileN / 2];
-        pipeline.multiply(d, end - begin, threadIdx.x / 128);
-        __syncthreads();  // nobody multiplies from the stages any more: the sums take their place
-        sums.write(d, threadIdx.x / 128);
-        cluster_sync();
-      }
-      cells.run(sums, tiles > 0);
+      if (tiles > 0) pipeline.multiply(d, end - begin, threadIdx.x / 128);
     }
+    if (tiles > 0) {
+      __syncthreads();  // nobody multiplies from the stages any more: the sums take their place
+      if (!fetches) sums.write(d, threadIdx.x / 128);
+      cluster_sync();
+    }
+    if (!fetches) cells.run(sums, tiles > 0);
     cluster_sync();  // the others have read this block's part
   }
 
