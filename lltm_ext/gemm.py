@@ -138,7 +138,8 @@ def gemm(
         precision: ``"ieee"``, which is products and sums in float64 for float64, else in float32.
         out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
-        Any strides: a transposed, expanded or misaligned operand is read where it lies, without a copy. Any
+        Any strides: a transposed or expanded operand is read where it lies, without a copy. (On Hopper one in
+        half types whose rows are not a multiple of 16 bytes apart is copied first, where that is faster.) Any
         sizes, 0 too (with K = 0 the product is 0). All tensors are of one dtype and on one device.
 
     Returns:
