@@ -269,8 +269,9 @@ class TestGemm(SmoothSuite):
             lltm_ext.gemm(*operands(Make(), 4, 3, 5), out=out)
 
     @activations
-    def test_nan_and_infinity_reach_their_row_and_column_alone(self, activation, dtype, device):
-        a, b = operands(Make(dtype, device), 20, 9, 20)
+    @pytest.mark.parametrize("sizes", [(20, 9, 20), (20, 16, 24), (200, 16, 200)], ids=str)
+    def test_nan_and_infinity_reach_their_row_and_column_alone(self, sizes, activation, dtype, device):
+        a, b = operands(Make(dtype, device), *sizes)
         b = b.abs() + 0.1
         good = lltm_ext.gemm(a, b, activation=activation)
         for value in (torch.nan, torch.inf):
@@ -280,7 +281,7 @@ class TestGemm(SmoothSuite):
             # In float64: torch's gelu of infinity is NaN in float32.
             expected = gemm_reference(spoilt.double(), b.double(), activation=activation).to(dtype)
             torch.testing.assert_close(c[7], expected[7], equal_nan=True)
-            others = torch.arange(20, device=device) != 7
+            others = torch.arange(len(a), device=device) != 7
             assert_same_bits([c[others]], [good[others]])
 
     def test_float32_is_not_computed_in_tf32(self, device):

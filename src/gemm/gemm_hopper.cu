@@ -90,8 +90,7 @@ cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream
 }
 
 // Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:
-// many blocks a multiprocessor, each with much on its way. Two share out K where there are blocks for half
-// of the multiprocessors.
+// many blocks a multiprocessor, each with much on its way. As many share out K as leave all of them places.
 template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const auto split = [&](auto operands) {
@@ -119,8 +118,9 @@ template <typename T>
 bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
   using namespace hopper;
   return compute_capability == 90 && args.m > 0 && args.n > 0 && args.k > 0 &&
-         std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 && operand_a(args).readable &&
-         operand_b(args).readable;
+         std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
+         int64_t{tiles_of(args.n, 64)} * args.batch <= INT32_MAX &&  // blocks of a grid, for few rows
+         operand_a(args).readable && operand_b(args).readable;
 }
 
 template <typename T>

@@ -1,6 +1,6 @@
 // gemm in half types on Hopper: the copy engine (TMA) brings tiles to shared memory, warpgroups multiply them
-// there (wgmma), the copy engine takes results out. A block has one warpgroup that fetches and two that
-// multiply, 64 rows of c each.
+// there (wgmma), the copy engine takes results out. A block has one or two warpgroups that multiply, 64 rows
+// of c each, and a warp beside them that fetches.
 //
 // Two kernels. In `persistent`, a block works through many tiles of c, and fetches those of the next while
 // the last one leaves; clusters of two blocks share b's tiles. In `split`, for a c of few tiles, the blocks

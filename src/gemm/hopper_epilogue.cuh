@@ -131,9 +131,9 @@ class Store {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int piece = (2 * j + lane / 16) ^ (line % 8);
-      store_matrices<false>(start + piece * 16, pack(x[8 * j], x[8 * j + 1], T()),
-                            pack(x[8 * j + 2], x[8 * j + 3], T()), pack(x[8 * j + 4], x[8 * j + 5], T()),
-                            pack(x[8 * j + 6], x[8 * j + 7], T()));
+      store_matrices(start + piece * 16, pack(x[8 * j], x[8 * j + 1], T()),
+                     pack(x[8 * j + 2], x[8 * j + 3], T()), pack(x[8 * j + 4], x[8 * j + 5], T()),
+                     pack(x[8 * j + 6], x[8 * j + 7], T()));
     }
     if (map) {
       shared_stores_to_copies();

@@ -255,21 +255,13 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, int block) {
 }
 
 // Four 8 x 8 matrices of 2-byte values from a warp's registers to shared memory; lane l says where row l % 8
-// of matrix l / 8 goes. kTranspose: columns become rows.
-template <bool kTranspose>
+// of matrix l / 8 goes.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
                                                uint32_t m3) {
-  if constexpr (kTranspose) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
-                 : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
-                 : "memory");
-  }
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
 }
 
 }  // namespace hopper

@@ -23,13 +23,13 @@ struct FastMath {
   // By the tail 1 - Phi(|x|) = poly(t) e^(-x^2 / 2) / 2, t = 1 / (1 + p |x|): Abramowitz and Stegun, Handbook
   // of Mathematical Functions, 7.1.26.
   __device__ static float gelu(float x) {
-    const float size = fabsf(x), t = reciprocal(fmaf(.23164189f, size, 1.f));
+    const float size = fminf(fabsf(x), 20.f), t = reciprocal(fmaf(.23164189f, size, 1.f));  // there it is 0
     float poly = fmaf(t, .5307027145f, -.726576013f);
     poly = fmaf(t, poly, .7107068705f);
     poly = fmaf(t, poly, -.142248368f);
     poly = fmaf(t, poly, .127414796f);
-    const float below = x * (poly * t * exp(-.5f * x * x));
-    return x > 0.f ? x - below : below;
+    const float tail = poly * t * exp(-.5f * size * size);
+    return x > 0.f ? x - size * tail : x * tail;
   }
 };
 

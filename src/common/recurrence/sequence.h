@@ -10,8 +10,8 @@
 //
 // T is the length, B the batch, I the input size, H the hidden size, G the number of gates. The input
 // projection of all steps is one matrix product before the loop, the weights' gradients one after it. The
-// loop itself is a persistent kernel (engine.h) or, for what that does not take, a product and a pointwise
-// kernel a step.
+// loop itself is the engine's (engine.h): a persistent kernel, or a kernel a step. What that does not take is
+// a product and a pointwise kernel a step.
 //
 // Packed sequences come as the rows of all steps, one step after the other ([N, I], longest sequence first),
 // with the number of rows in each; a dense input is the case of B rows in each. `reverse` walks from the last
@@ -346,7 +346,7 @@ struct SequenceOps {
     }
   }
 
-  // All steps in one kernel. False if the GPU has no room for it now; nothing has run then.
+  // All steps by the engine. False if the GPU has no room for its kernel now; nothing has run then.
   static bool forward_at_once(const Outputs& out, const at::Tensor& c, const at::Tensor& h0,
                               const at::Tensor& weight_hh, at::OptionalIntArrayRef batch_sizes,
                               int64_t length, bool reverse, const Plan& plan, c10::string_view algorithm) {
@@ -376,7 +376,7 @@ struct SequenceOps {
             first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
   }
 
-  // Calls f(Type<T>{}, stream) for the types that the persistent kernels take.
+  // Calls f(Type<T>{}, stream) for the types that the engine takes.
   template <typename F>
   static bool launch_at_once(const char* kernel, const at::Tensor& like, const Plan& plan,
                              c10::string_view algorithm, F&& f) {
@@ -539,7 +539,7 @@ struct SequenceOps {
     }
   }
 
-  // The same in one kernel. False if the GPU has no room for it now; nothing has run then.
+  // The same by the engine. False if the GPU has no room for its kernel now; nothing has run then.
   static bool backward_at_once(const at::Tensor& grad_gates, const Carried& carried,
                                const at::Tensor& grad_output, const at::Tensor& gates,
                                const at::Tensor& extra, const at::Tensor& weight_hh_t,
