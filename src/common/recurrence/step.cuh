@@ -7,25 +7,42 @@
 
 namespace lltm_ext {
 
+// It may begin before the product that it takes is there.
 template <class Cell, class Step, typename T>
 __global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
   CUDA_KERNEL_LOOP(i, step.batch * step.hidden) {
     step_unit<Cell, typename MathOf<T>::type>(step, i / step.hidden, i % step.hidden);
   }
 }
 
-template <class Cell, typename T>
-cudaError_t recurrence_step(const StepForward<T>& step, cudaStream_t stream) {
-  recurrence_step_kernel<Cell, StepForward<T>, T>
-      <<<blocks_for(step.batch * step.hidden), kThreads, 0, stream>>>(step);
-  return cudaGetLastError();
+template <class Cell, typename T, class Step>
+cudaError_t launch_step(const Step& step, cudaStream_t stream) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks_for(step.batch * step.hidden));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, recurrence_step_kernel<Cell, Step, T>, step);
 }
 
 template <class Cell, typename T>
+cudaError_t recurrence_step(const StepForward<T>& step, cudaStream_t stream) {
+  return launch_step<Cell, T>(step, stream);
+}
+template <class Cell, typename T>
 cudaError_t recurrence_step(const StepBackward<T>& step, cudaStream_t stream) {
-  recurrence_step_kernel<Cell, StepBackward<T>, T>
-      <<<blocks_for(step.batch * step.hidden), kThreads, 0, stream>>>(step);
-  return cudaGetLastError();
+  return launch_step<Cell, T>(step, stream);
 }
 
 }  // namespace lltm_ext
