@@ -18,6 +18,7 @@ import lltm_ext
 LAYOUTS = ("NN", "NT", "TN", "TT")
 HALF = ("bfloat16", "float16")
 SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
+PRECISION = "float32 by matrix units"
 # M, K, N
 ODD_SHAPES = {
     "primes": (1009, 1013, 1019),
@@ -60,6 +61,29 @@ def fused(activation: str, backward: bool) -> dict[str, Callable[..., Any]]:
     return {
         OURS: trained(lambda a, b, bias: lltm_ext.gemm(a, b, bias=bias, activation=activation)),
         "torch": trained(lambda a, b, bias: function(torch.addmm(bias, a, b))),
+    }
+
+
+def with_precision(precision: str) -> dict[str, Callable[..., Any]]:
+    """float32; torch's beside tf32 may use TF32 too."""
+
+    def torchs(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            return torch.matmul(a, b)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+    return {OURS: lambda a, b, bias: lltm_ext.gemm(a, b, precision=precision), "torch": torchs}
+
+
+def errors(device: torch.device, calls: dict[str, Callable[..., Any]], n: int) -> dict[str, float]:
+    """Relative L2 errors against float64."""
+    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    exact = a.double() @ b.double()
+    return {
+        f"{name} error": float((call(a, b, a[0]).double() - exact).norm() / exact.norm())
+        for name, call in calls.items()
     }
 
 
@@ -133,12 +157,20 @@ def main() -> None:
                 more = {"activation": activation, "backward": backward}
                 calls = fused(activation, backward)
                 rows.append(measure(bench, FUSED, "bfloat16", "NT", (m, k, m), calls, **more))
+    for precision in ("bf16x6", "bf16x9", "tf32"):
+        calls = with_precision(precision)
+        more = {"precision": precision, **errors(bench.device, calls, 256 if args.small else 2048)}
+        for n in sizes if args.small else sizes[1:]:
+            rows += [
+                measure(bench, PRECISION, "float32", layout, (n, n, n), calls, **more) for layout in LAYOUTS
+            ]
     found = ["m", "k", "n", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s", "ours / torch"]
     columns = {
         SQUARE: ["dtype", "layout", *found],
         FEW_ROWS: ["dtype", *found],
         ODD: ["dtype", "shape", *found],
         FUSED: ["activation", "backward", *found],
+        PRECISION: ["precision", "layout", *found, f"{OURS} error", "torch error"],
     }
     finish("gemm", args, rows, columns, claims(rows))
 
@@ -147,9 +179,14 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
     """The geometric mean and the worst of each part."""
     groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
     groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
+    ratios_of = {
+        name: [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
+        for name, (part, dtypes) in groups.items()
+    }
+    for precision in ("bf16x6", "bf16x9", "tf32"):
+        ratios_of[precision] = [row["ours / torch"] for row in rows if row.get("precision") == precision]
     found = []
-    for name, (part, dtypes) in groups.items():
-        ratios = [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
+    for name, ratios in ratios_of.items():
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         found.append(f"{name}: {mean:.3f} x torch's rate (geometric mean), {min(ratios):.3f} at the worst")
     return found
@@ -179,12 +216,30 @@ def draw(record: dict[str, Any]) -> Any:
     grid[0][0].set_ylabel("TFLOP/s")
     for axes, part in zip(grid[1], (FEW_ROWS, ODD, FUSED), strict=False):
         ratios(axes, part, [row for row in record["rows"] if row["part"] == part])
-    for axes in grid[1][3:]:
-        axes.set_axis_off()
+    for axes in grid[1][3:4]:
+        precisions(axes, [row for row in record["rows"] if row["part"] == PRECISION])
     handles = [Line2D([], [], color=color(name, names), linewidth=3, label=name) for name in names]
     handles += [Line2D([], [], color=INK, linestyle=style, label=layout) for layout, style in styles.items()]
     figure.legend(handles=handles, loc="outside right upper")
     return figure
+
+
+def precisions(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """TFLOP/s of each precision, and of torch's IEEE and TF32 products, in layout NN."""
+    names = ["torch", OURS]
+    for precision, style in (("bf16x6", "-"), ("bf16x9", "--"), ("tf32", ":")):
+        here = [row for row in rows if row["precision"] == precision and row["layout"] == "NN"]
+        for name in names if precision != "bf16x9" else names[1:]:
+            label = (
+                f"{OURS} {precision}" if name == OURS else "torch" + (" tf32" if precision == "tf32" else "")
+            )
+            points = series(here, "n", f"{name} TFLOP/s")
+            axes.plot(*points, style, color=color(name, names), marker=".", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(PRECISION, loc="left")
+    axes.set_xlabel("M = N = K")
+    axes.legend(fontsize=7)
 
 
 def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:

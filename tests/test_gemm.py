@@ -1,4 +1,5 @@
 import concurrent.futures
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -444,6 +445,57 @@ def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         found = thread.submit(lltm_ext.gemm, a, b).result()
     assert_same_bits([found], [expected])
+
+
+PRECISIONS = ("ieee", "bf16x6", "bf16x9", "tf32")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def error_of(product, a, b):
+    exact = a.double() @ b.double()
+    return ((product.double() - exact).norm() / exact.norm()).item()
+
+
+@devices
+@pytest.mark.parametrize("scaled", [False, True], ids=["well scaled", "ill scaled"])
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions_are_as_exact_as_they_say(precision, layout, scaled, device):
+    make = Make(torch.float32, device)
+    a, b = operands(make, 515, 2055, 390)
+    if scaled:  # rows and columns over twenty orders of magnitude
+        a, b = (x * torch.exp2(make(n, 1, scale=10)) for x, n in ((a, 515), (b, 2055)))
+    if layout[0] == "T":
+        a = transposed(a)
+    if layout[1] == "T":
+        b = transposed(b)
+    product = lltm_ext.gemm(a, b, precision=precision)
+    torchs = error_of(torch.matmul(a, b), a, b)
+    bound = {"bf16x6": 2 * torchs, "bf16x9": 1.2 * torchs, "tf32": 2e-3, "ieee": 2 * torchs}[precision]
+    assert error_of(product, a, b) <= max(bound, 2e-7)
+    assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [product])
+
+
+@devices
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_precisions_take_batches_bias_and_activations(name, precision, device):
+    call = broadcast(name, activation="silu")(Make(torch.float32, device))
+    f = functools.partial(lltm_ext.gemm, precision=precision)
+    outputs, gradients = forward_and_gradients(f, call)
+    exact, exact_gradients = forward_and_gradients(
+        gemm_reference, call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    loose = torch.float16 if precision == "tf32" else torch.float32
+    assert_all_near(outputs, exact, FORWARD[loose])
+    assert_all_near(gradients, exact_gradients, BACKWARD[loose])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_other_types_compute_as_always(precision):
+    for dtype in (torch.float16, torch.bfloat16, DOUBLE):
+        a, b = operands(Make(dtype), 17, 40, 9)
+        assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [lltm_ext.gemm(a, b)])
 
 
 class TestLinear(ModuleSuite):

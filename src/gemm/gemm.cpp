@@ -59,9 +59,24 @@ Activation activation_of(const char* op, OptionalName name) {
                     *name, "'");
 }
 
-void check_precision(const char* op, string_view name) {
-  TORCH_CHECK_VALUE(name == "ieee", op, ": expected precision 'ieee', got '", name, "'");
+constexpr std::pair<string_view, Precision> kPrecisions[] = {
+    {"ieee", Precision::kIeee},
+    {"bf16x6", Precision::kBf16x6},
+    {"bf16x9", Precision::kBf16x9},
+    {"tf32", Precision::kTf32},
+};
+
+Precision precision_of(const char* op, string_view name) {
+  for (const auto& [known, precision] : kPrecisions) {
+    if (name == known) return precision;
+  }
+  TORCH_CHECK_VALUE(false, op, ": expected precision 'ieee', 'bf16x6', 'bf16x9' or 'tf32', got '", name, "'");
 }
+
+struct How {
+  Activation activation;
+  Precision precision;
+};
 
 // ---- Shapes. 3-D operands are batches of matrices; a single matrix, or a batch of one, serves all of the
 // other's batch.
@@ -148,7 +163,7 @@ bool pays_to_align(const at::Tensor& a, const at::Tensor& b) {
 
 // c = activation(a @ b + bias), all checked; c is contiguous, and so is `before`, which is c before the
 // activation, or undefined.
-void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, Activation activation, const at::Tensor& c,
+void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const How& how, const at::Tensor& c,
          const at::Tensor& before = {}) {
   if (c.is_meta() || c.numel() == 0) return;
   if (!is_batch(b)) a = one_matrix(a);
@@ -171,29 +186,39 @@ void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, Activation activati
     args.m = a.size(-2);
     args.n = b.size(-1);
     args.k = a.size(-1);
-    args.activation = activation;
+    args.activation = how.activation;
+    args.precision = how.precision;
+    args.workspace = nullptr;
+    at::Tensor workspace;
+#ifdef LLTM_EXT_WITH_CUDA
+    if constexpr (sizeof...(stream) > 0) {
+      if (const int64_t bytes = gemm_workspace_bytes(args); bytes > 0) {
+        workspace = at::empty({bytes}, a.options().dtype(at::kByte));
+        args.workspace = workspace.mutable_data_ptr();
+      }
+    }
+#endif
     return gemm(args, stream...);
   });
 }
 
 // ---- The implementations.
 
-// The checks of all of them; returns the activation.
-Activation check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
-                 string_view precision) {
+// The checks of all of them.
+How check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
+          string_view precision) {
   check_operands("gemm", a, b);
   check_bias("gemm", bias, a, b);
-  check_precision("gemm", precision);
-  return activation_of("gemm", activation);
+  return {activation_of("gemm", activation), precision_of("gemm", precision)};
 }
 
 at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
                    OptionalName activation, string_view precision) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const Activation f = check(a, b, bias, activation, precision);
+  const How how = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-  run(a, b, bias, f, c);
+  run(a, b, bias, how, c);
   return c;
 }
 
@@ -202,27 +227,27 @@ std::tuple<at::Tensor, at::Tensor> forward_with_input(const at::Tensor& a, const
                                                       const OptionalTensor& optional_bias,
                                                       OptionalName activation, string_view precision) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const Activation f = check(a, b, bias, activation, precision);
+  const How how = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
   at::Tensor before = at::empty_like(c);
-  run(a, b, bias, f, c, before);
+  run(a, b, bias, how, c, before);
   return {c, before};
 }
 
 void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
                  OptionalName activation, string_view precision, at::Tensor out) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const Activation f = check(a, b, bias, activation, precision);
+  const How how = check(a, b, bias, activation, precision);
   CHECK_SAME("gemm", out, a);
   check_shape("gemm", "out", out, output_sizes(a, b), out.dim() == 3 ? "[B, M, N]" : "[M, N]");
   const KernelGuard guard(a);
   const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
   if (out.is_contiguous() && !overlaps) {
-    run(a, b, bias, f, out);
+    run(a, b, bias, how, out);
   } else {
     const at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-    run(a, b, bias, f, c);
+    run(a, b, bias, how, c);
     out.copy_(c);
   }
 }
@@ -444,7 +469,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           CHECK_SAME("gemm.gemm", c, a);
           check_shape("gemm.gemm", "c", c, output_sizes(a, b), a.dim() == 3 ? "[B, M, N]" : "[M, N]");
           const KernelGuard guard(a);
-          run(a, b, at::Tensor(), Activation::kNone, c);
+          run(a, b, at::Tensor(), {Activation::kNone, Precision::kIeee}, c);
           // Autograd, which may have saved c, learns that it has changed.
           if (!c.is_inference()) c.unsafeGetTensorImpl()->bump_version();
         }),

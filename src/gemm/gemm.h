@@ -17,6 +17,11 @@ enum class Activation : int32_t { kNone, kRelu, kSigmoid, kTanh, kElu, kGelu, kG
 // takes the input.
 constexpr bool saves_output(Activation activation) { return activation <= Activation::kElu; }
 
+// How float32 products are computed, for those who ask: as three bfloat16 each, of whose nine products the
+// six or all nine that matter are summed in float32; or rounded to TF32. A chip without kernels for it, and
+// any other type, computes as kIeee does.
+enum class Precision { kIeee, kBf16x6, kBf16x9, kTf32 };
+
 // x[i] = activation(x[i]): one branch for all N.
 template <class Math = ExactMath, int N, typename A>
 LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
@@ -94,6 +99,8 @@ struct GemmArgs {
   T* before;  // the same before the activation, or null
   int64_t batch, m, n, k;
   Activation activation;
+  Precision precision;
+  void* workspace;  // gemm_workspace_bytes of it
 };
 
 // c = activation(a @ b + bias), summed and activated in the accumulate type, rounded once.
@@ -105,6 +112,9 @@ void gemm_activation_backward(Activation activation, const T* grad_output, const
                               int64_t n);
 
 #ifdef LLTM_EXT_WITH_CUDA
+// Of the current device's memory, for what gemm makes of its operands.
+template <typename T>
+int64_t gemm_workspace_bytes(const GemmArgs<T>& args);
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
 template <typename T>

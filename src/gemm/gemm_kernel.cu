@@ -5,6 +5,7 @@
 #include "gemm/gemm.h"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
+#include "gemm/gemm_hopper_float.h"
 #include "gemm/gemm_tensor.cuh"
 
 namespace lltm_ext {
@@ -48,11 +49,29 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
 #endif
     return large ? launch_tensor<128>(args, stream) : launch_tensor<64>(args, stream);
   } else if constexpr (sizeof(T) == 4) {
+#ifdef LLTM_EXT_SM90A
+    if (hopper_takes(args, chip.compute_capability)) {
+      return gemm_on_hopper(args, chip.multiprocessors, stream);
+    }
+#endif
     return large ? launch_ffma<FfmaTile<T, 128, 128, 16, 8, 8, 2>>(args, stream)
                  : launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 4>>(args, stream);
   } else {
     return launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 3>>(args, stream);
   }
+}
+
+template <typename T>
+int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
+#ifdef LLTM_EXT_SM90A
+  if constexpr (sizeof(T) == 4) {
+    Chip chip;
+    if (current_chip(chip) == cudaSuccess && hopper_takes(args, chip.compute_capability)) {
+      return hopper_workspace_bytes(args);
+    }
+  }
+#endif
+  return 0;
 }
 
 template <typename T>
@@ -62,6 +81,7 @@ cudaError_t gemm_activation_backward(Activation activation, const T* grad_output
 }
 
 #define INSTANTIATE(T)                                         \
+  template int64_t gemm_workspace_bytes(const GemmArgs<T>&);   \
   template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t); \
   template cudaError_t gemm_activation_backward(Activation, const T*, const T*, T*, int64_t, cudaStream_t);
 INSTANTIATE(float)

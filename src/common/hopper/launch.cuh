@@ -61,7 +61,10 @@ inline cudaError_t bind_context() {
   return bound;
 }
 
-// Boxes of 64 columns and `box_rows` rows.
+template <>
+inline constexpr CUtensorMapDataType kMapType<float> = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+
+// Boxes of 128 bytes of columns and `box_rows` rows.
 template <typename T>
 cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
   EncodeTiled* const encode = encode_tiled();
@@ -73,7 +76,7 @@ cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows),
                               static_cast<cuuint64_t>(x.batch)};
   const cuuint64_t strides[] = {bytes(x.row_stride, x.rows), bytes(x.batch_stride, x.batch)};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {128 / sizeof(T), static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1};
   const CUresult result = encode(&map, kMapType<T>, 3, const_cast<void*>(x.data), sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -10,7 +10,10 @@
 namespace lltm_ext {
 namespace hopper {
 
-constexpr int kTileK = 64, kLineBytes = 128, kBlockBytes = 64 * kLineBytes;
+constexpr int kLineBytes = 128, kBlockBytes = 64 * kLineBytes;
+template <typename T>
+constexpr int kTileKOf = kLineBytes / sizeof(T);
+constexpr int kTileK = kTileKOf<__half>;
 
 // kTileM: 64 rows for each warpgroup that multiplies. kSwapA, kSwapB: the operand lies with M or N side by
 // side. kShare: so many blocks of a cluster have the same columns of c, and each fetches its part of b for
@@ -24,7 +27,8 @@ struct Operands {
   static constexpr int kBytesA = kTileM * kLineBytes, kBytesB = kTileN * kLineBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBytes = kStages * kStageBytes;
-  static_assert(sizeof(T) == 2, "a line is 64 values of 2 bytes");
+  static constexpr int kTileK = kTileKOf<T>;
+  static_assert(sizeof(T) == 2 || (!kSwapA && !kSwapB), "float operands lie with K side by side");
   static_assert(!kSwapB || kTileN % (64 * kShare) == 0, "a swapped operand is fetched in blocks of 64");
   static_assert(kStageBytes % 1024 == 0, "what the copy engine exchanges starts at multiples of 1,024 bytes");
 };
@@ -123,7 +127,7 @@ class Pipeline {
       products_fence(d);
       products_begin();
 #pragma unroll
-      for (int k = 0; k < kTileK / 16; ++k) {
+      for (int k = 0; k < kLineBytes / 32; ++k) {
         constexpr int kStepA = Operands::kSwapA ? 16 * kLineBytes : 32;
         constexpr int kStepB = Operands::kSwapB ? 16 * kLineBytes : 32;
         Product<T, Operands::kTileN, Operands::kSwapA, Operands::kSwapB>::run(

@@ -242,6 +242,21 @@ struct Product;
   LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
   LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
   LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
+// Of float32, whose last 13 bits the multipliers leave out: with K side by side.
+#define LLTM_PRODUCT_TF32(N, COUNT, A, B, KEEP)                                                        \
+  template <>                                                                                          \
+  struct Product<float, N, false, false> {                                                             \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) { \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
+                   ", 0;\n"                                                                            \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LLTM_R##COUNT          \
+                   "}, %" A ", %" B ", keep, 1, 1;\n}"                                                 \
+                   : LLTM_F##COUNT(0)                                                                  \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)));                                     \
+    }                                                                                                  \
+  };
+LLTM_PRODUCT_TF32(128, 64, "64", "65", "66")
+LLTM_PRODUCT_TF32(256, 128, "128", "129", "130")
 LLTM_PRODUCTS(__half, "f16")
 LLTM_PRODUCTS(__nv_bfloat16, "bf16")
 
