@@ -452,8 +452,10 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 
 
 def error_of(product, a, b):
-    exact = a.double() @ b.double()
-    return ((product.double() - exact).norm() / exact.norm()).item()
+    """Of an element in the mean, relative to the lengths of its row and its column: all scales count alike."""
+    a, b = a.double(), b.double()
+    lengths = a.norm(dim=1, keepdim=True) * b.norm(dim=0, keepdim=True)
+    return ((product.double() - a @ b) / lengths).square().mean().sqrt().item()
 
 
 @devices
@@ -471,8 +473,8 @@ def test_precisions_are_as_exact_as_they_say(precision, layout, scaled, device):
         b = transposed(b)
     product = lltm_ext.gemm(a, b, precision=precision)
     torchs = error_of(torch.matmul(a, b), a, b)
-    bound = {"bf16x6": 2 * torchs, "bf16x9": 1.2 * torchs, "tf32": 2e-3, "ieee": 2 * torchs}[precision]
-    assert error_of(product, a, b) <= max(bound, 2e-7)
+    bound = {"ieee": 4 * torchs, "bf16x6": 2 * torchs, "bf16x9": 1.2 * torchs, "tf32": 1e-4}[precision]
+    assert error_of(product, a, b) <= bound
     assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [product])
 
 

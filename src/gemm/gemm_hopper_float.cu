@@ -111,13 +111,18 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
     return launch_products<decltype(operands), kTerms>(layout_a, layout_b, problem, batch, multiprocessors,
                                                        stream);
   };
-  // Sums are promoted into as many registers as they take themselves: no room for tiles of 256 columns.
-  constexpr int kColumns = kTerms == 1 ? 256 : 128, kStages = kTerms == 1 ? 4 : 6;
-  const int64_t rows = tiles_of(args.m, 128), tiles = rows * tiles_of(args.n, kColumns) * batch;
-  if (tiles <= multiprocessors || (rows % 2 == 1 && rows < 16)) {
-    return launch(Operands<T, 128, kColumns, kStages, false, false>());
+  const auto tiles = [&](int columns) { return tiles_of(args.m, 128) * tiles_of(args.n, columns) * batch; };
+  const int64_t rows = tiles_of(args.m, 128);
+  const bool alone = rows % 2 == 1 && rows < 16;  // too many clusters would have a block without rows
+  if constexpr (kTerms == 1) {
+    if (tiles(256) > multiprocessors && !alone) return launch(Operands<T, 128, 256, 4, false, false, 2>());
+    if (3 * tiles(256) > 2 * multiprocessors) return launch(Operands<T, 128, 256, 4, false, false>());
+    return launch(Operands<T, 128, 128, 6, false, false>());
+  } else {
+    // Sums are promoted into as many registers as they take themselves: no room for tiles of 256 columns.
+    if (tiles(128) > multiprocessors && !alone) return launch(Operands<T, 128, 128, 6, false, false, 2>());
+    return launch(Operands<T, 128, 128, 6, false, false>());
   }
-  return launch(Operands<T, 128, kColumns, kStages, false, false, 2>());
 }
 
 }  // namespace hopper

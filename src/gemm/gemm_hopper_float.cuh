@@ -52,11 +52,21 @@ __global__ void __launch_bounds__(kPartThreads) take_apart_kernel(const Apart x,
   const int64_t row = int64_t{blockIdx.x} * kPartRows, column = int64_t{blockIdx.y} * kPartColumns;
   const float* from = x.from + blockIdx.z * x.batch_stride;
   const bool along_k = x.k_stride == 1;
-  for (int i = threadIdx.x; i < kPartRows * kPartColumns; i += kPartThreads) {
-    const int r = along_k ? i / kPartColumns : i % kPartRows, n = along_k ? i % kPartColumns : i / kPartRows;
-    const bool inside = row + r < x.rows && column + n < x.k;
-    tile[r][n] = inside ? from[(row + r) * x.row_stride + (column + n) * x.k_stride] : 0.f;
+  constexpr int kOfThread = kPartRows * kPartColumns / kPartThreads;
+  const auto place = [&](int i) {
+    i = i * kPartThreads + threadIdx.x;
+    return along_k ? int2{i / kPartColumns, i % kPartColumns} : int2{i % kPartRows, i / kPartRows};
+  };
+  // All of a thread's reads are on their way before the first of them is waited for.
+  float value[kOfThread];
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const int2 at = place(i);
+    const bool inside = row + at.x < x.rows && column + at.y < x.k;
+    value[i] = inside ? from[(row + at.x) * x.row_stride + (column + at.y) * x.k_stride] : 0.f;
   }
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) tile[place(i).x][place(i).y] = value[i];
   __syncthreads();
   to += blockIdx.z * x.rows * x.padded;
   for (int i = threadIdx.x; i < kPartRows * kPartColumns / 2; i += kPartThreads) {
@@ -177,34 +187,50 @@ struct FloatPersistent {
     }
   }
 
-  // Of each 8 columns a thread has two neighbours in row lane / 4, then the same two in the row 8 below.
-  __device__ static __forceinline__ void leave(float (&x)[kN / 2], const FloatProblem& problem, int row,
+  // Of each 8 columns a thread has two neighbours in row lane / 4, then the same two in the row 8 below. They
+  // leave in chunks of 64 columns, and the accumulators move up: the code of all activations is there once.
+  __device__ static __forceinline__ void leave(float (&d)[kN / 2], const FloatProblem& problem, int row,
                                                int column, int matrix) {
     const int thread = threadIdx.x % 128;
     row += thread / 32 * 16 + thread % 32 / 4;
     column += thread % 4 * 2;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
+      float x[32];
 #pragma unroll
-    for (int i = 0; i < kN / 2; i += 2) {
-      const int r = row + i % 4 / 2 * 8, n = column + i / 4 * 8;
-      if (r >= problem.m || n >= problem.n) continue;
-      const bool second = n + 1 < problem.n;
-      float y[2] = {x[i], x[i + 1]};
+      for (int i = 0; i < 32; ++i) x[i] = d[i];
+#pragma unroll
+      for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
       if (problem.bias) {
-        y[0] += problem.bias[n * problem.bias_stride];
-        if (second) y[1] += problem.bias[(n + 1) * problem.bias_stride];
-      }
-      const int64_t at = (static_cast<int64_t>(matrix) * problem.m + r) * problem.n + n;
-      const auto write = [&](float* to) {
-        if (problem.pairs) {
-          *reinterpret_cast<Vec<float, 2>*>(to + at) = {y[0], y[1]};
-        } else {
-          to[at] = y[0];
-          if (second) to[at + 1] = y[1];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int n = column + i / 4 * 8 + i % 2;
+          if (n < problem.n) x[i] += problem.bias[n * problem.bias_stride];
         }
-      };
-      if (problem.before) write(problem.before);
-      activate(problem.activation, y);
-      write(problem.c);
+      }
+      if (problem.before) put(x, problem, problem.before, row, column, matrix);
+      activate(problem.activation, x);
+      put(x, problem, problem.c, row, column, matrix);
+    }
+  }
+
+  __device__ static __forceinline__ void put(const float (&x)[32], const FloatProblem& problem, float* to,
+                                             int row, int column, int matrix) {
+    to += (static_cast<int64_t>(matrix) * problem.m + row) * problem.n + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, to += int64_t{8} * problem.n) {
+      if (row + 8 * half >= problem.m) return;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float first = x[4 * i + 2 * half], second = x[4 * i + 2 * half + 1];
+        const int left = problem.n - column - 8 * i;
+        if (problem.pairs) {
+          if (left > 0) *reinterpret_cast<Vec<float, 2>*>(to + 8 * i) = {first, second};
+        } else {
+          if (left > 0) to[8 * i] = first;
+          if (left > 1) to[8 * i + 1] = second;
+        }
+      }
     }
   }
 };
