@@ -27,6 +27,22 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
 
 
+def into(op: Callable[..., None], out: Tensor, name: str, *args: Any) -> Tensor:
+    """``out``, after an elementwise op has written its result there."""
+    check_tensor(name, "out", out)
+    op(*args, out)
+    return out
+
+
+def in_place(function: Callable[..., Tensor], op: Callable[..., None], input: Tensor, *args: Any) -> Tensor:
+    """``input``, overwritten by an elementwise function of it, whose dispatcher op in place is ``op``."""
+    check_tensor(f"{function.__name__}_", "input", input)
+    if transforms_active() or torch.compiler.is_compiling():  # which know how to trace a copy
+        return input.copy_(function(input, *args))
+    op(input, *args)
+    return input
+
+
 def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
     """The vmap rule of an elementwise op: one call on the whole batch, whose dimension comes first."""
 

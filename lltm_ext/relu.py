@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import relu as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, ops, transforms_active, vmap_elementwise
+from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
 
 
 def relu_reference(input: Tensor) -> Tensor:
@@ -37,30 +37,46 @@ class ReLUFunction(torch.autograd.Function):
         return vmap_elementwise(relu)(info, in_dims, input)
 
 
-def relu(input: Tensor) -> Tensor:
+def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Elementwise rectifier, ``max(input, 0)``. Its gradient at 0 is 0.
 
     Args:
         input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
+        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
+            None. Not differentiable.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``. NaN gives NaN.
+        A tensor of the shape, dtype and memory format of ``input``; or ``out``. NaN gives NaN.
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        RuntimeError: for another device or layout.
+        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
 
     Source: as :func:`torch.relu`.
     """
     check_tensor("relu", "input", input)
+    if out is not None:
+        return into(ops.relu_out, out, "relu", input)
     return ReLUFunction.apply(input) if transforms_active() else ops.relu(input)
 
 
+def relu_(input: Tensor) -> Tensor:
+    """:func:`relu` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(relu, ops.relu_, input)
+
+
 class ReLU(nn.Module):
-    """:func:`relu` as a module, called like :class:`torch.nn.ReLU`."""
+    """:func:`relu` as a module, called like :class:`torch.nn.ReLU`; ``inplace``: :func:`relu_`."""
+
+    def __init__(self, inplace: bool = False):
+        super().__init__()
+        self.inplace = inplace
 
     def forward(self, input: Tensor) -> Tensor:
-        return relu(input)
+        return relu_(input) if self.inplace else relu(input)
+
+    def extra_repr(self) -> str:
+        return "inplace=True" if self.inplace else ""
 
 
 torch.library.register_vmap("lltm_ext::relu", vmap_elementwise(ops.relu))

@@ -1,33 +1,62 @@
-"""Rounding with a straight-through gradient: round and binarize."""
+"""Steps with a straight-through gradient: round, floor, ceil, trunc and binarize.
+
+A step's own derivative is 0 almost everywhere, so nothing would be learnt through it. Straight through, its
+gradient is taken to be that of the identity, or of a smooth curve.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import round as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, ops, transforms_active, vmap_elementwise
+from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+
+
+def _straight_through(step: Tensor, curve: Tensor) -> Tensor:
+    """The values of ``step`` with the gradient of ``curve``: the detached difference has none."""
+    return curve + (step - curve).detach() if curve.requires_grad else step
 
 
 def round_reference(input: Tensor) -> Tensor:
-    """The same function in pure PyTorch: the detached difference leaves the identity as gradient."""
-    return input + (torch.round(input) - input).detach() if input.requires_grad else torch.round(input)
+    """:func:`round` in pure PyTorch."""
+    return _straight_through(torch.round(input), input)
 
 
-def binarize_reference(input: Tensor, threshold: float = 0.5) -> Tensor:
-    """The same function in pure PyTorch."""
-    binary = (input > threshold).to(input.dtype)
-    return input + (binary - input).detach() if input.requires_grad else binary
+def floor_reference(input: Tensor) -> Tensor:
+    """:func:`floor` in pure PyTorch."""
+    return _straight_through(torch.floor(input), input)
 
 
-class RoundFunction(torch.autograd.Function):
-    """``RoundFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
+def ceil_reference(input: Tensor) -> Tensor:
+    """:func:`ceil` in pure PyTorch."""
+    return _straight_through(torch.ceil(input), input)
 
-    @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        return ops.round(input)
+
+def trunc_reference(input: Tensor) -> Tensor:
+    """:func:`trunc` in pure PyTorch."""
+    return _straight_through(torch.trunc(input), input)
+
+
+def binarize_reference(
+    input: Tensor, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
+) -> Tensor:
+    """:func:`binarize` in pure PyTorch."""
+    step = torch.where(input > threshold, high, low).to(input.dtype)
+    half = (high - low) / 2
+    curves: dict[str, Callable[[], Tensor]] = {
+        "identity": lambda: input,
+        "clipped": lambda: (input - threshold).clamp(-half, half),
+        "tanh": lambda: half * torch.tanh((input - threshold) / half),
+    }
+    return _straight_through(step, curves[grad]())
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Saves nothing; hands the gradient on as it came."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -37,71 +66,217 @@ class RoundFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         return grad_output
 
+
+class RoundFunction(_StraightThrough):
+    """``RoundFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
+
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return ops.round(input)
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
         return vmap_elementwise(round)(info, in_dims, input)
 
 
+class FloorFunction(_StraightThrough):
+    """``FloorFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
+
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return ops.floor(input)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
+        return vmap_elementwise(floor)(info, in_dims, input)
+
+
+class CeilFunction(_StraightThrough):
+    """``CeilFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
+
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return ops.ceil(input)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
+        return vmap_elementwise(ceil)(info, in_dims, input)
+
+
+class TruncFunction(_StraightThrough):
+    """``TruncFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
+
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return ops.trunc(input)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
+        return vmap_elementwise(trunc)(info, in_dims, input)
+
+
 class BinarizeFunction(torch.autograd.Function):
-    """``BinarizeFunction.apply(input, threshold)``. Saves nothing; hands the gradient on as it came."""
+    """``BinarizeFunction.apply(input, threshold, low, high, grad)``.
+
+    With the identity as gradient it saves nothing and hands the gradient on as it came; else it saves its
+    input.
+    """
 
     @staticmethod
-    def forward(input: Tensor, threshold: float = 0.5) -> Tensor:
-        return ops.binarize(input, threshold)
+    def forward(
+        input: Tensor, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
+    ) -> Tensor:
+        return ops.binarize(input, threshold, low, high, grad)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # Only what the caller gave is there: the rest has its default.
+        defaults = (0.5, 0.0, 1.0, "identity")
+        ctx.how = inputs[1:] + defaults[len(inputs) - 1 :]
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*([] if ctx.how[-1] == "identity" else inputs[:1]))
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = (
+            ops.binarize_backward(grad_output, *ctx.saved_tensors, *ctx.how)
+            if ctx.saved_tensors
+            else grad_output
+        )
+        return gradient, *[None] * (ctx.inputs - 1)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, None], input: Tensor, threshold: float
-    ) -> tuple[Tensor, int]:
-        return vmap_elementwise(binarize)(info, in_dims, input, threshold)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return vmap_elementwise(binarize)(info, in_dims, *inputs)
 
 
-def round(input: Tensor) -> Tensor:
+def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rounds to the nearest integer, ties to even, with the identity as gradient (straight-through).
 
     Args:
         input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
+        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
+            None. Not differentiable.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``. NaN and infinities stay what they are.
+        A tensor of the shape, dtype and memory format of ``input``; or ``out``. NaN and infinities stay what
+        they are.
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        RuntimeError: for another device or layout.
+        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
 
     Source: values as :func:`torch.round`; the gradient of Bengio et al., "Estimating or Propagating
     Gradients Through Stochastic Neurons for Conditional Computation", 2013, https://arxiv.org/abs/1308.3432.
     """
     check_tensor("round", "input", input)
+    if out is not None:
+        return into(ops.round_out, out, "round", input)
     return RoundFunction.apply(input) if transforms_active() else ops.round(input)
 
 
-def binarize(input: Tensor, threshold: float = 0.5) -> Tensor:
-    """1 where ``input > threshold``, else 0, with the identity as gradient (straight-through).
+def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The largest integer that is not above ``input``, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.floor`.
+    """
+    check_tensor("floor", "input", input)
+    if out is not None:
+        return into(ops.floor_out, out, "floor", input)
+    return FloorFunction.apply(input) if transforms_active() else ops.floor(input)
+
+
+def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The smallest integer that is not below ``input``, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.ceil`.
+    """
+    check_tensor("ceil", "input", input)
+    if out is not None:
+        return into(ops.ceil_out, out, "ceil", input)
+    return CeilFunction.apply(input) if transforms_active() else ops.ceil(input)
+
+
+def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``input`` without its fraction, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.trunc`.
+    """
+    check_tensor("trunc", "input", input)
+    if out is not None:
+        return into(ops.trunc_out, out, "trunc", input)
+    return TruncFunction.apply(input) if transforms_active() else ops.trunc(input)
+
+
+def binarize(
+    input: Tensor,
+    threshold: float = 0.5,
+    low: float = 0.0,
+    high: float = 1.0,
+    grad: str = "identity",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``high`` where ``input > threshold``, else ``low``, with a straight-through gradient.
 
     Args:
         input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
         threshold: compared in the dtype that the op computes in (float32 for half types).
+        low, high: the two values; ``low < high``.
+        grad: what the gradient is taken to be, with ``half = (high - low) / 2``: that of ``"identity"``;
+            ``"clipped"``, of a ramp, 1 where ``|input - threshold| <= half``, else 0; ``"tanh"``, of
+            ``half * tanh((input - threshold) / half)``.
+        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
+            None. Not differentiable.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``. NaN gives 0.
+        A tensor of the shape, dtype and memory format of ``input``; or ``out``. NaN gives ``low``.
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        RuntimeError: for another device or layout.
+        ValueError: for another ``grad``, or ``low`` not below ``high``.
+        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
 
-    Source: as :func:`round`.
+    Source: identity, Bengio et al., 2013, https://arxiv.org/abs/1308.3432; clipped, Hubara et al., "Binarized
+    Neural Networks", 2016, https://arxiv.org/abs/1602.02830 (with threshold 0, low -1, high 1); tanh, Gong et
+    al., "Differentiable Soft Quantization", 2019, https://arxiv.org/abs/1908.05033.
     """
     check_tensor("binarize", "input", input)
-    return BinarizeFunction.apply(input, threshold) if transforms_active() else ops.binarize(input, threshold)
+    if out is not None:
+        return into(ops.binarize_out, out, "binarize", input, threshold, low, high, grad)
+    if transforms_active():
+        return BinarizeFunction.apply(input, threshold, low, high, grad)
+    return ops.binarize(input, threshold, low, high, grad)
+
+
+def round_(input: Tensor) -> Tensor:
+    """:func:`round` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(round, ops.round_, input)
+
+
+def floor_(input: Tensor) -> Tensor:
+    """:func:`floor` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(floor, ops.floor_, input)
+
+
+def ceil_(input: Tensor) -> Tensor:
+    """:func:`ceil` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(ceil, ops.ceil_, input)
+
+
+def trunc_(input: Tensor) -> Tensor:
+    """:func:`trunc` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(trunc, ops.trunc_, input)
+
+
+def binarize_(
+    input: Tensor, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
+) -> Tensor:
+    """:func:`binarize` in place: overwrites ``input`` and returns it. Differentiable.
+
+    A gradient other than the identity needs the values that were there, so then a copy of them is kept.
+    """
+    return in_place(binarize, ops.binarize_, input, threshold, low, high, grad)
 
 
 class Round(nn.Module):
@@ -111,5 +286,40 @@ class Round(nn.Module):
         return round(input)
 
 
-torch.library.register_vmap("lltm_ext::round", vmap_elementwise(ops.round))
-torch.library.register_vmap("lltm_ext::binarize", vmap_elementwise(ops.binarize))
+class Floor(nn.Module):
+    """:func:`floor` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return floor(input)
+
+
+class Ceil(nn.Module):
+    """:func:`ceil` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ceil(input)
+
+
+class Trunc(nn.Module):
+    """:func:`trunc` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return trunc(input)
+
+
+class Binarize(nn.Module):
+    """:func:`binarize` as a module."""
+
+    def __init__(self, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"):
+        super().__init__()
+        self.threshold, self.low, self.high, self.grad = threshold, low, high, grad
+
+    def forward(self, input: Tensor) -> Tensor:
+        return binarize(input, self.threshold, self.low, self.high, self.grad)
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold}, low={self.low}, high={self.high}, grad={self.grad!r}"
+
+
+for _op in (ops.round, ops.floor, ops.ceil, ops.trunc, ops.binarize, ops.binarize_backward):
+    torch.library.register_vmap(_op.default, vmap_elementwise(_op))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import sigmoid as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, ops, transforms_active, vmap_elementwise
+from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
 
 
 def sigmoid_reference(input: Tensor) -> Tensor:
@@ -37,24 +37,35 @@ class SigmoidFunction(torch.autograd.Function):
         return vmap_elementwise(sigmoid)(info, in_dims, input)
 
 
-def sigmoid(input: Tensor) -> Tensor:
+def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Elementwise logistic function, ``1 / (1 + exp(-input))``.
 
     Args:
-        input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
+        input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32, float64,
+            complex64 or complex128.
+        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
+            None. Not differentiable.
 
     Returns:
-        A tensor of the shape, dtype and memory format of ``input``. Half types compute in float32.
-        NaN gives NaN, infinity 1 and -infinity 0.
+        A tensor of the shape, dtype and memory format of ``input``; or ``out``. Half types compute in
+        float32. On a GPU float32 is within 2 units in the last place. NaN gives NaN, infinity 1 and
+        -infinity 0.
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        RuntimeError: for another device or layout.
+        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
 
     Source: as :func:`torch.sigmoid`.
     """
     check_tensor("sigmoid", "input", input)
+    if out is not None:
+        return into(ops.sigmoid_out, out, "sigmoid", input)
     return SigmoidFunction.apply(input) if transforms_active() else ops.sigmoid(input)
+
+
+def sigmoid_(input: Tensor) -> Tensor:
+    """:func:`sigmoid` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(sigmoid, ops.sigmoid_, input)
 
 
 class Sigmoid(nn.Module):

@@ -452,7 +452,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 
 
 def error_of(product, a, b):
-    """Of an element in the mean, relative to the lengths of its row and its column: all scales count alike."""
+    """Of an element in the mean, relative to the lengths of its row and column: all scales count alike."""
     a, b = a.double(), b.double()
     lengths = a.norm(dim=1, keepdim=True) * b.norm(dim=0, keepdim=True)
     return ((product.double() - a @ b) / lengths).square().mean().sqrt().item()

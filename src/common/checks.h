@@ -38,11 +38,20 @@ inline void check_contiguous(const char* op, const char* name, const at::Tensor&
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
 }
 
-inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
+enum class Types { kFloating, kFloatingOrComplex };
+
+inline void check_type(const char* op, const char* name, const at::Tensor& x, Types types) {
   const at::ScalarType type = x.scalar_type();
+  const bool complex = types == Types::kFloatingOrComplex;
+  if (complex && (type == at::kComplexFloat || type == at::kComplexDouble)) return;
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
-                   op, ": expected ", name, " of dtype float16, bfloat16, float32 or float64, got ",
+                   op, ": expected ", name, " of dtype float16, bfloat16, float32",
+                   complex ? ", float64, complex64 or complex128, got " : " or float64, got ",
                    c10::getDtypeNames(type).first);
+}
+
+inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
+  check_type(op, name, x, Types::kFloating);
 }
 
 inline void check_same_dtype(const char* op, const char* name, const at::Tensor& x, at::ScalarType expected) {
@@ -62,9 +71,10 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& x, c
 }
 
 // For the backward of an elementwise op: the two tensors belong together.
-inline void check_gradient(const char* op, const at::Tensor& grad_output, const at::Tensor& output) {
+inline void check_gradient(const char* op, const at::Tensor& grad_output, const at::Tensor& output,
+                           Types types = Types::kFloating) {
   check_device(op, "output", output);
-  check_floating(op, "output", output);
+  check_type(op, "output", output, types);
   check_same_device(op, "grad_output", grad_output, output);
   check_same_dtype(op, "grad_output", grad_output, output.scalar_type());
   check_shape(op, "grad_output", grad_output, output.sym_sizes(), "of output");

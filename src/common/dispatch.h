@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "common/types.h"
+
 #ifdef LLTM_EXT_WITH_CUDA
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_bf16.h>
@@ -45,7 +47,7 @@ inline void check_launch(const char* kernel, cudaError_t error) {
 
 // Calls f(Type<T>{}, stream...) with the element type of `like`: on CUDA with the current stream, whose f
 // returns a cudaError_t; on the CPU without. The dtype has been checked before.
-template <typename F>
+template <bool kComplex = false, typename F>
 void launch(const char* kernel, const at::Tensor& like, F&& f) {
   const at::ScalarType type = like.scalar_type();
 #ifdef LLTM_EXT_WITH_CUDA
@@ -60,6 +62,12 @@ void launch(const char* kernel, const at::Tensor& like, F&& f) {
         return check_launch(kernel, f(Type<__half>{}, stream));
       case at::kBFloat16:
         return check_launch(kernel, f(Type<__nv_bfloat16>{}, stream));
+      case at::kComplexFloat:
+        if constexpr (kComplex) return check_launch(kernel, f(Type<Complex<float>>{}, stream));
+        [[fallthrough]];
+      case at::kComplexDouble:
+        if constexpr (kComplex) return check_launch(kernel, f(Type<Complex<double>>{}, stream));
+        [[fallthrough]];
       default:
         TORCH_INTERNAL_ASSERT(false, kernel, ": unchecked dtype ", type);
     }
@@ -75,6 +83,12 @@ void launch(const char* kernel, const at::Tensor& like, F&& f) {
       return f(Type<at::Half>{});
     case at::kBFloat16:
       return f(Type<at::BFloat16>{});
+    case at::kComplexFloat:
+      if constexpr (kComplex) return f(Type<Complex<float>>{});
+      [[fallthrough]];
+    case at::kComplexDouble:
+      if constexpr (kComplex) return f(Type<Complex<double>>{});
+      [[fallthrough]];
     default:
       TORCH_INTERNAL_ASSERT(false, kernel, ": unchecked dtype ", type);
   }

@@ -1,63 +1,76 @@
-// The CUDA elementwise engine: output[i] = f(inputs[i]...) over n elements in flat memory order.
-// An op is a functor on the accumulate type; loads, rounding, vectors and tails are handled here.
+// The CUDA elementwise engine: launches of elementwise_kernel.cuh's kernels. An op instantiates it for its
+// functors, LLTM_ELEMENTWISE(Functor, inputs), and its binding calls it through elementwise.h.
 #pragma once
 
-#include <utility>
+#include <cuda_runtime.h>
 
+#include "common/elementwise_kernel.cuh"
 #include "common/launch.cuh"
-#include "common/types.h"
-#include "common/vec.cuh"
 
 namespace lltm_ext {
 
-template <typename T, int K>
-struct Inputs {
-  const T* pointers[K];
-};
-
-// f on element j of each of K vectors.
-template <typename T, int V, int K, typename F, size_t... k>
-__device__ __forceinline__ T apply_at(F f, const Vec<T, V> (&x)[K], int j, std::index_sequence<k...>) {
-  return narrow<T>(f(widen(x[k].data[j])...));
+template <int V, class F, typename T, int K>
+__global__ void __launch_bounds__(kElementwiseThreads)
+    elementwise_flat_kernel(const F f, const Pointers<const T, K> in, const Pointers<T, 1> out, int head,
+                            int64_t n) {
+  elementwise_flat<V>(f, in, out, head, n);
 }
 
-// V elements an access (1 where a pointer is misaligned). All loads of a thread are issued before its
-// first store, which keeps enough bytes in flight to fill the memory system.
-template <typename T, int V, int K, typename F>
-__global__ void __launch_bounds__(kThreads)
-    elementwise_kernel(F f, Inputs<T, K> inputs, T* output, int64_t n) {
-  constexpr auto each_input = std::make_index_sequence<K>{};
-  const int64_t vectors = n / V;
-  CUDA_KERNEL_LOOP(i, vectors) {
-    Vec<T, V> x[K];
-#pragma unroll
-    for (int k = 0; k < K; ++k) x[k] = reinterpret_cast<const Vec<T, V>*>(inputs.pointers[k])[i];
-    Vec<T, V> y;
-#pragma unroll
-    for (int j = 0; j < V; ++j) y.data[j] = apply_at(f, x, j, each_input);
-    reinterpret_cast<Vec<T, V>*>(output)[i] = y;
-  }
-  // The last n % V elements, one a thread.
-  const int64_t tail = vectors * V + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (tail < n) {
-    Vec<T, 1> x[K];
-#pragma unroll
-    for (int k = 0; k < K; ++k) x[k].data[0] = inputs.pointers[k][tail];
-    output[tail] = apply_at(f, x, 0, each_input);
-  }
+template <typename Index, class F, typename T, int K>
+__global__ void __launch_bounds__(kElementwiseThreads)
+    elementwise_strided_kernel(const F f, const Pointers<const T, K> in, const Pointers<T, 1> out,
+                               const __grid_constant__ Strides<K + 1> strides, int64_t n) {
+  elementwise_strided<Index>(f, in, out, strides, n);
 }
 
-template <typename F, typename T, typename... In>
-cudaError_t launch_elementwise(F f, int64_t n, cudaStream_t stream, T* output, const In*... inputs) {
-  constexpr int K = sizeof...(In);
-  const Inputs<T, K> pointers = {{inputs...}};
-  if (is_vec_aligned(output) && (is_vec_aligned(inputs) && ...)) {
-    constexpr int V = kVecWidth<T>;
-    elementwise_kernel<T, V><<<blocks_for(ceil_div(n, V)), kThreads, 0, stream>>>(f, pointers, output, n);
+// The first element from which all are aligned to vectors of V: V if there is none.
+template <int V, typename T, int K>
+int head_of(const Pointers<const T, K>& in, const Pointers<T, 1>& out) {
+  for (int head = 0; head < V; ++head) {
+    bool aligned = is_vec_aligned(out.at[0] + head);
+    for (int k = 0; k < K; ++k) aligned = aligned && is_vec_aligned(in.at[k] + head);
+    if (aligned) return head;
+  }
+  return V;
+}
+
+template <template <typename> class F, typename T, int K>
+cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call, cudaStream_t stream) {
+  Pointers<const T, K> in;
+  for (int k = 0; k < K; ++k) in.at[k] = static_cast<const T*>(call.inputs[k]);
+  const Pointers<T, 1> out = {{static_cast<T*>(call.outputs[0])}};
+  const auto blocks = [](int64_t threads) {
+    return static_cast<unsigned>(ceil_div(threads, kElementwiseThreads));
+  };
+  if (call.strides) {
+    if (call.n <= UINT32_MAX) {
+      elementwise_strided_kernel<uint32_t>
+          <<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
+    } else {
+      elementwise_strided_kernel<uint64_t>
+          <<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
+    }
+    return cudaGetLastError();
+  }
+  constexpr int V = kVecWidth<T>;
+  if (const int head = head_of<V>(in, out); head < V) {
+    elementwise_flat_kernel<V>
+        <<<blocks(ceil_div(call.n, V)), kElementwiseThreads, 0, stream>>>(f, in, out, head, call.n);
   } else {
-    elementwise_kernel<T, 1><<<blocks_for(n), kThreads, 0, stream>>>(f, pointers, output, n);
+    elementwise_flat_kernel<1><<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, 0, call.n);
   }
   return cudaGetLastError();
 }
 
 }  // namespace lltm_ext
+
+#define LLTM_ELEMENTWISE_OF(F, K, T) \
+  template cudaError_t launch_elementwise(const F<T>&, const ElementwiseCall<K, 1>&, cudaStream_t);
+#define LLTM_ELEMENTWISE(F, K)      \
+  LLTM_ELEMENTWISE_OF(F, K, float)  \
+  LLTM_ELEMENTWISE_OF(F, K, double) \
+  LLTM_ELEMENTWISE_OF(F, K, __half) \
+  LLTM_ELEMENTWISE_OF(F, K, __nv_bfloat16)
+#define LLTM_ELEMENTWISE_COMPLEX(F, K)      \
+  LLTM_ELEMENTWISE_OF(F, K, Complex<float>) \
+  LLTM_ELEMENTWISE_OF(F, K, Complex<double>)

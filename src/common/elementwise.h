@@ -1,31 +1,97 @@
-// Elementwise ops on tensors: allocation, memory order and launch. Includes the engines' contract only.
+// Elementwise ops on tensors: from any shapes and strides to a call of the engines, whose contract alone is
+// included.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/empty_like.h>
 
+#include <array>
+
 #include "common/dispatch.h"
+#include "common/elementwise_call.h"
 
 namespace lltm_ext {
 
-// A tensor whose elements lie without gaps, in whatever order; copies only one that has gaps or overlaps.
-inline at::Tensor dense(const at::Tensor& x) { return x.is_non_overlapping_and_dense() ? x : x.contiguous(); }
+// The engines, which an op instantiates for its functors: elementwise.cuh, elementwise_cpu.h.
+template <template <typename> class F, typename T, int K>
+void run_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call);
+#ifdef LLTM_EXT_WITH_CUDA
+template <template <typename> class F, typename T, int K>
+cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call, cudaStream_t stream);
+#endif
 
-// The same values with the strides of `like`, so that both can be walked in memory order.
-inline at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& x) {
-  return x.sym_strides().equals(like.sym_strides()) ? x : at::empty_like(like).copy_(x);
+// Where the operands of a call lie, merged into as few dimensions as they allow: one, if their elements lie
+// side by side in the same order.
+template <int K>
+class Operands {
+ public:
+  Operands(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs) {
+    bool flat = output.is_non_overlapping_and_dense();
+    for (const at::Tensor& x : inputs) {
+      flat = flat && x.sizes() == output.sizes() && x.strides() == output.strides();
+      if (output.is_alias_of(x)) at::assert_no_partial_overlap(output, x);
+    }
+    call_.n = output.numel();
+    call_.strides = nullptr;
+    if (!flat) {
+      take_strides(op, output, inputs);
+    } else {
+      call_.outputs[0] = output.mutable_data_ptr();
+      for (int k = 0; k < K; ++k) call_.inputs[k] = inputs[k].const_data_ptr();
+    }
+  }
+  Operands(const Operands&) = delete;
+  Operands& operator=(const Operands&) = delete;
+
+  const ElementwiseCall<K, 1>& call() const { return call_; }
+
+ private:
+  void take_strides(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs) {
+    at::TensorIteratorConfig config;
+    config.resize_outputs(false).check_all_same_dtype(false).add_output(output);
+    for (const at::Tensor& x : inputs) config.add_const_input(x);
+    const at::TensorIterator iterator = config.build();
+    TORCH_CHECK(iterator.ndim() <= kMaxDims, op, ": expected operands of at most ", kMaxDims,
+                " dimensions that cannot be merged, got ", iterator.ndim());
+    call_.strides = &strides_;
+    call_.outputs[0] = iterator.data_ptr(0);
+    for (int k = 0; k < K; ++k) call_.inputs[k] = iterator.data_ptr(k + 1);
+    strides_.dims = iterator.ndim();
+    for (int d = 0; d < iterator.ndim(); ++d) {
+      strides_.sizes[d] = iterator.shape()[d];
+      for (int p = 0; p <= K; ++p) strides_.of[p][d] = iterator.strides(p)[d] / iterator.element_size(p);
+    }
+  }
+
+  ElementwiseCall<K, 1> call_;
+  Strides<K + 1> strides_;
+};
+
+template <typename T, typename P>
+auto parameter_for(P x) {
+  if constexpr (std::is_floating_point_v<P>) {
+    return static_cast<acc_t<T>>(x);
+  } else {
+    return x;
+  }
 }
 
-// output = f(inputs...): f(const T*..., T*, n) on the CPU, f(const T*..., T*, n, stream) on CUDA. The
-// inputs are dense and have the strides of the first, and so has the output.
-template <typename F, typename... In>
-at::Tensor elementwise(const char* op, F&& f, const at::Tensor& first, const In&... others) {
-  at::Tensor output = at::empty_like(first);
-  if (output.is_meta() || output.numel() == 0) return output;
-  launch(op, first, [&](auto type, auto... stream) {
+// output = f(inputs...), of the functor F<T>{parameters...}. Inputs are broadcast to the output's sizes.
+template <template <typename> class F, int K, bool kComplex = false, typename... P>
+void elementwise(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs,
+                 P... parameters) {
+  if (output.is_meta() || output.numel() == 0) return;
+  const Operands<K> operands(op, output, inputs);
+  launch<kComplex>(op, output, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    return f(pointer<T>(first), pointer<T>(others)..., mutable_pointer<T>(output), output.numel(), stream...);
+    const F<T> f = {parameter_for<T>(parameters)...};
+    if constexpr (sizeof...(stream) > 0) {
+      return launch_elementwise(f, operands.call(), stream...);
+    } else {
+      return run_elementwise(f, operands.call());
+    }
   });
-  return output;
 }
 
 }  // namespace lltm_ext

@@ -1,13 +1,9 @@
-// The scalar formulas of every op, once, for CPU and GPU alike. Includes nothing of ours.
+// The scalar formulas of every op, once, for CPU and GPU alike.
 #pragma once
 
 #include <cmath>
 
-#ifdef __CUDACC__
-#define LLTM_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define LLTM_HOST_DEVICE inline
-#endif
+#include "common/portable.h"
 
 namespace lltm_ext {
 
@@ -72,21 +68,6 @@ LLTM_HOST_DEVICE T gelu_derivative(T x) {
   return T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752))) + x * phi;
 }
 
-// Derivative of gelu_tanh, from its input.
-template <typename T>
-LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
-  const T t = std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
-  const T slope = T(0.79788456080286536) * (T(1) + T(3 * 0.044715) * x * x);
-  return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
-}
-
-// Derivative of x * sigmoid(x), from its input.
-template <typename T>
-LLTM_HOST_DEVICE T silu_derivative(T x) {
-  const T y = sigmoid(x);
-  return y * (T(1) + x * (T(1) - y));
-}
-
 // The functions of cells and activations, exact to a few units in the last place (common/recurrence has
 // faster ones).
 struct ExactMath {
@@ -106,12 +87,31 @@ struct ExactMath {
   LLTM_HOST_DEVICE static T gelu(T x) {
     return lltm_ext::gelu(x);
   }
+  template <typename T>
+  LLTM_HOST_DEVICE static T gelu_derivative(T x) {
+    return lltm_ext::gelu_derivative(x);
+  }
 };
 
 // gelu's approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
 template <class Math, typename T>
 LLTM_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
+}
+
+// Its derivative, from its input.
+template <class Math, typename T>
+LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
+  const T t = Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
+  const T slope = T(0.79788456080286536) * (T(1) + T(3 * 0.044715) * x * x);
+  return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
+}
+
+// Derivative of x * sigmoid(x), from its input.
+template <class Math, typename T>
+LLTM_HOST_DEVICE T silu_derivative(T x) {
+  const T y = Math::sigmoid(x);
+  return y * (T(1) + x * (T(1) - y));
 }
 
 }  // namespace lltm_ext

@@ -1,7 +1,7 @@
 // N elements moved as one aligned access: 16 bytes is the widest load and store a thread has.
 #pragma once
 
-#include <cstdint>
+#include "common/portable.h"
 
 namespace lltm_ext {
 

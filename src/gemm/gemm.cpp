@@ -1,7 +1,5 @@
 // gemm: tensors in, tensors out. Dispatcher ops lltm_ext::gemm and gemm_activation_backward, raw bindings
 // lltm_ext._C.gemm.gemm, forward and backward.
-#include "gemm/gemm.h"
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -28,6 +26,7 @@
 #include "common/elementwise.h"
 #include "common/library.h"
 #include "common/vec.cuh"
+#include "gemm/gemm_activation.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -257,10 +256,9 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
   check_gradient("gemm_activation_backward", grad_output, saved);
   const Activation f = activation_of("gemm_activation_backward", activation);
   const KernelGuard guard(saved);
-  const at::Tensor y = dense(saved);
-  return elementwise(
-      "gemm_activation_backward", [f](auto... args) { return gemm_activation_backward(f, args...); },
-      with_strides_of(y, grad_output), y);
+  at::Tensor grad_input = at::empty_like(saved);
+  elementwise<GemmActivationBackward, 2>("gemm_activation_backward", grad_input, {grad_output, saved}, f);
+  return grad_input;
 }
 
 at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,

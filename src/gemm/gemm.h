@@ -52,33 +52,6 @@ LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
   }
 }
 
-// `saved` is the activation's output or its input (saves_output).
-struct GemmActivationBackward {
-  Activation activation;
-  template <typename A>
-  LLTM_HOST_DEVICE A operator()(A grad_output, A saved) const {
-    switch (activation) {
-      case Activation::kNone:
-        return grad_output;
-      case Activation::kRelu:
-        return relu_backward(grad_output, saved);
-      case Activation::kSigmoid:
-        return grad_output * sigmoid_derivative(saved);
-      case Activation::kTanh:
-        return grad_output * tanh_derivative(saved);
-      case Activation::kElu:
-        return grad_output * elu_derivative(saved);
-      case Activation::kGelu:
-        return grad_output * gelu_derivative(saved);
-      case Activation::kGeluTanh:
-        return grad_output * gelu_tanh_derivative(saved);
-      case Activation::kSilu:
-        return grad_output * silu_derivative(saved);
-    }
-    return grad_output;
-  }
-};
-
 // A batch of matrices, any strides (in elements): element (i, j) of matrix z stands at
 // data[z * batch_stride + i * row_stride + j * column_stride]. A transpose is two strides exchanged.
 template <typename T>
@@ -106,10 +79,6 @@ struct GemmArgs {
 // c = activation(a @ b + bias), summed and activated in the accumulate type, rounded once.
 template <typename T>
 void gemm(const GemmArgs<T>& args);
-// grad_input = grad_output * activation', of n elements each; its derivative from what was saved.
-template <typename T>
-void gemm_activation_backward(Activation activation, const T* grad_output, const T* saved, T* grad_input,
-                              int64_t n);
 
 #ifdef LLTM_EXT_WITH_CUDA
 // Of the current device's memory, for what gemm makes of its operands.
@@ -117,9 +86,6 @@ template <typename T>
 int64_t gemm_workspace_bytes(const GemmArgs<T>& args);
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
-template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* saved,
-                                     T* grad_input, int64_t n, cudaStream_t stream);
 #endif
 
 }  // namespace lltm_ext

@@ -10,7 +10,7 @@
 #include <memory>
 
 #include "common/elementwise_cpu.h"
-#include "gemm/gemm.h"
+#include "gemm/gemm_activation.h"
 
 namespace lltm_ext {
 namespace {
@@ -171,18 +171,11 @@ void gemm(const GemmArgs<T>& args) {
   });
 }
 
-template <typename T>
-void gemm_activation_backward(Activation activation, const T* grad_output, const T* saved, T* grad_input,
-                              int64_t n) {
-  run_elementwise(GemmActivationBackward{activation}, n, grad_input, grad_output, saved);
-}
-
-#define INSTANTIATE(T)                    \
-  template void gemm(const GemmArgs<T>&); \
-  template void gemm_activation_backward(Activation, const T*, const T*, T*, int64_t);
+#define INSTANTIATE(T) template void gemm(const GemmArgs<T>&);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(c10::Half)
 INSTANTIATE(c10::BFloat16)
+LLTM_ELEMENTWISE(GemmActivationBackward, 2)
 
 }  // namespace lltm_ext

@@ -2,7 +2,7 @@
 // Hopper to gemm_hopper.cuh, elsewhere to the tensor cores of gemm_tensor.cuh. Every element of c is summed
 // by one block in one order: same bits every run.
 #include "common/elementwise.cuh"
-#include "gemm/gemm.h"
+#include "gemm/gemm_activation.h"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_float.h"
@@ -74,19 +74,13 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
   return 0;
 }
 
-template <typename T>
-cudaError_t gemm_activation_backward(Activation activation, const T* grad_output, const T* saved,
-                                     T* grad_input, int64_t n, cudaStream_t stream) {
-  return launch_elementwise(GemmActivationBackward{activation}, n, stream, grad_input, grad_output, saved);
-}
-
-#define INSTANTIATE(T)                                         \
-  template int64_t gemm_workspace_bytes(const GemmArgs<T>&);   \
-  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t); \
-  template cudaError_t gemm_activation_backward(Activation, const T*, const T*, T*, int64_t, cudaStream_t);
+#define INSTANTIATE(T)                                       \
+  template int64_t gemm_workspace_bytes(const GemmArgs<T>&); \
+  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)
+LLTM_ELEMENTWISE(GemmActivationBackward, 2)
 
 }  // namespace lltm_ext

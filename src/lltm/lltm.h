@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "common/types.h"
 #include "lltm/lltm_cell.h"
 

@@ -1,28 +1,29 @@
-// relu: tensors in, tensors out. Dispatcher ops lltm_ext::relu and relu_backward, raw bindings
-// lltm_ext._C.relu.forward and backward.
+// relu: tensors in, tensors out. Dispatcher ops lltm_ext::relu, relu_, relu_out and relu_backward, raw
+// bindings lltm_ext._C.relu.forward and backward.
 #include "relu/relu.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/masked_fill.h>
 
-#include "common/activation.h"
+#include "common/unary.h"
 
 namespace lltm_ext {
 namespace {
 
-struct ReluOp {
+struct ReluOp : FromOutput<ReluOp> {
   static constexpr const char* kName = "relu";
   static constexpr const char* kBackwardName = "relu_backward";
   static constexpr const char* kRawForward = "relu.forward";
   static constexpr const char* kRawBackward = "relu.backward";
+  static constexpr const char* kParameters = "";
+  static constexpr Types kTypes = Types::kFloating;
 
-  template <typename... Args>
-  static auto forward(Args... args) {
-    return relu_forward(args...);
+  static void run(const at::Tensor& output, const at::Tensor& input) {
+    elementwise<Relu, 1>(kName, output, {input});
   }
-  template <typename... Args>
-  static auto backward(Args... args) {
-    return relu_backward(args...);
+  static void run_backward(const at::Tensor& grad_input, const at::Tensor& grad_output,
+                           const at::Tensor& output) {
+    elementwise<ReluBackward, 2>(kBackwardName, grad_input, {grad_output, output});
   }
   static at::Tensor gradient(const at::Tensor& grad_output, const at::Tensor& output) {
     return grad_output.masked_fill(output <= 0, 0);

@@ -4,23 +4,7 @@
 
 namespace lltm_ext {
 
-template <typename T>
-cudaError_t relu_forward(const T* input, T* output, int64_t n, cudaStream_t stream) {
-  return launch_elementwise(ReluForward{}, n, stream, output, input);
-}
-
-template <typename T>
-cudaError_t relu_backward(const T* grad_output, const T* output, T* grad_input, int64_t n,
-                          cudaStream_t stream) {
-  return launch_elementwise(ReluBackward{}, n, stream, grad_input, grad_output, output);
-}
-
-#define INSTANTIATE(T)                                                    \
-  template cudaError_t relu_forward(const T*, T*, int64_t, cudaStream_t); \
-  template cudaError_t relu_backward(const T*, const T*, T*, int64_t, cudaStream_t);
-INSTANTIATE(float)
-INSTANTIATE(double)
-INSTANTIATE(__half)
-INSTANTIATE(__nv_bfloat16)
+LLTM_ELEMENTWISE(Relu, 1)
+LLTM_ELEMENTWISE(ReluBackward, 2)
 
 }  // namespace lltm_ext

@@ -1,92 +1,161 @@
-// round and binarize: tensors in, tensors out. Dispatcher ops lltm_ext::round and lltm_ext::binarize, raw
-// bindings lltm_ext._C.round.forward, backward and binarize.
+// The straight-through family: tensors in, tensors out. Dispatcher ops lltm_ext::round, floor, ceil, trunc
+// and binarize, each also with "_" and "_out", and lltm_ext::binarize_backward; raw bindings
+// lltm_ext._C.round.forward, backward and binarize.
 #include "round/round.h"
 
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
 
-#include "common/checks.h"
-#include "common/elementwise.h"
-#include "common/library.h"
+#include "common/unary.h"
 
 namespace lltm_ext {
 namespace {
 
-at::Tensor forward(const at::Tensor& input) {
-  check_device("round", "input", input);
-  check_floating("round", "input", input);
-  const KernelGuard guard(input);
-  return elementwise("round_forward", [](auto... args) { return round_forward(args...); }, dense(input));
-}
+// ---- round, floor, ceil, trunc
 
-at::Tensor binarize(const at::Tensor& input, double threshold) {
-  check_device("binarize", "input", input);
-  check_floating("binarize", "input", input);
-  const KernelGuard guard(input);
-  return elementwise(
-      "binarize_forward", [&](auto... args) { return binarize_forward(threshold, args...); }, dense(input));
-}
-
-at::Tensor call_forward(const at::Tensor& input) {
-  static const auto op = find_op<decltype(forward)>("lltm_ext::round");
-  return op.call(input);
-}
-
-at::Tensor call_binarize(const at::Tensor& input, double threshold) {
-  static const auto op = find_op<decltype(binarize)>("lltm_ext::binarize");
-  return op.call(input, threshold);
-}
-
-// Straight-through: saves nothing, launches nothing, hands the gradient on as it came.
-struct RoundNode : torch::autograd::Function<RoundNode> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_forward(input);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list& grad_outputs) {
-    return {grad_outputs[0]};
+template <class Op, template <typename> class F>
+struct RoundingOp : StraightThrough {
+  static constexpr const char* kParameters = "";
+  static constexpr Types kTypes = Types::kFloating;
+  static void check() {}
+  static void run(const at::Tensor& output, const at::Tensor& input) {
+    elementwise<F, 1>(Op::kName, output, {input});
   }
 };
 
-struct BinarizeNode : torch::autograd::Function<BinarizeNode> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input, double threshold) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_binarize(input, threshold);
+struct RoundOp : RoundingOp<RoundOp, Round> {
+  static constexpr const char* kName = "round";
+};
+struct FloorOp : RoundingOp<FloorOp, Floor> {
+  static constexpr const char* kName = "floor";
+};
+struct CeilOp : RoundingOp<CeilOp, Ceil> {
+  static constexpr const char* kName = "ceil";
+};
+struct TruncOp : RoundingOp<TruncOp, Trunc> {
+  static constexpr const char* kName = "trunc";
+};
+
+// ---- binarize
+
+using c10::string_view;
+enum class Through { kIdentity, kClipped, kTanh };
+
+Through through_of(const char* op, string_view grad) {
+  if (grad == "identity") return Through::kIdentity;
+  if (grad == "clipped") return Through::kClipped;
+  TORCH_CHECK_VALUE(grad == "tanh", op, ": expected grad 'identity', 'clipped' or 'tanh', got '", grad, "'");
+  return Through::kTanh;
+}
+
+void check_range(const char* op, double low, double high) {
+  TORCH_CHECK_VALUE(low < high, op, ": expected low below high, got low = ", low, ", high = ", high);
+}
+
+// Of what is no straight line through: identity has no backward.
+at::Tensor binarize_backward(const at::Tensor& grad_output, const at::Tensor& input, double threshold,
+                             double low, double high, string_view grad) {
+  constexpr const char* kOp = "binarize_backward";
+  check_gradient(kOp, grad_output, input);
+  check_range(kOp, low, high);
+  const Through through = through_of(kOp, grad);
+  const KernelGuard guard(input);
+  at::Tensor grad_input = at::empty_like(input);
+  const double half = (high - low) / 2;
+  switch (through) {
+    case Through::kIdentity:
+      grad_input.copy_(grad_output);
+      break;
+    case Through::kClipped:
+      elementwise<BinarizeClippedBackward, 2>(kOp, grad_input, {grad_output, input}, threshold, half);
+      break;
+    case Through::kTanh:
+      elementwise<BinarizeTanhBackward, 2>(kOp, grad_input, {grad_output, input}, threshold, half);
+      break;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list& grad_outputs) {
-    return {grad_outputs[0], at::Tensor()};
+  return grad_input;
+}
+
+at::Tensor call_binarize_backward(const at::Tensor& grad_output, const at::Tensor& input, double threshold,
+                                  double low, double high, string_view grad) {
+  static const auto op = find_op<decltype(binarize_backward)>("lltm_ext::binarize_backward");
+  return op.call(grad_output, input, threshold, low, high, grad);
+}
+
+at::Tensor binarize_backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
+                                      double threshold, double low, double high, string_view grad) {
+  if (any_needs_grad(grad_output, input)) {
+    check_gradient("binarize_backward", grad_output, input);
+    const double half = (high - low) / 2;
+    switch (through_of("binarize_backward", grad)) {
+      case Through::kIdentity:
+        return grad_output.alias();
+      case Through::kClipped:
+        return grad_output * ((input - threshold).abs() <= half);
+      case Through::kTanh:
+        return grad_output * (1 - at::tanh((input - threshold) / half).square());
+    }
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_binarize_backward(grad_output, input, threshold, low, high, grad);
+}
+
+struct BinarizeOp {
+  static constexpr const char* kName = "binarize";
+  static constexpr const char* kParameters =
+      ", float threshold=0.5, float low=0.0, float high=1.0, str grad='identity'";
+  static constexpr Types kTypes = Types::kFloating;
+  using Context = torch::autograd::AutogradContext;
+
+  static void check(double, double low, double high, string_view grad) {
+    check_range(kName, low, high);
+    through_of(kName, grad);
+  }
+  static void run(const at::Tensor& output, const at::Tensor& input, double threshold, double low,
+                  double high, string_view) {
+    elementwise<Binarize, 1>(kName, output, {input}, threshold, low, high);
+  }
+  static void keep(Context* context, bool in_place, const at::Tensor& input, double threshold, double low,
+                   double high, string_view grad) {
+    context->saved_data["grad"] = std::string(grad);
+    if (grad == "identity") return;
+    context->save_for_backward({in_place ? input.clone() : input});
+    context->saved_data["range"] = std::vector<double>{threshold, low, high};
+  }
+  static void kept(Context*, const at::Tensor&) {}
+  static at::Tensor pull(Context* context, const at::Tensor& grad_output) {
+    const std::string grad = context->saved_data["grad"].toStringRef();
+    if (grad == "identity") return grad_output;
+    const std::vector<double> range = context->saved_data["range"].toDoubleVector();
+    return call_binarize_backward(grad_output, context->get_saved_variables()[0], range[0], range[1],
+                                  range[2], grad);
   }
 };
 
-at::Tensor forward_autograd(const at::Tensor& input) {
-  if (any_needs_grad(input)) return RoundNode::apply(input);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_forward(input);
-}
-
-at::Tensor binarize_autograd(const at::Tensor& input, double threshold) {
-  if (any_needs_grad(input)) return BinarizeNode::apply(input, threshold);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_binarize(input, threshold);
-}
+using RoundOps = UnaryOps<RoundOp>;
+using BinarizeOps = UnaryOps<BinarizeOp, double, double, double, string_view>;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
-  m.def("round(Tensor input) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("binarize(Tensor input, float threshold=0.5) -> Tensor", {at::Tag::pt2_compliant_tag});
-  implement(m, "round", forward);
-  implement(m, "binarize", binarize);
-  implement_autograd(m, "round", forward_autograd);
-  implement_autograd(m, "binarize", binarize_autograd);
+  RoundOps::define(m);
+  UnaryOps<FloorOp>::define(m);
+  UnaryOps<CeilOp>::define(m);
+  UnaryOps<TruncOp>::define(m);
+  BinarizeOps::define(m);
+  m.def(
+      "binarize_backward(Tensor grad_output, Tensor input, float threshold, float low, float high, "
+      "str grad) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  implement(m, "binarize_backward", binarize_backward);
+  implement_autograd(m, "binarize_backward", binarize_backward_autograd);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", torch::wrap_pybind_function_no_gil([](const at::Tensor& input) {
           CHECK_INPUT("round.forward", input);
-          return forward(input);
+          return RoundOps::forward(input);
         }),
         py::arg("input"));
   m.def("backward", torch::wrap_pybind_function_no_gil([](const at::Tensor& grad_output) {
@@ -96,7 +165,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("grad_output"));
   m.def("binarize", torch::wrap_pybind_function_no_gil([](const at::Tensor& input, double threshold) {
           CHECK_INPUT("round.binarize", input);
-          return binarize(input, threshold);
+          return BinarizeOps::forward(input, threshold, 0., 1., "identity");
         }),
         py::arg("input"), py::arg("threshold") = 0.5);
 }

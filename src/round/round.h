@@ -1,41 +1,53 @@
-// round: the contract between the op's files. A stream as last argument means CUDA, none means the CPU.
-// There is no backward: the straight-through gradient is the incoming one, untouched.
+// round, floor, ceil, trunc and binarize: the functors, for CPU and GPU alike. The backward that hands the
+// gradient on has none.
 #pragma once
 
-#include <cstdint>
-
 #include "common/math.h"
-
-#ifdef LLTM_EXT_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include "common/types.h"
 
 namespace lltm_ext {
 
-struct RoundForward {
-  template <typename A>
-  LLTM_HOST_DEVICE A operator()(A input) const {
-    return round_half_to_even(input);
+template <typename T>
+struct Round {
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return round_half_to_even(input); }
+};
+template <typename T>
+struct Floor {
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::floor(input); }
+};
+template <typename T>
+struct Ceil {
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::ceil(input); }
+};
+template <typename T>
+struct Trunc {
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::trunc(input); }
+};
+
+// NaN is not above the threshold: low.
+template <typename T>
+struct Binarize {
+  acc_t<T> threshold, low, high;
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return input > threshold ? high : low; }
+};
+
+// The gradient through a step of height 2 * `half` at `threshold`, as if it were a ramp of slope 1 that ends
+// where the step's values are reached.
+template <typename T>
+struct BinarizeClippedBackward {
+  acc_t<T> threshold, half;
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> grad_output, acc_t<T> input) const {
+    return std::abs(input - threshold) <= half ? grad_output : acc_t<T>(0);
   }
 };
 
-// NaN is not above the threshold: 0.
-template <typename A>
-struct BinarizeForward {
-  A threshold;
-  LLTM_HOST_DEVICE A operator()(A input) const { return input > threshold ? A(1) : A(0); }
+// As if it were half * tanh((input - threshold) / half), whose slope there is 1 too.
+template <typename T>
+struct BinarizeTanhBackward {
+  acc_t<T> threshold, half;
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> grad_output, acc_t<T> input) const {
+    return grad_output * tanh_derivative(std::tanh((input - threshold) / half));
+  }
 };
-
-template <typename T>
-void round_forward(const T* input, T* output, int64_t n);
-template <typename T>
-void binarize_forward(double threshold, const T* input, T* output, int64_t n);
-
-#ifdef LLTM_EXT_WITH_CUDA
-template <typename T>
-cudaError_t round_forward(const T* input, T* output, int64_t n, cudaStream_t stream);
-template <typename T>
-cudaError_t binarize_forward(double threshold, const T* input, T* output, int64_t n, cudaStream_t stream);
-#endif
 
 }  // namespace lltm_ext

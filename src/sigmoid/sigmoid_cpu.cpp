@@ -4,22 +4,9 @@
 
 namespace lltm_ext {
 
-template <typename T>
-void sigmoid_forward(const T* input, T* output, int64_t n) {
-  run_elementwise(SigmoidForward{}, n, output, input);
-}
-
-template <typename T>
-void sigmoid_backward(const T* grad_output, const T* output, T* grad_input, int64_t n) {
-  run_elementwise(SigmoidBackward{}, n, grad_input, grad_output, output);
-}
-
-#define INSTANTIATE(T)                                  \
-  template void sigmoid_forward(const T*, T*, int64_t); \
-  template void sigmoid_backward(const T*, const T*, T*, int64_t);
-INSTANTIATE(float)
-INSTANTIATE(double)
-INSTANTIATE(c10::Half)
-INSTANTIATE(c10::BFloat16)
+LLTM_ELEMENTWISE(Sigmoid, 1)
+LLTM_ELEMENTWISE(SigmoidBackward, 2)
+LLTM_ELEMENTWISE_COMPLEX(Sigmoid, 1)
+LLTM_ELEMENTWISE_COMPLEX(SigmoidBackward, 2)
 
 }  // namespace lltm_ext

@@ -4,23 +4,9 @@
 
 namespace lltm_ext {
 
-template <typename T>
-cudaError_t sigmoid_forward(const T* input, T* output, int64_t n, cudaStream_t stream) {
-  return launch_elementwise(SigmoidForward{}, n, stream, output, input);
-}
-
-template <typename T>
-cudaError_t sigmoid_backward(const T* grad_output, const T* output, T* grad_input, int64_t n,
-                             cudaStream_t stream) {
-  return launch_elementwise(SigmoidBackward{}, n, stream, grad_input, grad_output, output);
-}
-
-#define INSTANTIATE(T)                                                       \
-  template cudaError_t sigmoid_forward(const T*, T*, int64_t, cudaStream_t); \
-  template cudaError_t sigmoid_backward(const T*, const T*, T*, int64_t, cudaStream_t);
-INSTANTIATE(float)
-INSTANTIATE(double)
-INSTANTIATE(__half)
-INSTANTIATE(__nv_bfloat16)
+LLTM_ELEMENTWISE(Sigmoid, 1)
+LLTM_ELEMENTWISE(SigmoidBackward, 2)
+LLTM_ELEMENTWISE_COMPLEX(Sigmoid, 1)
+LLTM_ELEMENTWISE_COMPLEX(SigmoidBackward, 2)
 
 }  // namespace lltm_ext

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/math.h"
 #include "common/recurrence/step.h"
 
 namespace lltm_ext {

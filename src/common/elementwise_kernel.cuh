@@ -1,0 +1,115 @@
+// The elementwise kernels: outputs[i] = f(inputs[i]...). An op is a functor on the accumulate type; loads,
+// rounding, vectors and strides are handled here. Compiled ahead of time (elementwise.cuh) and at run time,
+// around a user's formula: so it includes no header of the host.
+#pragma once
+
+#include "common/elementwise_call.h"
+#include "common/types.h"
+#include "common/vec.cuh"
+
+namespace lltm_ext {
+
+// Small blocks spread a short call over more multiprocessors. One vector an input and thread is enough on
+// its way: an H200 copies no faster with more.
+constexpr int kElementwiseThreads = 128;
+
+template <typename T, int N>
+struct Pointers {
+  T* at[N];
+};
+
+// What a functor of several outputs returns.
+template <typename A, int M>
+struct Values {
+  A data[M];
+};
+template <typename A>
+__device__ __forceinline__ Values<A, 1> as_values(A x) {
+  return {{x}};
+}
+template <typename A, int M>
+__device__ __forceinline__ Values<A, M> as_values(Values<A, M> x) {
+  return x;
+}
+
+template <int... k>
+struct Indices {};
+template <int N, int... k>
+struct MakeIndices : MakeIndices<N - 1, N - 1, k...> {};
+template <int... k>
+struct MakeIndices<0, k...> {
+  using type = Indices<k...>;
+};
+
+template <class F, typename In, int V, int K, int... k>
+__device__ __forceinline__ auto apply(const F& f, const Vec<In, V> (&x)[K], int j, Indices<k...>) {
+  return as_values(f(widen(x[k].data[j])...));
+}
+
+// V elements, from in_at[k] of each input to out_at[m] of each output. All loads come before all stores.
+template <int V, class F, typename In, typename Out, int K, int M>
+__device__ __forceinline__ void run_at(const F& f, const Pointers<const In, K>& in,
+                                       const Pointers<Out, M>& out, const int64_t (&in_at)[K],
+                                       const int64_t (&out_at)[M]) {
+  Vec<In, V> x[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) x[k] = *reinterpret_cast<const Vec<In, V>*>(in.at[k] + in_at[k]);
+  Vec<Out, V> y[M];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const auto values = apply(f, x, j, typename MakeIndices<K>::type());
+#pragma unroll
+    for (int m = 0; m < M; ++m) y[m].data[j] = narrow<Out>(values.data[m]);
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m) *reinterpret_cast<Vec<Out, V>*>(out.at[m] + out_at[m]) = y[m];
+}
+
+template <int V, class F, typename In, typename Out, int K, int M>
+__device__ __forceinline__ void run_flat_at(const F& f, const Pointers<const In, K>& in,
+                                            const Pointers<Out, M>& out, int64_t i) {
+  int64_t in_at[K], out_at[M];
+#pragma unroll
+  for (int k = 0; k < K; ++k) in_at[k] = i;
+#pragma unroll
+  for (int m = 0; m < M; ++m) out_at[m] = i;
+  run_at<V>(f, in, out, in_at, out_at);
+}
+
+// n elements in memory order. Vectors of V begin at `head`, where all pointers are aligned; what lies before
+// and behind them goes element by element.
+template <int V, class F, typename In, typename Out, int K, int M>
+__device__ __forceinline__ void elementwise_flat(const F& f, const Pointers<const In, K>& in,
+                                                 const Pointers<Out, M>& out, int head, int64_t n) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
+  const int64_t i = head + thread * V;
+  if (i + V <= n) {
+    run_flat_at<V>(f, in, out, i);
+  } else {
+    for (int64_t j = i; j < n; ++j) run_flat_at<1>(f, in, out, j);
+  }
+  if (V > 1 && thread < head) run_flat_at<1>(f, in, out, thread);
+}
+
+// One element a thread, wherever its operands have it. Index holds n.
+template <typename Index, class F, typename In, typename Out, int K, int M>
+__device__ __forceinline__ void elementwise_strided(const F& f, const Pointers<const In, K>& in,
+                                                    const Pointers<Out, M>& out,
+                                                    const Strides<K + M>& strides, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
+  if (i >= n) return;
+  Index rest = static_cast<Index>(i);
+  int64_t in_at[K] = {}, out_at[M] = {};
+  for (int d = 0; d < strides.dims; ++d) {
+    const Index size = static_cast<Index>(strides.sizes[d]), quotient = rest / size;
+    const int64_t coordinate = rest - quotient * size;
+    rest = quotient;
+#pragma unroll
+    for (int m = 0; m < M; ++m) out_at[m] += coordinate * strides.of[m][d];
+#pragma unroll
+    for (int k = 0; k < K; ++k) in_at[k] += coordinate * strides.of[M + k][d];
+  }
+  run_at<1>(f, in, out, in_at, out_at);
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,236 @@
+// An op of one tensor, element by element, but for its names, formulas and gradient: three dispatcher ops
+// (out of place, in place with a trailing "_", into a given tensor with "_out") and their autograd. It says
+//
+//   kName, kParameters: its name, and its parameters P... in the dispatcher's schema (", float low=0.0");
+//   kTypes: the element types it takes;
+//   check(parameters...): refuses them;
+//   run(output, input, parameters...): computes it, into a tensor of the input's sizes, maybe the input
+//   itself; keep(context, in_place, input, parameters...) before and kept(context, output) after a forward
+//   that is to be differentiated: what the backward needs; pull(context, grad_output): the gradient with
+//   respect to the input.
+#pragma once
+
+#include <ATen/native/Resize.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "common/checks.h"
+#include "common/elementwise.h"
+#include "common/library.h"
+
+namespace lltm_ext {
+
+template <class Op, typename... P>
+struct UnaryOps {
+  using Context = torch::autograd::AutogradContext;
+  using Variables = torch::autograd::variable_list;
+
+  static void check(const at::Tensor& input, P... parameters) {
+    check_device(Op::kName, "input", input);
+    check_type(Op::kName, "input", input, Op::kTypes);
+    Op::check(parameters...);
+  }
+
+  static at::Tensor forward(const at::Tensor& input, P... parameters) {
+    check(input, parameters...);
+    const KernelGuard guard(input);
+    at::Tensor output = at::empty_like(input);
+    Op::run(output, input, parameters...);
+    return output;
+  }
+
+  static void in_place(at::Tensor input, P... parameters) {
+    check(input, parameters...);
+    const KernelGuard guard(input);
+    if (!input.is_meta()) at::assert_no_internal_overlap(input);
+    Op::run(input, input, parameters...);
+  }
+
+  static void forward_out(const at::Tensor& input, P... parameters, at::Tensor out) {
+    check(input, parameters...);
+    CHECK_SAME(Op::kName, out, input);
+    const KernelGuard guard(input);
+    at::native::resize_output_symint(out, input.sym_sizes());
+    if (!out.is_meta()) at::assert_no_internal_overlap(out);
+    Op::run(out, input, parameters...);
+  }
+
+  // ---- The same from the top of the dispatcher.
+
+  static std::string name(const char* form) { return std::string("lltm_ext::") + Op::kName + form; }
+
+  static at::Tensor call(const at::Tensor& input, P... parameters) {
+    static const auto op = find_op<decltype(forward)>(name("").c_str());
+    return op.call(input, parameters...);
+  }
+  static void call_in_place(const at::Tensor& input, P... parameters) {
+    static const auto op = find_op<decltype(in_place)>(name("_").c_str());
+    op.call(input, parameters...);
+  }
+
+  // ---- Autograd
+
+  template <bool kInPlace>
+  struct Node : torch::autograd::Function<Node<kInPlace>> {
+    static at::Tensor forward(Context* context, const at::Tensor& input, P... parameters) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      Op::keep(context, kInPlace, input, parameters...);
+      at::Tensor output = input;
+      if constexpr (kInPlace) {
+        context->mark_dirty({input});
+        call_in_place(input, parameters...);
+      } else {
+        output = call(input, parameters...);
+      }
+      Op::kept(context, output);
+      return output;
+    }
+    static Variables backward(Context* context, const Variables& grad_outputs) {
+      Variables gradients(1 + sizeof...(P));
+      gradients[0] = Op::pull(context, grad_outputs[0]);
+      return gradients;
+    }
+  };
+
+  static at::Tensor forward_autograd(const at::Tensor& input, P... parameters) {
+    if (any_needs_grad(input)) return Node<false>::apply(input, parameters...);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call(input, parameters...);
+  }
+
+  static void in_place_autograd(at::Tensor input, P... parameters) {
+    if (any_needs_grad(input)) {
+      check(input, parameters...);
+      torch::autograd::check_inplace(input, /*requires_grad=*/true);
+      Node<true>::apply(input, parameters...);
+      return;
+    }
+    {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      call_in_place(input, parameters...);
+    }
+    note_change(input);
+  }
+
+  static void out_autograd(const at::Tensor& input, P... parameters, at::Tensor out) {
+    TORCH_CHECK(!any_needs_grad(input, out), Op::kName,
+                ": with out= there is no gradient, but an argument requires it");
+    static const auto op = find_op<decltype(forward_out)>(name("_out").c_str());
+    {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      op.call(input, parameters..., out);
+    }
+    note_change(out);
+  }
+
+  // So that a backward which needs the old values notices.
+  static void note_change(const at::Tensor& x) {
+    if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+  }
+
+  static void define(torch::Library& m) {
+    const std::string op = Op::kName, parameters = Op::kParameters;
+    const std::string in_place_name = op + "_", out_name = op + "_out";
+    const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+    m.def((op + "(Tensor input" + parameters + ") -> Tensor").c_str(), tags);
+    m.def((in_place_name + "(Tensor(a!) input" + parameters + ") -> ()").c_str(), tags);
+    m.def((out_name + "(Tensor input" + without_defaults(parameters) + ", Tensor(a!) out) -> ()").c_str(),
+          tags);
+    implement(m, op.c_str(), forward);
+    implement(m, in_place_name.c_str(), in_place);
+    implement(m, out_name.c_str(), forward_out);
+    implement_autograd(m, op.c_str(), forward_autograd);
+    implement_autograd(m, in_place_name.c_str(), in_place_autograd);
+    implement_autograd(m, out_name.c_str(), out_autograd);
+  }
+
+ private:
+  // A parameter without default may not come after one that has it.
+  static std::string without_defaults(std::string parameters) {
+    for (size_t at; (at = parameters.find('=')) != std::string::npos;) {
+      parameters.erase(at, std::min(parameters.find(',', at), parameters.size()) - at);
+    }
+    return parameters;
+  }
+};
+
+// For an op whose gradient follows from its output, by the dispatcher op <name>_backward. Op further says
+//
+//   kBackwardName, kRawForward, kRawBackward: names in the dispatcher and in error messages;
+//   run_backward(grad_input, grad_output, output);
+//   gradient(grad_output, output): the gradient in torch's differentiable ops, for the double backward.
+template <class Op>
+struct ActivationOps : UnaryOps<Op> {
+  static at::Tensor backward(const at::Tensor& grad_output, const at::Tensor& output) {
+    check_gradient(Op::kBackwardName, grad_output, output, Op::kTypes);
+    const KernelGuard guard(output);
+    at::Tensor grad_input = at::empty_like(output);
+    Op::run_backward(grad_input, grad_output, output);
+    return grad_input;
+  }
+
+  static at::Tensor call_backward(const at::Tensor& grad_output, const at::Tensor& output) {
+    static const auto op = find_op<decltype(backward)>(UnaryOps<Op>::name("_backward").c_str());
+    return op.call(grad_output, output);
+  }
+
+  static at::Tensor backward_autograd(const at::Tensor& grad_output, const at::Tensor& output) {
+    if (any_needs_grad(grad_output, output)) {
+      check_gradient(Op::kBackwardName, grad_output, output, Op::kTypes);
+      return Op::gradient(grad_output, output);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_backward(grad_output, output);
+  }
+
+  static void define(torch::Library& m) {
+    UnaryOps<Op>::define(m);
+    m.def((std::string(Op::kBackwardName) + "(Tensor grad_output, Tensor output) -> Tensor").c_str(),
+          {at::Tag::pt2_compliant_tag});
+    implement(m, Op::kBackwardName, backward);
+    implement_autograd(m, Op::kBackwardName, backward_autograd);
+  }
+
+  static at::Tensor raw_forward(const at::Tensor& input) {
+    CHECK_INPUT(Op::kRawForward, input);
+    return UnaryOps<Op>::forward(input);
+  }
+  static at::Tensor raw_backward(const at::Tensor& grad_output, const at::Tensor& output) {
+    CHECK_INPUT(Op::kRawBackward, grad_output);
+    CHECK_INPUT(Op::kRawBackward, output);
+    return backward(grad_output, output);
+  }
+  static void bind(py::module_& m) {
+    m.def("forward", torch::wrap_pybind_function_no_gil(raw_forward), py::arg("input"));
+    m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_output"),
+          py::arg("output"));
+  }
+};
+
+// What an op whose backward is <name>_backward of its output keeps and does.
+template <class Op>
+struct FromOutput {
+  static void check() {}
+  static void keep(torch::autograd::AutogradContext*, bool, const at::Tensor&) {}
+  static void kept(torch::autograd::AutogradContext* context, const at::Tensor& output) {
+    context->save_for_backward({output});
+  }
+  static at::Tensor pull(torch::autograd::AutogradContext* context, const at::Tensor& grad_output) {
+    return ActivationOps<Op>::call_backward(grad_output, context->get_saved_variables()[0]);
+  }
+};
+
+// Straight through: saves nothing, launches nothing, hands the gradient on as it came.
+struct StraightThrough {
+  template <typename... P>
+  static void keep(torch::autograd::AutogradContext*, bool, const at::Tensor&, P...) {}
+  static void kept(torch::autograd::AutogradContext*, const at::Tensor&) {}
+  static at::Tensor pull(torch::autograd::AutogradContext*, const at::Tensor& grad_output) {
+    return grad_output;
+  }
+};
+
+}  // namespace lltm_ext
