@@ -27,18 +27,33 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
 
 
-def into(op: Callable[..., None], out: Tensor, name: str, *args: Any) -> Tensor:
-    """``out``, after an elementwise op has written its result there."""
-    check_tensor(name, "out", out)
-    op(*args, out)
+def is_lazy(x: Tensor) -> bool:
+    """Whether memory holds the negative or the conjugate of ``x``."""
+    return x.is_neg() or x.is_conj()
+
+
+def into(
+    function: Callable[..., Tensor], op: Callable[..., None], out: Tensor, input: Tensor, *args: Any
+) -> Tensor:
+    """``out``, into which an elementwise function is written, whose dispatcher op for that is ``op``."""
+    check_tensor(function.__name__, "out", out)
+    if is_lazy(out):
+        return out.copy_(function(input, *args))
+    op(input.resolve_neg().resolve_conj(), *args, out)
     return out
 
 
-def in_place(function: Callable[..., Tensor], op: Callable[..., None], input: Tensor, *args: Any) -> Tensor:
+def in_place(
+    function: Callable[..., Tensor],
+    op: Callable[..., None],
+    input: Tensor,
+    *args: Any,
+    saves_input: bool = False,
+) -> Tensor:
     """``input``, overwritten by an elementwise function of it, whose dispatcher op in place is ``op``."""
     check_tensor(f"{function.__name__}_", "input", input)
-    if transforms_active() or torch.compiler.is_compiling():  # which know how to trace a copy
-        return input.copy_(function(input, *args))
+    if transforms_active() or torch.compiler.is_compiling() or is_lazy(input):  # which take a copy
+        return input.copy_(function(input.clone() if saves_input else input, *args))
     op(input, *args)
     return input
 

@@ -56,7 +56,7 @@ def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("relu", "input", input)
     if out is not None:
-        return into(ops.relu_out, out, "relu", input)
+        return into(relu, ops.relu_out, out, input)
     return ReLUFunction.apply(input) if transforms_active() else ops.relu(input)
 
 

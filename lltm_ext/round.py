@@ -45,14 +45,15 @@ def binarize_reference(
     input: Tensor, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
 ) -> Tensor:
     """:func:`binarize` in pure PyTorch."""
-    step = torch.where(input > threshold, high, low).to(input.dtype)
+    x = input if input.dtype == torch.float64 else input.float()
     half = (high - low) / 2
     curves: dict[str, Callable[[], Tensor]] = {
-        "identity": lambda: input,
-        "clipped": lambda: (input - threshold).clamp(-half, half),
-        "tanh": lambda: half * torch.tanh((input - threshold) / half),
+        "identity": lambda: x,
+        "clipped": lambda: (x - threshold).clamp(-half, half),
+        "tanh": lambda: half * torch.tanh((x - threshold) / half),
     }
-    return _straight_through(step, curves[grad]())
+    step = torch.where(x > threshold, high, low).to(x.dtype)
+    return _straight_through(step, curves[grad]()).to(input.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -171,7 +172,7 @@ def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("round", "input", input)
     if out is not None:
-        return into(ops.round_out, out, "round", input)
+        return into(round, ops.round_out, out, input)
     return RoundFunction.apply(input) if transforms_active() else ops.round(input)
 
 
@@ -182,7 +183,7 @@ def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("floor", "input", input)
     if out is not None:
-        return into(ops.floor_out, out, "floor", input)
+        return into(floor, ops.floor_out, out, input)
     return FloorFunction.apply(input) if transforms_active() else ops.floor(input)
 
 
@@ -193,7 +194,7 @@ def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("ceil", "input", input)
     if out is not None:
-        return into(ops.ceil_out, out, "ceil", input)
+        return into(ceil, ops.ceil_out, out, input)
     return CeilFunction.apply(input) if transforms_active() else ops.ceil(input)
 
 
@@ -204,7 +205,7 @@ def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("trunc", "input", input)
     if out is not None:
-        return into(ops.trunc_out, out, "trunc", input)
+        return into(trunc, ops.trunc_out, out, input)
     return TruncFunction.apply(input) if transforms_active() else ops.trunc(input)
 
 
@@ -243,7 +244,7 @@ def binarize(
     """
     check_tensor("binarize", "input", input)
     if out is not None:
-        return into(ops.binarize_out, out, "binarize", input, threshold, low, high, grad)
+        return into(binarize, ops.binarize_out, out, input, threshold, low, high, grad)
     if transforms_active():
         return BinarizeFunction.apply(input, threshold, low, high, grad)
     return ops.binarize(input, threshold, low, high, grad)
@@ -276,7 +277,8 @@ def binarize_(
 
     A gradient other than the identity needs the values that were there, so then a copy of them is kept.
     """
-    return in_place(binarize, ops.binarize_, input, threshold, low, high, grad)
+    saves_input = grad != "identity"
+    return in_place(binarize, ops.binarize_, input, threshold, low, high, grad, saves_input=saves_input)
 
 
 class Round(nn.Module):

@@ -59,7 +59,7 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_tensor("sigmoid", "input", input)
     if out is not None:
-        return into(ops.sigmoid_out, out, "sigmoid", input)
+        return into(sigmoid, ops.sigmoid_out, out, input)
     return SigmoidFunction.apply(input) if transforms_active() else ops.sigmoid(input)
 
 

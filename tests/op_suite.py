@@ -693,19 +693,19 @@ SPECIAL = [
 ]
 
 
-def elementwise_bad_calls(op):
+def elementwise_bad_calls(op, types=FLOATING):
     return {
         "None": (lambda make: Call(None), TypeError, f"^{op}: expected input to be a Tensor, got NoneType"),
         "list": (lambda make: Call([1.0]), TypeError, f"^{op}: expected input to be a Tensor, got list"),
         "integers": (
             lambda make: Call(torch.arange(3, device=make.device)),
             TypeError,
-            f"^{op}: expected input of dtype {FLOATING}, got int64",
+            f"^{op}: expected input of dtype {types}, got int64",
         ),
-        "complex": (
-            lambda make: Call(torch.zeros(3, dtype=torch.complex64, device=make.device)),
+        "half complex": (
+            lambda make: Call(torch.zeros(3, dtype=torch.complex32, device=make.device)),
             TypeError,
-            f"^{op}: expected input of dtype {FLOATING}, got complex64",
+            f"^{op}: expected input of dtype {types}, got complex32",
         ),
         "sparse": (
             lambda make: Call(torch.eye(3, device=make.device).to_sparse()),
@@ -795,6 +795,122 @@ class ElementwiseSuite(OpSuite):
         assert len(saved) == self.saved_tensors
 
 
+class FormsSuite:
+    """For elementwise ops with a form in place, `in_place`, and one with out=."""
+
+    function = None
+    in_place = None
+
+    def test_in_place_gives_the_same_bits(self, case, layout, dtype, device):
+        if layout == "expanded":
+            pytest.skip("elements that share memory are refused, see below")
+        call = self.call(case, dtype, device).map(self.layouts[layout])
+        expected = call.run(self.function)
+        (x,) = call.tensors
+        where = (x.data_ptr(), x.stride())
+        assert self.in_place(*call.args, **call.kwargs) is x
+        assert (x.data_ptr(), x.stride()) == where
+        assert_same_bits([x], expected)
+
+    def test_in_place_changes_nothing_beside(self, device):
+        """Heads and tails of vectors: what lies before and behind stays."""
+        for start in range(9):
+            for end in range(start, start + 40, 3):
+                x = Make(torch.float16, device)(64, scale=3)
+                expected = x.clone()
+                expected[start:end] = self.function(x[start:end])
+                self.in_place(x[start:end])
+                assert_same_bits([x], [expected])
+
+    def test_in_place_has_the_same_gradient(self, case, dtype, device):
+        call = self.call(case, dtype, device)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        leaves = call.leaves()
+        ours = leaves.map(lambda x: x * 1).run(self.in_place)
+        ours_gradients = torch.autograd.grad(ours, leaves.tensors, cotangents(ours))
+        assert_same_bits([*ours, *ours_gradients], [*outputs, *gradients])
+
+    def test_in_place_compiles(self, device, fresh_dynamo):
+        call = self.call("63", DOUBLE, device)
+        expected, expected_gradients = forward_and_gradients(self.function, call)
+
+        def in_place(x):
+            return self.in_place(x * 1) * 1
+
+        compiled = torch.compile(in_place, fullgraph=True, backend="aot_eager")
+        outputs, gradients = forward_and_gradients(compiled, call)
+        assert_same_bits([*outputs, *gradients], [*expected, *expected_gradients])
+
+    def test_in_place_takes_no_leaf_that_requires_a_gradient(self, device):
+        call = self.call("63", DOUBLE, device).leaves()
+        before = call.tensors[0].detach().clone()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            self.in_place(*call.args, **call.kwargs)
+        assert_same_bits([call.tensors[0].detach()], [before])
+
+    def test_in_place_is_noticed_by_a_backward_that_needs_what_was_there(self, device):
+        call = self.call("63", DOUBLE, device).leaves().map(lambda x: x * 1)
+        (x,) = call.tensors
+        needs_x = x * x
+        self.in_place(*call.args, **call.kwargs)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            needs_x.sum().backward()
+
+    def test_in_place_refuses_elements_that_share_memory(self, device):
+        x = Make(device=device)(1, 3).expand(4, 3)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            self.in_place(x)
+
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped", "misaligned"])
+    def test_out_is_written(self, layout, dtype, device):
+        call = self.call("4-D", dtype, device)
+        (expected,) = call.run(self.function)
+        out = torch.full_like(expected, 7)
+        out = out if layout == "contiguous" else self.layouts[layout](out)
+        where = (out.data_ptr(), out.stride())
+        assert self.function(*call.args, **call.kwargs, out=out) is out
+        assert (out.data_ptr(), out.stride()) == where
+        assert_same_bits([out], [expected])
+
+    def test_out_is_resized(self, device):
+        call = self.call("63", DOUBLE, device)
+        out = torch.empty(0, dtype=DOUBLE, device=device)
+        self.function(*call.args, **call.kwargs, out=out)
+        assert_same_bits([out], call.run(self.function))
+
+    def test_out_may_be_the_input(self, device):
+        call = self.call("63", DOUBLE, device)
+        expected = call.run(self.function)
+        self.function(*call.args, **call.kwargs, out=call.tensors[0])
+        assert_same_bits(call.tensors, expected)
+
+    def test_out_compiles(self, device, fresh_dynamo):
+        call = self.call("63", DOUBLE, device)
+
+        def with_out(x):
+            out = torch.empty_like(x)
+            self.function(x, out=out)
+            return out * 1
+
+        compiled = torch.compile(with_out, fullgraph=True, backend="aot_eager")
+        assert_same_bits(call.run(compiled), call.run(self.function))
+
+    def test_out_is_refused_where_it_does_not_fit(self, device):
+        x = Make(device=device)(6)
+        for out, exception, message in (
+            (x.double(), TypeError, f"^{self.op}: expected out of dtype float32, got float64"),
+            ([1.0], TypeError, f"^{self.op}: expected out to be a Tensor, got list"),
+            (x.to("meta"), RuntimeError, f"^{self.op}: expected out on {device}"),
+        ):
+            with pytest.raises(exception, match=message):
+                self.function(x, out=out)
+        with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
+            self.function(x[:4], out=x[2:])
+        for wanting in ((x.clone().requires_grad_(), x), (x, x.clone().requires_grad_())):
+            with pytest.raises(RuntimeError, match=f"^{self.op}: with out= there is no gradient"):
+                self.function(wanting[0], out=wanting[1])
+
+
 class RawBindingSuite:
     """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)`, of contiguous tensors."""
 
@@ -815,7 +931,7 @@ class RawBindingSuite:
         good = Make(device=device)(3, 5)
         refusals = (
             (Make(device=device)(5, 3).T, RuntimeError, r"to be contiguous, got strides \[1, 3\]"),
-            (good.long(), TypeError, f"of dtype {FLOATING}, got int64"),
+            (good.long(), TypeError, "of dtype float16, bfloat16, float32.*, got int64"),
             (good.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
         )
         for value, exception, pattern in refusals:

@@ -13,7 +13,7 @@ from lltm_ext import _C
 
 MODULES = ("gemm", "lltm", "relu", "round", "sigmoid")
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lltm_ext::"))
-PUBLIC = ("binarize", "gemm", "lltm", "lltm_cell", "relu", "round", "sigmoid")
+PUBLIC = ("binarize", "ceil", "floor", "gemm", "lltm", "lltm_cell", "relu", "round", "sigmoid", "trunc")
 
 
 class Recorder(TorchDispatchMode):
@@ -79,7 +79,8 @@ def test_an_elementwise_op_is_one_op_forward_and_one_backward():
 
 def test_an_inference_call_is_one_op():
     x = torch.randn(5, requires_grad=True)
-    for function in (lltm_ext.sigmoid, lltm_ext.relu, lltm_ext.round, lltm_ext.binarize):
+    for name in ("sigmoid", "relu", "round", "floor", "ceil", "trunc", "binarize"):
+        function = getattr(lltm_ext, name)
         with torch.no_grad(), Recorder() as recorder:
             function(x)
         assert recorder.names == [f"lltm_ext.{function.__name__}"]

@@ -1,14 +1,23 @@
 import torch
-from op_suite import Call, ElementwiseSuite, ModuleSuite, RawBindingSuite, SmoothSuite, elementwise_bad_calls
+from op_suite import (
+    Call,
+    ElementwiseSuite,
+    FormsSuite,
+    ModuleSuite,
+    RawBindingSuite,
+    SmoothSuite,
+    elementwise_bad_calls,
+)
 
 import lltm_ext
 from lltm_ext import _C
 from lltm_ext.relu import relu_reference
 
 
-class TestReLU(ElementwiseSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
+class TestReLU(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
     op = "relu"
     function = staticmethod(lltm_ext.relu)
+    in_place = staticmethod(lltm_ext.relu_)
     reference = staticmethod(relu_reference)
     Function = lltm_ext.ReLUFunction
     bindings = _C.relu

@@ -4,6 +4,7 @@ from op_suite import (
     DOUBLE,
     Call,
     ElementwiseSuite,
+    FormsSuite,
     Make,
     ModuleSuite,
     assert_same_bits,
@@ -13,10 +14,16 @@ from op_suite import (
 
 import lltm_ext
 from lltm_ext import _C
-from lltm_ext.round import binarize_reference, round_reference
+from lltm_ext.round import (
+    binarize_reference,
+    ceil_reference,
+    floor_reference,
+    round_reference,
+    trunc_reference,
+)
 
 
-class StraightThroughSuite(ElementwiseSuite):
+class StraightThroughSuite(ElementwiseSuite, FormsSuite):
     """The gradient is the identity, so finite differences cannot judge it: it is compared bit by bit."""
 
     saved_tensors = 0
@@ -61,6 +68,7 @@ class StraightThroughSuite(ElementwiseSuite):
 class TestRound(StraightThroughSuite, ModuleSuite):
     op = "round"
     function = staticmethod(lltm_ext.round)
+    in_place = staticmethod(lltm_ext.round_)
     reference = staticmethod(round_reference)
     Function = lltm_ext.RoundFunction
     bad_calls = elementwise_bad_calls("round")
@@ -75,32 +83,93 @@ class TestRound(StraightThroughSuite, ModuleSuite):
         assert_same_bits([lltm_ext.round(x)], [x])
 
 
-class TestBinarize(StraightThroughSuite):
+class TestFloor(StraightThroughSuite, ModuleSuite):
+    op = "floor"
+    function = staticmethod(lltm_ext.floor)
+    in_place = staticmethod(lltm_ext.floor_)
+    reference = staticmethod(floor_reference)
+    Function = lltm_ext.FloorFunction
+    bad_calls = elementwise_bad_calls("floor")
+    modules = {"Floor": (lambda device, dtype: lltm_ext.Floor(), lambda make: Call(make(63, 3, scale=3)))}
+
+
+class TestCeil(StraightThroughSuite, ModuleSuite):
+    op = "ceil"
+    function = staticmethod(lltm_ext.ceil)
+    in_place = staticmethod(lltm_ext.ceil_)
+    reference = staticmethod(ceil_reference)
+    Function = lltm_ext.CeilFunction
+    bad_calls = elementwise_bad_calls("ceil")
+    modules = {"Ceil": (lambda device, dtype: lltm_ext.Ceil(), lambda make: Call(make(63, 3, scale=3)))}
+
+
+class TestTrunc(StraightThroughSuite, ModuleSuite):
+    op = "trunc"
+    function = staticmethod(lltm_ext.trunc)
+    in_place = staticmethod(lltm_ext.trunc_)
+    reference = staticmethod(trunc_reference)
+    Function = lltm_ext.TruncFunction
+    bad_calls = elementwise_bad_calls("trunc")
+    modules = {"Trunc": (lambda device, dtype: lltm_ext.Trunc(), lambda make: Call(make(63, 3, scale=3)))}
+
+
+BINARIZE_BAD_CALLS = {
+    **elementwise_bad_calls("binarize"),
+    "no threshold": (
+        lambda make: Call(make(3), None),
+        RuntimeError,
+        "binarize.*value of type 'float' for argument 'threshold' but instead found type 'NoneType'",
+    ),
+    "text as threshold": (
+        lambda make: Call(make(3), "high"),
+        RuntimeError,
+        "binarize.*value of type 'float' for argument 'threshold' but instead found type 'str'",
+    ),
+    "low above high": (
+        lambda make: Call(make(3), low=1.0, high=0.0),
+        ValueError,
+        "^binarize: expected low below high, got low = 1, high = 0",
+    ),
+    "another gradient": (
+        lambda make: Call(make(3), grad="straight"),
+        ValueError,
+        "^binarize: expected grad 'identity', 'clipped' or 'tanh', got 'straight'",
+    ),
+}
+
+
+class TestBinarize(StraightThroughSuite, ModuleSuite):
     op = "binarize"
     function = staticmethod(lltm_ext.binarize)
+    in_place = staticmethod(lltm_ext.binarize_)
     reference = staticmethod(binarize_reference)
     Function = lltm_ext.BinarizeFunction
-    bad_calls = {
-        **elementwise_bad_calls("binarize"),
-        "no threshold": (
-            lambda make: Call(make(3), None),
-            RuntimeError,
-            "binarize.*value of type 'float' for argument 'threshold' but instead found type 'NoneType'",
-        ),
-        "text as threshold": (
-            lambda make: Call(make(3), "high"),
-            RuntimeError,
-            "binarize.*value of type 'float' for argument 'threshold' but instead found type 'str'",
-        ),
+    bad_calls = BINARIZE_BAD_CALLS
+    modules = {
+        "Binarize": (
+            lambda device, dtype: lltm_ext.Binarize(0.25, -1.0, 1.0),
+            lambda make: Call(make(63, 3, scale=3)),
+        )
     }
     samples = {
         **StraightThroughSuite.samples,
         "low threshold": lambda make: Call(make(63), -1.25),
         "threshold by name": lambda make: Call(make(63), threshold=0.75),
+        "other values": lambda make: Call(make(63), 0.0, low=-2.0, high=3.5),
     }
 
-    def apply(self, input, threshold=0.5):
-        return lltm_ext.BinarizeFunction.apply(input, threshold)
+    def apply(self, input, threshold=0.5, low=0.0, high=1.0, grad="identity"):
+        return lltm_ext.BinarizeFunction.apply(input, threshold, low, high, grad)
+
+    def test_the_function_class_has_the_functions_defaults(self, device):
+        x = Make(device=device)(63).requires_grad_()
+        for arguments in ((), (0.25,), (0.25, -1.0), (0.25, -1.0, 2.0, "clipped")):
+            y = lltm_ext.BinarizeFunction.apply(x, *arguments)
+            assert_same_bits([y], [lltm_ext.binarize(x, *arguments)])
+            assert_same_bits(
+                torch.autograd.grad(y.sum(), x),
+                torch.autograd.grad(lltm_ext.binarize(x, *arguments).sum(), x),
+            )
 
     def test_the_threshold_itself_gives_0(self, dtype, device):
         x = torch.tensor([0.25, 0.5, 0.75], dtype=dtype, device=device)
@@ -113,6 +182,74 @@ class TestBinarize(StraightThroughSuite):
         x = torch.tensor([torch.nan, 1.0], dtype=dtype, device=device)
         assert lltm_ext.binarize(x).tolist() == [0, 1]
         assert lltm_ext.binarize(x, torch.nan).tolist() == [0, 0]
+
+
+class CurveSuite(ElementwiseSuite, FormsSuite, ModuleSuite):
+    """binarize with the gradient of a curve, which is its derivative almost everywhere: so is its own."""
+
+    op = "binarize"
+    grad: str
+    saved = 0
+    bad_calls = BINARIZE_BAD_CALLS
+    Function = lltm_ext.BinarizeFunction
+
+    def function(self, input, threshold=0.1, low=-1.0, high=1.5, grad=None, **out):
+        return lltm_ext.binarize(input, threshold, low, high, self.grad if grad is None else grad, **out)
+
+    def in_place(self, input, threshold=0.1, low=-1.0, high=1.5):
+        return lltm_ext.binarize_(input, threshold, low, high, self.grad)
+
+    def reference(self, input, threshold=0.1, low=-1.0, high=1.5):
+        return binarize_reference(input, threshold, low, high, self.grad)
+
+    def apply(self, input, threshold=0.1, low=-1.0, high=1.5):
+        return lltm_ext.BinarizeFunction.apply(input, threshold, low, high, self.grad)
+
+    def dispatcher_calls(self, call):
+        (x,) = call.tensors
+        how = (0.1, -1.0, 1.5, self.grad)
+        yield torch.ops.lltm_ext.binarize.default, Call(x, *how)
+        yield torch.ops.lltm_ext.binarize_backward.default, Call(x.detach().cos(), x.detach(), *how)
+
+
+class TestBinarizeClipped(CurveSuite):
+    grad = "clipped"
+    modules = {
+        "Binarize": (
+            lambda device, dtype: lltm_ext.Binarize(0.1, -1.0, 1.5, "clipped"),
+            lambda make: Call(make(63, 3, scale=3)),
+        )
+    }
+
+    def test_the_gradient_ends_where_the_values_are_reached(self, dtype, device):
+        x = torch.tensor([-1.25, -1.0, 0.0, 1.0, 1.25, torch.nan], dtype=dtype, device=device)
+        x.requires_grad_()
+        lltm_ext.binarize(x, 0.0, -1.0, 1.0, grad="clipped").sum().backward()
+        assert x.grad.tolist() == [0, 1, 1, 1, 0, 0]
+
+
+class TestBinarizeTanh(CurveSuite):
+    grad = "tanh"
+    modules = {
+        "Binarize": (
+            lambda device, dtype: lltm_ext.Binarize(0.1, -1.0, 1.5, "tanh"),
+            lambda make: Call(make(63, 3, scale=3)),
+        )
+    }
+
+    def test_the_slope_at_the_threshold_is_1(self, dtype, device):
+        x = torch.tensor([0.25, torch.inf, -torch.inf], dtype=dtype, device=device, requires_grad=True)
+        lltm_ext.binarize(x, 0.25, grad="tanh").sum().backward()
+        assert x.grad.tolist() == [1, 0, 0]
+
+    def test_the_gradient_is_differentiable(self, device):
+        x = Make(DOUBLE, device)(5).requires_grad_()
+        grad_output = Make(DOUBLE, device, seed=1)(5).requires_grad_()
+
+        def gradient(g, x):
+            return torch.ops.lltm_ext.binarize_backward(g, x, 0.1, -1.0, 1.5, "tanh")
+
+        assert torch.autograd.gradcheck(gradient, (grad_output, x))
 
 
 class TestRawBindings:

@@ -1,18 +1,31 @@
+import pytest
 import torch
-from op_suite import Call, ElementwiseSuite, ModuleSuite, RawBindingSuite, SmoothSuite, elementwise_bad_calls
+from op_suite import (
+    FLOATING,
+    Call,
+    ElementwiseSuite,
+    FormsSuite,
+    ModuleSuite,
+    RawBindingSuite,
+    SmoothSuite,
+    elementwise_bad_calls,
+)
 
 import lltm_ext
 from lltm_ext import _C
 from lltm_ext.sigmoid import sigmoid_reference
 
+COMPLEX = FLOATING.replace(" or float64", ", float64, complex64 or complex128")
 
-class TestSigmoid(ElementwiseSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
+
+class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
     op = "sigmoid"
     function = staticmethod(lltm_ext.sigmoid)
+    in_place = staticmethod(lltm_ext.sigmoid_)
     reference = staticmethod(sigmoid_reference)
     Function = lltm_ext.SigmoidFunction
     bindings = _C.sigmoid
-    bad_calls = elementwise_bad_calls("sigmoid")
+    bad_calls = elementwise_bad_calls("sigmoid", COMPLEX)
     modules = {"Sigmoid": (lambda device, dtype: lltm_ext.Sigmoid(), lambda make: Call(make(63, 3)))}
 
     def dispatcher_calls(self, call):
@@ -31,3 +44,29 @@ class TestSigmoid(ElementwiseSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
         """Far below zero the sigmoid is e^x, not the nearest multiple of epsilon."""
         x = torch.tensor([-20.0, -50.0, -80.0], device=device)
         torch.testing.assert_close(lltm_ext.sigmoid(x), x.double().exp().float(), rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("complex_dtype", [torch.complex64, torch.complex128])
+    def test_complex_values_and_gradients_are_torchs(self, complex_dtype, device):
+        real, imaginary, grad = (
+            torch.randn(2, 500, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            for seed in range(3)
+        )
+        x = torch.complex(4 * real, 4 * imaginary).to(device, complex_dtype)
+        grad_output = torch.complex(grad, real).to(device, complex_dtype)
+        bound = 1e-5 if complex_dtype == torch.complex64 else 1e-13
+        results = []
+        for function, dtype in ((lltm_ext.sigmoid, complex_dtype), (torch.sigmoid, torch.complex128)):
+            leaf = x.to(dtype).requires_grad_()
+            y = function(leaf)
+            results.append((y, *torch.autograd.grad(y, leaf, grad_output.to(dtype))))
+        for ours, exact in zip(*results, strict=True):
+            assert ((ours - exact).norm() <= bound * exact.norm()).item()
+
+    def test_complex_derivatives_agree_with_finite_differences(self, device):
+        x = torch.randn(2, 3, dtype=torch.complex128, device=device, requires_grad=True)
+        assert torch.autograd.gradcheck(lltm_ext.sigmoid, x)
+        assert torch.autograd.gradgradcheck(lltm_ext.sigmoid, x)
+
+    def test_far_complex_values_do_not_overflow(self, device):
+        x = torch.tensor([800 + 1j, -800 + 1j], dtype=torch.complex128, device=device)
+        assert lltm_ext.sigmoid(x).tolist() == [1, 0]

@@ -19,10 +19,10 @@ LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
   return output * (T(1) - output);
 }
 
-// max(x, 0) that lets NaN through, as torch's does.
+// max(x, 0) that lets NaN through, and -0, as torch's does.
 template <typename T>
 LLTM_HOST_DEVICE T relu(T x) {
-  return x <= T(0) ? T(0) : x;
+  return x < T(0) ? T(0) : x;
 }
 
 // The gradient through relu, from its output: 0 where the output is 0, and so at 0 itself.

@@ -1,0 +1,84 @@
+"""Every value of a dtype through every elementwise op: 65,536 of a half type; on a GPU 2^32 of float32."""
+
+import pytest
+import torch
+from op_suite import needs_cuda
+
+import lltm_ext
+
+# The largest exponent below a normal number (as frexp counts), and the bits of a significand.
+FORMATS = {torch.float16: (-13, 11), torch.bfloat16: (-125, 8), torch.float32: (-125, 24)}
+# Equal to torch's bit for bit.
+EXACT = {
+    "relu": (lltm_ext.relu, torch.relu),
+    "round": (lltm_ext.round, torch.round),
+    "floor": (lltm_ext.floor, torch.floor),
+    "ceil": (lltm_ext.ceil, torch.ceil),
+    "trunc": (lltm_ext.trunc, torch.trunc),
+    "binarize": (lltm_ext.binarize, lambda x: (x > 0.5).to(x.dtype)),
+}
+exact = pytest.mark.parametrize("op", EXACT)
+half_types = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def every_half(dtype, device):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
+
+
+def every_float32():
+    """2^32 values, in pieces."""
+    for start in range(-(2**31), 2**31, 2**28):
+        values = torch.arange(start, start + 2**28, device="cuda")
+        yield values.to(torch.int32).view(torch.float32)
+
+
+def assert_equal(actual, expected):
+    """Bit for bit, -0 apart from 0; NaN as NaN."""
+    nan = expected.isnan()
+    assert torch.equal(actual.isnan(), nan)
+    assert torch.equal(actual == expected, ~nan)
+    assert torch.equal(actual.signbit()[~nan], expected.signbit()[~nan])
+
+
+def units_in_the_last_place(actual, exact):
+    """How far `actual` is from float64's `exact`, in units of its own dtype there; 0 where both are NaN."""
+    smallest, bits = FORMATS[actual.dtype]
+    exponent = torch.frexp(exact).exponent.clamp(min=smallest) - bits
+    error = torch.ldexp((actual.double() - exact).abs(), -exponent)
+    return torch.where(actual.isnan() & exact.isnan(), 0, error).max().item()
+
+
+@exact
+@half_types
+def test_every_half_value_is_torchs(op, dtype, device):
+    ours, torchs = EXACT[op]
+    x = every_half(dtype, device)
+    assert_equal(ours(x), torchs(x))
+
+
+@half_types
+def test_every_half_value_of_sigmoid_is_within_2_ulp(dtype, device):
+    x = every_half(dtype, device)
+    assert units_in_the_last_place(lltm_ext.sigmoid(x), torch.sigmoid(x.double())) <= 2
+
+
+@needs_cuda
+@exact
+def test_every_float32_value_is_torchs(op):
+    ours, torchs = EXACT[op]
+    for x in every_float32():
+        assert_equal(ours(x), torchs(x))
+
+
+@needs_cuda
+def test_every_float32_value_of_sigmoid_is_within_2_ulp():
+    assert (
+        max(units_in_the_last_place(lltm_ext.sigmoid(x), torch.sigmoid(x.double())) for x in every_float32())
+        <= 2
+    )
+
+
+def test_sigmoid_on_the_cpu_is_within_3_ulp():
+    """Of what 2^20 float32 values, spread evenly over all bit patterns, give."""
+    x = torch.arange(-(2**31), 2**31, 2**12, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    assert units_in_the_last_place(lltm_ext.sigmoid(x), torch.sigmoid(x.double())) <= 3
