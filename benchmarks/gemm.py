@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import DTYPES, INK, OURS, Bench, color, finish, parse, rotating, series, sets_beyond_cache
+from harness import DTYPES, INK, OURS, Bench, color, finish, parse, series, sets_beyond_cache
 from torch import Tensor
 
 import lltm_ext
@@ -87,17 +87,6 @@ def errors(device: torch.device, calls: dict[str, Callable[..., Any]], n: int) -
     }
 
 
-def on_device(call: Callable[..., Any], operands: list[tuple[Tensor, ...]]) -> Callable[[], Any]:
-    """A graph of a call for each set of operands."""
-    for _ in range(2):
-        call(*operands[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call(*these) for these in operands]  # kept, so that each has memory of its own
-    graph.results = results
-    return graph.replay
-
-
 def measure(
     bench: Bench,
     part: str,
@@ -120,11 +109,7 @@ def measure(
         for _ in range(sets)
     ]
     calls = calls or {OURS: ours, "torch": matmul}
-    if bench.cuda:
-        times = bench.milliseconds({name: on_device(call, operands) for name, call in calls.items()})
-        times = {name: milliseconds / sets for name, milliseconds in times.items()}
-    else:
-        times = bench.milliseconds({name: rotating(call, operands) for name, call in calls.items()})
+    times = bench.device_milliseconds(calls, operands)
     found: dict[str, Any] = {"part": part, "dtype": dtype, "layout": layout, "m": m, "k": k, "n": n, **more}
     products = 6 if more.get("backward") else 2
     for name, milliseconds in times.items():

@@ -28,8 +28,8 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether memory holds the negative or the conjugate of ``x``."""
-    return x.is_neg() or x.is_conj()
+    """Whether memory holds the negative or the conjugate of ``x``; never where a graph is traced."""
+    return not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj())
 
 
 def into(
