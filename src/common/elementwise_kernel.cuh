@@ -88,7 +88,7 @@ __device__ __forceinline__ void elementwise_flat(const F& f, const Pointers<cons
   } else {
     for (int64_t j = i; j < n; ++j) run_flat_at<1>(f, in, out, j);
   }
-  if (V > 1 && thread < head) run_flat_at<1>(f, in, out, thread);
+  if (V > 1 && thread < head && thread < n) run_flat_at<1>(f, in, out, thread);
 }
 
 // One element a thread, wherever its operands have it. Index holds n.

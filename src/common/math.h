@@ -19,22 +19,20 @@ LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
   return output * (T(1) - output);
 }
 
-// max(x, 0) that lets NaN through, and -0, as torch's does.
+// max(x, 0) that lets NaN through, and as torch's does -0 on the CPU.
 template <typename T>
 LLTM_HOST_DEVICE T relu(T x) {
+#ifdef __CUDA_ARCH__
+  return x <= T(0) ? T(0) : x;
+#else
   return x < T(0) ? T(0) : x;
+#endif
 }
 
 // The gradient through relu, from its output: 0 where the output is 0, and so at 0 itself.
 template <typename T>
 LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
   return output <= T(0) ? T(0) : grad_output;
-}
-
-// The nearest integer, ties to even (the default rounding mode of every CPU and GPU).
-template <typename T>
-LLTM_HOST_DEVICE T round_half_to_even(T x) {
-  return std::nearbyint(x);
 }
 
 // Derivative of tanh, from its output.

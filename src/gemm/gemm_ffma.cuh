@@ -1,10 +1,16 @@
-// The kernel for float32 and float64: every product on the ordinary multiply-add units.
+// The kernel for float32, and for float64 where no unit multiplies matrices of it: every product on the
+// ordinary multiply-add units.
 //
 // A block holds a BM x BN tile of c in registers, TM x TN a thread. For every BK of K it copies a slice of a
-// and one of b to shared memory, k by k, while it multiplies the slices before. The copies are asynchronous
-// and, where a row is not 16-byte vectors along the tile, of single elements: so any strides and any
-// alignment take the same path, a transpose happens on the way, and no thread holds what is under way in
+// and one of b to shared memory, k by k, some slices ahead of those that it multiplies. The copies are
+// asynchronous and, where a row is not 16-byte vectors along the tile, of single elements: so any strides and
+// any alignment take the same path, a transpose happens on the way, and no thread holds what is under way in
 // registers.
+//
+// What bounds it is the issue of instructions, one a clock, and the reads of registers: an even and an odd
+// bank give one value a clock each, to multiply-adds that want three, less what stays latched from the one
+// before. So a thread's part is large, and its sums lie in the other bank than the columns they are of:
+// staged_in_pairs sees to that.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
@@ -12,132 +18,257 @@
 namespace lltm_ext {
 
 // How an operand is read from memory: in vectors along its extent, or in elements, with neighbouring threads
-// along whichever side has the smaller stride.
-enum class Access : int32_t { kVectors, kAlongExtent, kAlongK };
+// along whichever side has the smaller stride; kAlongDenseK: K's is 1.
+enum class Access : int32_t { kVectors, kAlongExtent, kAlongK, kAlongDenseK, kAtRunTime };
 
-template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int RESIDENT>
+// GROUPS of threads hold the tile, and each sums its part of every slice.
+template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int RESIDENT>
 struct FfmaTile {
   using T = T_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_;
   static constexpr int V = kVecWidth<T>;
+  static constexpr int kGroups = GROUPS, kStages = STAGES;
   static constexpr int kResident = RESIDENT;  // blocks that share a multiprocessor
-  static constexpr int kThreads = BM / TM * (BN / TN);
+  static constexpr int kGroupThreads = BM / TM * (BN / TN);
+  static constexpr int kThreads = GROUPS * kGroupThreads;
   // The pad keeps rows aligned to vectors and lets 8 k by 4 elements (8 by 2 of float64) hit all banks once.
   static constexpr int kPitchA = BM + V, kPitchB = BN + V;
   static constexpr int kStage = BK * (kPitchA + kPitchB);
   // A thread's rows come in groups of V, each group from another part of the tile, and its columns too.
   static constexpr int kPartRows = BM / (TM / V), kPartColumns = BN / (TN / V);
-  static constexpr int kShared = 2 * kStage > kPartRows* BN ? 2 * kStage : kPartRows * BN;
+  // What lies there in the end: a part of the result, or the sums of a group.
+  static constexpr int kResult = GROUPS > 1 ? BM * BN : kPartRows * BN;
+  static constexpr int kBytes = static_cast<int>(sizeof(T)) * std::max(STAGES * kStage, kResult);
+  static_assert(BK % (8 * GROUPS) == 0 && BK / GROUPS % 2 == 0);
 };
 
-// The first element of a slice that this thread copies.
-struct Start {
-  int e, k;
+// A thread's share of the copies of an operand's slices, which follow each other from its first element on.
+template <int EXTENT, int PITCH, typename Tile, typename T = typename Tile::T>
+class Share {
+  static constexpr int THREADS = Tile::kThreads, BK = Tile::BK, V = Tile::V;
+
+ public:
+  __device__ __forceinline__ Share(const Operand<T>& x, Access access) : x_(x), access_(access) {
+    const int thread = threadIdx.x;
+    e_ = thread / 8;
+    k_ = thread % 8;
+    if (access == Access::kVectors) {
+      e_ = thread % (EXTENT / V) * V;
+      k_ = thread / (EXTENT / V);
+    } else if (access == Access::kAlongExtent) {
+      e_ = thread % EXTENT;
+      k_ = thread / EXTENT;
+    }
+    x_.data += e_ * x.stride + k_ * x.k_stride;
+    x_.extent -= e_;
+    if (access == Access::kAlongDenseK) x_.k_stride = 1;  // known to the compiler, where the access is
+  }
+
+  // If `when`, copies part `part` of `parts` of a slice, the next one otherwise never. What lies beyond the
+  // extent is left as it is: it gives sums that nobody writes.
+  __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts) {
+    copy<false>(when, slice, part, parts, BK);
+  }
+
+  // Copies a slice of which only the first `depth` of K are there, and zeros.
+  __device__ __forceinline__ void copy_first(T* slice, int depth) {
+    copy<true>(true, slice, 0, 1, depth);
+    x_.data -= (BK - depth) * x_.k_stride;
+  }
+
+ private:
+  template <bool SHORT>
+  __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts, int depth) {
+    T* const to = slice + k_ * PITCH + e_;
+    // The bytes of `count` elements at k, counted from this thread's first.
+    const auto bytes = [&](int k, int count) {
+      return (SHORT && k_ + k >= depth ? 0 : count) * static_cast<int>(sizeof(T));
+    };
+    if (access_ == Access::kVectors) {
+      constexpr int kStep = THREADS / (EXTENT / V), kCopies = BK / kStep;
+      static_assert(THREADS % (EXTENT / V) == 0 && BK % kStep == 0);
+      const int valid = min(max(x_.extent, 0), V);
+#pragma unroll
+      for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
+        copy_async_if<16>(when, to + i * kStep * PITCH, x_.data, bytes(i * kStep, valid));
+        x_.data += kStep * x_.k_stride;
+      }
+    } else if (access_ == Access::kAlongExtent) {
+      constexpr int kStep = THREADS / EXTENT, kCopies = BK / kStep;
+      static_assert(THREADS % EXTENT == 0 && BK % kStep == 0);
+#pragma unroll
+      for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
+        copy_async_if<sizeof(T)>(when && x_.extent > 0, to + i * kStep * PITCH, x_.data, bytes(i * kStep, 1));
+        x_.data += kStep * x_.k_stride;
+      }
+    } else {
+      constexpr int kStep = THREADS / 8, kCopies = EXTENT / kStep;
+      static_assert(EXTENT % kStep == 0 && BK % 8 == 0);
+#pragma unroll
+      for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
+#pragma unroll
+        for (int k = 0; k < BK; k += 8) {
+          copy_async_if<sizeof(T)>(when && i * kStep < x_.extent, to + i * kStep + k * PITCH,
+                                   x_.data + k * x_.k_stride, bytes(k, 1));
+        }
+        x_.data += kStep * x_.stride;
+      }
+      if (part == parts - 1) x_.data += BK * x_.k_stride - EXTENT * x_.stride;
+    }
+  }
+
+  Operand<T> x_;  // from this thread's next element on
+  Access access_;
+  int e_, k_;
 };
 
-template <int EXTENT, int V>
-__device__ __forceinline__ Start start_of(Access access) {
-  const int thread = threadIdx.x;
-  if (access == Access::kVectors) return {thread % (EXTENT / V) * V, thread / (EXTENT / V)};
-  if (access == Access::kAlongExtent) return {thread % EXTENT, thread / EXTENT};
-  return {thread / 8, thread % 8};
+// A thread's rows of a and columns of b at one k.
+template <typename Tile, typename T = typename Tile::T>
+struct Fragment {
+  static constexpr int TM = Tile::TM, TN = Tile::TN, V = Tile::V;
+  using Vector = Vec<T, V>;
+  Vector x[TM / V], y[TN / V];
+
+  __device__ __forceinline__ void load(const T* slice_a, const T* slice_b, int k) {
+#pragma unroll
+    for (int p = 0; p < TM / V; ++p) {
+      x[p] = *reinterpret_cast<const Vector*>(slice_a + k * Tile::kPitchA + p * Tile::kPartRows);
+    }
+#pragma unroll
+    for (int q = 0; q < TN / V; ++q) {
+      y[q] = *reinterpret_cast<const Vector*>(slice_b + k * Tile::kPitchB + q * Tile::kPartColumns);
+    }
+  }
+
+  // Row by row, there and back: each multiply-add has its row, or its column, from the one before.
+  __device__ __forceinline__ void multiply(T (&sum)[TM][TN]) const {
+#pragma unroll
+    for (int r = 0; r < TM; ++r) {
+#pragma unroll
+      for (int i = 0; i < TN; ++i) {
+        const int s = r % 2 ? TN - 1 - i : i;
+        sum[r][s] += x[r / V].data[r % V] * y[s / V].data[s % V];
+      }
+    }
+  }
+};
+
+// V of a row's sums as they are staged: neighbours exchanged. A vector lies in neighbouring registers, in
+// which the columns that were loaded as vectors lie too, in order; exchanged, each sum is in the bank that
+// its column is not in.
+template <int V, typename T, int TN>
+__device__ __forceinline__ Vec<T, V> staged_in_pairs(const T (&row)[TN], int first) {
+  Vec<T, V> y;
+#pragma unroll
+  for (int s = 0; s < V; ++s) y.data[s ^ 1] = row[first + s];
+  return y;
 }
 
-// Copies this thread's share of a slice; x.data is its own first element.
-template <int EXTENT, int PITCH, typename Tile, typename T>
-__device__ __forceinline__ void copy_slice(T* shared, const Operand<T>& x, Access access, int64_t k_left) {
-  constexpr int THREADS = Tile::kThreads, BK = Tile::BK, V = Tile::V;
-  const Start start = start_of<EXTENT, V>(access);
-  const int depth = clamp_to_int(k_left, BK) - start.k, extent = x.extent - start.e;
-  const T* from = x.data;
-  T* to = shared + start.k * PITCH + start.e;
-  if (access == Access::kVectors) {
-    constexpr int kStep = THREADS / (EXTENT / V);
-    static_assert(THREADS % (EXTENT / V) == 0 && BK % kStep == 0);
-    const int valid = min(max(extent, 0), V) * static_cast<int>(sizeof(T));
+// The first group's sums become those of all groups, added in their order.
+template <typename Tile, typename T = typename Tile::T>
+__device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shared, int group, int thread) {
+  constexpr int V = Tile::V;
+  using Vector = Vec<T, V>;
+  Vector* const vectors = reinterpret_cast<Vector*>(shared) + thread;
+#pragma unroll 1
+  for (int from = 1; from < Tile::kGroups; ++from) {
+    __syncthreads();
+    if (group == from) {
 #pragma unroll
-    for (int i = 0; i < BK; i += kStep, from += kStep * x.k_stride) {
-      copy_async<16>(to + i * PITCH, from, i < depth ? valid : 0);
+      for (int i = 0; i < Tile::TM * Tile::TN; i += V) {
+        vectors[i / V * Tile::kGroupThreads] = staged_in_pairs<V>(sum[i / Tile::TN], i % Tile::TN);
+      }
     }
-  } else if (access == Access::kAlongExtent) {
-    constexpr int kStep = THREADS / EXTENT;
-    static_assert(THREADS % EXTENT == 0 && BK % kStep == 0);
-    const int valid = extent > 0 ? sizeof(T) : 0;
+    __syncthreads();
+    if (group > 0) continue;
 #pragma unroll
-    for (int i = 0; i < BK; i += kStep, from += kStep * x.k_stride) {
-      copy_async<sizeof(T)>(to + i * PITCH, from, i < depth ? valid : 0);
-    }
-  } else {
-    constexpr int kStep = THREADS / 8;
-    static_assert(EXTENT % kStep == 0 && BK == 16);
+    for (int i = 0; i < Tile::TM * Tile::TN; i += V) {
+      const Vector y = vectors[i / V * Tile::kGroupThreads];
 #pragma unroll
-    for (int i = 0; i < EXTENT; i += kStep, from += kStep * x.stride) {
-      const int valid = i < extent ? sizeof(T) : 0;
-      copy_async<sizeof(T)>(to + i, from, depth > 0 ? valid : 0);
-      copy_async<sizeof(T)>(to + i + 8 * PITCH, from + 8 * x.k_stride, depth > 8 ? valid : 0);
+      for (int s = 0; s < V; ++s) sum[i / Tile::TN][i % Tile::TN + s] += y.data[s ^ 1];
     }
   }
 }
 
-template <typename Tile, typename T = typename Tile::T>
+// ACCESS_A and ACCESS_B: kAtRunTime, or what access_a and access_b are. A slice's copies are made in PARTS,
+// spread over the multiply-adds.
+template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS, typename T = typename Tile::T>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     gemm_ffma_kernel(const GemmArgs<T> args, const Tiles tiles, Access access_a, Access access_b) {
-  constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V;
-  using Vector = Vec<T, V>;
-  __shared__ __align__(16) T shared[Tile::kShared];
+  constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
+  constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, for each group
+  constexpr int kEvery = kDepth / PARTS;
+  if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
+  if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  T* const shared = reinterpret_cast<T*>(shared_bytes);
 
-  // A warp is 4 threads down and 8 across, so that it reads few different vectors of both slices.
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // A warp is 4 threads down and 8 across. Threads 2 i and 2 i + 1 read the same columns, i and i + 2 the
+  // same rows: shared memory serves halves of such a warp at once, which it else does with quarters.
+  const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
+  const int warp = thread / 32, lane = thread % 32;
   constexpr int kWarpsAcross = Tile::BN / TN / 8;
-  const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
-  const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
+  const int row = (warp / kWarpsAcross * 4 + lane / 16 * 2 + lane % 2) * V;
+  const int column = (warp % kWarpsAcross * 8 + lane / 2 % 8) * V;
 
   // Kept in shared memory, because the registers are full while the tile is summed.
   __shared__ TilePosition at;
   if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
   __syncthreads();
-  Operand<T> a = rows_of_a(args, at, Tile::BM), b = columns_of_b(args, at, Tile::BN);
-  const Start start_a = start_of<Tile::BM, V>(access_a), start_b = start_of<Tile::BN, V>(access_b);
-  a.data += start_a.e * a.stride + start_a.k * a.k_stride;
-  b.data += start_b.e * b.stride + start_b.k * b.k_stride;
-  T sum[TM][TN] = {};
-  int stage = 0;
-  // Multiplies the slice at k and copies the next; the first round, at -BK, only copies.
-  for (int64_t k = -BK; k < args.k; k += BK) {
-    copy_async_wait<0>();
-    __syncthreads();  // the slice at k has come, and nobody reads the one that the next copy overwrites
-    if (k + BK < args.k) {
-      T* slice = shared + Tile::kStage - stage;
-      copy_slice<Tile::BM, Tile::kPitchA, Tile>(slice, a, access_a, args.k - (k + BK));
-      copy_slice<Tile::BN, Tile::kPitchB, Tile>(slice + BK * Tile::kPitchA, b, access_b, args.k - (k + BK));
-      copy_async_commit();
-      a.data += BK * a.k_stride;
-      b.data += BK * b.k_stride;
-    }
-    if (k >= 0) {
-      const T* slice_a = shared + stage + row;
-      const T* slice_b = shared + stage + BK * Tile::kPitchA + column;
+  Share<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
+  Share<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
+  const auto slice_b = [&](int stage) { return slice_a(stage) + BK * Tile::kPitchA; };
+  // Until the next slice to be multiplied has come for all, who also are done with the one before it.
+  const auto wait = [] {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+  };
+
+  // The first slice is the one that may be short.
+  const int64_t slices = (args.k + BK - 1) / BK;
 #pragma unroll
-      for (int i = 0; i < BK; ++i) {
-        Vector x[TM / V], y[TN / V];
-#pragma unroll
-        for (int p = 0; p < TM / V; ++p) {
-          x[p] = *reinterpret_cast<const Vector*>(slice_a + i * Tile::kPitchA + p * Tile::kPartRows);
-        }
-#pragma unroll
-        for (int q = 0; q < TN / V; ++q) {
-          y[q] = *reinterpret_cast<const Vector*>(slice_b + i * Tile::kPitchB + q * Tile::kPartColumns);
-        }
-#pragma unroll
-        for (int r = 0; r < TM; ++r) {
-#pragma unroll
-          for (int s = 0; s < TN; ++s) sum[r][s] += x[r / V].data[r % V] * y[s / V].data[s % V];
-        }
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < slices) {
+      if (i == 0) {
+        const int depth = static_cast<int>(args.k - (slices - 1) * BK);
+        a.copy_first(slice_a(i), depth);
+        b.copy_first(slice_b(i), depth);
+      } else {
+        a.copy(true, slice_a(i), 0, 1);
+        b.copy(true, slice_b(i), 0, 1);
       }
     }
-    stage = Tile::kStage - stage;
+    copy_async_commit();
+  }
+  wait();
+
+  const int first_a = group * kDepth * Tile::kPitchA + row, first_b = group * kDepth * Tile::kPitchB + column;
+  T sum[TM][TN] = {};
+  Fragment<Tile> fragment[2];  // one is multiplied while the other comes
+  fragment[0].load(slice_a(0) + first_a, slice_b(0) + first_b, 0);
+  int stage = 0;
+#pragma unroll 1
+  for (int64_t slice = 0; slice < slices; ++slice) {
+    const bool copies = slice + kStages - 1 < slices;
+    const int free = stage == 0 ? kStages - 1 : stage - 1;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (i % kEvery == 0) {
+        a.copy(copies, slice_a(free), i / kEvery, PARTS);
+        b.copy(copies, slice_b(free), i / kEvery, PARTS);
+      }
+      if (i == kDepth - 1) {
+        copy_async_commit();
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        wait();
+      }
+      fragment[(i + 1) % 2].load(slice_a(stage) + first_a, slice_b(stage) + first_b, (i + 1) % kDepth);
+      fragment[i % 2].multiply(sum);
+    }
   }
 
+  if constexpr (Tile::kGroups > 1) add_groups<Tile>(sum, shared, group, thread);
   // Part after part of the tile's rows goes through shared memory. The loop is rolled, so that the epilogue
   // is there once; the sums, which live in registers, are picked by comparing.
 #pragma unroll 1
@@ -145,40 +276,58 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     __syncthreads();
 #pragma unroll
     for (int p = 0; p < TM / V; ++p) {
-      if (p != part) continue;
+      if (p != part || group > 0) continue;
 #pragma unroll
       for (int r = 0; r < V; ++r) {
 #pragma unroll
         for (int q = 0; q < TN / V; ++q) {
-          Vector y;
-#pragma unroll
-          for (int s = 0; s < V; ++s) y.data[s] = sum[p * V + r][q * V + s];
-          *reinterpret_cast<Vector*>(shared +
-                                     staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column)) = y;
+          const int to = staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column);
+          *reinterpret_cast<Vec<T, V>*>(shared + to) = staged_in_pairs<V>(sum[p * V + r], q * V);
         }
       }
     }
     __syncthreads();
-    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads>(args, at, part * Tile::kPartRows, shared);
+    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, at, part * Tile::kPartRows, shared);
   }
 }
 
 // `stride` along the extent, k_stride and batch_stride of an operand.
 template <typename T>
 Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
-  constexpr int V = kVecWidth<T>;
-  if (stride == 1 && is_vec_aligned(data) && k_stride % V == 0 && batch_stride % V == 0)
-    return Access::kVectors;
-  return k_stride < stride ? Access::kAlongK : Access::kAlongExtent;
+  if (has_vectors(data, stride, k_stride, batch_stride)) return Access::kVectors;
+  if (k_stride >= stride) return Access::kAlongExtent;
+  return k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
 }
 
-template <typename Tile, typename T = typename Tile::T>
-cudaError_t launch_ffma(const GemmArgs<T>& args, cudaStream_t stream) {
+template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS = 1, typename T = typename Tile::T>
+cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, cudaStream_t stream) {
+  const auto kernel = gemm_ffma_kernel<Tile, ACCESS_A, ACCESS_B, PARTS>;
+  constexpr int kWithoutAsking = (48 << 10) - 64;
+  if constexpr (Tile::kBytes > kWithoutAsking) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
+    if (error != cudaSuccess) return error;
+  }
   return launch_tiles(tiles_of(args, Tile::BM, Tile::BN), [&](unsigned blocks, const Tiles& tiles) {
-    gemm_ffma_kernel<Tile><<<blocks, Tile::kThreads, 0, stream>>>(
-        args, tiles, access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride),
-        access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride));
+    kernel<<<blocks, Tile::kThreads, Tile::kBytes, stream>>>(args, tiles, a, b);
   });
+}
+
+// PARTS: those of the kernels for operands in vectors or dense along K; 0 if there are none of their own.
+template <typename Tile, int PARTS = 0, typename T = typename Tile::T>
+cudaError_t launch_ffma(const GemmArgs<T>& args, cudaStream_t stream) {
+  const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
+  const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
+  if constexpr (PARTS > 0) {
+    constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;
+    const auto is = [&](Access x, Access y) { return a == x && b == y; };
+    if (is(kVectors, kVectors))
+      return launch_ffma_kernel<Tile, kVectors, kVectors, PARTS>(args, a, b, stream);
+    if (is(kVectors, kDenseK)) return launch_ffma_kernel<Tile, kVectors, kDenseK, PARTS>(args, a, b, stream);
+    if (is(kDenseK, kVectors)) return launch_ffma_kernel<Tile, kDenseK, kVectors, PARTS>(args, a, b, stream);
+    if (is(kDenseK, kDenseK)) return launch_ffma_kernel<Tile, kDenseK, kDenseK, PARTS>(args, a, b, stream);
+  }
+  return launch_ffma_kernel<Tile, Access::kAtRunTime, Access::kAtRunTime>(args, a, b, stream);
 }
 
 }  // namespace lltm_ext

@@ -1,8 +1,9 @@
-// gemm on CUDA: which kernel takes which problem. float32 and float64 go to gemm_ffma.cuh, the half types on
-// Hopper to gemm_hopper.cuh, elsewhere to the tensor cores of gemm_tensor.cuh. Every element of c is summed
-// by one block in one order: same bits every run.
+// gemm on CUDA: which kernel takes which problem. float32 goes to gemm_ffma.cuh, float64 to gemm_double.cuh
+// (before Ampere to gemm_ffma.cuh), the half types on Hopper to gemm_hopper.cuh, elsewhere to the tensor
+// cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits every run.
 #include "common/elementwise.cuh"
 #include "gemm/gemm_activation.h"
+#include "gemm/gemm_double.cuh"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_float.h"
@@ -12,6 +13,7 @@ namespace lltm_ext {
 
 struct Chip {
   int compute_capability, multiprocessors;
+  int shared;  // bytes that a block may have
 };
 
 cudaError_t current_chip(Chip& chip) {
@@ -23,6 +25,7 @@ cudaError_t current_chip(Chip& chip) {
   get(major, cudaDevAttrComputeCapabilityMajor);
   get(minor, cudaDevAttrComputeCapabilityMinor);
   get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(chip.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   chip.compute_capability = 10 * major + minor;
   return error;
 }
@@ -35,13 +38,52 @@ bool fills(const Chip& chip, const GemmArgs<T>& args, int tile_rows, int tile_co
          tiles_of(args, tile_rows, tile_columns).total * 3 >= int64_t{chip.multiprocessors} * 2;
 }
 
+// How long tiles of this size take: rounds of all multiprocessors times elements a round, if an element of
+// the largest tiles takes 1 and one of these `slower`.
+template <typename T>
+double cost_of(const GemmArgs<T>& args, const Chip& chip, int rows, int columns, double slower) {
+  const int64_t rounds = ceil_div(tiles_of(args, rows, columns).total, chip.multiprocessors);
+  return static_cast<double>(rounds) * rows * columns * slower;
+}
+
+constexpr int kAmpere = 80;  // before it: less shared memory, and no asynchronous copies to fill it
+
+// The larger the tiles, the fewer of the instructions load; the smaller, the more even the multiprocessors'
+// shares. In tiles of few elements groups of threads share K.
+cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaStream_t stream) {
+  using Small = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
+  if (chip.compute_capability < kAmpere) {
+    return fills(chip, args, 128, 128)
+               ? launch_ffma<FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>>(args, stream)
+               : launch_ffma<Small>(args, stream);
+  }
+  const double large = cost_of(args, chip, 256, 128, 1.0), medium = cost_of(args, chip, 128, 64, 1.1),
+               small = cost_of(args, chip, 64, 64, 1.35);
+  if (small < std::min(medium, large)) return launch_ffma<Small>(args, stream);
+  return medium < large ? launch_ffma<FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>, 4>(args, stream)
+                        : launch_ffma<FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>, 4>(args, stream);
+}
+
+cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaStream_t stream) {
+  if (chip.compute_capability < kAmpere) {
+    return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
+  }
+  using Large = DoubleTile<128, 128, 16, 64, 32, 3, 1>;
+  using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
+  const double large = cost_of(args, chip, Large::BM, Large::BN, 1.0),
+               small = cost_of(args, chip, Small::BM, Small::BN, 1.1);
+  return small < large || DoubleRing<Large, true, true>::kBytes > chip.shared
+             ? launch_double<Small>(args, stream)
+             : launch_double<Large>(args, stream);
+}
+
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
   Chip chip;
   const cudaError_t error = current_chip(chip);
   if (error != cudaSuccess) return error;
-  const bool large = fills(chip, args, 128, 128);
   if constexpr (sizeof(T) == 2) {
+    const bool large = fills(chip, args, 128, 128);
 #ifdef LLTM_EXT_SM90A
     if (hopper_takes(args, chip.compute_capability)) {
       return gemm_on_hopper(args, chip.multiprocessors, stream);
@@ -54,10 +96,9 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
       return gemm_on_hopper(args, chip.multiprocessors, stream);
     }
 #endif
-    return large ? launch_ffma<FfmaTile<T, 128, 128, 16, 8, 8, 2>>(args, stream)
-                 : launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 4>>(args, stream);
+    return launch_float32(args, chip, stream);
   } else {
-    return launch_ffma<FfmaTile<T, 64, 64, 16, 8, 4, 3>>(args, stream);
+    return launch_float64(args, chip, stream);
   }
 }
 

@@ -40,6 +40,29 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 #endif
 }
 
+// The same if `when`, without a branch around it; else `shared` stays as it is.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_if(bool when, void* shared, const void* global, int valid) {
+#if __CUDA_ARCH__ >= 800
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile(
+        "{\n .reg .pred when;\n setp.ne.b32 when, %3, 0;\n"
+        " @when cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to),
+        "l"(global), "r"(valid), "r"(static_cast<int>(when))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n .reg .pred when;\n setp.ne.b32 when, %4, 0;\n"
+        " @when cp.async.ca.shared.global [%0], [%1], %2, %3;\n}" ::"r"(to),
+        "l"(global), "n"(BYTES), "r"(valid), "r"(static_cast<int>(when))
+        : "memory");
+  }
+#else
+  if (when) copy_async<BYTES>(shared, global, valid);
+#endif
+}
+
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800

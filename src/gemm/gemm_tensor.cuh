@@ -152,12 +152,6 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
   }
 }
 
-// Whether an operand's lines are whole 16-byte vectors: `stride` 1 along the line, the others multiples.
-template <typename T>
-bool has_vectors(const T* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
-  return stride == 1 && is_vec_aligned(data) && line_stride % 8 == 0 && batch_stride % 8 == 0;
-}
-
 template <int SIDE, bool A_K_MAJOR, bool B_K_MAJOR, typename T>
 cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
   const auto vectors = [](const Matrices<T>& x, bool rows_are_lines) {

@@ -83,6 +83,13 @@ __device__ __forceinline__ Operand<T> columns_of_b(const GemmArgs<T>& args, cons
           clamp_to_int(args.n - at.column, columns)};
 }
 
+// Whether an operand's lines are whole 16-byte vectors: `stride` 1 along the line, the others multiples.
+template <typename T>
+bool has_vectors(const T* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
+  constexpr int V = kVecWidth<T>;
+  return stride == 1 && is_vec_aligned(data) && line_stride % V == 0 && batch_stride % V == 0;
+}
+
 // ---- The epilogue. Sums are staged in shared memory, so that bias and activation are compiled once, in a
 // loop, and c is written in 16-byte stores by neighbouring threads.
 
@@ -112,7 +119,8 @@ __device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int 
 }
 
 // Writes ROWS x COLUMNS staged sums to c, from (row, column) of its matrix on. All THREADS call it.
-template <int ROWS, int COLUMNS, int THREADS, typename T>
+// EXCHANGED: element j of a vector was staged at j ^ EXCHANGED.
+template <int ROWS, int COLUMNS, int THREADS, int EXCHANGED = 0, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const TilePosition& at, int first_row,
                                              const acc_t<T>* staged) {
   constexpr int V = kVecWidth<T>;
@@ -126,7 +134,7 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
     const int valid = clamp_to_int(args.n - column, V);
     acc_t<T> x[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + j];
+    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ EXCHANGED)];
     if (args.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {

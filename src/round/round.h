@@ -7,21 +7,39 @@
 
 namespace lltm_ext {
 
+// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum that
+// lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
+template <typename A>
+LLTM_HOST_DEVICE A nearest(A x) {
+  constexpr A kWhole = sizeof(A) == 4 ? A(8388608) : A(4503599627370496);
+  const A size = std::abs(x), rounded = (size + kWhole) - kWhole;
+  return size < kWhole ? std::copysign(rounded, x) : x;
+}
+
 template <typename T>
 struct Round {
-  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return round_half_to_even(input); }
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return nearest(input); }
 };
 template <typename T>
 struct Floor {
-  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::floor(input); }
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
+    const acc_t<T> y = nearest(input);
+    return std::copysign(y > input ? y - 1 : y, input);
+  }
 };
 template <typename T>
 struct Ceil {
-  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::ceil(input); }
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
+    const acc_t<T> y = nearest(input);
+    return std::copysign(y < input ? y + 1 : y, input);
+  }
 };
 template <typename T>
 struct Trunc {
-  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return std::trunc(input); }
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
+    const acc_t<T> size = std::abs(input), y = nearest(size);
+    return std::copysign(y > size ? y - 1 : y, input);
+  }
 };
 
 // NaN is not above the threshold: low.
@@ -41,12 +59,31 @@ struct BinarizeClippedBackward {
   }
 };
 
+// The square of 1 / cosh, which is the derivative of tanh.
+template <typename A>
+LLTM_HOST_DEVICE A tanh_slope(A x) {
+  return tanh_derivative(std::tanh(x));
+}
+#ifdef __CUDACC__
+// For the half types, whose own rounding is coarser than the chip's approximations: 4 e / (1 + e)^2, e = e^-2|x|.
+__device__ __forceinline__ float fast_tanh_slope(float x) {
+  float e, inverse;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(fabsf(x) * -2.88539008f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + e));
+  return 4.f * e * inverse * inverse;
+}
+#endif
+
 // As if it were half * tanh((input - threshold) / half), whose slope there is 1 too.
 template <typename T>
 struct BinarizeTanhBackward {
   acc_t<T> threshold, half;
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> grad_output, acc_t<T> input) const {
-    return grad_output * tanh_derivative(std::tanh((input - threshold) / half));
+    const acc_t<T> x = (input - threshold) / half;
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(T) == 2) return grad_output * fast_tanh_slope(x);
+#endif
+    return grad_output * tanh_slope(x);
   }
 };
 

@@ -1,0 +1,321 @@
+// The kernel for float64 on chips that multiply matrices of it (compute capability 8.0 on).
+//
+// A block computes a BM x BN tile of c, each warp WM x WN of it, from a ring of asynchronously copied slices
+// of BK of K that keep the order of memory (K_MAJOR: k runs fastest). A warp multiplies 16 x 16 x 16 at a
+// time and loads a fragment anew as soon as its last product is under way, across slices too, so that the
+// matrix unit finds its next operands in registers.
+//
+// A lane loads its elements of a fragment one by one, each into the register where mma.sync wants it: vectors
+// would come in another order for one side of most layouts, and shared memory is busy for only half the time.
+#pragma once
+
+#include "gemm/gemm_tile.cuh"
+
+namespace lltm_ext {
+
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT, int DEPTH = 16>
+struct DoubleTile {
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_;
+  static constexpr int kStages = STAGES, kResident = RESIDENT;  // blocks that share a multiprocessor
+  static constexpr int kDepth = DEPTH;                          // of K, an instruction on sm_90
+  static constexpr int kWarpsAcross = BN / WN;
+  static constexpr int kThreads = BM / WM * kWarpsAcross * 32;
+  // The tile of sums goes through the ring of slices part by part, the rows of one row of warps each.
+  static_assert(WM * BN <= STAGES * (BM + BN) * BK);
+  // Two fragments of a in turn, and the last but one of a slice is loaded before the block meets.
+  static_assert(WM % 32 == 0 && WN % 16 == 0 && BK % 16 == 0);
+};
+
+// 16 lines (rows of a, columns of b) by 16 k of an operand. Of each step of 4 k and each half of the lines a
+// lane holds line lane / 4 at k = lane % 4.
+using DoubleFragment = double[4][2];
+
+template <bool K_MAJOR, int EXTENT, int BK, int THREADS>
+struct DoubleSlice {
+  // In memory's order; not the fragment's lines.
+  static constexpr int kRows = K_MAJOR ? EXTENT : BK, kRowLength = K_MAJOR ? BK : EXTENT;
+
+  // The pad spreads the 4 x 4 elements that half a warp loads at once over all banks.
+  static constexpr int kPitch = kRowLength + 4, kElements = kRows * kPitch;
+
+  // The first element of a slice that this thread copies, WIDTH at once.
+  template <int WIDTH>
+  struct Start {
+    int row = threadIdx.x / (kRowLength / WIDTH), element = threadIdx.x % (kRowLength / WIDTH) * WIDTH;
+  };
+
+  static __device__ __forceinline__ int64_t stride(const Operand<double>& x) {
+    return K_MAJOR ? x.k_stride : x.stride;
+  }
+  static __device__ __forceinline__ int64_t row_stride(const Operand<double>& x) {
+    return K_MAJOR ? x.stride : x.k_stride;
+  }
+
+  static __device__ __forceinline__ int64_t offset(const Operand<double>& x, bool vectors) {
+    if (vectors) return Start<2>().row * row_stride(x) + Start<2>().element;
+    return Start<1>().row * row_stride(x) + Start<1>().element * stride(x);
+  }
+
+  // Copies this thread's share of a slice, of which nothing is beyond the operand's end if WHOLE; x.data is
+  // its own first element.
+  template <int WIDTH, bool WHOLE>
+  static __device__ __forceinline__ void copy(double* shared, const Operand<double>& x, int64_t k_left) {
+    constexpr int kStep = THREADS * WIDTH / kRowLength, kBytes = WIDTH * sizeof(double);
+    static_assert(THREADS * WIDTH % kRowLength == 0 && kRows % kStep == 0);
+    const Start<WIDTH> start;
+    const int depth = clamp_to_int(k_left, BK);
+    const int rows = (K_MAJOR ? x.extent : depth) - start.row;
+    const int length = (K_MAJOR ? depth : x.extent) - start.element;
+    const int valid = WHOLE ? kBytes : min(max(length, 0), WIDTH) * static_cast<int>(sizeof(double));
+    const double* from = x.data;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride(x)) {
+      copy_async<kBytes>(shared + (start.row + i) * kPitch + start.element, from,
+                         WHOLE || i < rows ? valid : 0);
+    }
+  }
+
+  static __device__ __forceinline__ void copy(double* shared, const Operand<double>& x, bool vectors,
+                                              int64_t k_left) {
+    if (!vectors) {
+      copy<1, false>(shared, x, k_left);
+    } else if (x.extent == EXTENT && k_left >= BK) {
+      copy<2, true>(shared, x, k_left);
+    } else {
+      copy<2, false>(shared, x, k_left);
+    }
+  }
+
+  // The fragment from line `first` and k on.
+  static __device__ __forceinline__ void load(DoubleFragment& x, const double* shared, int first, int k) {
+    const int line = first + threadIdx.x % 32 / 4;
+    k += threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        x[i][half] = K_MAJOR ? shared[(line + 8 * half) * kPitch + k + 4 * i]
+                             : shared[(k + 4 * i) * kPitch + line + 8 * half];
+      }
+    }
+  }
+};
+
+#if __CUDA_ARCH__ < 800
+struct DoubleSums {
+  double data[4];
+};
+
+// For a build without code for the chip that it runs on: no more than correct.
+static __device__ __noinline__ DoubleSums multiply_add_double(DoubleSums c, double a0, double a8, double b) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  const int row = threadIdx.x % 32 / 4 * 4, column = threadIdx.x % 4 * 8;  // their first lanes
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const double x[2] = {__shfl_sync(kAll, a0, row + k), __shfl_sync(kAll, a8, row + k)};
+    const double y[2] = {__shfl_sync(kAll, b, column + k), __shfl_sync(kAll, b, column + 4 + k)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c.data[i] += x[i / 2] * y[i % 2];
+  }
+  return c;
+}
+#endif
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], where b's columns are one half of a fragment's lines. With g = lane / 4
+// and t = 2 (lane % 4), c holds row g at columns t, t + 1, then row g + 8.
+template <int DEPTH>
+__device__ __forceinline__ void multiply_add(double (&c)[4], const DoubleFragment& a, const DoubleFragment& b,
+                                             int half) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (DEPTH == 16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+        : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+        : "d"(a[0][0]), "d"(a[0][1]), "d"(a[1][0]), "d"(a[1][1]), "d"(a[2][0]), "d"(a[2][1]), "d"(a[3][0]),
+          "d"(a[3][1]), "d"(b[0][half]), "d"(b[1][half]), "d"(b[2][half]), "d"(b[3][half]));
+  } else if constexpr (DEPTH == 8) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+          : "d"(a[i][0]), "d"(a[i][1]), "d"(a[i + 1][0]), "d"(a[i + 1][1]), "d"(b[i][half]),
+            "d"(b[i + 1][half]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+          : "d"(a[i][0]), "d"(a[i][1]), "d"(b[i][half]));
+    }
+  }
+#elif __CUDA_ARCH__ >= 800
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                   : "+d"(c[2 * j]), "+d"(c[2 * j + 1])
+                   : "d"(a[i][j]), "d"(b[i][half]));
+    }
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const DoubleSums sums = multiply_add_double({c[0], c[1], c[2], c[3]}, a[i][0], a[i][1], b[i][half]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) c[j] = sums.data[j];
+  }
+#endif
+}
+
+// The slices of a and b under way, in shared memory.
+template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
+struct DoubleRing {
+  using A = DoubleSlice<A_K_MAJOR, Tile::BM, Tile::BK, Tile::kThreads>;
+  using B = DoubleSlice<B_K_MAJOR, Tile::BN, Tile::BK, Tile::kThreads>;
+  static constexpr int kStage = A::kElements + B::kElements;
+  static constexpr int kBytes = Tile::kStages * kStage * static_cast<int>(sizeof(double));
+};
+
+template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+    gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, WM = Tile::WM, WN = Tile::WN;
+  constexpr int kStages = Tile::kStages, kRowBlocks = WM / 16, kColumnBlocks = WN / 16;
+  using Ring = DoubleRing<Tile, A_K_MAJOR, B_K_MAJOR>;
+  using SliceA = typename Ring::A;
+  using SliceB = typename Ring::B;
+  extern __shared__ __align__(128) double ring[];  // kStages slices of a and b
+
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / Tile::kWarpsAcross * WM, warp_column = warp % Tile::kWarpsAcross * WN;
+  const TilePosition at = position(tiles, BM, BN);
+  Operand<double> a = rows_of_a(args, at, BM), b = columns_of_b(args, at, BN);
+  a.data += SliceA::offset(a, vectors_a);
+  b.data += SliceB::offset(b, vectors_b);
+
+  const auto next = [](int stage) {
+    return stage == (kStages - 1) * Ring::kStage ? 0 : stage + Ring::kStage;
+  };
+  int64_t left = args.k;  // to copy
+  int filling = 0, stage = 0;
+  const auto copy_a = [&] {
+    if (left > 0) SliceA::copy(ring + filling, a, vectors_a, left);
+    a.data += BK * a.k_stride;
+  };
+  const auto copy_b = [&] {
+    if (left > 0) SliceB::copy(ring + filling + SliceA::kElements, b, vectors_b, left);
+    b.data += BK * b.k_stride;
+    copy_async_commit();  // an empty group too: the wait counts groups
+    left -= BK;
+    filling = next(filling);
+  };
+
+  DoubleFragment x[2], y[kColumnBlocks];
+  const auto load_x = [&](int i, int r, int k) { SliceA::load(x[i], ring + stage, warp_row + r * 16, k); };
+  const auto load_y = [&](int s, int k) {
+    SliceB::load(y[s], ring + stage + SliceA::kElements, warp_column + s * 16, k);
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    copy_a();
+    copy_b();
+  }
+  copy_async_wait<kStages - 2>();
+  __syncthreads();
+  load_x(0, 0, 0);
+#pragma unroll
+  for (int s = 0; s < kColumnBlocks; ++s) load_y(s, 0);
+
+  double sum[kRowBlocks][kColumnBlocks][2][4] = {};
+#pragma unroll 1
+  for (int64_t k = 0; k < args.k; k += BK) {
+#pragma unroll
+    for (int i = 0; i < BK; i += 16) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+        // While row block r is multiplied the next is loaded, with the last also b's next 16 k.
+        const bool last = r == kRowBlocks - 1;
+        const int next_k = last ? (i + 16) % BK : i;
+        if (i == 0 && r == 0) copy_a();  // over the slice before, which everybody has loaded
+        if (i == 0 && r == 1) copy_b();
+        // The branch keeps the compiler from moving the last products before the barrier: they are what the
+        // matrix unit does while the first fragments of the next slice are loaded.
+        if (last && next_k == 0 && k + BK < args.k) {
+          copy_async_wait<kStages - 2>();
+          __syncthreads();  // the next slice has come, and everybody has loaded all of this one
+          stage = next(stage);
+        }
+        load_x((r + 1) % 2, (r + 1) % kRowBlocks, next_k);
+#pragma unroll
+        for (int s = 0; s < kColumnBlocks; ++s) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            multiply_add<Tile::kDepth>(sum[r][s][half], x[r % 2], y[s], half);
+          if (last) load_y(s, next_k);
+        }
+      }
+    }
+  }
+
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll 1
+  for (int part = 0; part < BM / WM; ++part) {
+    __syncthreads();
+    if (warp / Tile::kWarpsAcross == part) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+        for (int s = 0; s < kColumnBlocks; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = r * 16 + i % 2 * 8 + g, column = warp_column + s * 16 + i / 2 * 8 + 2 * t;
+            const double (&c)[4] = sum[r][s][i / 2];
+            *reinterpret_cast<Vec<double, 2>*>(ring + staged_at<double, BN>(row, column)) = {
+                {c[i % 2 * 2], c[i % 2 * 2 + 1]}};
+          }
+        }
+      }
+    }
+    __syncthreads();
+    write_staged<WM, BN, Tile::kThreads>(args, at, part * WM, ring);
+  }
+}
+
+template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
+cudaError_t launch_double(const GemmArgs<double>& args, cudaStream_t stream) {
+  const auto kernel = gemm_double_kernel<Tile, A_K_MAJOR, B_K_MAJOR>;
+  constexpr int kShared = DoubleRing<Tile, A_K_MAJOR, B_K_MAJOR>::kBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (error != cudaSuccess) return error;
+  const auto vectors = [](const Matrices<double>& x, bool rows_are_lines) {
+    return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
+                          : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
+  };
+  return launch_tiles(tiles_of(args, Tile::BM, Tile::BN), [&](unsigned blocks, const Tiles& tiles) {
+    kernel<<<blocks, Tile::kThreads, kShared, stream>>>(args, tiles, vectors(args.a, A_K_MAJOR),
+                                                        vectors(args.b, !B_K_MAJOR));
+  });
+}
+
+template <class Tile>
+cudaError_t launch_double(const GemmArgs<double>& args, cudaStream_t stream) {
+  // Where neither stride is 1 the smaller one runs along the lines.
+  const bool a_k_major = args.a.column_stride <= args.a.row_stride;
+  const bool b_k_major = args.b.row_stride < args.b.column_stride;
+  if (a_k_major) {
+    return b_k_major ? launch_double<Tile, true, true>(args, stream)
+                     : launch_double<Tile, true, false>(args, stream);
+  }
+  return b_k_major ? launch_double<Tile, false, true>(args, stream)
+                   : launch_double<Tile, false, false>(args, stream);
+}
+
+}  // namespace lltm_ext
