@@ -13,11 +13,10 @@
 
 namespace lltm_ext {
 
-template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT, int DEPTH = 16>
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT>
 struct DoubleTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_;
   static constexpr int kStages = STAGES, kResident = RESIDENT;  // blocks that share a multiprocessor
-  static constexpr int kDepth = DEPTH;                          // of K, an instruction on sm_90
   static constexpr int kWarpsAcross = BN / WN;
   static constexpr int kThreads = BM / WM * kWarpsAcross * 32;
   // The tile of sums goes through the ring of slices part by part, the rows of one row of warps each.
@@ -123,37 +122,15 @@ static __device__ __noinline__ DoubleSums multiply_add_double(DoubleSums c, doub
 
 // c[16 x 8] += a[16 x 16] b[16 x 8], where b's columns are one half of a fragment's lines. With g = lane / 4
 // and t = 2 (lane % 4), c holds row g at columns t, t + 1, then row g + 8.
-template <int DEPTH>
 __device__ __forceinline__ void multiply_add(double (&c)[4], const DoubleFragment& a, const DoubleFragment& b,
                                              int half) {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (DEPTH == 16) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
-        : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-        : "d"(a[0][0]), "d"(a[0][1]), "d"(a[1][0]), "d"(a[1][1]), "d"(a[2][0]), "d"(a[2][1]), "d"(a[3][0]),
-          "d"(a[3][1]), "d"(b[0][half]), "d"(b[1][half]), "d"(b[2][half]), "d"(b[3][half]));
-  } else if constexpr (DEPTH == 8) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-          : "d"(a[i][0]), "d"(a[i][1]), "d"(a[i + 1][0]), "d"(a[i + 1][1]), "d"(b[i][half]),
-            "d"(b[i + 1][half]));
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-          "{%0, %1, %2, %3};"
-          : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-          : "d"(a[i][0]), "d"(a[i][1]), "d"(b[i][half]));
-    }
-  }
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+      : "d"(a[0][0]), "d"(a[0][1]), "d"(a[1][0]), "d"(a[1][1]), "d"(a[2][0]), "d"(a[2][1]), "d"(a[3][0]),
+        "d"(a[3][1]), "d"(b[0][half]), "d"(b[1][half]), "d"(b[2][half]), "d"(b[3][half]));
 #elif __CUDA_ARCH__ >= 800
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -256,8 +233,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #pragma unroll
         for (int s = 0; s < kColumnBlocks; ++s) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            multiply_add<Tile::kDepth>(sum[r][s][half], x[r % 2], y[s], half);
+          for (int half = 0; half < 2; ++half) multiply_add(sum[r][s][half], x[r % 2], y[s], half);
           if (last) load_y(s, next_k);
         }
       }

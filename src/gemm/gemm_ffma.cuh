@@ -203,13 +203,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   T* const shared = reinterpret_cast<T*>(shared_bytes);
 
-  // A warp is 4 threads down and 8 across. Threads 2 i and 2 i + 1 read the same columns, i and i + 2 the
-  // same rows: shared memory serves halves of such a warp at once, which it else does with quarters.
+  // A warp is 4 threads down and 8 across, so that it reads few different vectors of both slices.
   const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
   const int warp = thread / 32, lane = thread % 32;
   constexpr int kWarpsAcross = Tile::BN / TN / 8;
-  const int row = (warp / kWarpsAcross * 4 + lane / 16 * 2 + lane % 2) * V;
-  const int column = (warp % kWarpsAcross * 8 + lane / 2 % 8) * V;
+  const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
+  const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
   // Kept in shared memory, because the registers are full while the tile is summed.
   __shared__ TilePosition at;

@@ -13,7 +13,6 @@ namespace lltm_ext {
 
 struct Chip {
   int compute_capability, multiprocessors;
-  int shared;  // bytes that a block may have
 };
 
 cudaError_t current_chip(Chip& chip) {
@@ -25,7 +24,6 @@ cudaError_t current_chip(Chip& chip) {
   get(major, cudaDevAttrComputeCapabilityMajor);
   get(minor, cudaDevAttrComputeCapabilityMinor);
   get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
-  get(chip.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   chip.compute_capability = 10 * major + minor;
   return error;
 }
@@ -68,13 +66,15 @@ cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaS
   if (chip.compute_capability < kAmpere) {
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
   }
-  using Large = DoubleTile<128, 128, 16, 64, 32, 3, 1>;
+  using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
   using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
-  const double large = cost_of(args, chip, Large::BM, Large::BN, 1.0),
-               small = cost_of(args, chip, Small::BM, Small::BN, 1.1);
-  return small < large || DoubleRing<Large, true, true>::kBytes > chip.shared
-             ? launch_double<Small>(args, stream)
-             : launch_double<Large>(args, stream);
+  using SmallAndDeep = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // where a third block a multiprocessor is idle
+  if (tiles_of(args, Tall::BM, Tall::BN).total >= int64_t{chip.multiprocessors} * 32) {
+    return launch_double<Tall>(args, stream);
+  }
+  return tiles_of(args, Small::BM, Small::BN).total <= int64_t{chip.multiprocessors} * 2
+             ? launch_double<SmallAndDeep>(args, stream)
+             : launch_double<Small>(args, stream);
 }
 
 template <typename T>

@@ -7,8 +7,8 @@
 
 namespace lltm_ext {
 
-// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum that
-// lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
+// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum
+// that lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
 template <typename A>
 LLTM_HOST_DEVICE A nearest(A x) {
   constexpr A kWhole = sizeof(A) == 4 ? A(8388608) : A(4503599627370496);
@@ -65,7 +65,8 @@ LLTM_HOST_DEVICE A tanh_slope(A x) {
   return tanh_derivative(std::tanh(x));
 }
 #ifdef __CUDACC__
-// For the half types, whose own rounding is coarser than the chip's approximations: 4 e / (1 + e)^2, e = e^-2|x|.
+// For the half types, whose own rounding is coarser than the chip's approximations: 4 e / (1 + e)^2, e =
+// e^-2|x|.
 __device__ __forceinline__ float fast_tanh_slope(float x) {
   float e, inverse;
   asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(fabsf(x) * -2.88539008f));

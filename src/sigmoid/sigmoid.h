@@ -31,7 +31,8 @@ LLTM_HOST_DEVICE Complex<A> logistic(Complex<A> x) {
 // for the least relative error. All on the multiply-add units but for the reciprocal.
 __device__ __forceinline__ float exact_logistic(float x) {
   constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: a sum with it has n in its last bits
-  const float size = fmaxf(-fabsf(x), -120.f), shifted = fmaf(size, 1.44269504f, kWhole), n = shifted - kWhole;
+  const float size = fmaxf(-fabsf(x), -120.f), shifted = fmaf(size, 1.44269504f, kWhole),
+              n = shifted - kWhole;
   float f = fmaf(n, -0.69314575f, size);  // ln(2) in two parts, of which n times the first is exact
   f = fmaf(n, -1.4286068e-6f, f);
   float p = 0.001381449f;
