@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext._C import relu as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+from lltm_ext._C import relu as _C
+from lltm_ext._library import check_tensor, in_place, into, is_plain, ops, transforms_active, vmap_elementwise
 
 
 def relu_reference(input: Tensor) -> Tensor:
@@ -57,6 +57,8 @@ def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("relu", "input", input)
     if out is not None:
         return into(relu, ops.relu_out, out, input)
+    if is_plain(input):
+        return _C.call_relu(input)
     return ReLUFunction.apply(input) if transforms_active() else ops.relu(input)
 
 

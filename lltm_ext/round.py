@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext._C import round as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+from lltm_ext._C import round as _C
+from lltm_ext._library import check_tensor, in_place, into, is_plain, ops, transforms_active, vmap_elementwise
 
 
 def _straight_through(step: Tensor, curve: Tensor) -> Tensor:
@@ -173,6 +173,8 @@ def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("round", "input", input)
     if out is not None:
         return into(round, ops.round_out, out, input)
+    if is_plain(input):
+        return _C.call_round(input)
     return RoundFunction.apply(input) if transforms_active() else ops.round(input)
 
 
@@ -184,6 +186,8 @@ def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("floor", "input", input)
     if out is not None:
         return into(floor, ops.floor_out, out, input)
+    if is_plain(input):
+        return _C.call_floor(input)
     return FloorFunction.apply(input) if transforms_active() else ops.floor(input)
 
 
@@ -195,6 +199,8 @@ def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("ceil", "input", input)
     if out is not None:
         return into(ceil, ops.ceil_out, out, input)
+    if is_plain(input):
+        return _C.call_ceil(input)
     return CeilFunction.apply(input) if transforms_active() else ops.ceil(input)
 
 
@@ -206,6 +212,8 @@ def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("trunc", "input", input)
     if out is not None:
         return into(trunc, ops.trunc_out, out, input)
+    if is_plain(input):
+        return _C.call_trunc(input)
     return TruncFunction.apply(input) if transforms_active() else ops.trunc(input)
 
 

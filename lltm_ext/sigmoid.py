@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext._C import sigmoid as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+from lltm_ext._C import sigmoid as _C
+from lltm_ext._library import check_tensor, in_place, into, is_plain, ops, transforms_active, vmap_elementwise
 
 
 def sigmoid_reference(input: Tensor) -> Tensor:
@@ -60,6 +60,8 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_tensor("sigmoid", "input", input)
     if out is not None:
         return into(sigmoid, ops.sigmoid_out, out, input)
+    if is_plain(input):
+        return _C.call_sigmoid(input)
     return SigmoidFunction.apply(input) if transforms_active() else ops.sigmoid(input)
 
 

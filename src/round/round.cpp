@@ -153,6 +153,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  RoundOps::bind_call(m);
+  UnaryOps<FloorOp>::bind_call(m);
+  UnaryOps<CeilOp>::bind_call(m);
+  UnaryOps<TruncOp>::bind_call(m);
   m.def("forward", torch::wrap_pybind_function_no_gil([](const at::Tensor& input) {
           CHECK_INPUT("round.forward", input);
           return RoundOps::forward(input);
