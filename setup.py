@@ -60,7 +60,15 @@ def extension(make, op, cuda, architectures):
             # -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
             # The map keeps the path of this folder out of the modules' error messages.
             # -fopenmp: without it at::parallel_for runs on one thread.
-            "cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="],
+            # The assembler's -I: src/elementwise embeds headers, for the compiler of ops made at run time.
+            "cxx": [
+                "-O3",
+                "-g0",
+                "-fopenmp",
+                "-fvisibility=hidden",
+                f"-ffile-prefix-map={ROOT}/=",
+                f"-Wa,-I{ROOT / 'src'}",
+            ],
             "nvcc": [
                 "-O3",
                 "-Xcompiler=-fvisibility=hidden",

@@ -1,4 +1,4 @@
-"""PyTorch CUDA extensions: the LLTM and LSTM layers, sigmoid, relu, straight-through round and GEMM."""
+"""PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
 
 import torch
 
@@ -7,6 +7,8 @@ from lltm_ext._record import check as _check
 # Before any module is loaded: a torch that does not fit gives a readable ImportError.
 __version__: str = _check(torch)["version"]
 
+from lltm_ext.elementwise import elementwise
+from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
 from lltm_ext.gemm import GemmFunction, Linear, gemm
 from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
 from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
@@ -34,6 +36,7 @@ from lltm_ext.round import (
     trunc_,
 )
 from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
+from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
 
 __all__ = [
     "LLTM",
@@ -42,6 +45,8 @@ __all__ = [
     "BinarizeFunction",
     "Ceil",
     "CeilFunction",
+    "FakeQuantize",
+    "FakeQuantizeFunction",
     "Floor",
     "FloorFunction",
     "GemmFunction",
@@ -54,6 +59,8 @@ __all__ = [
     "RoundFunction",
     "Sigmoid",
     "SigmoidFunction",
+    "StochasticRound",
+    "StochasticRoundFunction",
     "Trunc",
     "TruncFunction",
     "__version__",
@@ -61,6 +68,8 @@ __all__ = [
     "binarize_",
     "ceil",
     "ceil_",
+    "elementwise",
+    "fake_quantize",
     "floor",
     "floor_",
     "gemm",
@@ -75,6 +84,7 @@ __all__ = [
     "round_",
     "sigmoid",
     "sigmoid_",
+    "stochastic_round",
     "trunc",
     "trunc_",
 ]

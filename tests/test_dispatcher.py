@@ -11,9 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lltm_ext
 from lltm_ext import _C
 
-MODULES = ("gemm", "lltm", "relu", "round", "sigmoid")
+MODULES = ("fake_quantize", "gemm", "lltm", "relu", "round", "sigmoid", "stochastic_round")
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lltm_ext::"))
-PUBLIC = ("binarize", "ceil", "floor", "gemm", "lltm", "lltm_cell", "relu", "round", "sigmoid", "trunc")
+PUBLIC = (
+    "binarize",
+    "ceil",
+    "elementwise",
+    "floor",
+    "fake_quantize",
+    "gemm",
+    "lltm",
+    "lltm_cell",
+    "relu",
+    "round",
+    "sigmoid",
+    "trunc",
+    "stochastic_round",
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -36,7 +50,12 @@ torch.ops.load_library({getattr(_C, module).__file__!r})
 assert "lltm_ext" not in sys.modules
 x = torch.ones(2, 2, requires_grad=True)
 op = torch.ops.lltm_ext.{module}
-arguments = {{"gemm": (x, x), "lltm": (x[None], x, x, x.repeat(3, 1), x.repeat(3, 1))}}.get({module!r}, (x,))
+arguments = {{
+    "fake_quantize": (x, x[0, 0], torch.tensor(0), -8, 7),
+    "gemm": (x, x),
+    "lltm": (x[None], x, x, x.repeat(3, 1), x.repeat(3, 1)),
+    "stochastic_round": (x, torch.bfloat16),
+}}.get({module!r}, (x,))
 outputs = op(*arguments)
 (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).sum().backward()
 print(x.grad.isfinite().all().item())

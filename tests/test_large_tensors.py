@@ -53,6 +53,23 @@ def test_elementwise_at_an_odd_place_in_memory(memory):
         assert torch.equal(y[piece], lltm_ext.sigmoid(x[piece].clone()))
 
 
+def test_an_op_made_at_run_time(memory):
+    memory(28)
+    op = lltm_ext.elementwise("T f(T x, T y)", "return x * y + x;", backward={"x": "return grad * (y + 1);"})
+    rows, columns = 2**16 + 3, 2**15 + 1
+    x = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_().requires_grad_()
+    grad_output = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_()
+    for y in (x.detach(), x.detach()[0]):  # side by side, and broadcast
+        output = op(x, y)
+        (gradient,) = torch.autograd.grad(output, x, grad_output)
+        for some in (slice(0, 64), slice(rows // 2, rows // 2 + 64), slice(rows - 64, rows)):
+            part, other = x[some].detach().requires_grad_(), y[some] if y.dim() == 2 else y
+            expected = op(part, other)
+            assert torch.equal(output[some], expected)
+            assert torch.equal(gradient[some], torch.autograd.grad(expected, part, grad_output[some])[0])
+        del output, gradient
+
+
 ROWS, COLUMNS = 2**16 + 3, 2**15 + 1
 
 

@@ -23,41 +23,30 @@ __global__ void __launch_bounds__(kElementwiseThreads)
   elementwise_strided<Index>(f, in, out, strides, n);
 }
 
-// The first element from which all are aligned to vectors of V: V if there is none.
-template <int V, typename T, int K>
-int head_of(const Pointers<const T, K>& in, const Pointers<T, 1>& out) {
-  for (int head = 0; head < V; ++head) {
-    bool aligned = is_vec_aligned(out.at[0] + head);
-    for (int k = 0; k < K; ++k) aligned = aligned && is_vec_aligned(in.at[k] + head);
-    if (aligned) return head;
-  }
-  return V;
-}
-
 template <template <typename> class F, typename T, int K>
 cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call, cudaStream_t stream) {
   Pointers<const T, K> in;
   for (int k = 0; k < K; ++k) in.at[k] = static_cast<const T*>(call.inputs[k]);
   const Pointers<T, 1> out = {{static_cast<T*>(call.outputs[0])}};
-  const auto blocks = [](int64_t threads) {
-    return static_cast<unsigned>(ceil_div(threads, kElementwiseThreads));
-  };
   if (call.strides) {
     if (call.n <= UINT32_MAX) {
       elementwise_strided_kernel<uint32_t>
-          <<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
+          <<<elementwise_blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
     } else {
       elementwise_strided_kernel<uint64_t>
-          <<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
+          <<<elementwise_blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
     }
     return cudaGetLastError();
   }
   constexpr int V = kVecWidth<T>;
-  if (const int head = head_of<V>(in, out); head < V) {
-    elementwise_flat_kernel<V>
-        <<<blocks(ceil_div(call.n, V)), kElementwiseThreads, 0, stream>>>(f, in, out, head, call.n);
+  const void* pointers[K + 1] = {out.at[0]};
+  for (int k = 0; k < K; ++k) pointers[k + 1] = in.at[k];
+  if (const int head = elementwise_head(pointers, K + 1, sizeof(T)); head < V) {
+    elementwise_flat_kernel<V><<<elementwise_blocks(ceil_div(call.n, V)), kElementwiseThreads, 0, stream>>>(
+        f, in, out, head, call.n);
   } else {
-    elementwise_flat_kernel<1><<<blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, 0, call.n);
+    elementwise_flat_kernel<1>
+        <<<elementwise_blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, 0, call.n);
   }
   return cudaGetLastError();
 }

@@ -1,17 +1,16 @@
 // The elementwise kernels: outputs[i] = f(inputs[i]...). An op is a functor on the accumulate type; loads,
 // rounding, vectors and strides are handled here. Compiled ahead of time (elementwise.cuh) and at run time,
-// around a user's formula: so it includes no header of the host.
+// around a user's formula (src/elementwise): so it includes no header of the host. A C++ compiler sees none
+// of it.
 #pragma once
 
 #include "common/elementwise_call.h"
 #include "common/types.h"
 #include "common/vec.cuh"
 
-namespace lltm_ext {
+#ifdef __CUDACC__
 
-// Small blocks spread a short call over more multiprocessors. One vector an input and thread is enough on
-// its way: an H200 copies no faster with more.
-constexpr int kElementwiseThreads = 128;
+namespace lltm_ext {
 
 template <typename T, int N>
 struct Pointers {
@@ -113,3 +112,5 @@ __device__ __forceinline__ void elementwise_strided(const F& f, const Pointers<c
 }
 
 }  // namespace lltm_ext
+
+#endif

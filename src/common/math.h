@@ -35,6 +35,15 @@ LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
   return output <= T(0) ? T(0) : grad_output;
 }
 
+// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum
+// that lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
+template <typename T>
+LLTM_HOST_DEVICE T round_half_to_even(T x) {
+  constexpr T kWhole = sizeof(T) == 4 ? T(8388608) : T(4503599627370496);
+  const T size = std::abs(x), rounded = (size + kWhole) - kWhole;
+  return size < kWhole ? std::copysign(rounded, x) : x;
+}
+
 // Derivative of tanh, from its output.
 template <typename T>
 LLTM_HOST_DEVICE T tanh_derivative(T output) {

@@ -13,6 +13,8 @@ struct alignas(sizeof(T) * N) Vec {
 template <typename T>
 constexpr int kVecWidth = 16 / sizeof(T);
 
-inline bool is_vec_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+LLTM_HOST_DEVICE bool is_vec_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 }  // namespace lltm_ext

@@ -7,37 +7,28 @@
 
 namespace lltm_ext {
 
-// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum
-// that lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
-template <typename A>
-LLTM_HOST_DEVICE A nearest(A x) {
-  constexpr A kWhole = sizeof(A) == 4 ? A(8388608) : A(4503599627370496);
-  const A size = std::abs(x), rounded = (size + kWhole) - kWhole;
-  return size < kWhole ? std::copysign(rounded, x) : x;
-}
-
 template <typename T>
 struct Round {
-  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return nearest(input); }
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return round_half_to_even(input); }
 };
 template <typename T>
 struct Floor {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
-    const acc_t<T> y = nearest(input);
+    const acc_t<T> y = round_half_to_even(input);
     return std::copysign(y > input ? y - 1 : y, input);
   }
 };
 template <typename T>
 struct Ceil {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
-    const acc_t<T> y = nearest(input);
+    const acc_t<T> y = round_half_to_even(input);
     return std::copysign(y < input ? y + 1 : y, input);
   }
 };
 template <typename T>
 struct Trunc {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
-    const acc_t<T> size = std::abs(input), y = nearest(size);
+    const acc_t<T> size = std::abs(input), y = round_half_to_even(size);
     return std::copysign(y > size ? y - 1 : y, input);
   }
 };

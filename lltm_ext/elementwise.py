@@ -1,0 +1,358 @@
+"""Elementwise ops made at run time, from a formula in CUDA C++ (see :func:`elementwise`)."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lltm_ext._C import elementwise as _C
+from lltm_ext._library import ops, transforms_active
+
+SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h
+MAX_TENSORS = 8
+RESERVED = ("T", "grad", "output")
+
+SIGNATURE = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*\(([^()]*)\)\s*;?\s*", re.ASCII)
+PARAMETER = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*", re.ASCII)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def parse(signature: str) -> tuple[str, tuple[str, ...]]:
+    """('f', ('x', 'a')) of 'T f(T x, T a)'."""
+    match = SIGNATURE.fullmatch(signature)
+    parameters = [PARAMETER.fullmatch(part) for part in match[2].split(",")] if match else [None]
+    if match is None or None in parameters:
+        raise ValueError(f"elementwise: expected a signature like 'T f(T x, T a)', got {signature!r}")
+    names = tuple(parameter[1] for parameter in parameters if parameter)
+    for name in names:
+        if name in RESERVED or keyword.iskeyword(name):
+            raise ValueError(f"{match[1]}: no parameter may be called {name}, which has a meaning here")
+        if names.count(name) > 1:
+            raise ValueError(f"{match[1]}: expected parameters of different names, got {signature!r}")
+    return match[1], names
+
+
+class Elementwise:
+    """What :func:`elementwise` makes: a function of tensors and numbers, called by position or by name."""
+
+    def __init__(
+        self,
+        signature: str,
+        forward: str,
+        backward: Mapping[str, str],
+        scalars: Mapping[str, float],
+        cpu: Callable[..., Tensor] | None,
+    ):
+        name, parameters = parse(signature)
+        tensors = tuple(p for p in parameters if p not in scalars)
+        for p in scalars:
+            if p not in parameters:
+                raise ValueError(f"{name}: the signature has no parameter {p!r}, which scalars names")
+        if not 1 <= len(tensors) <= MAX_TENSORS:
+            raise ValueError(f"{name}: expected 1 to {MAX_TENSORS} tensors, got {len(tensors)}")
+        for p in backward:
+            if p not in tensors:
+                raise ValueError(f"{name}: the signature has no tensor {p!r}, which backward names")
+
+        self.__name__ = name
+        self.cpu = cpu
+        self.tensors = tensors
+        self.uses = {p: operands_of(body, tensors) for p, body in backward.items()}
+        fields = [name, ",".join(tensors), ",".join(p for p in parameters if p in scalars), forward]
+        for p, body in backward.items():
+            fields += [p, ",".join(self.uses[p]), body]
+        if any(SEPARATOR in field for field in fields):
+            raise ValueError(f"{name}: expected C++, got a text with the control character {SEPARATOR!r}")
+        self.program = SEPARATOR.join(fields)
+
+        required = inspect.Parameter.empty
+        self._defaults = tuple(float(scalars[p]) if p in scalars else required for p in parameters)
+        self._tensors = tuple(i for i, p in enumerate(parameters) if p not in scalars)
+        self._scalars = tuple(i for i, p in enumerate(parameters) if p in scalars)
+        self._places = {p: i for i, p in enumerate(parameters)}
+        self._numbers = tuple(self._defaults[i] for i in self._scalars)
+        self._leading = len(tensors) if parameters[: len(tensors)] == tensors else None
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        named = [
+            inspect.Parameter(p, kind, default=default)
+            for p, default in zip(parameters, self._defaults, strict=True)
+        ]
+        # A number with a default may stand before a tensor, which has none: then only keywords can skip it.
+        first = next((i for i, p in enumerate(named) if p.default is not required), len(named))
+        if any(p.default is required for p in named[first:]):
+            named = [p.replace(default=required) for p in named]
+        self.__signature__ = inspect.Signature(named, return_annotation=Tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) == self._leading and not kwargs:  # as most calls: tensors, and the numbers' defaults
+            tensors, scalars = args, self._numbers
+        else:
+            values = self._values(args, kwargs)
+            tensors = tuple(values[i] for i in self._tensors)
+            scalars = tuple(float(values[i]) for i in self._scalars)
+        for x in tensors:
+            if not isinstance(x, Tensor):
+                raise self._no_tensor(tensors)
+        if tensors[0].is_cpu:
+            return self._on_cpu(args, kwargs)
+        if transforms_active():
+            return ElementwiseFunction.apply(self, scalars, *tensors)
+        return ops.elementwise(tensors, scalars, self.program)
+
+    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Of all parameters, in their order."""
+        if len(args) > len(self._defaults):
+            raise TypeError(
+                f"{self.__name__}: expected at most {len(self._defaults)} arguments, got {len(args)}"
+            )
+        values = [*args, *self._defaults[len(args) :]]
+        for name, value in kwargs.items():
+            place = self._places.get(name)
+            if place is None:
+                raise TypeError(f"{self.__name__}: has no parameter {name!r}")
+            if place < len(args):
+                raise TypeError(f"{self.__name__}: got {name} twice")
+            values[place] = value
+        return values
+
+    def _no_tensor(self, values: tuple[Any, ...]) -> TypeError:
+        for name, value in zip(self.tensors, values, strict=True):
+            if value is inspect.Parameter.empty:
+                return TypeError(f"{self.__name__}: the argument {name} is missing")
+            if not isinstance(value, Tensor):
+                break
+        return TypeError(f"{self.__name__}: expected {name} to be a Tensor, got {type(value).__name__}")
+
+    def _on_cpu(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self.cpu is None:
+            raise RuntimeError(
+                f"{self.__name__}: expected {self.tensors[0]} on a CUDA device, got cpu "
+                "(cpu= of lltm_ext.elementwise takes a function for CPU tensors)"
+            )
+        return self.cpu(*self._values(args, kwargs))
+
+    @property
+    def source(self) -> str:
+        """The CUDA C++ that is compiled, for float32: the forward's kernels, then those of all gradients."""
+        texts = [_C.source(self.program, torch.float32)]
+        if self.uses:
+            wanted = [i for i, p in enumerate(self.tensors) if p in self.uses]
+            texts.append(_C.source(self.program, torch.float32, wanted))
+        return "\n".join(texts)
+
+    def gradcheck(self, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> bool:
+        """Compares the gradients with finite differences, in float64: True, or an error that says where.
+
+        Args:
+            args, kwargs: as for a call; tensors are taken in float64. With none, random tensors of shape
+                [3, 4], positive and negative; give your own where the formula is not defined for all
+                numbers, or has corners.
+            device: where the random tensors lie; None: the current CUDA device, or the CPU if there is none.
+
+        Raises:
+            RuntimeError: if a gradient differs; for a tensor without one, which is then held fixed only if
+                no tensor of the op has any.
+        """
+        if not args and not any(p in kwargs for p in self.tensors):
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            generator = torch.Generator().manual_seed(0)
+            kwargs |= {
+                p: torch.randn(3, 4, dtype=torch.float64, generator=generator).to(device)
+                for p in self.tensors
+            }
+        values = self._values(args, kwargs)
+        checked = [
+            values[i].detach().to(torch.float64, copy=True).requires_grad_(p in self.uses)
+            for i, p in zip(self._tensors, self.tensors, strict=True)
+        ]
+        if not self.uses:
+            raise RuntimeError(f"{self.__name__}: has no backward to check")
+
+        def of_tensors(*tensors: Tensor) -> Tensor:
+            given = list(values)
+            for i, x in zip(self._tensors, tensors, strict=True):
+                given[i] = x
+            return self(*given)
+
+        return torch.autograd.gradcheck(of_tensors, checked, nondet_tol=0.0)
+
+    def __repr__(self) -> str:
+        parameters = ", ".join(
+            f"T {p}" if default is inspect.Parameter.empty else f"T {p}={default:g}"
+            for p, default in zip(self._places, self._defaults, strict=True)
+        )
+        gradients = ", ".join(self.uses) or "none"
+        return f"<lltm_ext.elementwise T {self.__name__}({parameters}), gradients: {gradients}>"
+
+
+def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
+    """Which tensors, and "output", a backward names: what it reads and the forward must keep."""
+    named = set(IDENTIFIER.findall(COMMENT.sub(" ", body)))
+    return tuple(p for p in (*tensors, "output") if p in named)
+
+
+class ElementwiseFunction(torch.autograd.Function):
+    """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op as torch.func's transforms take it."""
+
+    @staticmethod
+    def forward(op: Elementwise, scalars: tuple[float, ...], *tensors: Tensor) -> Tensor:
+        return ops.elementwise(tensors, scalars, op.program)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.op, ctx.scalars, *tensors = inputs
+        ctx.shapes = [x.shape for x in tensors]
+        ctx.dtypes = [x.dtype for x in tensors]
+        for p, needed in zip(ctx.op.tensors, ctx.needs_input_grad[2:], strict=True):
+            if needed and p not in ctx.op.uses:
+                raise RuntimeError(
+                    f"{ctx.op.__name__}: a gradient with respect to {p} is required, "
+                    f"but its backward has no formula for {p}"
+                )
+        ctx.save_for_backward(*tensors, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        names = ctx.op.tensors
+        wanted = [i for i in range(len(names)) if ctx.needs_input_grad[2 + i]]
+        used = {operand for i in wanted for operand in ctx.op.uses[names[i]]}
+        operands = [x for p, x in zip((*names, "output"), ctx.saved_tensors, strict=True) if p in used]
+        found = ElementwiseBackwardFunction.apply(ctx.op, ctx.scalars, tuple(wanted), grad_output, *operands)
+        gradients: list[Tensor | None] = [None] * len(names)
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient.sum_to_size(ctx.shapes[i]).to(ctx.dtypes[i])
+        return None, None, *gradients
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Elementwise, scalars: Any, *tensors: Tensor) -> Any:
+        return ElementwiseFunction.apply(op, scalars, *batched(in_dims[2:], tensors)), 0
+
+
+class ElementwiseBackwardFunction(torch.autograd.Function):
+    """The gradients of an op, of the output's sizes. They have no derivatives themselves."""
+
+    @staticmethod
+    def forward(
+        op: Elementwise, scalars: tuple[float, ...], wanted: tuple[int, ...], grad: Tensor, *used: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(ops.elementwise_backward(grad, used, scalars, op.program, wanted))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[0].__name__
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: its gradient cannot be differentiated again: "
+            "an op made at run time has first derivatives only"
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], op: Any, scalars: Any, wanted: Any, *operands: Tensor
+    ) -> Any:
+        operands = batched_gradient(info.batch_size, in_dims[3:], operands)
+        return ElementwiseBackwardFunction.apply(op, scalars, wanted, *operands), (0,) * len(wanted)
+
+
+def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors with the vmapped dimension first, before all that they are broadcast to."""
+    ranks = [x.dim() - (d is not None) for x, d in zip(tensors, in_dims, strict=True)]
+    ready = []
+    for x, d, rank in zip(tensors, in_dims, ranks, strict=True):
+        if d is not None:
+            x = x.movedim(d, 0)
+            x = x[(slice(None),) + (None,) * (max(ranks) - rank)]
+        ready.append(x)
+    return ready
+
+
+def batched_gradient(
+    size: int, in_dims: tuple[int | None, ...], operands: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The same of a gradient and what it follows from: the results have the sizes of the gradient."""
+    grad, d = operands[0], in_dims[0]
+    if d is None:
+        grad, d = grad.expand(size, *grad.shape), 0
+    return tuple(batched((d, *in_dims[1:]), (grad, *operands[1:])))
+
+
+def elementwise(
+    signature: str,
+    forward: str,
+    *,
+    backward: Mapping[str, str] | None = None,
+    scalars: Mapping[str, float] | None = None,
+    cpu: Callable[..., Tensor] | None = None,
+) -> Elementwise:
+    """A differentiable elementwise op of your own, from its formula in CUDA C++.
+
+    The formula is compiled at the first call, by the NVRTC that torch carries (no toolkit is needed), into
+    the same vectorised kernels as this package's own ops; binaries are kept on disk for other processes. The
+    op broadcasts, promotes dtypes as torch does, keeps strides, runs on the current stream, and goes through
+    CUDA graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
+
+        softsign = lltm_ext.elementwise(
+            "T softsign(T x, T a)",
+            forward="return x / (a + fabs(x));",
+            backward={"x": "T d = a + fabs(x); return grad * a / (d * d);"},
+            scalars={"a": 1.0},
+        )
+        y = softsign(x, a=2.0)
+
+    Args:
+        signature: the op's name and its parameters, all of type ``T``: the type that arithmetic runs in,
+            float for float16, bfloat16 and float32, double for float64. 1 to 8 of them are tensors.
+        forward: the body of the function. CUDA's mathematical functions are there (``exp``, ``fabs``,
+            ``max``, ...) and take either type. Write ``T(0.5)``: a bare ``0.5`` is a double, and makes float
+            arithmetic slower.
+        backward: for each tensor that has a gradient, the body of a function that returns it. It may use the
+            parameters, ``grad`` (the incoming gradient) and ``output`` (the forward's result); what it does
+            not name is not kept. Without an entry, a tensor that requires a gradient is refused.
+        scalars: the parameters that are numbers, with their defaults. They have no gradient.
+        cpu: a function of the same parameters for CPU tensors, of torch's ops, which bring its gradient.
+            None: CPU tensors are refused.
+
+    Returns:
+        A function of the parameters, by position or by name: tensors of float16, bfloat16, float32 or
+        float64 on one CUDA device, of shapes that can be broadcast to one, and Python numbers. It gives a
+        tensor of that shape, which lies in memory like the first full-sized tensor. ``gradcheck()`` compares
+        its gradients with finite differences, ``source`` is the CUDA C++ around the formula.
+
+    Raises:
+        ValueError: for a signature that does not parse, or names in ``scalars`` and ``backward`` that it
+            does not have.
+
+        A call raises RuntimeError for a formula that does not compile, with the compiler's message, the
+        file "forward" or "backward of x", and the line in your text; for a device, a layout or shapes that
+        do not fit; for a gradient that has no formula, or a derivative of a gradient; and TypeError for
+        another dtype, or no tensor.
+
+    A program text compiles what it says and runs it on the GPU: load exported programs from people you trust.
+    """
+    return Elementwise(signature, forward, backward or {}, scalars or {}, cpu)
+
+
+def vmap_rule(info: Any, in_dims: Any, inputs: Any, scalars: Any, program: str) -> tuple[Tensor, int]:
+    return ops.elementwise(batched(tuple(in_dims[0]), tuple(inputs)), scalars, program), 0
+
+
+def vmap_backward_rule(
+    info: Any, in_dims: Any, grad_output: Tensor, used: Any, scalars: Any, program: str, wanted: Any
+) -> Any:
+    dims = (in_dims[0], *in_dims[1]) if used else (in_dims[0],)
+    operands = batched_gradient(info.batch_size, dims, (grad_output, *used))
+    found = ops.elementwise_backward(operands[0], list(operands[1:]), scalars, program, wanted)
+    return found, [0] * len(found)
+
+
+torch.library.register_vmap("lltm_ext::elementwise", vmap_rule)
+torch.library.register_vmap("lltm_ext::elementwise_backward", vmap_backward_rule)

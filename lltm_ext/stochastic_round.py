@@ -1,0 +1,135 @@
+"""Stochastic rounding of float32 to the half types: up or down at random, right on average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lltm_ext._C import stochastic_round as _C  # noqa: F401  registers the op
+from lltm_ext._library import check_tensor, ops, transforms_active
+
+
+def stochastic_round_reference(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The two values that :func:`stochastic_round` may give, and how likely the upper one is.
+
+    Returns:
+        ``(down, up, probability)``: the neighbours of ``input`` in ``dtype``, towards and away from zero, and
+        in float64 the probability of ``up``, ``|input - down| / |up - down|``. Where there is only one value,
+        both are that and the probability is 0: where ``dtype`` holds ``input``, for NaN and infinities, and
+        beyond the largest finite value.
+    """
+    nearest = input.to(dtype)
+    x = input.double()
+    outside = ~(x.abs() <= torch.finfo(dtype).max)
+    away = nearest.double().abs() > x.abs()
+    bits = nearest.view(torch.int16)  # the magnitude's neighbours, sign apart
+    down = torch.where(away & ~outside, bits - 1, bits).view(dtype)
+    exact = outside | (down.double() == x)
+    up = torch.where(exact, down.view(torch.int16), down.view(torch.int16) + 1).view(dtype)
+    distance = (x - down.double()).abs() / (up.double() - down.double()).abs()
+    return down, up, torch.where(exact, 0.0, distance)
+
+
+class StochasticRoundFunction(torch.autograd.Function):
+    """``StochasticRoundFunction.apply(input, dtype, generator=None)``.
+
+    Saves nothing; hands the gradient on in float32.
+    """
+
+    @staticmethod
+    def forward(input: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
+        return ops.stochastic_round(input, dtype, generator=generator)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.inputs = len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output.float(), *[None] * (ctx.inputs - 1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
+        return _vmap(StochasticRoundFunction.apply, info, in_dims, *args)
+
+
+def _vmap(
+    function: Callable[..., Tensor],
+    info: Any,
+    in_dims: Sequence[int | None],
+    input: Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, int]:
+    """One call on the whole batch, of whose slices each has random bits of its own."""
+    if info.randomness != "different":
+        raise RuntimeError(
+            f"stochastic_round: expected vmap with randomness='different', got randomness='{info.randomness}'"
+        )
+    return function(input.movedim(in_dims[0] or 0, 0), dtype, generator), 0
+
+
+def stochastic_round(
+    input: Tensor, dtype: torch.dtype, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Rounds float32 to one of its two neighbours in a half type, at random and right on average.
+
+    The nearer, the likelier: the expected result is ``input``. So a small update is not lost each time that
+    it is added to a large bfloat16 weight, as it is when rounded to nearest.
+
+    Args:
+        input: float32, any shape and strides, on CPU or CUDA.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        generator: whose random numbers to take, on the device of ``input``; None: torch's own.
+
+    Returns:
+        A tensor of ``dtype``, with the shape and memory format of ``input``. What ``dtype`` holds stays as it
+        is, NaN and infinities too; beyond its largest finite value ``input`` is rounded as by ``Tensor.to``.
+        The probability is exact, but for float16 below 2^-14, where it has 16 bits. The gradient is the
+        incoming one, in float32 (straight-through).
+
+        The same seed gives the same bits, on one device and for one order of the elements in memory. CPU and
+        CUDA, eager and compiled, may differ. A CUDA graph takes new numbers at each replay. Under vmap with
+        ``randomness="different"`` the slices of a batched input have numbers of their own.
+
+    Raises:
+        TypeError: for another dtype of either, or no tensor.
+        RuntimeError: for another device or layout, a generator of another device, or a vmap of another
+            ``randomness``.
+
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015,
+    https://arxiv.org/abs/1502.02551; the random numbers of Salmon et al., "Parallel Random Numbers: As Easy
+    as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405.
+    """
+    check_tensor("stochastic_round", "input", input)
+    if transforms_active():
+        return StochasticRoundFunction.apply(input, dtype, generator)
+    return ops.stochastic_round(input, dtype, generator=generator)
+
+
+class StochasticRound(nn.Module):
+    """:func:`stochastic_round` as a module."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return stochastic_round(input, self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dtype={self.dtype}"
+
+
+def _op(input: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    return ops.stochastic_round(input, dtype, generator=generator)
+
+
+def _vmap_op(info: Any, in_dims: Sequence[int | None], *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
+    return _vmap(_op, info, in_dims, *args, **kwargs)
+
+
+torch.library.register_vmap("lltm_ext::stochastic_round", _vmap_op)

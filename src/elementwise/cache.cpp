@@ -1,0 +1,133 @@
+// An entry is the checksum of what follows, the key's length in 16 digits, the key, the binary. Files are
+// opened through the folder's descriptor: the folder that was checked is the one that is used.
+#include "elementwise/cache.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+
+namespace lltm_ext {
+namespace {
+
+std::string checksum(const std::string& text) { return c10::sha1(text).str(); }
+
+std::string error() { return std::strerror(errno); }
+
+std::string folder_path() {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value ? value : "");
+  };
+  if (const std::string path = variable("LLTM_EXT_CACHE"); !path.empty()) return path;
+  if (const std::string path = variable("XDG_CACHE_HOME"); !path.empty()) return path + "/lltm_ext";
+  if (const std::string path = variable("HOME"); !path.empty()) return path + "/.cache/lltm_ext";
+  return "";
+}
+
+// A descriptor of the folder, made if need be; -1 and why not.
+int open_folder(std::string& reason) {
+  const std::string path = folder_path();
+  if (path.empty()) {
+    reason = "no folder for it is known: LLTM_EXT_CACHE can name one";
+    return -1;
+  }
+  std::error_code ignored;  // what could not be made cannot be opened
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+  mkdir(path.c_str(), 0700);
+  const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  struct stat status;
+  if (folder < 0 || fstat(folder, &status) != 0) {
+    reason = path + ": " + error();
+  } else if (status.st_uid != geteuid()) {
+    reason = path + " belongs to another user";
+  } else if (status.st_mode & (S_IWGRP | S_IWOTH)) {
+    reason = path + " can be written by other users (chmod 700 mends it)";
+  } else {
+    return folder;
+  }
+  if (folder >= 0) close(folder);
+  return -1;
+}
+
+std::optional<std::string> read_file(int folder, const std::string& name) {
+  const int file = openat(folder, name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) return std::nullopt;
+  std::optional<std::string> text;
+  struct stat status;
+  if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) && status.st_uid == geteuid()) {
+    text.emplace();
+    char buffer[1 << 16];
+    ssize_t size;
+    while ((size = ::read(file, buffer, sizeof buffer)) > 0) text->append(buffer, size);
+    if (size < 0) text.reset();
+  }
+  close(file);
+  return text;
+}
+
+bool write_file(int folder, const std::string& name, const std::string& text) {
+  const int file = openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (file < 0) return false;
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t size = ::write(file, text.data() + done, text.size() - done);
+    if (size < 0) break;
+    done += size;
+  }
+  return close(file) == 0 && done == text.size();
+}
+
+}  // namespace
+
+Cache::Cache(std::string key) : key_(std::move(key)), name_(checksum(key_)) {
+  std::string reason;
+  folder_ = open_folder(reason);
+  if (folder_ < 0) {
+    TORCH_WARN_ONCE("lltm_ext: ops made at run time are compiled anew by each process, not kept on disk: ",
+                    reason);
+  }
+}
+
+Cache::~Cache() {
+  if (folder_ >= 0) close(folder_);
+}
+
+std::string Cache::content(const std::string& binary) const {
+  std::string length = std::to_string(key_.size());
+  length.insert(0, 16 - length.size(), '0');
+  const std::string text = length + key_ + binary;
+  return checksum(text) + text;
+}
+
+std::optional<std::string> Cache::read() const {
+  if (folder_ < 0) return std::nullopt;
+  const std::optional<std::string> found = read_file(folder_, name_);
+  const size_t before = content("").size();
+  if (!found || found->size() <= before) return std::nullopt;
+  std::string binary = found->substr(before);
+  if (content(binary) != *found) return std::nullopt;
+  return binary;
+}
+
+void Cache::write(const std::string& binary) const {
+  if (folder_ < 0) return;
+  static std::atomic<int> count = 0;
+  const std::string temporary =
+      name_ + "." + std::to_string(getpid()) + "." + std::to_string(count++) + ".tmp";
+  if (write_file(folder_, temporary, content(binary)) &&
+      renameat(folder_, temporary.c_str(), folder_, name_.c_str()) == 0) {
+    return;
+  }
+  TORCH_WARN_ONCE("lltm_ext: an op made at run time could not be kept in ", folder_path(), ": ", error());
+  unlinkat(folder_, temporary.c_str(), 0);
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,858 @@
+"""Ops made at run time: text, compilation and cache, which need no GPU, and the op on one."""
+
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FLOATING,
+    FORWARD,
+    SPECIAL,
+    Call,
+    Make,
+    Module,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    expanded,
+    forward_and_gradients,
+    misaligned,
+    needs_cuda,
+    needs_two_gpus,
+    negated_view,
+    stepped,
+    transposed,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lltm_ext
+from lltm_ext import _C
+
+BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
+needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
+DTYPES = list(FORWARD)
+
+
+def softsign_reference(x, a=1.0):
+    return x / (a + x.abs())
+
+
+relu = lltm_ext.elementwise(
+    "T relu(T x)",
+    forward="return x <= 0 ? T(0) : x;",
+    backward={"x": "return output <= 0 ? T(0) : grad;"},
+)
+softsign = lltm_ext.elementwise(
+    "T softsign(T x, T a)",
+    forward="return x / (a + fabs(x));",
+    backward={"x": "T d = a + fabs(x); return grad * a / (d * d);"},
+    scalars={"a": 1.0},
+    cpu=softsign_reference,
+)
+# Two tensors, of which each gradient uses another one, and the output.
+blend = lltm_ext.elementwise(
+    "T blend(T x, T y, T a, T b)",
+    forward="return a * x * y + b * exp(y);",
+    backward={"x": "return grad * a * y;", "y": "return grad * (output + a * x * (1 - y));"},
+    scalars={"a": 2.0, "b": 0.5},
+)
+
+
+def blend_reference(x, y, a=2.0, b=0.5):
+    return a * x * y + b * y.exp()
+
+
+def of(body, **kwargs):
+    return lltm_ext.elementwise("T f(T x)", body, **kwargs)
+
+
+def compiled(op, dtype=torch.float32, architecture="sm_80", wanted=()):
+    return _C.elementwise.compile(op.program, dtype, architecture, wanted)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LLTM_EXT_CACHE", str(folder))
+    return folder
+
+
+def compilations(call):
+    """How often the compiler ran in a call."""
+    before = _C.elementwise.compilations()
+    call()
+    return _C.elementwise.compilations() - before
+
+
+# ---- The text of an op
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["", "f(x)", "float f(T x)", "T f(float x)", "T f()", "T f(T)", "T f(T x) {", "T f(T x,)", "T 1f(T x)"],
+)
+def test_a_signature_that_does_not_parse_is_shown(signature):
+    with pytest.raises(ValueError, match=f"like 'T f\\(T x, T a\\)', got {re.escape(repr(signature))}"):
+        lltm_ext.elementwise(signature, "return x;")
+
+
+@pytest.mark.parametrize(
+    "signature, arguments, message",
+    [
+        ("T f(T x, T x)", {}, "f: expected parameters of different names"),
+        ("T f(T grad)", {}, "f: no parameter may be called grad"),
+        ("T f(T output)", {}, "f: no parameter may be called output"),
+        ("T f(T in)", {}, "f: no parameter may be called in"),
+        ("T f(T x)", {"scalars": {"a": 1}}, "f: the signature has no parameter 'a', which scalars names"),
+        ("T f(T x)", {"backward": {"y": ""}}, "f: the signature has no tensor 'y', which backward names"),
+        ("T f(T a)", {"scalars": {"a": 1}}, "f: expected 1 to 8 tensors, got 0"),
+        (f"T f({', '.join(f'T x{i}' for i in range(9))})", {}, "f: expected 1 to 8 tensors, got 9"),
+        (
+            "T f(T x)",
+            {"backward": {"x": "\x1f"}},
+            "f: expected C\\+\\+, got a text with the control character",
+        ),
+    ],
+)
+def test_a_mistake_in_the_names_is_named(signature, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        lltm_ext.elementwise(signature, "return x;", **arguments)
+
+
+def test_an_op_says_what_it_is():
+    assert repr(softsign) == "<lltm_ext.elementwise T softsign(T x, T a=1), gradients: x>"
+    assert repr(of("return x;")) == "<lltm_ext.elementwise T f(T x), gradients: none>"
+    assert softsign.__name__ == "softsign"
+    assert str(inspect.signature(blend)).startswith("(x, y, a=2.0, b=0.5)")
+    assert "return x / (a + fabs(x));" in softsign.source
+    assert "return grad * a / (d * d);" in softsign.source
+
+
+def test_an_op_is_pickled():
+    again = pickle.loads(pickle.dumps(softsign))
+    x = Make()(5)
+    assert_same_bits([again(x, a=3)], [softsign(x, a=3)])
+
+
+def test_a_backward_keeps_what_it_names_and_no_more():
+    op = lltm_ext.elementwise(
+        "T f(T x, T y)", "return x;", backward={"x": "return grad; // not y\n", "y": "/* x */ return output;"}
+    )
+    assert op.uses == {"x": (), "y": ("output",)}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        for op in (relu, softsign):
+            op(meta(5, requires_grad=True))
+    assert len(kept) == 2
+
+
+def test_a_program_of_no_op_is_refused():
+    x = torch.empty(3, device="meta")
+    for program in (
+        "",
+        "f",
+        "f\x1fx\x1f\x1freturn x;\x1fx",
+        "\x1fx\x1f\x1freturn x;",
+        "f\x1f1\x1f\x1freturn x;",
+    ):
+        with pytest.raises(ValueError):
+            torch.ops.lltm_ext.elementwise([x], [], program)
+    with pytest.raises(ValueError, match=r"^softsign: expected 1 tensors, got 2"):
+        torch.ops.lltm_ext.elementwise([x, x], [1.0], softsign.program)
+    with pytest.raises(ValueError, match=r"^softsign: expected 1 scalars, got 0"):
+        torch.ops.lltm_ext.elementwise([x], [], softsign.program)
+
+
+def test_the_module_alone_serves_a_program():
+    """As in a C++ program that loads an exported one: without our Python package."""
+    code = (
+        "import sys, torch\n"
+        "torch.ops.load_library(sys.argv[1])\n"
+        "x = torch.empty(3, 4, device='meta', requires_grad=True)\n"
+        "torch.ops.lltm_ext.elementwise([x, x[0]], [2.0, 0.5], sys.argv[2]).sum().backward()\n"
+        "assert 'lltm_ext' not in sys.modules and x.grad.shape == x.shape\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, _C.elementwise.__file__, blend.program], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Compilation, which needs no GPU
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_it_compiles_to_a_binary_of_four_kernels(architecture, dtype, cache):
+    for op, name, wanted in (
+        (blend, "blend", ()),
+        (blend, "blend_backward", (0,)),
+        (blend, "blend_backward", (0, 1)),
+        (relu, "relu", ()),
+    ):
+        binary = compiled(op, dtype, architecture, wanted)
+        assert binary.startswith(b"\x7fELF")
+        for form in ("flat", "scalar", "strided", "strided64"):
+            assert f".text.lltm_ext_{name}_{form}\0".encode() in binary
+
+
+@needs_nvrtc
+def test_the_names_in_a_formula_are_the_users_own(cache):
+    op = lltm_ext.elementwise(
+        "T exp(T scalars, T v0, T f, T n0, T s0)",
+        "T head = f, n = n0; return scalars * v0 + head + n * s0;",
+        backward={"n0": "return grad * s0;"},
+        scalars={"s0": 1},
+    )
+    compiled(op)
+    compiled(op, wanted=(3,))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "body, where, what",
+    [
+        ("return y;", "forward(1)", 'identifier "y" is undefined'),
+        ("\n  T y = x;\n  return y + z;\n", "forward(3)", 'identifier "z" is undefined'),
+        ("T y = x;\ny = 2;", "forward(3)", "missing return statement"),
+        ("return;", "forward(1)", "should return a value"),
+        ("return x", "forward(2)", 'expected a ";"'),
+    ],
+)
+def test_a_mistake_in_the_forward_is_shown_by_its_line(body, where, what, cache):
+    with pytest.raises(RuntimeError) as error:
+        compiled(of(body))
+    message = str(error.value)
+    assert message.startswith("f does not compile:\n")
+    assert f"{where}: error: " in message
+    assert what in message
+
+
+@needs_nvrtc
+def test_a_mistake_in_a_backward_is_shown_by_its_line(cache):
+    op = lltm_ext.elementwise(
+        "T f(T x, T y)", "return x;", backward={"x": "return grad;", "y": "\nreturn g;"}
+    )
+    compiled(op)
+    compiled(op, wanted=(0,))
+    with pytest.raises(
+        RuntimeError, match=r"^f: backward of y does not compile:\nbackward of y\(2\): error: "
+    ):
+        compiled(op, wanted=(1,))
+
+
+@needs_nvrtc
+def test_a_mistake_in_the_signature_is_shown(cache):
+    with pytest.raises(RuntimeError, match="signature\\(1\\): error"):
+        compiled(lltm_ext.elementwise("T f(T int)", "return 1;"))
+
+
+@pytest.mark.skipif(BUILT_WITH_CUDA, reason="for a build without CUDA")
+def test_a_build_without_cuda_says_so():
+    with pytest.raises(RuntimeError, match="built for the CPU alone"):
+        compiled(relu)
+
+
+# ---- The cache
+
+
+@needs_nvrtc
+def test_a_second_compilation_is_read_from_disk(cache):
+    binaries = []
+    assert compilations(lambda: binaries.append(compiled(softsign))) == 1
+    assert compilations(lambda: binaries.append(compiled(softsign))) == 0
+    assert binaries[0] == binaries[1]
+    assert len(list(cache.iterdir())) == 1
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@needs_nvrtc
+def test_each_source_dtype_architecture_and_gradient_has_its_entry(cache):
+    calls = [
+        lambda: compiled(softsign),
+        lambda: compiled(of("return x;")),
+        lambda: compiled(of("return x ;")),
+        lambda: compiled(softsign, torch.float16),
+        lambda: compiled(softsign, architecture="sm_90"),
+        lambda: compiled(softsign, wanted=(0,)),
+    ]
+    for _ in range(2):
+        for call in calls:
+            call()
+    assert len(list(cache.iterdir())) == len(calls)
+
+
+def damage(text, kind):
+    return {
+        "empty": b"",
+        "cut": text[:-1],
+        "a byte changed": text[:-100] + bytes([text[-100] ^ 1]) + text[-99:],
+        "longer": text + b"\0",
+        "of the key alone": text[:40],
+    }[kind]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", ["empty", "cut", "a byte changed", "longer", "of the key alone"])
+def test_a_damaged_entry_is_built_again(kind, cache):
+    binary = compiled(relu)
+    (entry,) = cache.iterdir()
+    whole = entry.read_bytes()
+    entry.write_bytes(damage(whole, kind))
+    again = []
+    assert compilations(lambda: again.append(compiled(relu))) == 1
+    assert again == [binary]
+    assert entry.read_bytes() == whole
+    assert compilations(lambda: compiled(relu)) == 0
+
+
+@needs_nvrtc
+def test_an_entry_under_another_key_is_not_taken(cache):
+    """Whole and well formed, but not what the name says: as after a clash, or put there."""
+    compiled(softsign)
+    (other,) = cache.iterdir()
+    foreign = other.read_bytes()
+    other.unlink()
+    binary = compiled(relu)
+    (entry,) = cache.iterdir()
+    entry.write_bytes(foreign)
+    again = []
+    assert compilations(lambda: again.append(compiled(relu))) == 1
+    assert again == [binary]
+
+
+@needs_nvrtc
+def test_an_entry_that_is_a_link_or_folder_is_not_followed(cache, tmp_path):
+    compiled(relu)
+    (entry,) = cache.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
+    assert compilations(lambda: compiled(relu)) == 1
+    assert not entry.is_symlink() and elsewhere.exists()
+    entry.unlink()
+    entry.mkdir()
+    assert compilations(lambda: compiled(relu)) == 1
+
+
+def warns_of(reason, folder, **variables):
+    """What a process of its own says when it compiles twice; it must compile each time."""
+    code = (
+        "import warnings, torch, lltm_ext\n"
+        "from lltm_ext import _C\n"
+        "op = lltm_ext.elementwise('T f(T x)', 'return x;')\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(2): _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
+        "assert _C.elementwise.compilations() == 2\n"
+        "print('\\n'.join(str(w.message) for w in said))\n"
+    )
+    env = os.environ | {"LLTM_EXT_CACHE": str(folder)} | variables
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not kept on disk") == 1, done.stdout
+    assert reason in done.stdout
+
+
+@needs_nvrtc
+def test_a_folder_that_others_could_write_is_not_used(tmp_path):
+    for mode in (0o720, 0o702, 0o777):
+        folder = tmp_path / f"open{mode}"
+        folder.mkdir()
+        folder.chmod(mode)
+        warns_of(f"{folder} can be written by other users (chmod 700 mends it)", folder)
+        assert list(folder.iterdir()) == []
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
+    (tmp_path / "file").touch()
+    warns_of("Not a directory", tmp_path / "file" / "cache")
+
+
+@needs_nvrtc
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_a_folder_of_another_user_is_not_used(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    warns_of("belongs to another user", folder)
+    assert list(folder.iterdir()) == []
+
+
+@needs_nvrtc
+def test_the_folder_is_found_as_xdg_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLTM_EXT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    compiled(relu)
+    assert len(list((tmp_path / "xdg/lltm_ext").iterdir())) == 1
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    compiled(relu)
+    assert len(list((tmp_path / "home/.cache/lltm_ext").iterdir())) == 1
+
+
+@needs_nvrtc
+def test_processes_that_compile_at_once_leave_one_whole_entry(cache):
+    code = (
+        "import hashlib, torch, lltm_ext\n"
+        "from lltm_ext import _C\n"
+        "op = lltm_ext.elementwise('T f(T x)', 'return exp(x);')\n"
+        "input()\n"
+        "for _ in range(20):\n"
+        "    binary = _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
+        "print(hashlib.sha256(binary).hexdigest())\n"
+    )
+    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(4)]
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    found = {process.communicate(timeout=120)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(found) == 1
+    assert len(list(cache.iterdir())) == 1  # and no temporary file
+    op = of("return exp(x);")
+    assert compilations(lambda: compiled(op)) == 0
+
+
+# ---- Calls that run no kernel
+
+
+def meta(*shape, **kwargs):
+    return torch.empty(*shape, device="meta", **kwargs)
+
+
+def test_cpu_tensors_go_to_the_function_given_for_them():
+    x = Make(DOUBLE)(3, 4).requires_grad_()
+    assert_same_bits([softsign(x, a=2)], [softsign_reference(x, 2.0)])
+    assert_same_bits([softsign(a=2, x=x)], [softsign_reference(x, 2.0)])
+    assert softsign.gradcheck(x, a=2)
+    assert softsign.gradcheck(a=0.5, device="cpu")
+    with pytest.raises(RuntimeError, match=r"^relu: expected x on a CUDA device, got cpu \(cpu= of "):
+        relu(x)
+    with pytest.raises(RuntimeError, match=r"^relu: expected tensors on a CUDA device, got cpu"):
+        torch.ops.lltm_ext.elementwise([x.detach()], [], relu.program)
+
+
+@pytest.mark.parametrize(
+    "arguments, keywords, message",
+    [
+        ((), {}, "softsign: the argument x is missing"),
+        ((), {"a": 1}, "softsign: the argument x is missing"),
+        ((None,), {}, "softsign: expected x to be a Tensor, got NoneType"),
+        (([1.0],), {}, "softsign: expected x to be a Tensor, got list"),
+        ((torch.zeros(1), 1, 2), {}, "softsign: expected at most 2 arguments, got 3"),
+        ((torch.zeros(1), 1), {"a": 2}, "softsign: got a twice"),
+        ((torch.zeros(1),), {"b": 2}, "softsign: has no parameter 'b'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, keywords, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        softsign(*arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    "x, y, exception, message",
+    [
+        (meta(3).int(), meta(3), TypeError, f"expected x of dtype {FLOATING}, got int32"),
+        (meta(3), meta(3).to(torch.complex64), TypeError, f"expected y of dtype {FLOATING}, got complex64"),
+        (meta(3, 4), meta(3, 3), RuntimeError, r"expected shapes that can be broadcast to one, got \[3, 4\]"),
+        (meta(3), torch.zeros(3), RuntimeError, "expected y on meta, got cpu"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(x, y, exception, message):
+    for values in ((x, y), (x, y.requires_grad_() if y.is_floating_point() else y)):
+        with pytest.raises(exception, match=f"^blend: {message}"):
+            blend(*values)
+
+
+def test_a_gradient_without_a_formula_is_refused_and_not_dropped():
+    x = meta(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
+        of("return x;")(x)
+    with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
+        torch.func.grad(lambda x: of("return x;")(x).sum())(x.detach())
+    with torch.no_grad():
+        assert not of("return x;")(x).requires_grad
+    assert not of("return x;")(x.detach()).requires_grad
+    op = lltm_ext.elementwise("T f(T x, T y)", "return x * y;", backward={"x": "return grad * y;"})
+    assert op(x, x.detach()).requires_grad
+    with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to y is required"):
+        op(x, x)
+
+
+def test_a_second_derivative_is_an_error_and_not_a_zero():
+    message = "^softsign: its gradient cannot be differentiated again"
+    x = meta(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(softsign(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        gradient.sum().backward()
+
+    def first(x):
+        return torch.func.grad(lambda x: softsign(x).sum())(x).sum()
+
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.grad(first)(x.detach())
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_forward_mode_is_refused_and_not_dropped(grad_mode):
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
+        dual = torch.autograd.forward_ad.make_dual(meta(3), meta(3))
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+            softsign(dual)
+
+
+PAIRS = {
+    "same": lambda: (meta(3, 4), meta(3, 4)),
+    "row": lambda: (meta(3, 4), meta(4)),
+    "column first": lambda: (meta(3, 1), meta(3, 4)),
+    "outer": lambda: (meta(3, 1), meta(1, 4)),
+    "scalar": lambda: (meta(()), meta(2, 3, 4)),
+    "transposed": lambda: (meta(4, 3).T, meta(4, 3).T),
+    "channels_last": lambda: (meta(2, 3, 4, 5).to(memory_format=torch.channels_last), meta(5)),
+    "bias first": lambda: (meta(5), meta(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+    "stepped": lambda: (meta(3, 8)[:, ::2], meta(4)),
+    "stepped and transposed": lambda: (meta(8, 3)[::2].T, meta(4)),
+    "expanded": lambda: (meta(1, 4).expand(3, 4), meta(4, 3).T),
+    "empty": lambda: (meta(0, 4), meta(4)),
+    "promoted": lambda: (meta(3, 4, dtype=torch.float16), meta(4, dtype=torch.bfloat16)),
+    "promoted to double": lambda: (meta(3, 4, dtype=torch.float64), meta(3, 4)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_shapes_and_dtypes_are_those_of_torch(pair):
+    x, y = PAIRS[pair]()
+    output, expected = blend(x, y), x * y
+    assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
+    if pair not in ("expanded",):
+        assert output.stride() == expected.stride()
+    with_graph, gradients = forward_and_gradients(blend, Call(x, y))
+    assert with_graph[0].stride() == output.stride()
+    for g, t in zip(gradients, (x, y), strict=True):
+        assert (g.shape, g.dtype) == (t.shape, t.dtype)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_fake_tensors_of_a_gpu_foretell_the_outputs(pair):
+    x, y = PAIRS[pair]()
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (x, y)]
+        output = blend(*fakes)
+    expected = blend(x, y)
+    assert (output.shape, output.stride(), output.dtype) == (
+        expected.shape,
+        expected.stride(),
+        expected.dtype,
+    )
+
+
+def test_symbolic_shapes_keep_strides(fresh_dynamo):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(lambda x, y: blend(x, y, a=3) * 2, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for rows, columns in ((5, 7), (6, 9), (20, 4)):
+        for x in (meta(rows, columns), meta(columns, rows).T):
+            output = function(x, meta(columns))
+            assert (output.shape, output.stride()) == (x.shape, x.stride())
+        frames.append(counter.frame_count)
+    assert frames == [frames[0]] * 3  # once for each order of the strides, for all sizes
+
+
+def test_compiles_with_gradients_and_changing_scalars(fresh_dynamo):
+    function = torch.compile(lambda x, y, a: blend(x, y, a), fullgraph=True, backend="aot_eager")
+    for a in (1.0, 2.0, 3.0):
+        x, y = meta(3, 4, requires_grad=True), meta(4, requires_grad=True)
+        function(x, y, a).sum().backward()
+        assert x.grad.shape == x.shape and y.grad.shape == y.shape
+
+
+def test_the_function_for_the_cpu_compiles(fresh_dynamo):
+    x = Make()(3, 4)
+    function = torch.compile(lambda x: softsign(x, a=2) * 2, fullgraph=True, backend="aot_eager")
+    assert_near(function(x), softsign_reference(x, 2.0) * 2, FORWARD[torch.float32])
+
+
+def test_an_exported_program_needs_no_op_object():
+    exported = torch.export.export(Module(lambda x, y: blend(x, y)), (meta(3, 4), meta(4)))
+    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert targets == ["lltm_ext.elementwise.default"]
+    assert exported.module()(meta(3, 4), meta(4)).shape == (3, 4)
+
+
+@pytest.mark.parametrize("shapes, in_dims, expected", [
+    (((5, 3, 4), (4,)), (0, None), (5, 3, 4)),
+    (((3, 4), (4, 5)), (None, 1), (5, 3, 4)),
+    (((5, 4), (3, 4, 5)), (0, 2), (5, 3, 4)),
+    (((5,), (3, 4)), (0, None), (5, 3, 4)),
+])  # fmt: skip
+def test_vmap_broadcasts_below_the_mapped_dimension(shapes, in_dims, expected):
+    tensors = [meta(shape) for shape in shapes]
+    assert torch.vmap(blend, in_dims)(*tensors).shape == expected
+    op = torch.ops.lltm_ext.elementwise
+    mapped = torch.vmap(lambda x, y: op([x, y], [2.0, 0.5], blend.program), in_dims)
+    assert mapped(*tensors).shape == expected
+    gradients = torch.vmap(torch.func.grad(lambda x, y: blend(x, y).sum(), (0, 1)), in_dims)(*tensors)
+    for gradient, x, d in zip(gradients, tensors, in_dims, strict=True):
+        assert gradient.shape == ((5, *x.shape) if d is None else (5, *x.movedim(d, 0).shape[1:]))
+
+
+def test_opcheck_on_meta_tensors():
+    x, y = meta(3, 4, requires_grad=True), meta(4, requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration")
+    op = torch.ops.lltm_ext.elementwise.default
+    torch.library.opcheck(op, ([x, y], [2.0, 0.5], blend.program), test_utils=checks)
+    backward = torch.ops.lltm_ext.elementwise_backward.default
+    used = [x.detach(), y.detach(), meta(3, 4)]
+    arguments = (meta(3, 4), used, [2.0, 0.5], blend.program, [0, 1])
+    torch.library.opcheck(backward, arguments, test_utils=checks)
+
+
+def test_the_example_runs():
+    example = Path(__file__).parent.parent / "examples/runtime_relu.py"
+    env = os.environ | {"TORCHDYNAMO_DISABLE": "0" if torch.cuda.is_available() else "1"}
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == 4 and "False" not in done.stdout
+
+
+# ---- On a GPU
+
+
+def of_cuda(make, *shapes):
+    return [make(*shape, scale=2) for shape in shapes]
+
+
+def check_against_reference(op, reference, tensors, dtype, **scalars):
+    call = Call(*tensors)
+    # Positive, so that the sums over broadcast dimensions do not cancel.
+    grad_outputs = [g.abs() for g in cotangents([op(*tensors, **scalars)])]
+    outputs, gradients = forward_and_gradients(lambda *t: op(*t, **scalars), call, grad_outputs)
+    expected, expected_gradients = forward_and_gradients(
+        lambda *t: reference(*t, **scalars), call.map(torch.Tensor.double), grad_outputs
+    )
+    assert_all_near(outputs, expected, FORWARD[dtype])
+    for g, t in zip(gradients, tensors, strict=True):
+        assert (g.shape, g.dtype) == (t.shape, t.dtype)
+    assert_all_near(gradients, expected_gradients, BACKWARD[dtype])
+    return outputs, gradients
+
+
+@needs_cuda
+class TestOnCuda:
+    @pytest.mark.parametrize("shape", [(), (1,), (63, 3), (500, 37), (2, 3, 5, 7), (100_003,)])
+    def test_values_and_gradients(self, shape, dtype):
+        make = Make(dtype, "cuda")
+        check_against_reference(softsign, softsign_reference, of_cuda(make, shape), dtype, a=2.0)
+        check_against_reference(blend, blend_reference, of_cuda(make, shape, shape), dtype, b=0.25)
+
+    @pytest.mark.parametrize(
+        "shapes", [((3, 4), (4,)), ((3, 1), (1, 4)), ((), (5, 6)), ((2, 1, 5), (7, 1)), ((0, 4), (4,))]
+    )
+    def test_broadcasting(self, shapes, dtype):
+        tensors = [x.abs() for x in of_cuda(Make(dtype, "cuda"), *shapes)]
+        check_against_reference(blend, blend_reference, tensors, dtype)
+
+    @pytest.mark.parametrize("layout", [transposed, stepped, misaligned, expanded, negated_view])
+    def test_strides(self, layout, dtype):
+        make = Make(dtype, "cuda")
+        x, y = make(6, 7), make(6, 7)
+        check_against_reference(blend, blend_reference, [layout(x), layout(y)], dtype)
+        check_against_reference(blend, blend_reference, [layout(x), y], dtype)
+        check_against_reference(blend, blend_reference, [x, layout(y)], dtype)
+        output = softsign(x)
+        for grad_output in (layout(y), y):
+            leaf = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(softsign(leaf), leaf, grad_output)
+            (expected,) = torch.autograd.grad(softsign(leaf), leaf, grad_output.clone())
+            assert_same_bits([gradient], [expected])
+        assert_same_bits([softsign(layout(x)).contiguous()], [softsign(layout(x).contiguous())])
+        assert output.is_contiguous()
+
+    def test_every_length_and_offset(self, dtype):
+        x = Make(dtype, "cuda")(64)
+        whole = softsign(x)
+        for start in range(9):
+            for end in range(start, 64, 5):
+                assert_same_bits([softsign(x[start:end])], [whole[start:end]])
+        y = Make(dtype, "cuda", seed=1)(64)
+        both = blend(x, y)
+        for offset in range(1, 9):  # the two never aligned alike
+            assert_same_bits(
+                [blend(x[offset:], y[:-offset])], [blend(x[offset:].clone(), y[:-offset].clone())]
+            )
+        assert_same_bits([blend(x[3:], y[3:])], [both[3:]])
+
+    def test_the_tutorials_relu_is_ours_bit_for_bit(self, dtype):
+        special = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).cuda()
+        for x in (special, Make(dtype, "cuda")(1001), Make(dtype, "cuda")(33, 65).T):
+            ours, ours_gradients = forward_and_gradients(relu, Call(x))
+            outputs, gradients = forward_and_gradients(lltm_ext.relu, Call(x))
+            assert_same_bits(ours + ours_gradients, outputs + gradients)
+            assert torch.equal(torch.signbit(ours[0]), torch.signbit(outputs[0]))
+
+    def test_dtypes_are_promoted(self):
+        x, y = Make(torch.float16, "cuda")(3, 4), Make(torch.float32, "cuda")(4)
+        outputs, gradients = forward_and_gradients(blend, Call(x, y))
+        assert outputs[0].dtype == torch.float32
+        assert [g.dtype for g in gradients] == [torch.float16, torch.float32]
+        assert_near(outputs[0], blend_reference(x.double(), y.double()), FORWARD[torch.float32])
+
+    def test_some_of_the_gradients(self):
+        x, y = of_cuda(Make(DOUBLE, "cuda"), (5, 6), (5, 6))
+        _, together = forward_and_gradients(blend, Call(x, y))
+        for i in range(2):
+            leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, y))]
+            output = blend(*leaves)
+            assert_same_bits(torch.autograd.grad(output, leaves[i], cotangents([output])), [together[i]])
+            leaves = [t.detach().requires_grad_() for t in (x, y)]
+            output = blend(*leaves)
+            assert_same_bits(torch.autograd.grad(output, leaves[i], cotangents([output])), [together[i]])
+
+    def test_all_gradients_are_one_kernel(self):
+        x, y = (t.requires_grad_() for t in of_cuda(Make(device="cuda"), (50, 60), (50, 60)))
+        output, grad_output = blend(x, y), Make(device="cuda")(50, 60)
+        torch.autograd.grad(output, (x, y), grad_output, retain_graph=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.autograd.grad(output, (x, y), grad_output)
+            torch.cuda.synchronize()
+        kernels = [event.key for event in profile.key_averages() if "lltm_ext" in event.key]
+        assert kernels == ["lltm_ext_blend_backward_flat"]
+
+    def test_gradcheck(self):
+        assert softsign.gradcheck()
+        assert blend.gradcheck(a=0.5)
+        x = Make(DOUBLE, "cuda")(2, 3)
+        assert blend.gradcheck(x, x[0])
+        wrong = of("return x * x;", backward={"x": "return grad * x;"})
+        with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+            wrong.gradcheck()
+        with pytest.raises(RuntimeError, match=r"^f: has no backward to check"):
+            of("return x;").gradcheck()
+
+    def test_eight_tensors_and_their_gradients(self):
+        names = [f"x{i}" for i in range(8)]
+        op = lltm_ext.elementwise(
+            f"T f({', '.join('T ' + n for n in names)})",
+            f"return {' * '.join(names)};",
+            backward={n: f"return grad * {' * '.join(m for m in names if m != n)};" for n in names},
+        )
+        assert op.gradcheck()
+        tensors = [Make(DOUBLE, "cuda", seed)(3, 1 + seed % 2 * 3) for seed in range(8)]
+        assert op.gradcheck(*tensors)
+
+    def test_no_operand_and_no_scalar_is_left_out(self):
+        constant = of("return T(3);", backward={"x": "return T(0);"})
+        x = torch.ones(7, device="cuda", requires_grad=True)
+        y = constant(x)
+        y.sum().backward()
+        assert y.tolist() == [3] * 7 and x.grad.tolist() == [0] * 7
+
+    def test_a_mistake_shows_at_the_first_call_and_the_next_op_is_right(self):
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match=r'^f does not compile:\nforward\(1\): error: identifier "y"'):
+            of("return y;")(x)
+        assert relu(x).tolist() == [1, 1, 1]
+
+    def test_runs_on_the_current_stream(self):
+        value = Make(device="cuda")(1000)
+        expected, late = softsign(value), torch.zeros_like(value)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)
+            late.copy_(value)
+            output = softsign(late)
+            assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
+        torch.cuda.synchronize()
+        assert_same_bits([output], [expected])
+
+    @pytest.mark.parametrize("warm", [True, False])
+    def test_graph_capture(self, warm):
+        """Also of the first call of all, which compiles and loads."""
+        op = of(f"return x * 3 + {int(warm)};", backward={"x": "return grad * 3;"})
+        static = Make(device="cuda")(1000).requires_grad_()
+        grad_output = torch.ones_like(static)
+        if warm:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.autograd.grad(op(static), static, grad_output)
+            torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = op(static)
+            (gradient,) = torch.autograd.grad(output, static, grad_output)
+        with torch.no_grad():
+            static.copy_(Make(device="cuda", seed=1)(1000))
+        graph.replay()
+        assert_near(output, static * 3 + int(warm), FORWARD[torch.float32])
+        assert gradient.unique().tolist() == [3]
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_torch_compile(self, backend, fresh_dynamo):
+        def function(x, y, a):
+            return blend(x, y, a).cos() * softsign(x, a=a)
+
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        for rows, a in ((5, 1.0), (6, 2.0), (7, 3.0)):
+            call = Call(*of_cuda(Make(DOUBLE, "cuda"), (rows, 4), (4,)), a)
+            outputs, gradients = forward_and_gradients(compiled, call)
+            expected, expected_gradients = forward_and_gradients(function, call)
+            assert_all_near(outputs, expected, FORWARD[DOUBLE])
+            assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE])
+
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_opcheck(self, requires_grad):
+        op, make = torch.ops.lltm_ext.elementwise.default, Make(DOUBLE, "cuda")
+        for tensors in ([make(3, 4), make(4)], [make(4, 3).T, make(4, 3).T]):
+            tensors = [t.detach().requires_grad_(requires_grad) for t in tensors]
+            torch.library.opcheck(op, (tensors, [2.0, 0.5], blend.program))
+
+    def test_func_transforms(self):
+        x, y = of_cuda(Make(DOUBLE, "cuda"), (5, 3, 4), (4,))
+
+        def loss(function):
+            return lambda x, y: (function(x, y) ** 2).sum()
+
+        for in_dims in ((0, None), (1, None)):
+            ours, expected = (
+                torch.vmap(torch.func.grad(loss(f), (0, 1)), in_dims)(x, y) for f in (blend, blend_reference)
+            )
+            assert_all_near(ours, expected, BACKWARD[DOUBLE])
+        ours, expected = (torch.func.jacrev(f)(x[0], y) for f in (blend, blend_reference))
+        assert_near(ours, expected, BACKWARD[DOUBLE])
+
+    def test_a_cpu_tensor_among_cuda_tensors_is_refused(self):
+        with pytest.raises(RuntimeError, match=r"^blend: expected y on cuda:0, got cpu"):
+            blend(torch.ones(3, device="cuda"), torch.ones(3))
+
+    def test_threads_make_the_first_call_at_once(self):
+        from concurrent.futures import ThreadPoolExecutor
+
+        op = of("return x * 5;")
+        x = torch.ones(100, device="cuda")
+        with ThreadPoolExecutor(8) as pool:
+            outputs = list(pool.map(lambda _: op(x), range(16)))
+        torch.cuda.synchronize()
+        assert all(y.unique().tolist() == [5] for y in outputs)
+
+    @needs_two_gpus
+    def test_runs_on_a_device_that_is_not_current(self):
+        torch.cuda.set_device(0)
+        for device in ("cuda:1", "cuda:0"):
+            x = Make(device=device)(63, 5)
+            outputs, gradients = forward_and_gradients(softsign, Call(x))
+            assert torch.cuda.current_device() == 0
+            assert all(t.device == x.device for t in outputs + gradients)
+            assert_near(outputs[0], softsign_reference(x.double()), FORWARD[torch.float32])
