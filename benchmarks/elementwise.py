@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +19,7 @@ from torch import Tensor
 import lltm_ext
 
 COPY = "copy"
-DEVICE, HOST = "device time", "host time"
+DEVICE, HOST, RUNTIME, FIRST = "device time", "host time", "made at run time", "first call"
 LARGE = 2**24  # from here on a copy is limited by memory alone
 aten, ops = torch.ops.aten, torch.ops.lltm_ext
 Function = Callable[..., Tensor]
@@ -25,7 +31,8 @@ class Case(NamedTuple):
     ours: Function
     torchs: Function
     inputs: int = 1
-    moved: int = 2
+    moved: float = 2
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
 def training(function: Function) -> Function:
@@ -59,6 +66,53 @@ def binarize_backward(grad: str) -> Function:
     return lambda g, x: ops.binarize_backward(g, x, 0.5, 0.0, 1.0, grad)
 
 
+# ---- Quantizers: 8 bits, a scale for the tensor or for each row of 1,024.
+
+RANGE = (-128, 127)
+
+
+@functools.cache
+def scales(channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scales and zero points."""
+    scale = torch.full((channels,), 0.02, device=device)
+    return scale, torch.zeros(channels, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def learnt(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.full((1,), 0.02, device=device), torch.zeros(1, device=device)
+
+
+def per_tensor(function: Callable[..., Tensor]) -> Function:
+    return lambda x: function(x, 0.02, 0, *RANGE)
+
+
+def per_row(function: Callable[..., Tensor]) -> Function:
+    return lambda x: function(x.view(-1, 1024), *scales(x.numel() // 1024, x.device), 0, *RANGE).view_as(x)
+
+
+def ours_per_row(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> Tensor:
+    return lltm_ext.fake_quantize(x, scale, zero_point, low, high, axis=axis)
+
+
+def learning(function: Callable[..., Tensor]) -> Function:
+    """Forward and backward, to the input, the scale and the zero point."""
+
+    def step(x: Tensor, grad_output: Tensor) -> Any:
+        leaves = [p.detach().requires_grad_() for p in (x, *learnt(x.device))]
+        return torch.autograd.grad(function(*leaves), leaves, grad_output)
+
+    return step
+
+
+def ours_learnt(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return lltm_ext.fake_quantize(x, scale, zero_point, *RANGE)
+
+
+def torch_learnt(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero_point, *RANGE, 1.0)
+
+
 CASES: Mapping[str, Case] = {
     "sigmoid": Case(lltm_ext.sigmoid, torch.sigmoid),
     "sigmoid backward": Case(ops.sigmoid_backward, aten.sigmoid_backward, 2, 3),
@@ -74,6 +128,28 @@ CASES: Mapping[str, Case] = {
     "round, straight through": Case(training(lltm_ext.round), training(straight_through(torch.round)), 2),
     "binarize, straight through": Case(
         training(lltm_ext.binarize), training(straight_through(torch_binarize)), 2
+    ),
+    "fake_quantize": Case(
+        per_tensor(lltm_ext.fake_quantize), per_tensor(torch.fake_quantize_per_tensor_affine)
+    ),
+    "fake_quantize, training": Case(
+        training(per_tensor(lltm_ext.fake_quantize)),
+        training(per_tensor(torch.fake_quantize_per_tensor_affine)),
+        2,
+        4,
+    ),
+    "… per row of 1,024": Case(
+        training(per_row(ours_per_row)), training(per_row(torch.fake_quantize_per_channel_affine)), 2, 4
+    ),
+    # torch's learns in float32 alone.
+    "… learning the scale": Case(learning(ours_learnt), learning(torch_learnt), 2, 5, ("float32",)),
+    # torch has no such op: its rounding to nearest.
+    "stochastic_round": Case(
+        lambda x: lltm_ext.stochastic_round(x, torch.bfloat16),
+        lambda x: x.to(torch.bfloat16),
+        1,
+        1.5,
+        ("float32",),
     ),
 }
 # Whose host time is measured, without a gradient and with one.
@@ -112,22 +188,90 @@ def measure_host(bench: Bench, name: str, dtype: str, grad: bool) -> dict[str, A
     return row | {"ours - torch us": times[OURS] - times["torch"]}
 
 
+# ---- Ops made at run time
+
+FORMULA = "return x <= 0 ? T(0) : x;"
+SLOPE = {"x": "return output <= 0 ? T(0) : grad;"}
+FIRST_CALL = f"""
+import json, sys, time, torch, lltm_ext
+x = torch.randn(2**20, device="cuda")
+lltm_ext.relu(x)
+torch.cuda.synchronize()
+op = lltm_ext.elementwise("T relu(T x)", {FORMULA!r}, backward={SLOPE!r})
+start = time.perf_counter()
+op(x)
+torch.cuda.synchronize()
+print(json.dumps((time.perf_counter() - start) * 1e3))
+"""
+
+
+def ways_to_relu() -> dict[str, Function]:
+    return {
+        "run time": lltm_ext.elementwise("T relu(T x)", FORMULA, backward=SLOPE),
+        "ahead of time": lltm_ext.relu,
+        "jiterator": torch.cuda.jiterator._create_jit_fn(
+            "template <typename T> T relu(T x) { return x <= T(0) ? T(0) : x; }"
+        ),
+        "torch.compile": torch.compile(lambda x: torch.where(x <= 0, 0, x), dynamic=False),
+    }
+
+
+def measure_runtime(bench: Bench, dtype: str, n: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    size = DTYPES[dtype].itemsize
+    sets = sets_beyond_cache(2 * n * size, bench.device)
+    inputs = [(torch.randn(n, device=bench.device, dtype=DTYPES[dtype]),) for _ in range(sets)]
+    row: dict[str, Any] = {"part": RUNTIME, "dtype": dtype, "n": n}
+    times = bench.device_milliseconds(ways_to_relu(), inputs)
+    row |= {f"{name} GB/s": 2 * n * size / milliseconds / 1e6 for name, milliseconds in times.items()}
+    if n == 1024:
+        x = inputs[0][0]
+        calls = {name: functools.partial(way, x) for name, way in ways_to_relu().items()}
+        row |= {f"{name} us": us for name, us in bench.host_microseconds(calls).items()}
+    return row
+
+
+def measure_first_call() -> dict[str, Any]:
+    """Of an op in a new process: compiled, and then read from the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = [
+            json.loads(
+                subprocess.run(
+                    [sys.executable, "-c", FIRST_CALL],
+                    env=os.environ | {"LLTM_EXT_CACHE": f"{folder}/cache"},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+            )
+            for _ in range(2)
+        ]
+    return {"part": FIRST, "compiled ms": times[0], "from disk ms": times[1]}
+
+
 def main() -> None:
     args = parse(__doc__ or "")
     bench = Bench(args.device, args.seconds)
     powers = (10, 16, 20) if args.quick else range(10, 23, 2) if args.small else range(10, 31, 2)
     rows = [
         measure(bench, name, dtype, 2**power)
-        for name in CASES
-        for dtype in ("float32", "bfloat16", "float16")
+        for name, case in CASES.items()
+        for dtype in case.dtypes
         for power in powers
     ]
     rows += [measure_host(bench, name, "float32", grad) for name in CALLED for grad in (False, True)]
+    if bench.cuda:
+        rows += [measure_runtime(bench, dtype, 2**p) for dtype in ("float32", "bfloat16") for p in powers]
+        rows.append(measure_first_call())
     rates = [f"{name} GB/s" for name in (OURS, "torch", COPY)]
+    ways = ("run time", "ahead of time", "jiterator", "torch.compile")
     columns = {
         DEVICE: ["op", "dtype", "n", f"{OURS} ms", *rates, "torch / ours", "ours / copy"],
         HOST: ["op", "dtype", "grad", f"{OURS} us", "torch us", "ours - torch us"],
     }
+    if bench.cuda:
+        columns[RUNTIME] = ["dtype", "n", *(f"{way} GB/s" for way in ways), *(f"{way} us" for way in ways)]
+        columns[FIRST] = ["compiled ms", "from disk ms"]
     finish("elementwise", args, rows, columns, claims(rows))
 
 
@@ -146,6 +290,20 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
             f"{worst['torch / ours']:.2f} x ({worst['dtype']}, 2^{worst['n'].bit_length() - 1})"
         )
     for row in rows:
+        if row["part"] == RUNTIME and row["n"] >= LARGE:
+            ratio = row["run time GB/s"] / row["ahead of time GB/s"]
+            size = row["n"].bit_length() - 1
+            found.append(
+                f"relu made at run time, {row['dtype']} 2^{size}: {ratio:.3f} x the rate of lltm_ext.relu"
+            )
+        if row["part"] == RUNTIME and "run time us" in row:
+            more = row["run time us"] - row["ahead of time us"]
+            found.append(f"relu made at run time: {more:+.1f} us of host time beside lltm_ext.relu")
+        if row["part"] == FIRST:
+            found.append(
+                f"an op made at run time: first call {row['compiled ms']:.0f} ms, "
+                f"from the disk {row['from disk ms']:.1f} ms"
+            )
         if row["part"] == HOST:
             how = "with a gradient to come" if row["grad"] else "without gradient"
             found.append(f"{row['op']}, {how}: {row['ours - torch us']:+.1f} us of host time beside torch's")
@@ -159,10 +317,10 @@ def draw(record: dict[str, Any]) -> Any:
     rows = [row for row in record["rows"] if row["part"] == DEVICE]
     names = [OURS, "torch"]
     cases = list(dict.fromkeys(row["op"] for row in rows))
-    across = 4
+    across = 6
     down = -(-len(cases) // across)
     figure, grid = plt.subplots(
-        down, across, figsize=(3.4 * across, 2.5 * down), sharex=True, sharey=True, layout="constrained"
+        down, across, figsize=(2.8 * across, 2.4 * down), sharex=True, sharey=True, layout="constrained"
     )
     styles = {"float32": "-", "bfloat16": "--"}
     for axes, case in zip(grid.flat, cases, strict=False):
