@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lltm_ext._library import ops, transforms_active
 
 SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h
 MAX_TENSORS = 8
+overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 RESERVED = ("T", "grad", "output")
 
 SIGNATURE = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*\(([^()]*)\)\s*;?\s*", re.ASCII)
@@ -72,8 +73,10 @@ class Elementwise:
             raise ValueError(f"{name}: expected C++, got a text with the control character {SEPARATOR!r}")
         self.program = SEPARATOR.join(fields)
 
-        required = inspect.Parameter.empty
-        self._defaults = tuple(float(scalars[p]) if p in scalars else required for p in parameters)
+        required: Any = inspect.Parameter.empty
+        self._defaults: tuple[Any, ...] = tuple(
+            float(scalars[p]) if p in scalars else required for p in parameters
+        )
         self._tensors = tuple(i for i, p in enumerate(parameters) if p not in scalars)
         self._scalars = tuple(i for i, p in enumerate(parameters) if p in scalars)
         self._places = {p: i for i, p in enumerate(parameters)}
@@ -91,20 +94,24 @@ class Elementwise:
         self.__signature__ = inspect.Signature(named, return_annotation=Tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors: Sequence[Any]
+        scalars: Sequence[float]
         if len(args) == self._leading and not kwargs:  # as most calls: tensors, and the numbers' defaults
             tensors, scalars = args, self._numbers
         else:
             values = self._values(args, kwargs)
-            tensors = tuple(values[i] for i in self._tensors)
-            scalars = tuple(float(values[i]) for i in self._scalars)
+            tensors = [values[i] for i in self._tensors]
+            scalars = [float(values[i]) for i in self._scalars]
         for x in tensors:
             if not isinstance(x, Tensor):
                 raise self._no_tensor(tensors)
         if tensors[0].is_cpu:
             return self._on_cpu(args, kwargs)
         if transforms_active():
-            return ElementwiseFunction.apply(self, scalars, *tensors)
-        return ops.elementwise(tensors, scalars, self.program)
+            return ElementwiseFunction.apply(self, tuple(scalars), *tensors)
+        if torch.compiler.is_compiling() or overridden(tensors):
+            return ops.elementwise(tensors, scalars, self.program)
+        return _C.call(tensors, scalars, self.program)
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Of all parameters, in their order."""
@@ -122,7 +129,7 @@ class Elementwise:
             values[place] = value
         return values
 
-    def _no_tensor(self, values: tuple[Any, ...]) -> TypeError:
+    def _no_tensor(self, values: Sequence[Any]) -> TypeError:
         for name, value in zip(self.tensors, values, strict=True):
             if value is inspect.Parameter.empty:
                 return TypeError(f"{self.__name__}: the argument {name} is missing")
@@ -157,8 +164,7 @@ class Elementwise:
             device: where the random tensors lie; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            RuntimeError: if a gradient differs; for a tensor without one, which is then held fixed only if
-                no tensor of the op has any.
+            RuntimeError: where a gradient differs; for an op without any. Tensors without one are held fixed.
         """
         if not args and not any(p in kwargs for p in self.tensors):
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")

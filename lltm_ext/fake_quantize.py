@@ -191,7 +191,7 @@ def fake_quantize(
             ``[input.shape[axis]]``. float32 or the dtype of ``input``. A number counts as float32.
         zero_point: likewise; int32, int64 or floating. It is rounded to an integer, and clamped to the range.
             A number outside of the range is an error.
-        quant_min, quant_max: the integers' range, such as -128 and 127. Arithmetic is exact up to 2^24.
+        quant_min, quant_max: the integers' range, such as -128 and 127; less than 2^22 apart.
         axis: the dimension that has the channels, if ``scale`` or ``zero_point`` has more than one element;
             0 if not given. May be negative.
         grad_factor: multiplies the gradients of ``scale`` and ``zero_point``. Esser et al. propose

@@ -67,18 +67,21 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         a, b, saved = ctx.saved_tensors
         grad = grad_output
+        grad_a = grad_b = grad_bias = None
         if grad is not None and saved is not None:
-            grad = ops.gemm_activation_backward(grad, saved, ctx.activation)
+            if ctx.needs_input_grad[2] and grad_before is None:
+                grad, grad_bias = ops.gemm_activation_bias_backward(grad, saved, ctx.activation)
+            else:
+                grad = ops.gemm_activation_backward(grad, saved, ctx.activation)
         if grad_before is not None:
             grad = grad_before if grad is None else grad + grad_before
-        grad_a = grad_b = grad_bias = None
         if grad is not None:
             # Under autocast the operands were cast inside the op; autograd casts the gradients back.
             if ctx.needs_input_grad[0]:
                 grad_a = gemm(grad, b.mT.to(grad.dtype), precision=ctx.precision).sum_to_size(ctx.shapes[0])
             if ctx.needs_input_grad[1]:
                 grad_b = gemm(a.mT.to(grad.dtype), grad, precision=ctx.precision).sum_to_size(ctx.shapes[1])
-            if ctx.needs_input_grad[2]:
+            if ctx.needs_input_grad[2] and grad_bias is None:
                 grad_bias = grad.sum(tuple(range(grad.dim() - 1)))
         return grad_a, grad_b, grad_bias, None, None
 
@@ -251,3 +254,11 @@ torch.library.register_vmap("lltm_ext::gemm", _vmap(ops.gemm))
 torch.library.register_vmap(
     "lltm_ext::gemm_activation_backward", vmap_elementwise(ops.gemm_activation_backward)
 )
+
+
+@functools.partial(torch.library.register_vmap, "lltm_ext::gemm_activation_bias_backward")
+def _vmap_activation_bias_backward(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    grad, _ = vmap_elementwise(ops.gemm_activation_backward)(info, in_dims, *args)
+    return (grad, grad.sum(tuple(range(1, grad.dim() - 1)))), (0, 0)

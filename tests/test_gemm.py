@@ -185,6 +185,7 @@ class TestGemm(SmoothSuite):
         for activation in ACTIVATIONS[1:]:
             arguments = Call(output.cos(), output.sigmoid(), activation)
             yield torch.ops.lltm_ext.gemm_activation_backward.default, arguments
+            yield torch.ops.lltm_ext.gemm_activation_bias_backward.default, arguments
 
     @activations
     @pytest.mark.parametrize("batch", [(), (2,)], ids=["2-D", "3-D"])
@@ -210,6 +211,44 @@ class TestGemm(SmoothSuite):
             if function == self.function:
                 ours = second
         assert_all_near(ours, second, BACKWARD[DOUBLE])
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+    @pytest.mark.parametrize(
+        "shape",
+        [(1, 1), (7, 5), (300, 64), (130, 1000), (2, 65, 33), (5000, 8), (3, 0, 4), (3, 4, 0)],
+        ids=str,
+    )
+    def test_the_way_back_through_activation_and_bias(self, shape, activation, dtype, device):
+        backward = torch.ops.lltm_ext.gemm_activation_bias_backward
+        grad_output, saved = Make(dtype, device)(*shape), Make(dtype, device, seed=1)(*shape).sigmoid()
+        for grad, x in (
+            (grad_output, saved),
+            (transposed(grad_output), transposed(saved)),
+            (grad_output[..., :1].expand(shape) if shape[-1] else grad_output, saved),
+        ):
+            exact = torch.ops.lltm_ext.gemm_activation_backward(grad.double(), x.double(), activation)
+            found = backward(grad, x, activation)
+            expected = [exact, exact.sum(tuple(range(len(shape) - 1)))]
+            assert_all_near(found, expected, BACKWARD[dtype])
+            assert [y.dtype for y in found] == [dtype, dtype]
+            assert_same_bits(backward(grad, x, activation), found)
+
+    @activations
+    def test_the_bias_has_its_gradient_by_every_way(self, activation, device):
+        """Alone, beside one that comes in at the second output, and under torch.func."""
+        call = with_bias(6, 4, 5, 2, activation=activation)(Make(DOUBLE, device))
+        a, b, bias = call.args[0], call.args[1], call.kwargs["bias"]
+
+        def of(function):
+            return lambda bias: function(a, b, bias=bias, activation=activation).square().sum()
+
+        expected = torch.func.grad(of(self.reference))(bias)
+        leaf = bias.clone().requires_grad_()
+        assert_near(torch.autograd.grad(of(self.function)(leaf), leaf)[0], expected, BACKWARD[DOUBLE])
+        assert_near(torch.func.grad(of(self.function))(bias), expected, BACKWARD[DOUBLE])
+        each = torch.func.vmap(torch.func.grad(of(self.function)))(torch.stack([bias, -bias]))
+        assert_near(each[0], expected, BACKWARD[DOUBLE])
+        assert_near(each[1], torch.func.grad(of(self.reference))(-bias), BACKWARD[DOUBLE])
 
     def test_opcheck_of_the_forward_that_gives_the_activation_its_input(self, device):
         a, b = operands(Make(DOUBLE, device), 4, 3, 5)

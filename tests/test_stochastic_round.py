@@ -222,7 +222,7 @@ class TestTracing:
             lambda x: lltm_ext.stochastic_round(x * 2, torch.bfloat16) * 1, fullgraph=True, backend=backend
         )
         x = Make(device=device)(63, 3)
-        (y,), (gradient,) = forward_and_gradients(compiled, Call(x), [torch.ones(63, 3)])
+        (y,), (gradient,) = forward_and_gradients(compiled, Call(x), [torch.ones(63, 3, device=device)])
         assert_neighbours(y, x * 2)
         assert (gradient == 2).all()
         assert not torch.equal(compiled(x.repeat(40, 1)), compiled(x.repeat(40, 1)))

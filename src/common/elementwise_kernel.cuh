@@ -45,6 +45,19 @@ __device__ __forceinline__ auto apply(const F& f, const Vec<In, V> (&x)[K], int 
   return as_values(f(widen(x[k].data[j])...));
 }
 
+// As one access, in PTX: the compiler makes of an assignment a store of each element.
+template <typename T, int N>
+__device__ __forceinline__ void store(T* pointer, const Vec<T, N>& x) {
+  if constexpr (N > 1 && sizeof(x) == 16) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(&x);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(pointer)),
+                 "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                 : "memory");
+  } else {
+    *reinterpret_cast<Vec<T, N>*>(pointer) = x;
+  }
+}
+
 // V elements, from in_at[k] of each input to out_at[m] of each output. All loads come before all stores.
 template <int V, class F, typename In, typename Out, int K, int M>
 __device__ __forceinline__ void run_at(const F& f, const Pointers<const In, K>& in,
@@ -61,7 +74,7 @@ __device__ __forceinline__ void run_at(const F& f, const Pointers<const In, K>& 
     for (int m = 0; m < M; ++m) y[m].data[j] = narrow<Out>(values.data[m]);
   }
 #pragma unroll
-  for (int m = 0; m < M; ++m) *reinterpret_cast<Vec<Out, V>*>(out.at[m] + out_at[m]) = y[m];
+  for (int m = 0; m < M; ++m) store(out.at[m] + out_at[m], y[m]);
 }
 
 template <int V, class F, typename In, typename Out, int K, int M>

@@ -80,6 +80,9 @@ Axis check(const char* op, const at::Tensor& input, const at::Tensor& scale, con
   TORCH_CHECK_VALUE(quant_min <= quant_max, op,
                     ": expected quant_min not above quant_max, got quant_min = ", quant_min,
                     ", quant_max = ", quant_max);
+  TORCH_CHECK_VALUE(quant_max - quant_min < int64_t{1} << 22, op,
+                    ": expected fewer than 2^22 integers from quant_min to quant_max, got quant_min = ",
+                    quant_min, ", quant_max = ", quant_max);
   return check_channels(op, input, scale, zero_point, axis);
 }
 

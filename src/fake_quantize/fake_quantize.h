@@ -4,6 +4,8 @@
 // shifts the integers but not the values. So a value is rounded to the grid by
 //
 //   steps = nearbyint(input * (1 / scale)),  output = clamp(steps, low, high) * scale.
+//
+// The range has fewer than 2^22 integers.
 #pragma once
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -84,11 +86,16 @@ template <typename A>
 struct Quantizer {
   A scale, inverse, low, high;
 
-  LLTM_HOST_DEVICE A steps(A input) const { return round_half_to_even(input * inverse); }
+  // One beyond the range is as good as any number there, and NaN is below. So what is rounded is small, and a
+  // sum with 1.5 * 2^23 (2^52), where there are whole numbers only, rounds it, ties to even.
+  LLTM_HOST_DEVICE A steps(A input) const {
+    constexpr A kWhole = sizeof(A) == 4 ? A(12582912) : A(6755399441055744);
+    return (clamp_to(input * inverse, low - 1, high + 1) + kWhole) - kWhole;
+  }
   LLTM_HOST_DEVICE bool holds(A steps) const { return low <= steps && steps <= high; }
 
-  // Adding 0 makes -0 an integer's 0, as torch's way through integers does.
-  LLTM_HOST_DEVICE A value(A steps) const { return (clamp_to(steps, low, high) + A(0)) * scale; }
+  // The zero of an integer has no sign, and neither has a sum's.
+  LLTM_HOST_DEVICE A value(A steps) const { return clamp_to(steps, low, high) * scale; }
 
   // Esser et al., "Learned Step Size Quantization", 2019; the zero point as in torch and Bhalgat et al.,
   // "LSQ+", 2020: it moves only what is clamped.

@@ -1,5 +1,5 @@
-// gemm: tensors in, tensors out. Dispatcher ops lltm_ext::gemm and gemm_activation_backward, raw bindings
-// lltm_ext._C.gemm.gemm, forward and backward.
+// gemm: tensors in, tensors out. Dispatcher ops lltm_ext::gemm, gemm_activation_backward and
+// gemm_activation_bias_backward, raw bindings lltm_ext._C.gemm.gemm, forward and backward.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -15,8 +15,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -261,6 +261,62 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
   return grad_input;
 }
 
+at::Tensor sum_of_rows(const at::Tensor& x) {  // of half types in float32
+  at::DimVector rows(x.dim() - 1);
+  std::iota(rows.begin(), rows.end(), 0);
+  return x.sum(rows);
+}
+
+void check_rows(const at::Tensor& saved) {
+  TORCH_CHECK(saved.dim() >= 2, "gemm_activation_bias_backward: expected saved of shape [..., M, N], got ",
+              saved.sym_sizes());
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
+// In one pass, of contiguous tensors.
+at::Tensor run_bias_backward(const at::Tensor& grad_output, const at::Tensor& saved, Activation activation,
+                             const at::Tensor& grad_input) {
+  const at::Tensor grad_bias = at::empty({saved.size(-1)}, saved.options());
+  launch("gemm_activation_bias_backward", saved, [&](auto type, auto... stream) {
+    using T = typename decltype(type)::type;
+    if constexpr (sizeof...(stream) > 0) {
+      BiasBackwardArgs<T> args = {pointer<T>(grad_output),
+                                  pointer<T>(saved),
+                                  mutable_pointer<T>(grad_input),
+                                  mutable_pointer<T>(grad_bias),
+                                  saved.numel() / saved.size(-1),
+                                  saved.size(-1),
+                                  activation,
+                                  nullptr};
+      const at::Tensor workspace =
+          at::empty({gemm_bias_backward_workspace_bytes(args)}, saved.options().dtype(at::kByte));
+      args.workspace = workspace.mutable_data_ptr();
+      return gemm_bias_backward(args, stream...);
+    }
+  });
+  return grad_bias;
+}
+#endif
+
+// (activation_backward's, and the sum of its rows)
+std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& grad_output,
+                                                            const at::Tensor& saved, string_view activation) {
+  const char* const op = "gemm_activation_bias_backward";
+  check_gradient(op, grad_output, saved);
+  check_rows(saved);
+  const Activation f = activation_of(op, activation);
+  const KernelGuard guard(saved);
+  at::Tensor grad_input = at::empty_like(saved);
+  if (saved.is_meta()) return {grad_input, at::empty_symint({saved.sym_size(-1)}, saved.options())};
+#ifdef LLTM_EXT_WITH_CUDA
+  if (saved.is_cuda() && saved.numel() > 0 && saved.is_contiguous() && grad_output.is_contiguous()) {
+    return {grad_input, run_bias_backward(grad_output, saved, f, grad_input)};
+  }
+#endif
+  elementwise<GemmActivationBackward, 2>(op, grad_input, {grad_output, saved}, f);
+  return {grad_input, sum_of_rows(grad_input)};
+}
+
 at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                         OptionalName activation, string_view precision) {
   static const auto op = find_op<decltype(forward)>("lltm_ext::gemm");
@@ -277,6 +333,14 @@ std::tuple<at::Tensor, at::Tensor> call_forward_with_input(const at::Tensor& a, 
 at::Tensor call_activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
                                     string_view activation) {
   static const auto op = find_op<decltype(activation_backward)>("lltm_ext::gemm_activation_backward");
+  return op.call(grad_output, saved, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor> call_activation_bias_backward(const at::Tensor& grad_output,
+                                                                 const at::Tensor& saved,
+                                                                 string_view activation) {
+  static const auto op =
+      find_op<decltype(activation_bias_backward)>("lltm_ext::gemm_activation_bias_backward");
   return op.call(grad_output, saved, activation);
 }
 
@@ -380,19 +444,22 @@ struct GemmNode : torch::autograd::Function<GemmNode> {
     };
     const std::string activation = ctx->saved_data["activation"].toStringRef();
     const std::string precision = ctx->saved_data["precision"].toStringRef();
-    at::Tensor grad = grad_outputs[0];
-    if (grad.defined() && saved[2].defined()) grad = call_activation_backward(grad, saved[2], activation);
-    if (grad_outputs.size() > 1 && grad_outputs[1].defined()) {
-      grad = grad.defined() ? grad + grad_outputs[1] : grad_outputs[1];
+    const bool wants_bias = ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2);
+    const at::Tensor more = grad_outputs.size() > 1 ? grad_outputs[1] : at::Tensor();
+    at::Tensor grad = grad_outputs[0], grad_bias;
+    if (grad.defined() && saved[2].defined()) {
+      if (wants_bias && !more.defined()) {
+        std::tie(grad, grad_bias) = call_activation_bias_backward(grad, saved[2], activation);
+      } else {
+        grad = call_activation_backward(grad, saved[2], activation);
+      }
     }
+    if (more.defined()) grad = grad.defined() ? grad + more : more;
     variable_list gradients(5);
     if (!grad.defined()) return gradients;
     if (ctx->needs_input_grad(0)) gradients[0] = gradient_of_a(shape("a"), saved[1], grad, precision);
     if (ctx->needs_input_grad(1)) gradients[1] = gradient_of_b(saved[0], shape("b"), grad, precision);
-    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) {
-      const std::array<int64_t, 2> rows = {0, 1};
-      gradients[2] = grad.sum(at::IntArrayRef(rows.data(), grad.dim() - 1));  // of half types in float32
-    }
+    if (wants_bias) gradients[2] = grad_bias.defined() ? grad_bias : sum_of_rows(grad);
     return gradients;
   }
 };
@@ -426,6 +493,18 @@ at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at:
   return call_activation_backward(grad_output, saved, activation);
 }
 
+std::tuple<at::Tensor, at::Tensor> activation_bias_backward_autograd(const at::Tensor& grad_output,
+                                                                     const at::Tensor& saved,
+                                                                     string_view activation) {
+  if (any_needs_grad(grad_output, saved)) {
+    check_rows(saved);
+    const at::Tensor grad_input = activation_backward_autograd(grad_output, saved, activation);
+    return {grad_input, sum_of_rows(grad_input)};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_activation_bias_backward(grad_output, saved, activation);
+}
+
 // As torch.mm's: the operands go to the autocast dtype.
 at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                             OptionalName activation, string_view precision) {
@@ -447,13 +526,17 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
         {at::Tag::pt2_compliant_tag});
   m.def("gemm_activation_backward(Tensor grad_output, Tensor saved, str activation) -> Tensor",
         {at::Tag::pt2_compliant_tag});
+  m.def("gemm_activation_bias_backward(Tensor grad_output, Tensor saved, str activation) -> (Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
   implement(m, "gemm", forward);
   implement(m, "gemm_out", forward_out);
   implement(m, "gemm_forward", forward_with_input);
   implement(m, "gemm_activation_backward", activation_backward);
+  implement(m, "gemm_activation_bias_backward", activation_bias_backward);
   implement_autograd(m, "gemm", forward_autograd);
   implement_autograd(m, "gemm_out", forward_out_autograd);
   implement_autograd(m, "gemm_activation_backward", activation_backward_autograd);
+  implement_autograd(m, "gemm_activation_bias_backward", activation_bias_backward_autograd);
   implement_autocast(m, "gemm", forward_autocast);
 }
 

@@ -80,7 +80,23 @@ struct GemmArgs {
 template <typename T>
 void gemm(const GemmArgs<T>& args);
 
+// The way back through activation and bias, of contiguous [rows, columns], none of them 0.
+template <typename T>
+struct BiasBackwardArgs {
+  const T *grad_output, *saved;  // saved: the activation's output or its input (saves_output)
+  T* grad_input;                 // grad_output * activation'
+  T* grad_bias;                  // [columns]: the sum of its rows, in the accumulate type
+  int64_t rows, columns;
+  Activation activation;
+  void* workspace;  // gemm_bias_backward_workspace_bytes of it
+};
+
 #ifdef LLTM_EXT_WITH_CUDA
+template <typename T>
+int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args);
+template <typename T>
+cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream);
+
 // Of the current device's memory, for what gemm makes of its operands.
 template <typename T>
 int64_t gemm_workspace_bytes(const GemmArgs<T>& args);

@@ -3,6 +3,7 @@
 // cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits every run.
 #include "common/elementwise.cuh"
 #include "gemm/gemm_activation.h"
+#include "gemm/gemm_bias.cuh"
 #include "gemm/gemm_double.cuh"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
@@ -115,9 +116,23 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
   return 0;
 }
 
-#define INSTANTIATE(T)                                       \
-  template int64_t gemm_workspace_bytes(const GemmArgs<T>&); \
-  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);
+template <typename T>
+int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args) {
+  const BiasGrid grid(args.rows, args.columns, width_of(args));
+  return int64_t{grid.blocks.y} * args.columns * sizeof(acc_t<T>);
+}
+
+template <typename T>
+cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
+  return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, stream)
+                            : launch_bias_backward<1>(args, stream);
+}
+
+#define INSTANTIATE(T)                                                             \
+  template int64_t gemm_workspace_bytes(const GemmArgs<T>&);                       \
+  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);                     \
+  template int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>&); \
+  template cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>&, cudaStream_t);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(__half)

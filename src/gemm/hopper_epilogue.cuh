@@ -67,7 +67,7 @@ class Store {
       if (i * 128 + thread_ < kN) bias_[i * 128 + thread_] = coming_[i];
     }
     warpgroup_sync(warpgroup_);
-    if (epilogue.activation <= Activation::kRelu) {
+    if (c && epilogue.activation <= Activation::kRelu) {
 #pragma unroll
       for (int chunk = 0; chunk < kN / 64; ++chunk) {
         float x[32];
@@ -77,7 +77,7 @@ class Store {
       }
       return;
     }
-    // The code of all activations, once: the accumulators move up instead.
+    // The code of all activations and of rows of any length, once: the accumulators move up instead.
 #pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk) {
       float x[32];
@@ -97,7 +97,7 @@ class Store {
  private:
   __device__ __forceinline__ int column_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
 
-  template <bool kReluAtMost>
+  template <bool kPlain>
   __device__ __forceinline__ void leave(float (&x)[32], const Epilogue<T>& epilogue, const CUtensorMap* c,
                                         const CUtensorMap* before, int row, int column, int matrix,
                                         int chunk) {
@@ -107,8 +107,8 @@ class Store {
       x[i] += bias.x, x[i + 1] += bias.y, x[i + 2] += bias.x, x[i + 3] += bias.y;
     }
     column += 64 * chunk;
-    if (epilogue.before) put(x, epilogue, epilogue.before, before, row, column, matrix);
-    if constexpr (kReluAtMost) {
+    if (epilogue.before) put<kPlain>(x, epilogue, epilogue.before, before, row, column, matrix);
+    if constexpr (kPlain) {
       if (epilogue.activation == Activation::kRelu) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
@@ -116,10 +116,11 @@ class Store {
     } else {
       activate<FastMath>(epilogue.activation, x);
     }
-    put(x, epilogue, epilogue.c, c, row, column, matrix);
+    put<kPlain>(x, epilogue, epilogue.c, c, row, column, matrix);
   }
 
   // Through shared memory, in lines of 128 bytes as the copy engine's exchange has them.
+  template <bool kByEngine>
   __device__ __forceinline__ void put(const float (&x)[32], const Epilogue<T>& epilogue, T* to,
                                       const CUtensorMap* map, int row, int column, int matrix) {
     if (thread_ == 0) copies_out_read<1>();
@@ -135,21 +136,42 @@ class Store {
                      pack(x[8 * j + 2], x[8 * j + 3], T()), pack(x[8 * j + 4], x[8 * j + 5], T()),
                      pack(x[8 * j + 6], x[8 * j + 7], T()));
     }
-    if (map) {
+    if (kByEngine || map) {
       shared_stores_to_copies();
       warpgroup_sync(warpgroup_);
       if (thread_ == 0) copy_out(map, column, row, matrix, buffer);
       return;
     }
-    // Rows are not a multiple of 16 bytes apart: neighbours go to neighbours, one by one.
     warpgroup_sync(warpgroup_);
+    put_rows(buffer, epilogue, to, row, column, matrix);
+  }
+
+  // Rows that are not a multiple of 16 bytes apart: a warp has every fourth, a lane two neighbours. Where the
+  // rows begin between multiples of 4 bytes, all of the warp's do: there a lane has its second value and the
+  // next lane's first, the last lane the two ends.
+  __device__ __forceinline__ void put_rows(const unsigned char* buffer, const Epilogue<T>& epilogue, T* to,
+                                           int row, int column, int matrix) const {
+    constexpr int kWarps = 4;
+    const int lane = thread_ % 32, warp = thread_ / 32, columns = epilogue.n - column;
+    to += (static_cast<int64_t>(matrix) * epilogue.m + row + warp) * epilogue.n + column;
+    const bool shifted = reinterpret_cast<uintptr_t>(to) % 4 != 0;
+    const int first = 2 * lane + shifted, second = (first + 1) % 64;
+    const bool first_inside = first < columns,
+               second_inside = second<columns, neighbours = second> first && second_inside;
+    const int end = min(64, epilogue.m - row);
+    to += first;
 #pragma unroll 4
-    for (int i = thread_; i < 64 * 64; i += 128) {
-      const int r = i / 64, n = i % 64;
-      const unsigned char* from = buffer + r * 128 + ((n / 8) ^ (r % 8)) * 16 + n % 8 * 2;
-      if (row + r < epilogue.m && column + n < epilogue.n) {
-        to[(static_cast<int64_t>(matrix) * epilogue.m + row + r) * epilogue.n + column + n] =
-            *reinterpret_cast<const T*>(from);
+    for (int r = warp; r < end; r += kWarps, to += static_cast<int64_t>(kWarps) * epilogue.n) {
+      const int piece = (lane / 4) ^ (r % 8);
+      uint32_t pair = *reinterpret_cast<const uint32_t*>(buffer + r * 128 + piece * 16 + lane % 4 * 4);
+      const uint32_t next = __shfl_sync(~0u, pair, (lane + 1) % 32);
+      if (shifted) pair = __funnelshift_r(pair, next, 16);
+      uint16_t* const bits = reinterpret_cast<uint16_t*>(to);
+      if (neighbours) {
+        *reinterpret_cast<uint32_t*>(to) = pair;
+      } else {
+        if (first_inside) bits[0] = static_cast<uint16_t>(pair);
+        if (second_inside) bits[second - first] = static_cast<uint16_t>(pair >> 16);
       }
     }
   }

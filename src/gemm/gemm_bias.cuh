@@ -1,0 +1,146 @@
+// The way back through gemm's activation and bias in one pass: a thread has some columns of some rows, whose
+// gradients leave while their sums stay. A block leaves its sums behind, and a second kernel adds those of
+// all blocks, in one order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/launch.cuh"
+#include "common/vec.cuh"
+#include "gemm/gemm_activation.h"
+
+namespace lltm_ext {
+
+constexpr int kWarpLanes = 32;
+constexpr int64_t kBiasRows = 64;  // of a block at least: what it leaves is little beside what it reads
+
+// blockDim.x threads side by side in a row, blockDim.y rows at a time.
+struct BiasGrid {
+  dim3 blocks, threads;
+  int64_t rows;  // of a block
+
+  BiasGrid(int64_t all_rows, int64_t columns, int width) {
+    threads = dim3(1, kThreads);
+    while (threads.x < kWarpLanes && threads.x * width < columns)
+      threads = dim3(threads.x * 2, threads.y / 2);
+    const int64_t across = ceil_div(columns, threads.x * width);
+    const int64_t down = std::clamp<int64_t>(2048 / across, 1, ceil_div(all_rows, kBiasRows));
+    rows = ceil_div(all_rows, down);
+    blocks = dim3(across, ceil_div(all_rows, rows));
+  }
+};
+
+// Calls f with the functor of an activation that the compiler knows.
+template <typename T, class F>
+__device__ __forceinline__ void with_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::kNone:
+      return f(GemmActivationBackward<T>{Activation::kNone});
+    case Activation::kRelu:
+      return f(GemmActivationBackward<T>{Activation::kRelu});
+    case Activation::kSigmoid:
+      return f(GemmActivationBackward<T>{Activation::kSigmoid});
+    case Activation::kTanh:
+      return f(GemmActivationBackward<T>{Activation::kTanh});
+    case Activation::kElu:
+      return f(GemmActivationBackward<T>{Activation::kElu});
+    case Activation::kGelu:
+      return f(GemmActivationBackward<T>{Activation::kGelu});
+    case Activation::kGeluTanh:
+      return f(GemmActivationBackward<T>{Activation::kGeluTanh});
+    case Activation::kSilu:
+      return f(GemmActivationBackward<T>{Activation::kSilu});
+  }
+}
+
+// V columns a thread. `sums` [gridDim.y, columns] gets the blocks'.
+template <int V, typename T>
+__global__ void __launch_bounds__(kThreads)
+    gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
+                              const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
+  using Pack = Vec<T, V>;
+  constexpr int kRows = 4;  // of a thread at a time, all on their way before the first is waited for
+  const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
+  const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
+  const int64_t step = blockDim.y;
+  acc_t<T> sum[V] = {};
+  if (column < columns) {
+    with_activation<T>(activation, [&](const auto& pull) {
+      for (int64_t row = begin + threadIdx.y; row < end; row += kRows * step) {
+        Pack grad[kRows], from[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (row + i * step >= end) continue;
+          const int64_t at = (row + i * step) * columns + column;
+          grad[i] = *reinterpret_cast<const Pack*>(grad_output + at);
+          from[i] = *reinterpret_cast<const Pack*>(saved + at);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (row + i * step >= end) continue;
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            const acc_t<T> x = pull(widen(grad[i].data[v]), widen(from[i].data[v]));
+            sum[v] += x;
+            grad[i].data[v] = narrow<T>(x);
+          }
+          *reinterpret_cast<Pack*>(grad_input + (row + i * step) * columns + column) = grad[i];
+        }
+      }
+    });
+  }
+  __shared__ acc_t<T> of_threads[kThreads * V];
+  const int width = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int v = 0; v < V; ++v) of_threads[thread * V + v] = sum[v];
+  __syncthreads();
+  const int64_t first = int64_t{blockIdx.x} * width;
+  for (int i = thread; i < width && first + i < columns; i += kThreads) {
+    acc_t<T> total = of_threads[i];
+    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) total += of_threads[y * width + i];
+    sums[blockIdx.y * columns + first + i] = total;
+  }
+}
+
+// grad_bias [columns] of sums [parts, columns]: the warps of a block share out the parts.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    gemm_bias_sum_kernel(const acc_t<T>* sums, T* grad_bias, int parts, int64_t columns) {
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
+  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
+  acc_t<T> sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
+  }
+  __shared__ acc_t<T> of_warps[kWarps][kWarpLanes];
+  of_warps[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= columns) return;
+#pragma unroll
+  for (int other = 1; other < kWarps; ++other) sum += of_warps[other][lane];
+  grad_bias[column] = narrow<T>(sum);
+}
+
+template <typename T>
+int width_of(const BiasBackwardArgs<T>& args) {
+  const bool aligned = args.columns % kVecWidth<T> == 0 && is_vec_aligned(args.grad_output) &&
+                       is_vec_aligned(args.saved) && is_vec_aligned(args.grad_input);
+  return aligned ? kVecWidth<T> : 1;
+}
+
+template <int V, typename T>
+cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
+  const BiasGrid grid(args.rows, args.columns, V);
+  acc_t<T>* const sums = static_cast<acc_t<T>*>(args.workspace);
+  gemm_bias_backward_kernel<V>
+      <<<grid.blocks, grid.threads, 0, stream>>>(args.grad_output, args.saved, args.grad_input, sums,
+                                                 args.activation, args.rows, args.columns, grid.rows);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
+  gemm_bias_sum_kernel<T>
+      <<<blocks, kThreads, 0, stream>>>(sums, args.grad_bias, static_cast<int>(grid.blocks.y), args.columns);
+  return cudaGetLastError();
+}
+
+}  // namespace lltm_ext
