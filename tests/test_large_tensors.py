@@ -26,10 +26,10 @@ def memory():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("n", [2**31 + 2**20 + 17, 2**32 + 17], ids=["2^31", "2^32"])
 @pytest.mark.parametrize("function", [lltm_ext.sigmoid, lltm_ext.relu, lltm_ext.round])
-def test_elementwise(function, memory):
-    memory(24)
-    n = 2**31 + 2**20 + 17
+def test_elementwise(function, n, memory):
+    memory(12 * n / GIB)
     torch.manual_seed(0)
     x = torch.empty(n, dtype=torch.float16, device="cuda").normal_().requires_grad_()
     y = function(x)
