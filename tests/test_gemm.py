@@ -412,7 +412,7 @@ class TestGemm(SmoothSuite):
 
 
 # [M, K] @ [K, N] for every kernel that a chip may have for them: few rows, few tiles with K shared out, one
-# round of tiles, several; and what the copy engine can't read as it lies.
+# round of tiles, several, a long K; and what the copy engine can't read as it lies.
 SHAPES = {
     "1 row": (1, 1000, 520),
     "8 rows": (8, 512, 11_008),
@@ -422,6 +422,9 @@ SHAPES = {
     "64 rows, many tiles": (64, 136, 20_000),
     "K shared out": (136, 4096, 264),
     "K shared out, narrow tiles": (128, 2048, 64),
+    "long K": (256, 20_000, 264),
+    "long K, one tile": (100, 30_000, 72),
+    "small tiles": (500, 520, 496),
     "narrow tiles": (1000, 1024, 1016),
     "tiles of 128": (1000, 72, 1500),
     "one round": (2048, 264, 2048),
@@ -453,7 +456,9 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, DOUBLE])
-@pytest.mark.parametrize("sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 264, 520), (50, 264, 520), (136, 2048, 136), (136, 16_384, 136), (264, 136, 520)], ids=str
+)
 def test_every_kernel_takes_a_batch(sizes, dtype):
     make = Make(dtype, "cuda")
     a, b = operands(make, *sizes, 3)
@@ -486,7 +491,9 @@ def test_large_tiles_of_float64_take_batches_strides_and_infinity(layout):
 
 @needs_cuda
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
-@pytest.mark.parametrize("sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520), (601, 72, 605)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520), (136, 20_000, 264), (601, 72, 605)], ids=str
+)
 def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     make = Make(torch.bfloat16, "cuda")
     call = Call(*operands(make, *sizes), bias=make(sizes[2]), activation=activation)

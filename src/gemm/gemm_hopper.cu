@@ -35,24 +35,28 @@ Operand operand_b(const GemmArgs<T>& args) {
 }
 
 // How a problem is cut up: a tile's rows and columns, and how many blocks share out its K. `persistent` takes
-// those of one part, `split` the others.
+// those of one part, `split` or `split_in_memory` the others.
 struct Cut {
   int rows, columns, parts;
+  bool in_memory = false;
 };
 
-constexpr Cut kCuts[] = {{128, 256, 1}, {128, 128, 1}, {64, 128, 1}, {128, 64, 1}, {128, 128, 2},
-                         {128, 128, 4}, {128, 64, 2},  {128, 64, 4}, {128, 64, 8}};
+constexpr Cut kCuts[] = {{128, 256, 1}, {128, 128, 1}, {64, 128, 1}, {128, 64, 1}, {64, 64, 1},
+                         {128, 128, 2}, {128, 128, 4}, {128, 64, 2}, {128, 64, 4}, {128, 64, 8}};
 
 // About the clocks that a cut takes, fitted to an H200: rounds of blocks, each with products, a way to start
 // and a way to end. Small tiles wait for more bytes a product.
 inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
   const int64_t blocks = int64_t{tiles_of(m, cut.rows)} * tiles_of(n, cut.columns) * batch * cut.parts;
   const int64_t rounds = (blocks + multiprocessors - 1) / multiprocessors;
-  const int64_t a_tile = cut.columns == 256 ? 1024 : cut.rows == 128 && cut.columns == 128 ? 530 : 400;
+  const int area = cut.rows * cut.columns;
+  const int64_t a_tile = area > 128 * 128 ? 1024 : area == 128 * 128 ? 530 : area == 128 * 64 ? 400 : 300;
   const int64_t ends = (cut.columns == 256   ? 3000
                         : cut.columns == 128 ? 2000
                                              : 1500) +
-                       (cut.parts > 1 ? 5500 : 0);
+                       (cut.in_memory   ? 12000
+                        : cut.parts > 1 ? 5500
+                                        : 0);
   return rounds * (int64_t{tiles_of(k, kTileK * cut.parts)} * a_tile + ends);
 }
 
@@ -62,7 +66,21 @@ inline Cut best_cut(int64_t m, int64_t n, int64_t k, int64_t batch, int multipro
   for (const Cut& cut : kCuts) {
     if (cut.parts <= tiles_of(k, kTileK) && time(cut) < time(best)) best = cut;
   }
-  return best;
+  // As many parts as there are multiprocessors for, but for those that would leave the longest as long.
+  const int64_t tiles = int64_t{tiles_of(m, 128)} * tiles_of(n, 128) * batch;
+  const int tiles_of_k = tiles_of(k, kTileK);
+  int parts = static_cast<int>(std::min<int64_t>(multiprocessors / tiles, tiles_of_k));
+  if (parts > 1) parts = tiles_of(tiles_of_k, tiles_of(tiles_of_k, parts));
+  const Cut in_memory = {128, 128, parts, true};
+  return parts > 1 && time(in_memory) < time(best) ? in_memory : best;
+}
+
+template <typename T, bool kSwapA, bool kSwapB>
+cudaError_t launch_in_memory(const Call<T>& call, int parts, cudaStream_t stream) {
+  // Pairs of blocks share b, if there are pairs.
+  return tiles_of(call.m, 128) % 2 == 0
+             ? launch_split_in_memory<Operands<T, 128, 128, 6, kSwapA, kSwapB, 2>, false>(call, parts, stream)
+             : launch_split_in_memory<Operands<T, 128, 128, 6, kSwapA, kSwapB>, false>(call, parts, stream);
 }
 
 template <typename T, bool kSwapA, bool kSwapB>
@@ -74,11 +92,15 @@ cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream
   const auto split = [&](auto operands) {
     return launch_split<decltype(operands), false>(call, cut.parts, stream);
   };
+  if (cut.in_memory) return launch_in_memory<T, kSwapA, kSwapB>(call, cut.parts, stream);
   if (cut.parts > 1) {
     return cut.columns == 128 ? split(Operands<T, 128, 128, 6, kSwapA, kSwapB>())
                               : split(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   }
-  if (cut.rows == 64) return persistent(Operands<T, 64, 128, 8, kSwapA, kSwapB>());
+  if (cut.rows == 64) {
+    return cut.columns == 64 ? persistent(Operands<T, 64, 64, 8, kSwapA, kSwapB>())
+                             : persistent(Operands<T, 64, 128, 8, kSwapA, kSwapB>());
+  }
   if (cut.columns == 64) return persistent(Operands<T, 128, 64, 8, kSwapA, kSwapB>());
   if (cut.columns == 128) return persistent(Operands<T, 128, 128, 6, kSwapA, kSwapB>());
   // Blocks that share tiles of b wait for each other: it pays where they have several tiles and are all
@@ -95,9 +117,13 @@ template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const auto split = [&](auto operands) {
     using Found = decltype(operands);
+    constexpr int kShare = Found::kShare;
     const int64_t tiles = int64_t{tiles_of(call.m, Found::kTileM)} * call.batch;
-    int parts = 8;  // clusters lie within a GPC, of which large ones leave the last multiprocessors idle
-    const auto places = [&] { return parts > 2 ? multiprocessors / 11 * 10 : multiprocessors; };
+    // Clusters lie within a GPC, of which large ones leave the last multiprocessors idle.
+    int parts = 8 / kShare;
+    const auto places = [&] {
+      return kShare * (parts * kShare > 2 ? multiprocessors / 11 * 10 : multiprocessors);
+    };
     while (parts > 1 && (tiles * parts > places() || parts > tiles_of(call.k, kTileK))) parts /= 2;
     return launch_split<Found, true>(call, parts, stream);
   };
@@ -105,9 +131,13 @@ cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream
     if (call.n <= 8) return split(Operands<T, 64, 8, 6, kSwapA, false>());
     if (call.n <= 16) return split(Operands<T, 64, 16, 6, kSwapA, false>());
     if (call.n <= 32) return split(Operands<T, 64, 32, 6, kSwapA, false>());
+    // All blocks read the same rows, as many bytes as weights: pairs share them, two blocks a multiprocessor.
+    return split(Operands<T, 64, 64, 6, kSwapA, false, 2>());
+  } else {
+    const bool tall = tiles_of(call.m, 128) * 2 <= multiprocessors;
+    return tall ? split(Operands<T, 128, 64, 9, kSwapA, true>())
+                : split(Operands<T, 64, 64, 6, kSwapA, true>());
   }
-  if (tiles_of(call.m, 128) * 2 <= multiprocessors) return split(Operands<T, 128, 64, 9, kSwapA, kSwapB>());
-  return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
 }
 
 constexpr int kFewRows = 64;
@@ -124,6 +154,15 @@ bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
 }
 
 template <typename T>
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args, int multiprocessors) {
+  using namespace hopper;
+  if (args.m <= kFewRows) return 0;
+  const Cut cut = best_cut(args.m, args.n, args.k, args.batch, multiprocessors);
+  using Tile = Operands<T, 128, 128, 6, false, false>;
+  return cut.in_memory ? split_in_memory_bytes<Tile>(args.m, args.n, args.batch, cut.parts) : 0;
+}
+
+template <typename T>
 cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream) {
   using namespace hopper;
   const bool few_rows = args.m <= kFewRows;
@@ -136,7 +175,8 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
                         few_rows ? m : n,
                         static_cast<int>(args.k),
                         static_cast<int>(args.batch),
-                        {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation}};
+                        {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation},
+                        args.workspace};
   const auto run = [&](auto swap_a, auto swap_b) {
     return few_rows ? launch_few_rows<T, swap_a, swap_b>(call, multiprocessors, stream)
                     : launch<T, swap_a, swap_b>(call, multiprocessors, stream);
@@ -149,6 +189,7 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
 
 #define INSTANTIATE(T)                                                         \
   template bool hopper_takes(const GemmArgs<T>& args, int compute_capability); \
+  template int64_t hopper_workspace_bytes(const GemmArgs<T>&, int);            \
   template cudaError_t gemm_on_hopper(const GemmArgs<T>&, int, cudaStream_t);
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)

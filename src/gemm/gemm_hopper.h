@@ -9,6 +9,10 @@ namespace lltm_ext {
 template <typename T>
 bool hopper_takes(const GemmArgs<T>& args, int compute_capability);
 
+// What it wants of workspace for that.
+template <typename T>
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args, int multiprocessors);
+
 template <typename T>
 cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream);
 

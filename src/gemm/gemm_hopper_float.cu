@@ -132,7 +132,7 @@ bool hopper_takes(const GemmArgs<float>& args, int compute_capability) {
          args.k > 0 && std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= 65535;
 }
 
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args) {
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, int) {
   using namespace hopper;
   int64_t bytes = 0;
   for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {

@@ -9,7 +9,7 @@ namespace lltm_ext {
 bool hopper_takes(const GemmArgs<float>& args, int compute_capability);
 
 // What it wants of workspace for that.
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args);
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, int multiprocessors);
 
 cudaError_t gemm_on_hopper(const GemmArgs<float>& args, int multiprocessors, cudaStream_t stream);
 

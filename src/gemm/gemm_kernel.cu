@@ -106,10 +106,10 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
 template <typename T>
 int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
 #ifdef LLTM_EXT_SM90A
-  if constexpr (sizeof(T) == 4) {
-    Chip chip;
+  Chip chip;
+  if constexpr (sizeof(T) <= 4) {
     if (current_chip(chip) == cudaSuccess && hopper_takes(args, chip.compute_capability)) {
-      return hopper_workspace_bytes(args);
+      return hopper_workspace_bytes(args, chip.multiprocessors);
     }
   }
 #endif

@@ -15,21 +15,21 @@ template <typename T>
 struct Floor {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
     const acc_t<T> y = round_half_to_even(input);
-    return std::copysign(y > input ? y - 1 : y, input);
+    return std::copysign(y - acc_t<T>(y > input), input);
   }
 };
 template <typename T>
 struct Ceil {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
     const acc_t<T> y = round_half_to_even(input);
-    return std::copysign(y < input ? y + 1 : y, input);
+    return std::copysign(y + acc_t<T>(y < input), input);
   }
 };
 template <typename T>
 struct Trunc {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const {
     const acc_t<T> size = std::abs(input), y = round_half_to_even(size);
-    return std::copysign(y > size ? y - 1 : y, input);
+    return std::copysign(y - acc_t<T>(y > size), input);
   }
 };
 

@@ -56,7 +56,9 @@ class Pipeline {
     uint64_t full[kStages], empty[kStages];
   };
 
-  __device__ Pipeline(unsigned char* stages, Barriers& barriers) : stages_(stages), barriers_(barriers) {}
+  // first: the rank in the cluster of the first of the blocks that share b.
+  __device__ Pipeline(unsigned char* stages, Barriers& barriers, int first = 0)
+      : stages_(stages), barriers_(barriers), first_(first) {}
 
   // By one thread.
   __device__ void init() {
@@ -104,7 +106,8 @@ class Pipeline {
       if constexpr (kShare == 1) {
         copy_in(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full);
       } else {
-        copy_in_to_blocks(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full, (1 << kShare) - 1);
+        copy_in_to_blocks(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full,
+                          ((1 << kShare) - 1) << first_);
       }
     };
     if constexpr (Operands::kSwapB) {
@@ -152,12 +155,13 @@ class Pipeline {
     if constexpr (kShare == 1) {
       if (thread == 0) barrier_arrive(&barriers_.empty[stage]);
     } else {
-      if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], thread);
+      if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], first_ + thread);
     }
   }
 
   unsigned char* const stages_;
   Barriers& barriers_;
+  const int first_;
   Position<kStages> at_;
 };
 
