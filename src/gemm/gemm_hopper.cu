@@ -51,12 +51,9 @@ inline int64_t clocks(const Cut& cut, int64_t m, int64_t n, int64_t k, int64_t b
   const int64_t rounds = (blocks + multiprocessors - 1) / multiprocessors;
   const int area = cut.rows * cut.columns;
   const int64_t a_tile = area > 128 * 128 ? 1024 : area == 128 * 128 ? 530 : area == 128 * 64 ? 400 : 300;
-  const int64_t ends = (cut.columns == 256   ? 3000
-                        : cut.columns == 128 ? 2000
-                                             : 1500) +
-                       (cut.in_memory   ? 12000
-                        : cut.parts > 1 ? 5500
-                                        : 0);
+  const bool short_ends = cut.rows == 64 || (cut.columns == 64 && cut.parts > 1);
+  const int64_t to_add = cut.in_memory ? 12000 : cut.parts > 1 ? 5500 : 0;
+  const int64_t ends = (cut.columns == 256 ? 3000 : short_ends ? 1500 : 2000) + to_add;
   return rounds * (int64_t{tiles_of(k, kTileK * cut.parts)} * a_tile + ends);
 }
 
@@ -117,13 +114,9 @@ template <typename T, bool kSwapA, bool kSwapB>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const auto split = [&](auto operands) {
     using Found = decltype(operands);
-    constexpr int kShare = Found::kShare;
     const int64_t tiles = int64_t{tiles_of(call.m, Found::kTileM)} * call.batch;
-    // Clusters lie within a GPC, of which large ones leave the last multiprocessors idle.
-    int parts = 8 / kShare;
-    const auto places = [&] {
-      return kShare * (parts * kShare > 2 ? multiprocessors / 11 * 10 : multiprocessors);
-    };
+    int parts = 8;  // clusters lie within a GPC, of which large ones leave the last multiprocessors idle
+    const auto places = [&] { return parts > 2 ? multiprocessors / 11 * 10 : multiprocessors; };
     while (parts > 1 && (tiles * parts > places() || parts > tiles_of(call.k, kTileK))) parts /= 2;
     return launch_split<Found, true>(call, parts, stream);
   };
@@ -131,13 +124,8 @@ cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream
     if (call.n <= 8) return split(Operands<T, 64, 8, 6, kSwapA, false>());
     if (call.n <= 16) return split(Operands<T, 64, 16, 6, kSwapA, false>());
     if (call.n <= 32) return split(Operands<T, 64, 32, 6, kSwapA, false>());
-    // All blocks read the same rows, as many bytes as weights: pairs share them, two blocks a multiprocessor.
-    return split(Operands<T, 64, 64, 6, kSwapA, false, 2>());
-  } else {
-    const bool tall = tiles_of(call.m, 128) * 2 <= multiprocessors;
-    return tall ? split(Operands<T, 128, 64, 9, kSwapA, true>())
-                : split(Operands<T, 64, 64, 6, kSwapA, true>());
   }
+  return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
 }
 
 constexpr int kFewRows = 64;

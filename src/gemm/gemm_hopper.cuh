@@ -92,8 +92,7 @@ struct Persistent {
   }
 };
 
-// A block's tile, of whose K the blocks of gridDim.z share out parts. Clusters begin with the kShare blocks
-// that have the same columns and the same part. One warp fetches.
+// A block's tile, of whose K the blocks of gridDim.z share out parts. One warp fetches.
 template <class Operands>
 struct PartOfK {
   using T = typename Operands::T;
@@ -112,13 +111,11 @@ struct PartOfK {
 
   __device__ __forceinline__ bool multiplies() const { return warpgroup < Operands::kConsumers; }
 
-  // d: the part's products, for the warpgroups that multiply. first: the cluster's rank of the first of those
-  // that share.
+  // d: the part's products, for the warpgroups that multiply.
   __device__ __forceinline__ void multiply(float (&d)[kN / 2], unsigned char* stages, unsigned char* barriers,
-                                           int first, const CUtensorMap* a, const CUtensorMap* b,
+                                           const CUtensorMap* a, const CUtensorMap* b,
                                            const Problem<T>& problem) const {
-    Pipeline<Operands> pipeline(stages, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(barriers),
-                                first);
+    Pipeline<Operands> pipeline(stages, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(barriers));
     if (threadIdx.x == 0) {
       pipeline.init();
       prefetch_map(a);
@@ -149,8 +146,9 @@ struct PartOfK {
 template <class Operands, bool kSwap>
 struct Split {
   using T = typename Operands::T;
-  static constexpr int kTileM = Operands::kTileM, kN = Operands::kTileN, kShare = Operands::kShare;
+  static constexpr int kTileM = Operands::kTileM, kN = Operands::kTileN;
   using Sums = Parts<kTileM, kN>;
+  static_assert(Operands::kShare == 1, "the cluster is of parts");
   static constexpr int kThreads = PartOfK<Operands>::kThreads;
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
   static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
@@ -160,7 +158,7 @@ struct Split {
     unsigned char* shared = aligned_shared();
     const PartOfK<Operands> here(schedule);
     float d[kN / 2];
-    here.multiply(d, shared, shared + kOperandsOrSums, here.part * kShare, a, b, problem);
+    here.multiply(d, shared, shared + kOperandsOrSums, a, b, problem);
     __syncthreads();  // nobody multiplies from the stages any more: the parts take their place
     Sums sums(shared);
     if (here.multiplies()) sums.write(d, here.warpgroup);
@@ -185,7 +183,7 @@ struct Split {
       for (int i = 0; i < kBatch; ++i) {
         const int piece = first + i * kThreads;
         if (piece < end) {
-          found[i] = sums.sum(row_of(piece), column_of(piece), parts, here.rank, kShare);
+          found[i] = sums.sum(row_of(piece), column_of(piece), parts);
         }
       }
 #pragma unroll
@@ -230,7 +228,7 @@ struct SplitInMemory {
     unsigned char* shared = aligned_shared();
     const PartOfK<Operands> here(schedule);
     float d[kN / 2];
-    here.multiply(d, shared, shared + Operands::kBytes, 0, a, b, problem);
+    here.multiply(d, shared, shared + Operands::kBytes, a, b, problem);
     if (here.multiplies()) {
       float4* to = products + (int64_t{blockIdx.z} * gridDim.x + blockIdx.x) * kPieces + threadIdx.x % 128;
 #pragma unroll

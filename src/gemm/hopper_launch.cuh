@@ -67,14 +67,13 @@ cudaError_t launch_split(const Call<T>& call, int parts, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const Problem<T> problem = {call.epilogue, tiles_of(call.k, kTileK), call.a.batch > 1, call.b.batch > 1,
                               false};
-  constexpr int kShare = Operands::kShare;
-  const Schedule schedule = {tiles_of(call.m, Operands::kTileM * kShare), tiles_of(call.n, Operands::kTileN),
+  const Schedule schedule = {tiles_of(call.m, Operands::kTileM), tiles_of(call.n, Operands::kTileN),
                              call.batch};
   const auto kernel = gemm_split_kernel<Kernel, T>;
   error = allow_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  return launch_clusters(kernel, dim3(schedule.total() * kShare, 1, parts), dim3(kShare, 1, parts),
-                         Kernel::kThreads, Kernel::kShared, /*early=*/true, stream, a, b, problem, schedule);
+  return launch_clusters(kernel, dim3(schedule.total(), 1, parts), dim3(1, 1, parts), Kernel::kThreads,
+                         Kernel::kShared, /*early=*/true, stream, a, b, problem, schedule);
 }
 
 template <class Operands>

@@ -56,9 +56,7 @@ class Pipeline {
     uint64_t full[kStages], empty[kStages];
   };
 
-  // first: the rank in the cluster of the first of the blocks that share b.
-  __device__ Pipeline(unsigned char* stages, Barriers& barriers, int first = 0)
-      : stages_(stages), barriers_(barriers), first_(first) {}
+  __device__ Pipeline(unsigned char* stages, Barriers& barriers) : stages_(stages), barriers_(barriers) {}
 
   // By one thread.
   __device__ void init() {
@@ -106,8 +104,7 @@ class Pipeline {
       if constexpr (kShare == 1) {
         copy_in(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full);
       } else {
-        copy_in_to_blocks(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full,
-                          ((1 << kShare) - 1) << first_);
+        copy_in_to_blocks(to.b + offset * kLineBytes, b, x, y, matrix_b, to.full, (1 << kShare) - 1);
       }
     };
     if constexpr (Operands::kSwapB) {
@@ -155,13 +152,12 @@ class Pipeline {
     if constexpr (kShare == 1) {
       if (thread == 0) barrier_arrive(&barriers_.empty[stage]);
     } else {
-      if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], first_ + thread);
+      if (thread < kShare) barrier_arrive_at(&barriers_.empty[stage], thread);
     }
   }
 
   unsigned char* const stages_;
   Barriers& barriers_;
-  const int first_;
   Position<kStages> at_;
 };
 

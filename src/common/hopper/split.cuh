@@ -26,12 +26,12 @@ class Parts {
     }
   }
 
-  // Four neighbours in a row, of all parts together: those of the blocks of rank first, first + step, ...
-  __device__ __forceinline__ float4 sum(int row, int column, int parts, int first = 0, int step = 1) const {
+  // Four neighbours in a row, of all parts together.
+  __device__ __forceinline__ float4 sum(int row, int column, int parts) const {
     const float4* here = reinterpret_cast<const float4*>(values_ + row * kStride + column);
-    float4 sum = read_from_block(here, first);
+    float4 sum = read_from_block(here, 0);
     for (int part = 1; part < parts; ++part) {
-      const float4 more = read_from_block(here, first + part * step);
+      const float4 more = read_from_block(here, part);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     return sum;
