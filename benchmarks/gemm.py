@@ -224,7 +224,7 @@ def precisions(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_yscale("log")
     axes.set_title(PRECISION, loc="left")
     axes.set_xlabel("M = N = K")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.25), ncols=2, handlelength=3.5)
 
 
 def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
