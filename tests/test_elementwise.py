@@ -40,6 +40,7 @@ from lltm_ext import _C
 BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
 DTYPES = list(FORWARD)
+ELSEWHERE = Path(__file__).parent  # where a process of its own finds the installed package, not the sources
 
 
 def softsign_reference(x, a=1.0):
@@ -357,7 +358,9 @@ def warns_of(reason, folder, **variables):
         "print('\\n'.join(str(w.message) for w in said))\n"
     )
     env = os.environ | {"LLTM_EXT_CACHE": str(folder)} | variables
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ELSEWHERE, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("not kept on disk") == 1, done.stdout
     assert reason in done.stdout
@@ -412,7 +415,7 @@ def test_processes_that_compile_at_once_leave_one_whole_entry(cache):
         "    binary = _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
         "print(hashlib.sha256(binary).hexdigest())\n"
     )
-    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ELSEWHERE}
     processes = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(4)]
     for process in processes:
         process.stdin.write("\n")
