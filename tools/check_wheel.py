@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-LIMIT = 13 * 2**20
+LIMIT = 25 * 2**19
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 
