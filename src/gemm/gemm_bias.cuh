@@ -30,9 +30,13 @@ struct BiasGrid {
   }
 };
 
-// Calls f with the functor of an activation that the compiler knows.
+// Calls f with the functor of an activation that the compiler knows; on chips other than Hopper, for the
+// package's size, with one for all.
 template <typename T, class F>
 __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return f(GemmActivationBackward<T>{activation});
+#endif
   switch (activation) {
     case Activation::kNone:
       return f(GemmActivationBackward<T>{Activation::kNone});

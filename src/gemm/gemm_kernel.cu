@@ -59,8 +59,14 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
   const double large = cost_of(args, chip, 256, 128, 1.0), medium = cost_of(args, chip, 128, 64, 1.1),
                small = cost_of(args, chip, 64, 64, 1.35);
   if (small < std::min(medium, large)) return launch_ffma<Small>(args, stream);
-  return medium < large ? launch_ffma<FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>, 4>(args, stream)
-                        : launch_ffma<FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>, 4>(args, stream);
+  using Medium = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
+  using Large = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
+  if (chip.compute_capability != 90) {
+    return medium < large ? launch_ffma<Medium>(args, stream) : launch_ffma<Large>(args, stream);
+  }
+  constexpr int kParts = 4;
+  return medium < large ? launch_ffma<Medium, kParts>(args, stream)
+                        : launch_ffma<Large, kParts>(args, stream);
 }
 
 cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaStream_t stream) {
