@@ -18,7 +18,7 @@ ASK = """
 
 using namespace lltm_ext;
 
-// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,steps_in_kernels,
+// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
 // algorithm,chunks: a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};

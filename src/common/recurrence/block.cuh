@@ -17,6 +17,10 @@ namespace lltm_ext {
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
+// Whether the code for an architecture has the kernel. One that it lacks is never launched.
+template <class Kernel, bool kOnHopperOnly, int kArchitecture>
+constexpr bool kIsCompiled = kOnHopperOnly ? kArchitecture == 900 : kArchitecture >= Kernel::kArchitecture;
+
 template <typename T, int kUnitTiles, int kChunks>
 struct BlockShape {
   static constexpr int kSlices = kBlockWarps / kUnitTiles;  // of the reduction
