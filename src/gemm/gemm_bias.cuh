@@ -55,13 +55,16 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   }
 }
 
+// Blocks a multiprocessor: while some wait for memory, others write to it.
+constexpr int kBiasBlocks = 4;
+
 // V columns a thread. `sums` [gridDim.y, columns] gets the blocks'.
 template <int V, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBiasBlocks)
     gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
                               const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
   using Pack = Vec<T, V>;
-  constexpr int kRows = kForHopper ? 4 : 1;  // of a thread at a time, all on their way together
+  constexpr int kRows = kForHopper ? 2 : 1;  // of a thread at a time, all on their way together
   const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
   const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
   const int64_t step = blockDim.y;
