@@ -144,8 +144,12 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args) {
 
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
-  return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, stream)
-                            : launch_bias_backward<1>(args, stream);
+  Chip chip;
+  const cudaError_t error = current_chip(chip);
+  if (error != cudaSuccess) return error;
+  const bool early = chip.compute_capability >= 90;
+  return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, early, stream)
+                            : launch_bias_backward<1>(args, early, stream);
 }
 
 #define INSTANTIATE(T)                                                             \
