@@ -70,10 +70,11 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
                ? launch_ffma<FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>>(args, stream)
                : launch_ffma<Small>(args, stream);
   }
+  constexpr int kParts = 4;
   // As many blocks as multiprocessors, and threads enough in each.
   using Narrow = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
   if (chip.compute_capability == 90 && tiles_of(args, Narrow::BM, Narrow::BN).total <= chip.multiprocessors) {
-    return launch_ffma<Narrow>(args, stream);
+    return launch_ffma<Narrow, kParts>(args, stream);
   }
   const double large = cost_of(args, chip, 256, 128, 1.0), medium = cost_of(args, chip, 128, 64, 1.1),
                small = cost_of(args, chip, 64, 64, 1.35);
@@ -83,7 +84,6 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
   if (chip.compute_capability != 90) {
     return medium < large ? launch_ffma<Medium>(args, stream) : launch_ffma<Large>(args, stream);
   }
-  constexpr int kParts = 4;
   return medium < large ? launch_ffma<Medium, kParts>(args, stream)
                         : launch_ffma<Large, kParts>(args, stream);
 }
@@ -93,7 +93,7 @@ cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaS
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
   }
   // A warp for each part of nearly all multiprocessors, and as much of K on its way as they need.
-  using Narrow = DoubleTile<32, 64, 16, 32, 16, 8, 1, true>;
+  using Narrow = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
   if (chip.compute_capability == 90 && tiles_of(args, Narrow::BM, Narrow::BN).total <= chip.multiprocessors) {
     return launch_double<Narrow>(args, stream);
   }

@@ -152,7 +152,7 @@ class Store {
   // none waits for another: several are read before the first is stored, and no store stands in a branch.
   __device__ __forceinline__ void put_rows(const unsigned char* buffer, const Epilogue<T>& epilogue, T* to,
                                            int row, int column, int matrix) const {
-    constexpr int kWarps = 4, kBatch = 8;
+    constexpr int kWarps = 4, kBatch = 16;
     const int lane = thread_ % 32, warp = thread_ / 32, columns = epilogue.n - column;
     to += (static_cast<int64_t>(matrix) * epilogue.m + row + warp) * epilogue.n + column;
     const bool shifted = reinterpret_cast<uintptr_t>(to) % 4 != 0;
