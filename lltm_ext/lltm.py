@@ -30,7 +30,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._sequence import SequenceLayer, sequence_function, sequence_op
+from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -123,6 +123,7 @@ class LLTMFunction(_CellFunction):
 
 _SequenceFunction = sequence_function("lltm", lltm_reference)
 _sequence = sequence_op("lltm", _SequenceFunction)
+_both = both_directions("lltm", _sequence)
 
 
 def lltm_cell(
@@ -310,6 +311,7 @@ class LLTM(SequenceLayer):
     """
 
     _sequence = staticmethod(_sequence)
+    _both = staticmethod(_both)
 
     def __init__(
         self,
