@@ -298,7 +298,8 @@ class LLTM(SequenceLayer):
         bias: whether the gates have a bias.
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
-        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). On a
+            GPU with room for both directions they run side by side, in the time of one.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];
