@@ -500,27 +500,29 @@ struct SequenceOps {
       check_inputs(Op::name, input, d.h0, d.c0, d.weight_ih, d.weight_hh, d.bias, batch_sizes, algorithm);
     }
     check_alike(directions);
+    const auto outs = input.is_meta() ? meta_forward(input, directions)
+                                      : run_forward(input, directions, batch_sizes, algorithm, save);
     variable_list found;
-    const auto add = [&](at::TensorList tensors) {
-      found.insert(found.end(), tensors.begin(), tensors.end());
-    };
-    if (input.is_meta()) {
-      const at::ScalarType type = input.scalar_type();
-      for (const Direction& d : directions) {
-        const c10::SymInt hidden = d.h0.sym_size(1);
-        add({empty_rows(input, hidden, type), at::empty_like(d.h0, at::MemoryFormat::Contiguous),
-             at::empty_like(d.c0, at::MemoryFormat::Contiguous)});
-        if (save) {
-          add({empty_rows(input, kGates * hidden, type), empty_rows(input, kExtra * hidden, type)});
-        }
-      }
-      return found;
-    }
-    for (const Outputs& out : run_forward(input, directions, batch_sizes, algorithm, save)) {
-      add({out.output, out.h_n, out.c_n});
-      if (save) add({out.gates, out.extra});
+    for (const Outputs& out : outs) {
+      append(found, {out.output, out.h_n, out.c_n});
+      if (save) append(found, {out.gates, out.extra});
     }
     return found;
+  }
+
+  static std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions) {
+    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
+    const auto rows = [&](const c10::SymInt& width) { return empty_rows(input, width, input.scalar_type()); };
+    std::vector<Outputs> outs;
+    for (const Direction& d : directions) {
+      const c10::SymInt hidden = d.h0.sym_size(1);
+      outs.push_back({rows(hidden), like(d.h0), like(d.c0), rows(kGates * hidden), rows(kExtra * hidden)});
+    }
+    return outs;
+  }
+
+  static void append(variable_list& to, at::TensorList tensors) {
+    to.insert(to.end(), tensors.begin(), tensors.end());
   }
 
   // (output, h_n, c_n)
@@ -762,21 +764,7 @@ struct SequenceOps {
                    algorithm);
     }
     check_alike(directions);
-    variable_list found;
-    const auto add = [&](at::TensorList tensors) {
-      found.insert(found.end(), tensors.begin(), tensors.end());
-    };
-    const auto not_needed = [&] { return at::empty({0}, input.options()); };
-    if (input.is_meta()) {
-      const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
-      for (const Direction& d : directions) {
-        const at::Tensor& weight = d.weight_hh;
-        add({input_needs_grad ? like(input) : not_needed(), like(d.h0), like(d.c0), like(d.weight_ih),
-             like(weight),
-             bias_needs_grad ? at::empty_symint({weight.sym_size(0)}, weight.options()) : not_needed()});
-      }
-      return found;
-    }
+    if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
     const KernelGuard guard(input);
     const Rows rows(input, directions, batch_sizes);
     const at::Tensor input_rows = flatten_rows(input);
@@ -797,11 +785,25 @@ struct SequenceOps {
       backward_steps(parts, rows, algorithm);
       for (const RetreatChunk& part : parts) add_gradients(part, input_rows);
     }
+    variable_list found;
     for (const Retreat& of : retreats) {
-      const at::Tensor& weight = of.direction.weight_hh;
-      add({input_needs_grad ? of.grad_input : not_needed(), of.grad_h,
-           of.grad_c.to(of.direction.c0.scalar_type()), of.grad_weight_ih, of.grad_weight_hh,
-           bias_needs_grad ? of.grad_bias.sum(0).to(weight.scalar_type()) : not_needed()});
+      const Direction& d = of.direction;
+      append(found, {input_needs_grad ? of.grad_input : at::empty({0}, input.options()), of.grad_h,
+                     of.grad_c.to(d.c0.scalar_type()), of.grad_weight_ih, of.grad_weight_hh,
+                     bias_needs_grad ? of.grad_bias.sum(0).to(d.weight_hh.scalar_type())
+                                     : at::empty({0}, input.options())});
+    }
+    return found;
+  }
+
+  static variable_list meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
+                                     bool bias_needs_grad) {
+    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
+    variable_list found;
+    for (const Direction& d : directions) {
+      const c10::SymInt width = bias_needs_grad ? d.weight_hh.sym_size(0) : 0;
+      append(found, {input_needs_grad ? like(input) : at::empty({0}, input.options()), like(d.h0), like(d.c0),
+                     like(d.weight_ih), like(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
     }
     return found;
   }
