@@ -208,7 +208,7 @@ def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
         (256, 1, {"backward": True}, ("cluster", 8, 1, 1)),
         (256, 64, {}, ("grid", 8, 8, 8)),  # of clusters, some would wait
         (512, 32, {}, ("grid", 16, 4, 8)),
-        (512, 64, {}, ("grid", 16, 4, 16)),
+        (600, 32, {}, ("grid", 19, 3, 11)),
         (1024, 32, {"backward": True}, ("grid", 32, 2, 16)),
         (256, 16, {"size": 4, "gates": 4}, ("grid", 16, 4, 4)),
         (256, 16, {"dense": False}, ("grid", 8, 8, 2)),
@@ -223,7 +223,7 @@ def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
     "problem",
     [
         {"hidden": 2048, "batch": 8},  # no room
-        {"hidden": 512, "batch": 128},  # no gain
+        {"hidden": 512, "batch": 64},  # no gain
         {"hidden": 512, "batch": 64, "size": 4},
         {"hidden": 64, "batch": 8, "chip": T4},
         {"hidden": 64, "batch": 8, "algorithm": "stepwise"},

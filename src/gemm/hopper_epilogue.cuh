@@ -149,10 +149,10 @@ class Store {
   // Rows that are not a multiple of 16 bytes apart: a warp has every fourth, a lane two neighbours. Where the
   // rows begin between multiples of 4 bytes, all of the warp's do: there a lane has its second value and the
   // next lane's first, the last lane the two ends. Which of them it stores is the same in all rows, so that
-  // none waits for another: several are read before the first is stored, and no store stands in a branch.
+  // none waits for another: all are read before the first is stored, and no store stands in a branch.
   __device__ __forceinline__ void put_rows(const unsigned char* buffer, const Epilogue<T>& epilogue, T* to,
                                            int row, int column, int matrix) const {
-    constexpr int kWarps = 4, kBatch = 16;
+    constexpr int kWarps = 4, kRows = 64 / kWarps;  // of a warp
     const int lane = thread_ % 32, warp = thread_ / 32, columns = epilogue.n - column;
     to += (static_cast<int64_t>(matrix) * epilogue.m + row + warp) * epilogue.n + column;
     const bool shifted = reinterpret_cast<uintptr_t>(to) % 4 != 0;
@@ -160,26 +160,24 @@ class Store {
     const bool both = first < second && second < columns, first_alone = !both && first < columns,
                second_alone = !both && second < columns;
     const int64_t apart = static_cast<int64_t>(kWarps) * epilogue.n;
+    uint32_t pairs[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int r = warp + i * kWarps, piece = (lane / 4) ^ (r % 8);
+      pairs[i] = *reinterpret_cast<const uint32_t*>(buffer + r * 128 + piece * 16 + lane % 4 * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32_t next = __shfl_sync(~0u, pairs[i], (lane + 1) % 32);
+      if (shifted) pairs[i] = __funnelshift_r(pairs[i], next, 16);
+    }
     uint16_t* bits = reinterpret_cast<uint16_t*>(to + first);
-    for (int batch = warp; batch < 64; batch += kWarps * kBatch) {
-      uint32_t pairs[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int r = batch + i * kWarps, piece = (lane / 4) ^ (r % 8);
-        pairs[i] = *reinterpret_cast<const uint32_t*>(buffer + r * 128 + piece * 16 + lane % 4 * 4);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t next = __shfl_sync(~0u, pairs[i], (lane + 1) % 32);
-        if (shifted) pairs[i] = __funnelshift_r(pairs[i], next, 16);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i, bits += apart) {
-        const bool inside = batch + i * kWarps < epilogue.m - row;
-        if (inside && both) *reinterpret_cast<uint32_t*>(bits) = pairs[i];
-        if (inside && first_alone) bits[0] = static_cast<uint16_t>(pairs[i]);
-        if (inside && second_alone) bits[second - first] = static_cast<uint16_t>(pairs[i] >> 16);
-      }
+    for (int i = 0; i < kRows; ++i, bits += apart) {
+      const bool inside = warp + i * kWarps < epilogue.m - row;
+      if (inside && both) *reinterpret_cast<uint32_t*>(bits) = pairs[i];
+      if (inside && first_alone) bits[0] = static_cast<uint16_t>(pairs[i]);
+      if (inside && second_alone) bits[second - first] = static_cast<uint16_t>(pairs[i] >> 16);
     }
   }
 

@@ -112,7 +112,8 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
     const int rounds = p.backward || p.sequences > 1 ? 1 : 9;
     return p.sequences * grid.groups <= rounds * (chip.multiprocessors / 11 * 10 / grid.members);
   }
-  if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size > 2 ? 1 : 2);
+  // A second tile, beyond the size up to which clusters take one sequence after the other.
+  if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (step.parts > 0 ? 2 : 0);
   return grid.rows <= kTileRows * tiles;
 }
