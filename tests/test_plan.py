@@ -208,7 +208,7 @@ def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
         (256, 1, {"backward": True}, ("cluster", 8, 1, 1)),
         (256, 64, {}, ("grid", 8, 8, 8)),  # of clusters, some would wait
         (512, 32, {}, ("grid", 16, 4, 8)),
-        (600, 32, {}, ("grid", 19, 3, 11)),
+        (600, 32, {}, ("grid", 19, 2, 16)),
         (1024, 32, {"backward": True}, ("grid", 32, 2, 16)),
         (256, 16, {"size": 4, "gates": 4}, ("grid", 16, 4, 4)),
         (256, 16, {"dense": False}, ("grid", 8, 8, 2)),
