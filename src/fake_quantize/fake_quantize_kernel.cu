@@ -239,44 +239,55 @@ __device__ __forceinline__ T backward_of(const Quantizer<A>& grid, T grad_output
   return narrow<T>(grid.holds(grid.steps(x)) ? gradient : A(0));
 }
 
-// The sum over a group of kGroup threads, a warp or a block, in its first one.
-template <int kGroup, typename A>
-__device__ __forceinline__ ScaleAndZeroPoint<A> sum_of_group(ScaleAndZeroPoint<A> x) {
-  const auto sum_of_warp = [](ScaleAndZeroPoint<A> y) {
+// The threads that share a sum: a warp's or a block's.
+struct Group {
+  bool of_block;
+  __device__ __forceinline__ int size() const { return of_block ? blockDim.x : kWarp; }
+  __device__ __forceinline__ int thread() const { return of_block ? threadIdx.x : threadIdx.x % kWarp; }
+  __device__ __forceinline__ int64_t index() const {
+    return of_block ? blockIdx.x : (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  }
+};
+
+template <typename A>
+__device__ __forceinline__ ScaleAndZeroPoint<A> sum_of_warp(ScaleAndZeroPoint<A> x) {
 #pragma unroll
-    for (int other = kWarp / 2; other > 0; other /= 2) {
-      y += ScaleAndZeroPoint<A>{__shfl_down_sync(kAllLanes, y.scale, other),
-                                __shfl_down_sync(kAllLanes, y.zero_point, other)};
-    }
-    return y;
-  };
-  x = sum_of_warp(x);
-  if constexpr (kGroup > kWarp) {
-    __shared__ ScaleAndZeroPoint<A> of_warps[kGroup / kWarp];
-    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
-    __syncthreads();
-    x = ScaleAndZeroPoint<A>{};
-    if (threadIdx.x < kGroup / kWarp) x = of_warps[threadIdx.x];
-    if (threadIdx.x < kWarp) x = sum_of_warp(x);
+  for (int other = kWarp / 2; other > 0; other /= 2) {
+    x += ScaleAndZeroPoint<A>{__shfl_down_sync(kAllLanes, x.scale, other),
+                              __shfl_down_sync(kAllLanes, x.zero_point, other)};
   }
   return x;
 }
 
+// The sum over a group's threads, in its first one.
+template <typename A>
+__device__ __forceinline__ ScaleAndZeroPoint<A> sum_of(Group group, ScaleAndZeroPoint<A> x) {
+  x = sum_of_warp(x);
+  if (!group.of_block) return x;
+  __shared__ ScaleAndZeroPoint<A> of_warps[kWarp];
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = ScaleAndZeroPoint<A>{};
+  if (threadIdx.x < blockDim.x / kWarp) x = of_warps[threadIdx.x];
+  return threadIdx.x < kWarp ? sum_of_warp(x) : x;
+}
+
 // A group of threads for a partial sum: rows of one channel, or a length of them. Vectors begin where memory
 // is aligned; what lies before and behind them goes element by element.
-template <int V, int kGroup, typename T>
+template <int V, typename T>
 __global__ void __launch_bounds__(kThreads)
     fake_quantize_backward_rows_kernel(const T* __restrict__ grad_output, const T* __restrict__ input,
                                        T* __restrict__ grad_input,
                                        ScaleAndZeroPoint<acc_t<T>>* __restrict__ partial_sums,
                                        const ChannelLayout layout, const PartialSums plan,
-                                       const Divisor by_inner, const Channels<acc_t<T>> channels) {
+                                       const Divisor by_inner, const Channels<acc_t<T>> channels,
+                                       const Group group) {
   using A = acc_t<T>;
-  const int64_t group = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kGroup;
-  if (group >= plan.outer * layout.channels * plan.inner) return;
-  const int64_t row = by_inner.quotient(group), outer = channels.by_count.quotient(row);
-  const int64_t channel = row - outer * layout.channels, length = (group - row * plan.inner) * plan.length;
-  const int thread = threadIdx.x % kGroup;
+  const int64_t piece = group.index();
+  if (piece >= plan.outer * layout.channels * plan.inner) return;
+  const int64_t row = by_inner.quotient(piece), outer = channels.by_count.quotient(row);
+  const int64_t channel = row - outer * layout.channels, length = (piece - row * plan.inner) * plan.length;
+  const int thread = group.thread();
   const Quantizer<A> grid = channels.grid_of(channel);
   ScaleAndZeroPoint<A> sums = {};
   const auto one = [&](int64_t i) { grad_input[i] = backward_of(grid, grad_output[i], input[i], sums); };
@@ -286,7 +297,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t begin = start + length, end = start + min(length + plan.length, layout.inner);
     const int64_t first = min((begin + V - 1) / V * V, end), behind = first + (end - first) / V * V;
     if (begin + thread < first) one(begin + thread);
-    for (int64_t i = first + thread * V; i < behind; i += kGroup * V) {
+    for (int64_t i = first + thread * V; i < behind; i += group.size() * V) {
       const Vec<T, V> gradients = load_if<V>(true, grad_output + i), x = load_if<V>(true, input + i);
       Vec<T, V> y;
 #pragma unroll
@@ -295,8 +306,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (behind + thread < end) one(behind + thread);
   }
-  sums = sum_of_group<kGroup>(sums);
-  if (thread == 0) partial_sums[group] = sums;
+  sums = sum_of(group, sums);
+  if (thread == 0) partial_sums[piece] = sums;
 }
 
 // Rows too short for that: each thread takes V elements, and again V at every period behind them. A period
@@ -330,22 +341,22 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // A group of threads a channel.
-template <int kGroup, typename A>
+template <typename A>
 __global__ void __launch_bounds__(kSumsBlock)
     fake_quantize_sums_kernel(const ScaleAndZeroPoint<A>* __restrict__ partial_sums,
                               A* __restrict__ grad_scale, A* __restrict__ grad_zero_point,
-                              const ChannelLayout sums, const Divisor by_inner, A grad_factor) {
-  const int64_t channel = (static_cast<int64_t>(blockIdx.x) * kSumsBlock + threadIdx.x) / kGroup;
+                              const ChannelLayout sums, const Divisor by_inner, A grad_factor,
+                              const Group group) {
+  const int64_t channel = group.index();
   if (channel >= sums.channels) return;
-  const int thread = threadIdx.x % kGroup;
   ScaleAndZeroPoint<A> sum = {};
 #pragma unroll 8
-  for (int64_t i = thread; i < sums.outer * sums.inner; i += kGroup) {
+  for (int64_t i = group.thread(); i < sums.outer * sums.inner; i += group.size()) {
     const int64_t outer = by_inner.quotient(i);
     sum += partial_sums[(outer * sums.channels + channel) * sums.inner + i - outer * sums.inner];
   }
-  sum = sum_of_group<kGroup>(sum);
-  if (thread == 0) {
+  sum = sum_of(group, sum);
+  if (group.thread() == 0) {
     grad_scale[channel] = sum.scale * grad_factor;
     grad_zero_point[channel] = sum.zero_point * grad_factor;
   }
@@ -365,6 +376,10 @@ bool all_aligned(Pointers... pointers) {
 unsigned grid_of(int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kThreads)); }
 
 unsigned small_blocks(int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kSmallBlock)); }
+
+unsigned blocks_of(int64_t groups, Group group, int block) {
+  return static_cast<unsigned>(group.of_block ? groups : ceil_div(groups * kWarp, block));
+}
 
 // The multiple of `unit` elements that is at least n / repeats: what the threads of a grid step over.
 int64_t stride_of(int64_t n, int64_t unit, int64_t repeats) {
@@ -403,14 +418,15 @@ cudaError_t mask_backward(const Bits* grad_output, const unsigned char* mask, Bi
   return cudaGetLastError();
 }
 
-template <int V, int kGroup, typename T>
+template <int V, typename T>
 cudaError_t backward_rows(const T* grad_output, const T* input, T* grad_input,
                           ScaleAndZeroPoint<acc_t<T>>* partial_sums, const ChannelLayout& layout,
                           const PartialSums& plan, const QuantizationScheme& scheme, cudaStream_t stream) {
-  const int64_t groups = plan.outer * layout.channels * plan.inner;
-  fake_quantize_backward_rows_kernel<V, kGroup><<<grid_of(groups * kGroup), kThreads, 0, stream>>>(
+  const Group group = {plan.rows * plan.length >= 1024};
+  const int64_t pieces = plan.outer * layout.channels * plan.inner;
+  fake_quantize_backward_rows_kernel<V><<<blocks_of(pieces, group, kThreads), kThreads, 0, stream>>>(
       grad_output, input, grad_input, partial_sums, layout, plan, Divisor(plan.inner),
-      Channels<acc_t<T>>(layout, scheme));
+      Channels<acc_t<T>>(layout, scheme), group);
   return cudaGetLastError();
 }
 
@@ -424,17 +440,16 @@ cudaError_t backward(const T* grad_output, const T* input, T* grad_input,
         plan.period);
     return cudaGetLastError();
   }
-  const auto rows =
-      plan.rows * plan.length < 1024 ? backward_rows<V, kWarp, T> : backward_rows<V, kThreads, T>;
-  return rows(grad_output, input, grad_input, partial_sums, layout, plan, scheme, stream);
+  return backward_rows<V>(grad_output, input, grad_input, partial_sums, layout, plan, scheme, stream);
 }
 
-template <int kGroup, typename A>
+template <typename A>
 cudaError_t sum_partial_sums(const ScaleAndZeroPoint<A>* partial_sums, A* grad_scale, A* grad_zero_point,
                              const ChannelLayout& sums, double grad_factor, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(ceil_div(sums.channels * kGroup, kSumsBlock));
-  fake_quantize_sums_kernel<kGroup><<<blocks, kSumsBlock, 0, stream>>>(
-      partial_sums, grad_scale, grad_zero_point, sums, Divisor(sums.inner), static_cast<A>(grad_factor));
+  const Group group = {sums.outer * sums.inner >= 1024};
+  fake_quantize_sums_kernel<<<blocks_of(sums.channels, group, kSumsBlock), kSumsBlock, 0, stream>>>(
+      partial_sums, grad_scale, grad_zero_point, sums, Divisor(sums.inner), static_cast<A>(grad_factor),
+      group);
   return cudaGetLastError();
 }
 
@@ -461,10 +476,14 @@ template <typename T>
 cudaError_t fake_quantize_forward(const T* input, T* output, unsigned char* mask, const ChannelLayout& layout,
                                   const QuantizationScheme& scheme, cudaStream_t stream) {
   constexpr int V = kWidth<T>;
-  if (V == 1 || !all_aligned(input, output)) return forward<1>(input, output, mask, layout, scheme, stream);
-  const bool one_channel = layout.channels == 1 || layout.inner % V == 0;
-  return one_channel ? forward<V>(input, output, mask, layout, scheme, stream)
-                     : forward_columns<V>(input, output, mask, layout, scheme, stream);
+  if constexpr (V > 1) {
+    const bool one_channel = layout.channels == 1 || layout.inner % V == 0;
+    if (all_aligned(input, output)) {
+      return one_channel ? forward<V>(input, output, mask, layout, scheme, stream)
+                         : forward_columns<V>(input, output, mask, layout, scheme, stream);
+    }
+  }
+  return forward<1>(input, output, mask, layout, scheme, stream);
 }
 
 template <typename T>
@@ -487,10 +506,8 @@ cudaError_t fake_quantize_backward(const T* grad_output, const T* input, T* grad
   const auto pass = all_aligned(grad_output, input, grad_input) ? backward<kWidth<T>, T> : backward<1, T>;
   const cudaError_t error = pass(grad_output, input, grad_input, partial_sums, layout, plan, scheme, stream);
   if (error != cudaSuccess) return error;
-  const auto sum = plan.outer * plan.inner < 1024 ? sum_partial_sums<kWarp, acc_t<T>>
-                                                  : sum_partial_sums<kSumsBlock, acc_t<T>>;
-  return sum(partial_sums, grad_scale, grad_zero_point, {plan.outer, layout.channels, plan.inner},
-             grad_factor, stream);
+  return sum_partial_sums(partial_sums, grad_scale, grad_zero_point,
+                          {plan.outer, layout.channels, plan.inner}, grad_factor, stream);
 }
 
 #define LLTM_FAKE_QUANTIZE(T)                                                                           \
