@@ -9,7 +9,7 @@ namespace lltm_ext {
 namespace {
 
 constexpr int kBlock = 128;
-// They share the keys of Philox, and one block's rounds fill the pauses of the other's.
+// Of a thread, which share its way to the generator's state and have their loads under way together.
 constexpr int kGroups = 2;
 
 struct Group {
@@ -40,13 +40,15 @@ __device__ __forceinline__ bool round_ordinary(Group x, const PhiloxBits& bits, 
 
 __device__ __forceinline__ bool round_ordinary(Group x, const PhiloxBits& bits, RoundToFloat16 round,
                                                Rounded& y) {
-  float sizes = 0, least = from_bits(round.kLargest);
+  float sizes = 0;
+  uint32_t least = UINT32_MAX;
 #pragma unroll
   for (int k = 0; k < kRandomGroup; ++k) {
     sizes += fabsf(x.at(k));
-    least = fminf(least, fabsf(x.at(k)));
+    // Twice sheds the sign; and 0, which is ordinary, becomes the largest.
+    least = min(least, 2 * bits_of(x.at(k)) - 1);
   }
-  if (!(sizes <= from_bits(round.kLargest) && least >= from_bits(round.kSmallestNormal))) return false;
+  if (!(sizes <= from_bits(round.kLargest) && least >= 2 * round.kSmallestNormal - 1)) return false;
   const auto cut = [&](int k) {
     return from_bits((bits_of(x.at(k)) + (bits.half_word(k) >> 3)) & 0xffffe000);
   };
