@@ -20,11 +20,11 @@ struct Group {
 // What a group is rounded to, as it lies in memory.
 using Rounded = Vec<uint32_t, kRandomGroup / 2>;
 
-// A group of ordinary values, neither too large nor too small: in fewer instructions than the formulas have,
-// for the same bits. False if they are not ordinary. The sizes' sum shows at once that none is too large.
+// A group of values of which none is too large, in fewer instructions than the formulas have, for the same
+// bits. False if one may be: the sizes' sum shows that at once.
 
-__device__ __forceinline__ bool round_ordinary(Group x, const PhiloxBits& bits, RoundToBFloat16 round,
-                                               Rounded& y) {
+__device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, RoundToBFloat16 round,
+                                            Rounded& y) {
   float sizes = 0;
 #pragma unroll
   for (int k = 0; k < kRandomGroup; ++k) sizes += fabsf(x.at(k));
@@ -38,23 +38,29 @@ __device__ __forceinline__ bool round_ordinary(Group x, const PhiloxBits& bits, 
   return true;
 }
 
-__device__ __forceinline__ bool round_ordinary(Group x, const PhiloxBits& bits, RoundToFloat16 round,
-                                               Rounded& y) {
+__device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, RoundToFloat16 round,
+                                            Rounded& y) {
   float sizes = 0;
   uint32_t least = UINT32_MAX;
 #pragma unroll
   for (int k = 0; k < kRandomGroup; ++k) {
     sizes += fabsf(x.at(k));
-    // Twice sheds the sign; and 0, which is ordinary, becomes the largest.
+    // Twice sheds the sign; and 0, which needs no formula of its own, becomes the largest.
     least = min(least, 2 * bits_of(x.at(k)) - 1);
   }
-  if (!(sizes <= from_bits(round.kLargest) && least >= 2 * round.kSmallestNormal - 1)) return false;
-  const auto cut = [&](int k) {
-    return from_bits((bits_of(x.at(k)) + (bits.half_word(k) >> 3)) & 0xffffe000);
-  };
+  if (!(sizes <= from_bits(round.kLargest))) return false;
+  float rounded[kRandomGroup];
+#pragma unroll
+  for (int k = 0; k < kRandomGroup; ++k) {
+    rounded[k] = from_bits((bits_of(x.at(k)) + (bits.half_word(k) >> 3)) & 0xffffe000);
+  }
+  if (least < 2 * round.kSmallestNormal - 1) {  // rare, and slow
+#pragma unroll
+    for (int k = 0; k < kRandomGroup; ++k) rounded[k] = round(x.at(k), bits.half_word(k));
+  }
 #pragma unroll
   for (int k = 0; k < kRandomGroup; k += 2) {
-    const __half2 pair = __floats2half2_rn(cut(k), cut(k + 1));
+    const __half2 pair = __floats2half2_rn(rounded[k], rounded[k + 1]);
     y.data[k / 2] = *reinterpret_cast<const uint32_t*>(&pair);
   }
   return true;
@@ -83,7 +89,7 @@ __global__ void __launch_bounds__(kBlock)
   for (int g = 0; g < kGroups; ++g) {
     const int64_t group = first + g * kBlock;
     Rounded y;
-    if (!whole[g] || !round_ordinary(x[g], philox(seed, offset, group), round, y)) continue;
+    if (!whole[g] || !round_group(x[g], philox(seed, offset, group), round, y)) continue;
     *reinterpret_cast<Rounded*>(output + group * kRandomGroup) = y;
     done |= 1 << g;
   }
