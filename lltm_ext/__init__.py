@@ -1,5 +1,13 @@
 """PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
 
+import sys
+
+if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)].endswith("lltm_ext"):
+    # `python -m lltm_ext doctor` comes by here before __main__, and must run where what follows fails.
+    from lltm_ext.__main__ import main
+
+    sys.exit(main())
+
 import torch
 
 from lltm_ext._record import check as _check

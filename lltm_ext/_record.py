@@ -48,6 +48,11 @@ def _remedy(record: dict[str, Any]) -> str:
     """A source folder is rebuilt for the torch that is here; a wheel wants the torch it was built for."""
     if (PACKAGE.parent / "setup.py").is_file():
         return f"cd {PACKAGE.parent} && python setup.py develop"
+    return torch_command(record)
+
+
+def torch_command(record: dict[str, Any]) -> str:
+    """Installs a torch that the modules fit."""
     torch = f'python -m pip install "torch=={_minor(record["torch"])}.*"'
     if record["cuda"] is None:
         return torch
