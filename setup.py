@@ -34,6 +34,7 @@ def load(name):
 
 toolchain = load("_toolchain")
 VERSION = load("_version").__version__
+BENCHMARKS = {"lltm_ext.benchmarks": "benchmarks"}  # for `python -m lltm_ext bench`
 
 
 def ops():
@@ -193,7 +194,8 @@ class Develop(setuptools.Command):
 chosen = arguments()
 chosen["cmdclass"].update(build=Build, develop=Develop)
 setuptools.setup(
-    packages=["lltm_ext", "lltm_ext._C"],  # named: discovery would take src/ for a src-layout
+    packages=["lltm_ext", "lltm_ext._C", *BENCHMARKS],  # named: discovery would take src/ for a src-layout
+    package_dir=BENCHMARKS,
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
     include_package_data=False,
     **chosen,

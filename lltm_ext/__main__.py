@@ -7,6 +7,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from lltm_ext import _bench
+
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m lltm_ext", description="Looks after an installed lltm_ext.")
@@ -18,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")
 
     bench = commands.add_parser("bench", help="ours beside its peers: tables and pictures")
-    bench.add_argument("op", nargs="?", choices=("all", "elementwise", "gemm", "lltm"), default="all")
+    bench.add_argument("op", nargs="?", choices=("all", *_bench.OPS), default="all")
     bench.add_argument("--out", type=Path, default=Path(), help="folder for results/ and plots/ (default: .)")
     bench.add_argument("--quick", action="store_true", help="few and small sizes: to see that it runs")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU, if there is one)")

@@ -347,7 +347,8 @@ major = _toolchain.major
 def said(message: str) -> Finding:
     """An error of ours, which ends in the command that mends it."""
     what, _, command = message.partition(" Run: ")
-    return Finding(what.removesuffix("."), command or None)
+    command, _, alternative = command.partition("  (")
+    return Finding(what.removesuffix(".") + (alternative and f" ({alternative}"), command or None)
 
 
 def reinstall(here: Here) -> str:

@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 LIMIT = 25 * 2**19
-SRC = Path(__file__).resolve().parent.parent / "src"
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
 
 
 def problems(wheel: Path) -> list[str]:
@@ -34,6 +35,7 @@ def problems(wheel: Path) -> list[str]:
     wanted |= {f"lltm_ext/_C/{op}.{record['python']}.so" for op in ops} | {
         f"lltm_ext/_C/{op}.pyi" for op in ops
     }
+    wanted |= {f"lltm_ext/benchmarks/{script.name}" for script in (ROOT / "benchmarks").glob("*.py")}
     modules = {name for name in names if name.endswith(".so")}
 
     found = []
