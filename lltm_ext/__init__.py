@@ -2,7 +2,7 @@
 
 import sys
 
-if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)].endswith("lltm_ext"):
+if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)] in ("lltm_ext", "-mlltm_ext"):
     # `python -m lltm_ext doctor` comes by here before __main__, and must run where what follows fails.
     from lltm_ext.__main__ import main
 
