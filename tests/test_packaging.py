@@ -624,6 +624,7 @@ class TestWheel:
     def test_it_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         expected = {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
+        expected |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
         expected |= {"lltm_ext/py.typed", "lltm_ext/_build_record.json", "lltm_ext/_C/__init__.py"}
         expected |= {f"lltm_ext/_C/{op}{end}" for op in OPS for end in (suffix, ".pyi")}
         expected |= {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt")}
