@@ -34,7 +34,6 @@ def load(name):
 
 toolchain = load("_toolchain")
 VERSION = load("_version").__version__
-BENCHMARKS = {"lltm_ext.benchmarks": "benchmarks"}  # for `python -m lltm_ext bench`
 
 
 def ops():
@@ -194,8 +193,9 @@ class Develop(setuptools.Command):
 chosen = arguments()
 chosen["cmdclass"].update(build=Build, develop=Develop)
 setuptools.setup(
-    packages=["lltm_ext", "lltm_ext._C", *BENCHMARKS],  # named: discovery would take src/ for a src-layout
-    package_dir=BENCHMARKS,
+    # Named: discovery would take src/ for a src-layout.
+    packages=["lltm_ext", "lltm_ext._C", "lltm_ext.benchmarks"],
+    package_dir={"lltm_ext.benchmarks": "benchmarks"},  # for `python -m lltm_ext bench`
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
     include_package_data=False,
     **chosen,

@@ -85,7 +85,7 @@ def look() -> Here:
     look_at_driver(here)
     here.tools = {
         "nvcc": tool(lambda: nvcc(here)),
-        "c++": tool(_toolchain.cxx_version, "sudo apt-get install g++"),
+        "c++": tool(_toolchain.cxx_version, "apt-get install g++"),
         "ninja": tool(ninja),
         "Python.h": tool(python_header),
     }
@@ -208,11 +208,13 @@ def ninja() -> str:
 
 
 def python_header() -> str:
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.is_file():
+    folder = sysconfig.get_path("include")
+    if not Path(folder, "Python.h").is_file():
         package = "python{}.{}-dev".format(*sys.version_info)
-        raise _toolchain.ToolchainError(f"there is no {header}. Run: sudo apt-get install {package}")
-    return str(header)
+        raise _toolchain.ToolchainError(
+            f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}"
+        )
+    return folder
 
 
 # ---- judging -----------------------------------------------------------------------------------------------
@@ -266,13 +268,13 @@ def of_the_package(here: Here) -> Iterator[Finding]:
 def of_the_driver(here: Here) -> Iterator[Finding]:
     built = (here.record or {}).get("cuda")
     if here.driver_error:
-        yield Finding(f"the NVIDIA driver does not work: {here.driver_error}", "nvidia-smi && sudo reboot")
+        yield Finding(f"the NVIDIA driver does not work: {here.driver_error}", "nvidia-smi && reboot")
     if built and here.driver_cuda and int(major(here.driver_cuda)) < int(major(built)):
         oldest = OLDEST_DRIVER.get(major(built))
         yield Finding(
             f"the NVIDIA driver ({here.driver}) runs CUDA {here.driver_cuda} at most, "
             f"lltm_ext is built with CUDA {built}",
-            f"sudo apt-get install nvidia-driver-{oldest}" if oldest else None,
+            f"apt-get install nvidia-driver-{oldest}" if oldest else None,
         )
 
 
