@@ -20,6 +20,7 @@ import pytest
 from lltm_ext import _doctor, _record
 from lltm_ext._doctor import Gpu, Here
 
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SOABI = sysconfig.get_config_var("SOABI")
 RECORD: dict[str, Any] = {
     "version": "0.1.0+cu130torch2.11",
@@ -173,7 +174,7 @@ def test_a_module_without_torchs_libraries(site: Site) -> None:
     assert command == INSTALL_TORCH
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@needs_cc
 def test_a_module_that_kills_the_process(site: Site) -> None:
     source = site.folder / "abort.c"
     source.write_text("#include <stdlib.h>\n__attribute__((constructor)) static void die() { abort(); }\n")
@@ -412,6 +413,66 @@ def test_json_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["record"] == RECORD
     (problem,) = found["problems"]
     assert problem["command"] == "export CUDA_VISIBLE_DEVICES="
+
+
+# ---- the driver itself, of which the test brings one ------------------------------------------------------
+
+LIBCUDA = """
+#include <stdlib.h>
+#include <string.h>
+int cuInit(unsigned flags) { return INIT; }
+int cuDriverGetVersion(int* version) { *version = 13010; return 0; }
+int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = 10 + ordinal; return 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+  strcpy(name, device == 10 ? "first" : "second");
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {  // of the compute capability: 75 and 76
+  *value = attribute - 66 - (device == 11);
+  return 0;
+}
+int cuGetErrorString(int error, const char** text) { *text = "no good"; return 0; }
+"""
+LIBNVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlSystemGetDriverVersion(char* version, unsigned size) { strcpy(version, "590.1"); return 0; }
+"""
+
+
+def ask_a_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str) -> Here:
+    """What is seen of a driver whose cuInit returns, or does, that."""
+    for name, source in (("libcuda.so.1", LIBCUDA), ("libnvidia-ml.so.1", LIBNVML)):
+        compiler = ["cc", "-shared", "-fPIC", f"-DINIT={init}", "-x", "c", "-", "-o", str(folder / name)]
+        subprocess.run(compiler, input=source, text=True, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+    here = Here()
+    _doctor.look_at_driver(here)
+    return here
+
+
+@needs_cc
+def test_the_driver_tells_of_itself_and_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ask_a_driver(tmp_path, monkeypatch, "0")
+    assert (here.driver, here.driver_cuda, here.driver_error) == ("590.1", "13.1", None)
+    assert here.gpus == [("first", "9.10"), ("second", "8.9")]
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    "init,error",
+    [
+        ("803", "no good (CUDA error 803)"),
+        ("100", None),  # CUDA_ERROR_NO_DEVICE
+        ("(abort(), 0)", "asking the driver failed: it kills the process (signal 6)"),
+    ],
+)
+def test_a_driver_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, error: str | None
+) -> None:
+    here = ask_a_driver(tmp_path, monkeypatch, init)
+    assert (here.driver_cuda, here.driver_error, here.gpus) == ("13.1", error, [])
 
 
 # ---- here --------------------------------------------------------------------------------------------------
