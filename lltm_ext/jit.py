@@ -143,7 +143,9 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
     _say(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".part", dir=folder.parent) as part:
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.", suffix=".part", dir=folder.parent, ignore_cleanup_errors=True
+    ) as part:
         _compile(part, environment, log=Path(f"{folder}.log"))
         package = Path(part, "lltm_ext")
         _seal(package)

@@ -320,6 +320,26 @@ def test_an_edited_source_is_built_anew(tiny: Tiny) -> None:
     assert tiny.run(BUILD)[0] != first
 
 
+def has_nvcc() -> bool:
+    try:
+        return torch.version.cuda is not None and bool(_toolchain.find_cuda(torch.version.cuda))
+    except _toolchain.ToolchainError:
+        return False
+
+
+@pytest.mark.skipif(not has_nvcc(), reason="needs nvcc")
+def test_kernels_are_built_for_the_architectures_named(tiny: Tiny) -> None:
+    (tiny.source.parent / "tiny_kernel.cu").write_text("__global__ void kernel() {}\n")
+    cuda = {"LLTM_EXT_CUDA": "", "TORCH_CUDA_ARCH_LIST": "8.0"}
+    module = Path(tiny.run(BUILD, **cuda)[0].strip())
+    folder = module.parent.parent
+    assert f"-cuda{torch.version.cuda}-8.0-" in folder.name
+    record = json.loads((folder / "_build_record.json").read_text())
+    assert (record["cuda"], record["architectures"]) == (torch.version.cuda, ["8.0"])
+    assert "code=sm_80" in Path(f"{folder}.log").read_text()
+    assert tiny.run(BUILD, **cuda, CXX="/nowhere/c++", CUDA_HOME="/nowhere")[0].strip() == str(module)
+
+
 def test_a_damaged_build_is_built_again(tiny: Tiny) -> None:
     module = Path(tiny.run(BUILD, CXX=tiny.compiler())[0].strip())
     module.write_bytes(module.read_bytes()[:1000])
