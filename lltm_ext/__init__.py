@@ -10,10 +10,10 @@ if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)] in ("lltm_
 
 import torch
 
-from lltm_ext._record import check as _check
+from lltm_ext._record import provide as _provide
 
-# Before any module is loaded: a torch that does not fit gives a readable ImportError.
-__version__: str = _check(torch)["version"]
+# Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
+__version__: str = _provide(torch)["version"]
 
 from lltm_ext.elementwise import elementwise
 from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize

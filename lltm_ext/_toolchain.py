@@ -1,6 +1,6 @@
 """What a build of the modules compiles with: the CUDA compiler, the architectures, the parallel jobs.
 
-Standard library only and importable by file path: setup.py loads it before lltm_ext can be imported.
+Standard library only, and importable before the modules are built.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +73,34 @@ def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str
     return choice != "0" and torch_cuda is not None
 
 
-# ---- the compiler ------------------------------------------------------------------------------------------
+# ---- the C++ compiler and what it needs --------------------------------------------------------------------
+
+
+def search_path(env: Mapping[str, str] = os.environ) -> str:
+    """PATH, led by the folder where pip puts ninja: PATH has it in an activated environment alone."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+
+
+def check_host(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> None:
+    """Raises where there is no C++ compiler, no ninja, or no headers of Python (in `headers`)."""
+    cxx_version(env)
+    if shutil.which("ninja", path=search_path(env)) is None:
+        raise ToolchainError("ninja was not found. Run: python -m pip install ninja")
+    folder = headers or Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise ToolchainError(f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}")
+
+
+def cxx_version(env: Mapping[str, str] = os.environ) -> str:
+    """The first line that the C++ compiler says of itself."""
+    try:
+        return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
+    except ToolchainError as error:
+        raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
+
+
+# ---- the CUDA compiler -------------------------------------------------------------------------------------
 
 
 def find_cuda(
@@ -151,11 +179,6 @@ def nvcc_version(nvcc: Path) -> str:
     return found[1]
 
 
-def cxx_version(env: Mapping[str, str] = os.environ) -> str:
-    """The first line that the C++ compiler says of itself."""
-    return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
-
-
 def _output(program: str | Path, *arguments: str) -> str:
     command = [str(program), *arguments]
     try:
@@ -199,17 +222,71 @@ def smallest_code(nvcc: Path) -> list[str]:
 
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     """TORCH_CUDA_ARCH_LIST, or those of ours that the compiler knows and PTX of the last for later GPUs."""
-    chosen = env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    chosen = named_architectures(env)
     if chosen:
         return chosen
-    listed = re.findall(r"compute_(\d+)(\d)\b", _output(nvcc, "--list-gpu-arch"))
-    known = {f"{first}.{last}" for first, last in listed}
+    known = _known_to(nvcc)
     usable = [architecture for architecture in ARCHITECTURES if architecture in known]
     if not usable:
         raise ToolchainError(
             f"{nvcc} knows none of {', '.join(ARCHITECTURES)}. Run: export TORCH_CUDA_ARCH_LIST={max(known)}"
         )
     return [*usable[:-1], usable[-1] + "+PTX"]
+
+
+def architectures_of(gpus: Sequence[str], nvcc: Path) -> list[str]:
+    """What to compile for GPUs of these compute capabilities; PTX for one too new for the compiler."""
+    usable = [each for each in _known_to(nvcc) if _number(each) >= _number(ARCHITECTURES[0])]
+    found = []
+    for gpu in gpus:
+        newest = max((each for each in usable if _number(each) <= _number(gpu)), key=_number, default=None)
+        if newest:
+            found.append(newest if newest == gpu else f"{newest}+PTX")
+    if not found:
+        oldest = min(usable, key=_number, default=ARCHITECTURES[0])
+        raise ToolchainError(
+            f"the GPU here has compute capability {', '.join(gpus)}, and the oldest that {nvcc} compiles the "
+            f"kernels for is {oldest}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU alone)"
+        )
+    return list(dict.fromkeys(found))
+
+
+def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
+    """What TORCH_CUDA_ARCH_LIST names."""
+    return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+
+
+def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The compute capabilities of the GPUs that this process may use, as the driver tells; empty without one.
+
+    Asked in a process of its own: where a process has once spoken to the driver, its forks cannot use CUDA.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _ASK_THE_DRIVER]
+    answer = subprocess.run(command, capture_output=True, text=True, env=dict(env))
+    return sorted(set(answer.stdout.split()), key=_number) if answer.returncode == 0 else []
+
+
+_ASK_THE_DRIVER = """
+import ctypes
+cuda, count, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
+major, minor = ctypes.c_int(), ctypes.c_int()
+assert cuda.cuInit(0) == 0
+assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for ordinal in range(count.value):
+    assert cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0
+    assert cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
+    assert cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
+    print(f"{major.value}.{minor.value}")
+"""
+
+
+def _known_to(nvcc: Path) -> set[str]:
+    listed = re.findall(r"compute_(\d+)(\d)\b", _output(nvcc, "--list-gpu-arch"))
+    return {f"{first}.{last}" for first, last in listed}
+
+
+def _number(architecture: str) -> tuple[int, ...]:
+    return tuple(map(int, architecture.split(".")))
 
 
 # ---- parallel jobs -----------------------------------------------------------------------------------------
