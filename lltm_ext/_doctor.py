@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +57,7 @@ class Here:
     package: str = str(_record.PACKAGE)
     record: dict[str, Any] | None = None  # of the build
     unfit: str | None = None  # the ImportError's words, where the record does not fit what is here
+    spoilt: str | None = None  # why the record can't be read
     python: str = platform.python_version()
     executable: str = sys.executable
     platform: str = platform.platform()
@@ -85,9 +85,9 @@ def look() -> Here:
     look_at_driver(here)
     here.tools = {
         "nvcc": tool(lambda: nvcc(here)),
-        "c++": tool(_toolchain.cxx_version, "apt-get install g++"),
-        "ninja": tool(ninja),
-        "Python.h": tool(python_header),
+        "c++": tool(_toolchain.cxx_version),
+        "ninja": tool(_toolchain.ninja),
+        "Python.h": tool(lambda: str(_toolchain.python_headers())),
     }
     return here
 
@@ -114,7 +114,7 @@ def look_at_record(here: Here) -> None:
     except ImportError as error:
         here.unfit = str(error)
     except (ValueError, KeyError) as error:
-        here.record, here.unfit = None, f"{_record.FILE} can't be read ({error})"
+        here.record, here.spoilt = None, f"{_record.FILE} can't be read ({error})"
 
 
 def look_at_modules(here: Here) -> None:
@@ -183,12 +183,11 @@ def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str | None:
 # ---- what a build needs ------------------------------------------------------------------------------------
 
 
-def tool(find: Callable[[], str], command: str | None = None) -> Tool:
+def tool(find: Callable[[], str]) -> Tool:
     try:
         return Tool(find())
     except _toolchain.ToolchainError as error:
-        finding = said(str(error))
-        return Tool(None, finding._replace(command=finding.command or command))
+        return Tool(None, said(str(error)))
 
 
 def nvcc(here: Here) -> str:
@@ -197,24 +196,6 @@ def nvcc(here: Here) -> str:
         return "not needed for a build without CUDA"
     cuda = _toolchain.find_cuda(torch_cuda)
     return f"{cuda.version} in {cuda.home}"
-
-
-def ninja() -> str:
-    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
-    found = shutil.which("ninja", path=os.pathsep.join(folders))
-    if found is None:
-        raise _toolchain.ToolchainError("ninja was not found. Run: python -m pip install ninja")
-    return found
-
-
-def python_header() -> str:
-    folder = sysconfig.get_path("include")
-    if not Path(folder, "Python.h").is_file():
-        package = "python{}.{}-dev".format(*sys.version_info)
-        raise _toolchain.ToolchainError(
-            f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}"
-        )
-    return folder
 
 
 # ---- judging -----------------------------------------------------------------------------------------------
@@ -226,12 +207,16 @@ def problems(here: Here) -> Iterator[Finding]:
     yield from of_the_package(here)
     yield from of_the_driver(here)
     yield from of_the_gpus(here)
-    if here.record is None:  # then it must be built
+    if here.record is None or builds_itself(here):
         yield from missing_tools(here)
 
 
 def notes(here: Here) -> Iterator[Finding]:
     """What is worth knowing where all is well."""
+    if builds_itself(here):
+        what = said(here.unfit or "").what.partition(" (or ")[0]
+        yield Finding(f"{what}. LLTM_EXT_JIT=1 has an import of lltm_ext build modules, unless that was done")
+        return
     if here.record is None:
         return
     for finding in missing_tools(here):
@@ -251,9 +236,10 @@ def of_torch(here: Here) -> Iterator[Finding]:
 
 
 def of_the_package(here: Here) -> Iterator[Finding]:
-    if here.unfit:
-        finding = said(here.unfit)
-        yield finding._replace(command=finding.command or reinstall(here))
+    if here.unfit and not builds_itself(here):
+        yield said(here.unfit)
+    if here.spoilt:
+        yield Finding(here.spoilt, reinstall(here))
     if here.missing:
         yield Finding(f"lltm_ext lacks {', '.join(here.missing)}", reinstall(here))
     failed = {name: error for name, error in here.imports.items() if error and name != "torch"}
@@ -296,6 +282,11 @@ def of_the_gpus(here: Here) -> Iterator[Finding]:
             yield Finding(what, f"export CUDA_VISIBLE_DEVICES={able(here)}")
         else:
             yield Finding(what, from_source(here, f"TORCH_CUDA_ARCH_LIST={gpu.capability}"))
+
+
+def builds_itself(here: Here) -> bool:
+    """Whether an import builds at run time what does not fit."""
+    return bool(here.unfit) and here.variables.get("LLTM_EXT_JIT") == "1"
 
 
 def missing_tools(here: Here) -> Iterator[Finding]:

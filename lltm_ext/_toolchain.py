@@ -6,6 +6,7 @@ Standard library only, and importable before the modules are built.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
+PROBE = Path(__file__).with_name("_probe.py")
 
 # What a toolkit must hold, and where each part may stand.
 NVCC = "bin/nvcc"
@@ -84,12 +86,24 @@ def search_path(env: Mapping[str, str] = os.environ) -> str:
 def check_host(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> None:
     """Raises where there is no C++ compiler, no ninja, or no headers of Python (in `headers`)."""
     cxx_version(env)
-    if shutil.which("ninja", path=search_path(env)) is None:
+    ninja(env)
+    python_headers(headers)
+
+
+def ninja(env: Mapping[str, str] = os.environ) -> str:
+    found = shutil.which("ninja", path=search_path(env))
+    if found is None:
         raise ToolchainError("ninja was not found. Run: python -m pip install ninja")
-    folder = headers or Path(sysconfig.get_path("include"))
+    return found
+
+
+def python_headers(folder: Path | None = None) -> Path:
+    """The folder that has Python.h: Python's own, or one that is given."""
+    folder = folder or Path(sysconfig.get_path("include"))
     if not (folder / "Python.h").is_file():
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
         raise ToolchainError(f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}")
+    return folder
 
 
 def cxx_version(env: Mapping[str, str] = os.environ) -> str:
@@ -261,23 +275,10 @@ def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
 
     Asked in a process of its own: where a process has once spoken to the driver, its forks cannot use CUDA.
     """
-    command = [sys.executable, "-I", "-S", "-c", _ASK_THE_DRIVER]
+    command = [sys.executable, "-I", "-S", str(PROBE), "driver", "[]"]
     answer = subprocess.run(command, capture_output=True, text=True, env=dict(env))
-    return sorted(set(answer.stdout.split()), key=_number) if answer.returncode == 0 else []
-
-
-_ASK_THE_DRIVER = """
-import ctypes
-cuda, count, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
-major, minor = ctypes.c_int(), ctypes.c_int()
-assert cuda.cuInit(0) == 0
-assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-for ordinal in range(count.value):
-    assert cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0
-    assert cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
-    assert cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
-    print(f"{major.value}.{minor.value}")
-"""
+    found = {json.loads(line).get("capability") for line in answer.stdout.splitlines()} - {None}
+    return sorted(found, key=_number) if answer.returncode == 0 else []
 
 
 def _known_to(nvcc: Path) -> set[str]:

@@ -279,6 +279,29 @@ def test_no_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert header == (said, f"apt-get install {package}")
 
 
+# ---- modules built at run time -----------------------------------------------------------------------------
+
+
+def test_a_torch_for_which_an_import_builds_modules_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    unfit = "lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. Run: mend it  (or do not)"
+    here = machine(H200, unfit=unfit, variables={"LLTM_EXT_JIT": "1"})
+    status, text = doctor(here, capsys)
+    assert status == 0
+    assert "note: lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. LLTM_EXT_JIT=1 has" in text
+    assert "mend it" not in text
+
+
+def test_what_an_import_needs_to_build_modules_is_wrong_where_it_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ninja = _doctor.Tool(None, _doctor.Finding("ninja was not found", "python -m pip install ninja"))
+    variables = {"LLTM_EXT_JIT": "1"}
+    here = machine(H200, unfit="this is torch 2.12.0", variables=variables, tools={"ninja": ninja})
+    status, text = doctor(here, capsys)
+    assert status == 1
+    assert "wrong: ninja was not found\n    python -m pip install ninja\n" in text
+
+
 # ---- drivers and GPUs, which are given ---------------------------------------------------------------------
 
 H200, V100, ORIN = Gpu("NVIDIA H200", "9.0"), Gpu("Tesla V100", "7.0"), Gpu("Orin", "8.7")

@@ -222,6 +222,8 @@ def test_a_gpu_too_old_is_said_with_the_command_that_mends_it(nvcc: Path) -> Non
 
 DRIVER = """
 int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuDeviceGetName(char* name, int size, int device) { return *name = 0, 0; }
 int cuDeviceGetCount(int* count) { return *count = 3, 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
