@@ -93,7 +93,7 @@ def main() -> int:
     exported = torch._inductor.aoti_load_package(str(path))
     prompt = encode(args.prompt, vocabulary).to(args.device)
     texts, bits = write(exported, prompt, state(model, 1), vocabulary)
-    print(*(f"{text}\n----" for text in texts), f"{bits:.9f} bits/char", sep="\n")
+    print(*(f"{text}\n----" for text in texts), f"{bits:.6f} bits/char", sep="\n")
 
     difference = largest_difference(exported, model, vocabulary)
     print(f"package:     {path}, for {args.device}")

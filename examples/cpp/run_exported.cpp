@@ -62,5 +62,5 @@ int main(int argc, char** argv) {
     outputs = model.run({chosen.view({1, kTexts}).to(device), outputs[1], outputs[2]});
   }
   for (const std::string& text : texts) std::cout << text << "\n----\n";
-  std::cout << std::fixed << std::setprecision(9) << bits / (kTexts * kLength) << " bits/char\n";
+  std::cout << std::fixed << std::setprecision(6) << bits / (kTexts * kLength) << " bits/char\n";
 }
