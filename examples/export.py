@@ -1,12 +1,12 @@
-"""Export a character model that examples/char_lm.py has trained, for programs without its code or without Python.
+"""Export a model that examples/char_lm.py has trained, for programs without its code, or without Python.
 
     python examples/char_lm.py                # makes build/char_lm/char_lm.pt
     python examples/export.py                 # makes build/char_lm/char_lm.pt2
     build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # README, "From C++", builds it
 
-torch.export takes the model down to a graph of ops, ours among them, for any batch and any length; AOTInductor
-compiles the graph for this machine's CPU, or for its GPU if there is one, into a package. Then the package is
-loaded and compared with the model, and writes three texts, the same as the C++ program does.
+torch.export makes a graph of ops of the model, ours among them, for any batch and any length; AOTInductor
+compiles it for the GPU if there is one, else for the CPU, into a package. Then the package is loaded and
+compared with the model, and writes three texts, which the C++ program writes too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def largest_difference(exported: Model, model: CharLM, vocabulary: str) -> float
 
 
 def write(model: Model, prompt: Tensor, hx: State, vocabulary: str) -> tuple[list[str], float]:
-    """Texts that go on from the prompt, and bits a character by which their characters surprised the model."""
+    """Texts that go on from the prompt, and how little the model expected them, in bits/char."""
     # The prompt as a sequence of a batch of one; then steps of a batch of texts.
     logits, (h, c) = model(prompt[:, None], hx)
     logits, h, c = (x.expand(-1, TEXTS, -1).contiguous() for x in (logits, h, c))
