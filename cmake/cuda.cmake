@@ -13,7 +13,7 @@ include(${PROJECT_BINARY_DIR}/toolchain.cmake)
 
 # For CMake's own trial of the compiler: nvcc looks in lib64, PyPI's libraries are in lib.
 get_filename_component(toolkit ${CMAKE_CUDA_COMPILER}/../.. REALPATH)
-set(ENV{LIBRARY_PATH} ${toolkit}/lib)
+set(ENV{LIBRARY_PATH} ${toolkit}/lib:$ENV{LIBRARY_PATH})
 enable_language(CUDA)
 
 target_sources(lltm_ext PRIVATE ${kernels})

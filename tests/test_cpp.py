@@ -108,6 +108,12 @@ def test_a_missing_compiler_is_named_with_the_command_that_mends_it(
 
 
 @pytest.mark.packaging
+def test_a_missing_torch_is_named_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    said = configure(ROOT, tmp_path / "build", "-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON", fails=True)
+    assert "lltm_ext: there is no torch in CMAKE_PREFIX_PATH. Run: cmake -B " in " ".join(said.split())
+
+
+@pytest.mark.packaging
 def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
     (tmp_path / "TorchConfig.cmake").write_text(
         "add_library(torch SHARED IMPORTED)\nset_target_properties(torch PROPERTIES CXX_STANDARD 17)\n"
