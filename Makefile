@@ -27,7 +27,7 @@ wheel: $(WHEEL)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
-	find src -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
+	find src include examples/cpp -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
 
 $(TOOLS): pyproject.toml
 	@echo "== .venv: torch, the CUDA compiler and tools (the first time: some 3 GB to download)"

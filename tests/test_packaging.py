@@ -696,11 +696,21 @@ class TestSdist:
         with tarfile.open(sdist) as archive:
             names = {member.name.partition("/")[2] for member in archive if member.isfile()}
         kept = {
-            file for folder in ("src", "tools", "tests") for file in (target.checkout / folder).rglob("*.*")
+            file
+            for folder in ("src", "include", "cmake", "tools", "tests", "examples")
+            for file in (target.checkout / folder).rglob("*.*")
         }
         kept |= set((target.checkout / "lltm_ext").rglob("*.py"))
         wanted = {str(file.relative_to(target.checkout)) for file in kept if file.suffix != ".pyc"}
-        wanted |= {"pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md", "lltm_ext/py.typed"}
+        wanted |= {
+            "pyproject.toml",
+            "setup.py",
+            "CMakeLists.txt",
+            "MANIFEST.in",
+            "LICENSE",
+            "README.md",
+            "lltm_ext/py.typed",
+        }
         assert wanted - names == set()
         built = {name for name in names if name.endswith((".so", ".o", ".json")) or name.startswith("build/")}
         assert built == set()

@@ -11,15 +11,14 @@
 #pragma once
 
 #include <ATen/native/Resize.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 
 #include "common/checks.h"
 #include "common/elementwise.h"
 #include "common/library.h"
+#include "common/python.h"
 
 namespace lltm_ext {
 
@@ -147,12 +146,14 @@ struct UnaryOps {
     implement_autograd(m, out_name.c_str(), out_autograd);
   }
 
+#ifdef TORCH_EXTENSION_NAME
   // call_<name>: the dispatcher's op for who calls it from Python, in half of the host's time that
   // torch.ops takes.
   static void bind_call(py::module_& m) {
     m.def((std::string("call_") + Op::kName).c_str(), torch::wrap_pybind_function_no_gil(call),
           py::arg("input"));
   }
+#endif
 
  private:
   // A parameter without default may not come after one that has it.
@@ -201,6 +202,7 @@ struct ActivationOps : UnaryOps<Op> {
     implement_autograd(m, Op::kBackwardName, backward_autograd);
   }
 
+#ifdef TORCH_EXTENSION_NAME
   static at::Tensor raw_forward(const at::Tensor& input) {
     CHECK_INPUT(Op::kRawForward, input);
     return UnaryOps<Op>::forward(input);
@@ -216,6 +218,7 @@ struct ActivationOps : UnaryOps<Op> {
           py::arg("output"));
     UnaryOps<Op>::bind_call(m);
   }
+#endif
 };
 
 // What an op whose backward is <name>_backward of its output keeps and does.

@@ -6,14 +6,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/result_type.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/library.h"
+#include "common/python.h"
 #include "elementwise/compiler.h"
 #include "elementwise/kernels.h"
 
@@ -266,6 +265,7 @@ Tensors elementwise_backward_autograd(const at::Tensor& grad_output, at::TensorL
   return call_backward(grad_output, used, scalars, text, wanted);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 // ---- Raw bindings
 
 // The dispatcher's op for who calls it from Python, in half of the host's time that torch.ops takes.
@@ -288,6 +288,7 @@ py::bytes compiled(const std::string& text, at::ScalarType type, const std::stri
   }
   return py::bytes(binary);
 }
+#endif
 
 }  // namespace
 
@@ -304,6 +305,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autograd(m, "elementwise_backward", elementwise_backward_autograd);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("call", torch::wrap_pybind_function_no_gil(call_elementwise), py::arg("inputs"), py::arg("scalars"),
         py::arg("program"));
@@ -313,5 +315,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("architecture"), py::arg("wanted") = std::vector<int64_t>());
   m.def("compilations", compilations);
 }
+#endif
 
 }  // namespace lltm_ext

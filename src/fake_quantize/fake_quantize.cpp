@@ -9,8 +9,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <tuple>
 
@@ -18,6 +16,7 @@
 #include "common/differentiable.h"
 #include "common/dispatch.h"
 #include "common/library.h"
+#include "common/python.h"
 
 namespace lltm_ext {
 namespace {
@@ -441,6 +440,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autograd(m, "fake_quantize_mask_backward", mask_backward_autograd);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 namespace {
 
 std::tuple<at::Tensor, at::Tensor> raw_forward(const at::Tensor& input, const at::Tensor& scale,
@@ -475,5 +475,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("quant_min"), py::arg("quant_max"), py::arg("axis") = py::none(),
         py::arg("grad_factor") = 1.0);
 }
+#endif
 
 }  // namespace lltm_ext

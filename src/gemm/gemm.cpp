@@ -12,8 +12,6 @@
 #include <ATen/ops/transpose.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
 #include <numeric>
@@ -25,6 +23,7 @@
 #include "common/checks.h"
 #include "common/elementwise.h"
 #include "common/library.h"
+#include "common/python.h"
 #include "common/vec.cuh"
 #include "gemm/gemm_activation.h"
 
@@ -540,6 +539,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autocast(m, "gemm", forward_autocast);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gemm",
         torch::wrap_pybind_function_no_gil([](const at::Tensor& c, const at::Tensor& a, const at::Tensor& b) {
@@ -577,5 +577,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             }),
         py::arg("grad_c"), py::arg("a"), py::arg("b"));
 }
+#endif
 
 }  // namespace lltm_ext

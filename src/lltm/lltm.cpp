@@ -9,9 +9,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
+#include "common/python.h"
 #include "lltm/lltm_step.h"
 
 namespace lltm_ext {
@@ -325,6 +324,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autocast(m, "lltm_cell", cell_autocast);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", torch::wrap_pybind_function_no_gil(raw_forward), py::arg("input"), py::arg("weights"),
         py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
@@ -332,5 +332,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("new_cell"), py::arg("input_gate"), py::arg("output_gate"), py::arg("candidate_cell"),
         py::arg("X"), py::arg("gate_weights"), py::arg("weights"));
 }
+#endif
 
 }  // namespace lltm_ext

@@ -2,8 +2,8 @@
 // lstm_backward and lstm_algorithm.
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tanh.h>
-#include <torch/csrc/utils/pybind.h>
 
+#include "common/python.h"
 #include "common/recurrence/sequence.h"
 #include "lstm/lstm_cell.h"
 
@@ -25,7 +25,9 @@ struct Lstm {
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { SequenceOps<Lstm>::define(m); }
 
+#ifdef TORCH_EXTENSION_NAME
 // No raw bindings: an LSTM of one step is torch.nn.LSTMCell.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}
+#endif
 
 }  // namespace lltm_ext

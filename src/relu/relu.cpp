@@ -34,6 +34,8 @@ struct ReluOp : FromOutput<ReluOp> {
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { ActivationOps<ReluOp>::define(m); }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { ActivationOps<ReluOp>::bind(m); }
+#endif
 
 }  // namespace lltm_ext

@@ -152,6 +152,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autograd(m, "binarize_backward", binarize_backward_autograd);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   RoundOps::bind_call(m);
   UnaryOps<FloorOp>::bind_call(m);
@@ -173,5 +174,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         }),
         py::arg("input"), py::arg("threshold") = 0.5);
 }
+#endif
 
 }  // namespace lltm_ext

@@ -33,6 +33,8 @@ struct SigmoidOp : FromOutput<SigmoidOp> {
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { ActivationOps<SigmoidOp>::define(m); }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { ActivationOps<SigmoidOp>::bind(m); }
+#endif
 
 }  // namespace lltm_ext

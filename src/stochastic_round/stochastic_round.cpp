@@ -4,14 +4,13 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
 
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/library.h"
+#include "common/python.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -120,6 +119,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autograd(m, "stochastic_round", forward_autograd);
 }
 
+#ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward",
         torch::wrap_pybind_function_no_gil(
@@ -136,5 +136,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         }),
         py::arg("grad_output"));
 }
+#endif
 
 }  // namespace lltm_ext

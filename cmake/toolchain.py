@@ -1,0 +1,60 @@
+"""Prints as CMake variables what setup.py compiles CUDA with; cuda.cmake runs it.
+
+    python cmake/toolchain.py <folder of torch> <CMAKE_CUDA_COMPILER> <CMAKE_CUDA_ARCHITECTURES>
+
+The last two are what the user chose, or empty.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lltm_ext"))
+import _toolchain
+
+
+def torch_cuda(folder: Path) -> str:
+    """The CUDA version that the torch in `folder` was built with: '13.0'."""
+    if (folder / "version.py").is_file():  # a Python package
+        return runpy.run_path(str(folder / "version.py"))["cuda"]
+    cu = re.search(r"\+cu(\d+)(\d)", (folder / "build-version").read_text())  # a libtorch archive
+    assert cu, f"{folder} names no CUDA version"
+    return f"{cu[1]}.{cu[2]}"
+
+
+def to_torch(listed: str) -> str:
+    """'9.0+PTX' of CMake's '90', '9.0' of '90-real'; what is neither ('native') stays as it is."""
+    found = re.fullmatch(r"(\d+)(\d[af]?)(-real)?", listed)
+    return f"{found[1]}.{found[2]}" + ("" if found[3] else "+PTX") if found else listed
+
+
+def to_cmake(listed: str) -> str:
+    found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", listed)
+    return found[1] + found[2] + ("" if found[3] else "-real") if found else listed
+
+
+def main(folder: str, compiler: str, chosen: str) -> None:
+    site_packages = str(Path(folder).parent)  # where PyPI's compiler lies, if torch is PyPI's
+    nvcc = (
+        Path(compiler)
+        if compiler
+        else _toolchain.find_cuda(torch_cuda(Path(folder)), sys_path=[site_packages, *sys.path]).nvcc
+    )
+    architectures = (
+        [to_torch(listed) for listed in chosen.split(";")] if chosen else _toolchain.architectures(nvcc)
+    )
+    compiled = dict.fromkeys(map(to_cmake, _toolchain.compiled_for(architectures)))
+    # Into the cache: what was chosen stays when CMake runs again.
+    print(f'set(CMAKE_CUDA_COMPILER "{nvcc}" CACHE FILEPATH "" FORCE)')
+    print(f'set(CMAKE_CUDA_ARCHITECTURES "{";".join(compiled)}" CACHE STRING "" FORCE)')
+    print(f'set(smallest_code "{";".join(_toolchain.smallest_code(nvcc))}")')
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except _toolchain.ToolchainError as error:
+        raise SystemExit(f"lltm_ext: {error}") from error

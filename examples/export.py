@@ -1,0 +1,105 @@
+"""Export a model that examples/char_lm.py has trained, for programs without its code, or without Python.
+
+    python examples/char_lm.py                # makes build/char_lm/char_lm.pt
+    python examples/export.py                 # makes build/char_lm/char_lm.pt2
+    build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # README, "From C++", builds it
+
+torch.export makes a graph of ops of the model, ours among them, for any batch and any length; AOTInductor
+compiles it for the GPU if there is one, else for the CPU, into a package. Then the package is loaded and
+compared with the model, and writes three texts, which the C++ program writes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from char_lm import CharLM, encode
+from torch import Tensor
+from torch.export import Dim
+
+State = tuple[Tensor, Tensor]
+Model = Callable[[Tensor, State], tuple[Tensor, State]]
+
+TEXTS, LENGTH = 3, 120  # as in cpp/run_exported.cpp
+TOLERANCE = 1e-4
+
+
+def state(model: CharLM, batch: int) -> State:
+    """The state before the first character."""
+    zeros = torch.zeros(1, batch, model.lltm.hidden_size, device=model.head.weight.device)
+    return zeros, zeros
+
+
+def package(model: CharLM, vocabulary: str, path: Path) -> None:
+    device = model.head.weight.device
+    length, batch = Dim("length"), Dim("batch")
+    program = torch.export.export(
+        model,
+        (torch.zeros(5, 2, dtype=torch.int64, device=device), state(model, 2)),
+        dynamic_shapes=({0: length, 1: batch}, ({1: batch}, {1: batch})),
+    )
+    # What a program must know of the model goes along in the package.
+    metadata = {"vocabulary": vocabulary, "hidden_size": str(model.lltm.hidden_size)}
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata}
+    )
+
+
+def largest_difference(exported: Model, model: CharLM, vocabulary: str) -> float:
+    """Between the logits of the two, at several lengths and batches."""
+    device, differences = model.head.weight.device, []
+    for length, batch in ((1, 1), (1, 8), (100, 1), (33, 17)):
+        characters = torch.randint(len(vocabulary), (length, batch), device=device)
+        hx = state(model, batch)
+        differences.append((exported(characters, hx)[0] - model(characters, hx)[0]).abs().max().item())
+    return max(differences)
+
+
+def write(model: Model, prompt: Tensor, hx: State, vocabulary: str) -> tuple[list[str], float]:
+    """Texts that go on from the prompt, and how little the model expected them, in bits/char."""
+    # The prompt as a sequence of a batch of one; then steps of a batch of texts.
+    logits, (h, c) = model(prompt[:, None], hx)
+    logits, h, c = (x.expand(-1, TEXTS, -1).contiguous() for x in (logits, h, c))
+    texts = ["".join(vocabulary[i] for i in prompt)] * TEXTS
+    torch.manual_seed(0)
+    bits = 0.0
+    for _ in range(LENGTH):
+        probabilities = logits[-1].double().cpu().softmax(-1)
+        chosen = probabilities.multinomial(1)
+        bits -= probabilities.gather(1, chosen).log2().sum().item()
+        texts = [text + vocabulary[i] for text, i in zip(texts, chosen, strict=True)]
+        logits, (h, c) = model(chosen.view(1, TEXTS).to(prompt.device), (h, c))
+    return texts, bits / (TEXTS * LENGTH)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/char_lm/char_lm.pt"), metavar="FILE")
+    parser.add_argument("--prompt", default="The ", help="what the texts begin with")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if not args.checkpoint.is_file():
+        parser.error(f"there is no {args.checkpoint}. Run: python examples/char_lm.py")
+    saved = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
+    vocabulary = saved["vocabulary"]
+    model = CharLM(len(vocabulary), saved["hidden_size"]).to(args.device).eval().requires_grad_(False)
+    model.load_state_dict(saved["state_dict"])
+
+    path = args.checkpoint.with_suffix(".pt2")
+    package(model, vocabulary, path)
+    exported = torch._inductor.aoti_load_package(str(path))
+    prompt = encode(args.prompt, vocabulary).to(args.device)
+    texts, bits = write(exported, prompt, state(model, 1), vocabulary)
+    print(*(f"{text}\n----" for text in texts), f"{bits:.6f} bits/char", sep="\n")
+
+    difference = largest_difference(exported, model, vocabulary)
+    print(f"package:     {path}, for {args.device}")
+    print(f"logits:      differ from the model's by at most {difference:.1g} (tolerance {TOLERANCE:g})")
+    return 0 if difference <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,236 @@
+"""The ways in without our Python package: the C++ library that CMake builds, and exported models."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import lltm_ext
+from lltm_ext import _toolchain
+from lltm_ext.lltm import lltm_reference
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = Path(torch.__file__).parent
+
+
+def run(*command: str | Path, cwd: Path, fails: bool = False, **variables: str) -> str:
+    """What a command prints that sees no GPU and none of the variables that steer a build."""
+    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONSAFEPATH"}
+    env = {name: value for name, value in os.environ.items() if name not in steering}
+    env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+    env |= {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": str(cwd / "inductor")} | variables
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
+    said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert (done.returncode != 0) == fails, said
+    return done.stdout + done.stderr if fails else done.stdout
+
+
+def configure(source: Path, build: Path, *options: str, fails: bool = False) -> str:
+    options = ("-DCMAKE_CXX_FLAGS_RELEASE=-O1", "-DCMAKE_BUILD_TYPE=Release", *options)
+    return run("cmake", "-G", "Ninja", "-S", source, "-B", build, *options, cwd=build.parent, fails=fails)
+
+
+def build(folder: Path) -> None:
+    run("cmake", "--build", folder, "-j", str(_toolchain.jobs()), cwd=folder)
+
+
+# ---- the choice of a compiler ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toolchain() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cmake_toolchain", ROOT / "cmake/toolchain.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path) -> Path:
+    """One that knows 7.5, 9.0 and 12.0."""
+    file = tmp_path / "nvcc"
+    known = "compute_75 compute_90 compute_120"
+    file.write_text(f'#!/bin/sh\n[ "$1" != --list-gpu-arch ] || echo {known}\n')
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("listed", "chosen", "compiled"),
+    [
+        ("", "", "75-real;90a-real;120"),
+        ("9.0", "", "90a-real"),
+        ("8.6;9.0+PTX", "", "86-real;90a-real;90"),
+        ("8.6", "90", "90a-real;90"),  # CMake's variable comes first
+        ("", "80-real;90-real", "80-real;90a-real"),
+        ("", "90a-real;90", "90a-real;90"),  # what CMake is given when it runs again
+        ("", "native", "native"),
+    ],
+)
+def test_code_for_9_0_is_compiled_as_9_0a(
+    toolchain: ModuleType,
+    nvcc: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    listed: str,
+    chosen: str,
+    compiled: str,
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    toolchain.main(str(TORCH), str(nvcc), chosen)
+    printed = capsys.readouterr().out
+    assert f'set(CMAKE_CUDA_ARCHITECTURES "{compiled}" ' in printed
+    assert f'set(CMAKE_CUDA_COMPILER "{nvcc}" ' in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("version.py", "cuda = '99.0'\n"), ("build-version", "9.9.0+cu990\n")]
+)
+def test_a_missing_compiler_is_named_with_the_command_that_mends_it(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    """In a torch of PyPI and in a libtorch, of a CUDA that there is no compiler of."""
+    (tmp_path / file).write_text(content)
+    said = run(sys.executable, ROOT / "cmake/toolchain.py", tmp_path, "", "", cwd=tmp_path, fails=True)
+    assert said.startswith("lltm_ext: torch is built with CUDA 99.0, but ")
+    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"' in said
+
+
+@pytest.mark.packaging
+def test_a_missing_torch_is_named_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    said = configure(ROOT, tmp_path / "build", "-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON", fails=True)
+    assert "lltm_ext: there is no torch in CMAKE_PREFIX_PATH. Run: cmake -B " in " ".join(said.split())
+
+
+@pytest.mark.packaging
+def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "TorchConfig.cmake").write_text(
+        "add_library(torch SHARED IMPORTED)\nset_target_properties(torch PROPERTIES CXX_STANDARD 17)\n"
+    )
+    said = configure(ROOT, tmp_path / "build", f"-DTorch_DIR={tmp_path}", "-DLLTM_EXT_CUDA=ON", fails=True)
+    assert "LLTM_EXT_CUDA=ON asks for CUDA kernels" in said
+
+
+# ---- the library -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library for the CPU alone, as `cmake --install` leaves it."""
+    folder = tmp_path_factory.mktemp("cpp")
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF")
+    build(folder / "build")
+    run("cmake", "--install", folder / "build", "--prefix", folder / "installed", cwd=folder)
+    shutil.rmtree(folder / "build")  # from here on only what was installed
+    return folder / "installed"
+
+
+@pytest.fixture(scope="module")
+def library(installed: Path) -> Path:
+    (found,) = installed.glob("lib*/liblltm_ext.so")
+    return found
+
+
+@pytest.fixture(scope="module")
+def examples(installed: Path) -> Path:
+    """The programs of examples/cpp, built against the installed library, which knows where torch is."""
+    folder = installed.parent / "examples"
+    configure(ROOT / "examples/cpp", folder, f"-DCMAKE_PREFIX_PATH={installed}")
+    build(folder)
+    return folder
+
+
+@pytest.mark.packaging
+class TestLibrary:
+    def test_it_has_nothing_of_python(self, library: Path, tmp_path: Path) -> None:
+        wanted = run("nm", "--dynamic", "--undefined-only", library, cwd=tmp_path)
+        assert re.findall(r" (_?Py\w+)", wanted) == []
+        assert (
+            "python" not in run("readelf", "--dynamic", "--wide", library, cwd=tmp_path).split("RUNPATH")[0]
+        )
+
+    def test_it_has_the_ops_of_the_package(self, library: Path, tmp_path: Path) -> None:
+        show = "print(*sorted(op for op in torch._C._dispatch_get_all_op_names() if 'lltm_ext' in op))"
+        load = f"torch.ops.load_library({str(library)!r})"
+        package = run(sys.executable, "-c", f"import torch, lltm_ext; {show}", cwd=tmp_path)
+        assert run(sys.executable, "-c", f"import torch; {load}; {show}", cwd=tmp_path) == package
+        assert "lltm_ext::lltm_backward" in package
+
+    def test_python_loads_it_without_the_package(self, library: Path, tmp_path: Path) -> None:
+        """As in the tutorial: torch.ops.load_library, then values and gradients as those of the reference."""
+        inputs = [torch.randn(shape) for shape in ((7, 3, 5), (3, 4), (3, 4), (12, 5), (12, 4), (12,))]
+        torch.save(inputs, tmp_path / "inputs.pt")
+        code = f"""
+import sys, torch
+torch.ops.load_library({str(library)!r})
+inputs = [x.requires_grad_() for x in torch.load("inputs.pt")]
+outputs = torch.ops.lltm_ext.lltm(*inputs)
+sum(y.square().sum() for y in outputs).backward()
+assert "lltm_ext" not in sys.modules
+torch.save([*(y.detach() for y in outputs), *(x.grad for x in inputs)], "outputs.pt")
+"""
+        run(sys.executable, "-c", code, cwd=tmp_path)
+        for x in inputs:
+            x.requires_grad_()
+        input, h0, c0, *weights = inputs
+        output, (h_n, c_n) = lltm_reference(input, (h0, c0), *weights)
+        sum(y.square().sum() for y in (output, h_n, c_n)).backward()
+        expected = [output, h_n, c_n, *(x.grad for x in inputs)]
+        torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), [x.detach() for x in expected])
+
+    def test_a_program_trains_with_it(self, examples: Path) -> None:
+        printed = run(examples / "train", cwd=examples)
+        assert printed.startswith(f"lltm_ext {lltm_ext.__version__.split('+')[0]} on cpu\n")
+        loss, first = map(float, re.findall(r"loss ([\d.e-]+), at first ([\d.e-]+)", printed)[0])
+        assert loss < first / 4
+
+    def test_another_torch_is_refused(self, installed: Path, tmp_path: Path) -> None:
+        shutil.copytree(installed, tmp_path / "installed")
+        (config,) = (tmp_path / "installed").glob("lib*/cmake/lltm_ext/lltm_ext-config.cmake")
+        release = torch.__version__.split("+")[0]
+        config.write_text(config.read_text().replace(f'"{release}"', '"1.2.3"').replace(release, "1.2.3"))
+        prefix = f"-DCMAKE_PREFIX_PATH={tmp_path / 'installed'};{torch.utils.cmake_prefix_path}"
+        said = configure(ROOT / "examples/cpp", tmp_path / "build", prefix, fails=True)
+        assert f"was built for torch 1.2.3; {TORCH}" in " ".join(said.split())
+
+
+# ---- exported models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.packaging
+def test_an_exported_model_writes_the_same_from_python_and_from_a_program(
+    examples: Path, tmp_path: Path
+) -> None:
+    vocabulary = "\nabcdefghijklmnopqrstuvwxyz é€"  # some of one byte in UTF-8, some of two, one of three
+    spec = importlib.util.spec_from_file_location("char_lm", ROOT / "examples/char_lm.py")
+    assert spec is not None and spec.loader is not None
+    char_lm = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(char_lm)
+    model = char_lm.CharLM(len(vocabulary), 24)
+    saved = {"state_dict": model.state_dict(), "vocabulary": vocabulary, "hidden_size": 24}
+    torch.save(saved, tmp_path / "model.pt")
+
+    export = (sys.executable, ROOT / "examples/export.py", "--checkpoint", "model.pt", "--device", "cpu")
+    from_python = run(*export, "--prompt", "é€a ", cwd=tmp_path)
+    texts, bits = re.findall(r"(.*?----\n)(\d+\.\d+) bits/char", from_python, re.DOTALL)[0]
+    assert len(texts) > 3 * 120
+    assert "differ from the model's by at most" in from_python
+
+    from_program = run(examples / "run_exported", "model.pt2", "é€a ", cwd=tmp_path)
+    assert from_program.startswith(texts)
+    assert float(from_program.removeprefix(texts).split()[0]) == pytest.approx(float(bits), abs=1e-5)
+
+    said = run(examples / "run_exported", "model.pt2", "a?", cwd=tmp_path, fails=True)
+    assert "the model does not know '?'" in said
