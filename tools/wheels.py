@@ -4,8 +4,8 @@
     python tools/wheels.py publish wheelhouse         index, SBOMs, checksums
     python tools/wheels.py compare one.whl other.whl  what differs in two builds of one source
 
-A wheel is built from the sdist, in an environment of its own with that Python and torch. It is kept only if it
-passes tools/check_wheel.py and, in a second environment of what pip installs with it alone, the CPU tests.
+A wheel is built from the sdist, in an environment of its own with that Python and torch. It is kept only if
+it passes tools/check_wheel.py and, in a second environment of what pip installs with it, the CPU tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The first time that a zip file can hold: the same source gives the same bytes, whenever it is built.
 EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 
-# They come with the torch that the wheel requires. So does OpenMP, of which two would be two pools of threads.
+# They come with the torch that the wheel requires. So does OpenMP: two of it would be two pools of threads.
 OF_TORCH = ("libc10*", "libtorch*", "libgomp*", "libcu*", "libnv*")
 
 
@@ -60,7 +60,7 @@ class Recipe(NamedTuple):
         return cls(*found.groups())
 
     def interpreter(self) -> str:
-        """pythonX.Y of PATH. It has to run: version managers have a command for versions that are not active."""
+        """pythonX.Y of PATH. It has to run: a version manager's may only say that this version is off."""
         found = shutil.which(f"python{self.python}")
         asked = [found or "", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         if found and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == self.python:
@@ -171,7 +171,7 @@ def html_page(title: str, links: Sequence[str]) -> str:
 
 def bill_of_materials(wheel: Path) -> str:
     """CycloneDX: the wheel, the torch that it requires and does not hold, and what compiled it."""
-    from cyclonedx.model import HashType
+    from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.model.component import Component, ComponentScope, ComponentType
     from cyclonedx.model.license import DisjunctiveLicense
@@ -191,7 +191,7 @@ def bill_of_materials(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         record = json.loads(archive.read("lltm_ext/_build_record.json"))
     licence = DisjunctiveLicense(id=metadata(wheel)["License-Expression"])
-    hashes = [HashType.from_composite_str(f"sha256:{digest}")]
+    hashes = [HashType(alg=HashAlgorithm.SHA_256, content=digest)]
     whole = of_pypi("lltm-ext", record["version"], licenses=[licence], hashes=hashes)
     torch = of_pypi("torch", record["torch"], scope=ComponentScope.REQUIRED)
     compilers = [
