@@ -75,7 +75,8 @@ class Recipe(NamedTuple):
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     print("+", shlex.join(map(str, command)), flush=True)
     env = os.environ | {"SOURCE_DATE_EPOCH": EPOCH} | variables
-    subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True)
+    # A zip file holds the files' permissions, which are to be the same whoever builds.
+    subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, umask=0o022)
 
 
 def environment(interpreter: str, folder: Path) -> Path:
