@@ -303,7 +303,7 @@ def test_wheels_that_differ_are_told_apart_file_by_file(tmp_path: Path) -> None:
 
 @pytest.mark.packaging
 def test_two_builds_in_different_places_are_one_wheel(tmp_path: Path) -> None:
-    """A module with kernels, if this torch has CUDA. The folder, the time and the place of torch are others."""
+    """A module with kernels, if this torch has CUDA. Folder, time and place of torch are others."""
     built = [build_small(tmp_path / "one"), build_small(tmp_path / "another/and/a/longer/way")]
     assert wheels.differences(*built) == []
 
