@@ -176,6 +176,7 @@ def test_an_index_lists_its_project_and_forgets_wheels_that_are_gone(house: Path
     wheels.publish(house)
     pages = sorted(str(page.relative_to(house)) for page in house.glob("index/*/*/lltm-ext"))
     assert pages == ["index/cu128/torch2.11/lltm-ext", "index/cu130/torch2.11/lltm-ext"]
+    assert not list(house.glob("*cu132*"))
 
 
 # ---- what stands beside the wheels -------------------------------------------------------------------------

@@ -129,6 +129,8 @@ def publish(house: Path) -> None:
     if not wheels:
         raise WheelError(f"{house} has no wheel")
     write_index(house, wheels)
+    for bill in house.glob("*.cdx.json"):
+        bill.unlink()
     for wheel in wheels:
         wheel.with_name(f"{wheel.name}.cdx.json").write_text(bill_of_materials(wheel) + "\n")
     files = [*house.glob("*.tar.gz"), *wheels, *house.glob("*.cdx.json")]
