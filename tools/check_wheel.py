@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 def problems(wheel: Path) -> list[str]:
     """What is wrong with the wheel; an empty list if nothing is."""
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+        names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel lists folders
         metadata_file = next(name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(metadata_file))
         if "lltm_ext/_build_record.json" not in names:
