@@ -1,6 +1,7 @@
 """More than 2^31 elements: offsets are 64-bit throughout. Needs a GPU with memory enough."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -41,6 +42,18 @@ def test_elementwise(function, n, memory):
         expected = function(part)
         assert torch.equal(y[piece], expected)
         assert torch.equal(gradient[piece], torch.autograd.grad(expected, part, grad_output[piece])[0])
+
+
+@pytest.mark.parametrize("shape", [(2**17 + 3, 2**15 + 1), (3, 2**31 + 5)], ids=["rows", "three rows"])
+def test_elementwise_of_a_broadcast_operand(shape, memory):
+    memory(5 * math.prod(shape) / GIB)
+    torch.manual_seed(0)
+    rows = shape[0]
+    x = torch.randn(rows, 1, dtype=torch.float16, device="cuda").expand(shape)
+    out = torch.empty(shape, dtype=torch.float16, device="cuda")
+    lltm_ext.sigmoid(x, out=out)
+    for row in (0, rows // 2, rows - 1):
+        assert (out[row] == lltm_ext.sigmoid(x[row, :1])).all()
 
 
 def test_elementwise_at_an_odd_place_in_memory(memory):

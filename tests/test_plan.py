@@ -18,7 +18,7 @@ ASK = """
 
 using namespace lltm_ext;
 
-// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,steps_in_kernels,
+// Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
 // algorithm,chunks: a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
@@ -31,8 +31,9 @@ int main(int count, char** questions) {
     const Chip chip = {n[6], n[7], n[8] != 0};
     const Plan plan = plan_recurrence(problem, chip, static_cast<Algorithm>(n[9]), has_room);
     const GridShape& grid = plan.grid;
-    std::printf("%s|%d|%d|%d|%s|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members, grid.groups,
-                grid.rows, plan.why_not.c_str(), plan.step.rows, plan.step.parts);
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members,
+                grid.groups, grid.rows, plan.why_not.c_str(), plan.variant.on_hopper_only, plan.step.rows,
+                plan.step.parts);
   }
 }
 """
@@ -69,6 +70,7 @@ class Answer(NamedTuple):
     groups: int
     rows: int
     why_not: str
+    on_hopper_only: bool  # whether the kernel is
     step: tuple[int, int]  # rows and parts
 
 
@@ -80,8 +82,9 @@ def question(
 
 
 def answer(line):
-    algorithm, members, groups, rows, why_not, *step = line.split("|")
-    return Answer(algorithm, int(members), int(groups), int(rows), why_not, tuple(map(int, step)))
+    algorithm, members, groups, rows, why_not, hopper, *step = line.split("|")
+    sizes = int(members), int(groups), int(rows)
+    return Answer(algorithm, *sizes, why_not, bool(int(hopper)), tuple(map(int, step)))
 
 
 def problems(**more):
@@ -127,6 +130,13 @@ def test_asked_for_by_its_name_a_plan_is_the_same(plan, chip):
     named = plan(*({**problem, "algorithm": name} for problem, (name, *_) in zip(asked, chosen, strict=True)))
     assert [name for name, *_ in chosen] == [name for name, *_ in named]
     assert {name for name, *_ in chosen} == {"stepwise", "grid"} | ({"cluster"} if chip == H200 else set())
+
+
+def test_only_hopper_takes_what_is_compiled_for_it_only(plan):
+    newer = (100, 148, False)
+    others = [problem for chip in (A100, L4, newer) for problem in problems(chip=chip)]
+    assert not any(found.on_hopper_only for found in plan(*others))
+    assert any(found.on_hopper_only for found in plan(*problems()))
 
 
 def test_what_no_kernel_takes_is_stepwise(plan):

@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-LIMIT = 25 * 2**19
+LIMIT = 10 * 2**20
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 

@@ -16,11 +16,34 @@ __global__ void __launch_bounds__(kElementwiseThreads)
   elementwise_flat<V>(f, in, out, head, n);
 }
 
-template <typename Index, class F, typename T, int K>
+template <class F, typename T, int K>
 __global__ void __launch_bounds__(kElementwiseThreads)
     elementwise_strided_kernel(const F f, const Pointers<const T, K> in, const Pointers<T, 1> out,
                                const __grid_constant__ Strides<K + 1> strides, int64_t n) {
-  elementwise_strided<Index>(f, in, out, strides, n);
+  elementwise_strided<uint32_t>(f, in, out, strides, n);
+}
+
+template <class F, typename T, int K>
+cudaError_t launch_strided(const F& f, Pointers<const T, K> in, Pointers<T, 1> out,
+                           const Strides<K + 1>& strides, int64_t n, cudaStream_t stream) {
+  if (n <= UINT32_MAX) {
+    elementwise_strided_kernel<<<elementwise_blocks(n), kElementwiseThreads, 0, stream>>>(f, in, out, strides,
+                                                                                          n);
+    return cudaGetLastError();
+  }
+  // The kernel divides in 32 bits, so that a larger call goes in halves of its largest dimension.
+  const int d =
+      static_cast<int>(std::max_element(strides.sizes, strides.sizes + strides.dims) - strides.sizes);
+  const int64_t size = strides.sizes[d], others = n / size;
+  Strides<K + 1> part = strides;
+  for (const int64_t of_part : {size / 2, size - size / 2}) {
+    part.sizes[d] = of_part;
+    const cudaError_t error = launch_strided(f, in, out, part, others * of_part, stream);
+    if (error != cudaSuccess) return error;
+    out.at[0] += of_part * strides.of[0][d];
+    for (int k = 0; k < K; ++k) in.at[k] += of_part * strides.of[k + 1][d];
+  }
+  return cudaSuccess;
 }
 
 template <template <typename> class F, typename T, int K>
@@ -28,16 +51,7 @@ cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call,
   Pointers<const T, K> in;
   for (int k = 0; k < K; ++k) in.at[k] = static_cast<const T*>(call.inputs[k]);
   const Pointers<T, 1> out = {{static_cast<T*>(call.outputs[0])}};
-  if (call.strides) {
-    if (call.n <= UINT32_MAX) {
-      elementwise_strided_kernel<uint32_t>
-          <<<elementwise_blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
-    } else {
-      elementwise_strided_kernel<uint64_t>
-          <<<elementwise_blocks(call.n), kElementwiseThreads, 0, stream>>>(f, in, out, *call.strides, call.n);
-    }
-    return cudaGetLastError();
-  }
+  if (call.strides) return launch_strided(f, in, out, *call.strides, call.n, stream);
   constexpr int V = kVecWidth<T>;
   const void* pointers[K + 1] = {out.at[0]};
   for (int k = 0; k < K; ++k) pointers[k + 1] = in.at[k];

@@ -17,3 +17,11 @@ using uintptr_t = unsigned long long;
 #else
 #define LLTM_HOST_DEVICE inline
 #endif
+
+// Whether code is compiled for Hopper, which gets forms of some kernels that other chips do without: each
+// took up to a megabyte for all of them, and Hopper is where it was measured what they gain.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kForHopper = true;
+#else
+constexpr bool kForHopper = false;
+#endif

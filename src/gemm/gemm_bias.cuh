@@ -30,13 +30,11 @@ struct BiasGrid {
   }
 };
 
-// Calls f with the functor of an activation that the compiler knows; on chips other than Hopper, for the
-// package's size, with one for all.
+// Calls f with the functor of an activation that the compiler knows; on chips other than Hopper with one for
+// all.
 template <typename T, class F>
 __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-  return f(GemmActivationBackward<T>{activation});
-#endif
+  if constexpr (!kForHopper) return f(GemmActivationBackward<T>{activation});
   switch (activation) {
     case Activation::kNone:
       return f(GemmActivationBackward<T>{Activation::kNone});
@@ -63,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
     gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
                               const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
   using Pack = Vec<T, V>;
-  constexpr int kRows = 4;  // of a thread at a time, all on their way before the first is waited for
+  constexpr int kRows = kForHopper ? 4 : 1;  // of a thread at a time, all on their way together
   const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
   const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
   const int64_t step = blockDim.y;

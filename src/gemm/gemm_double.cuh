@@ -1,4 +1,4 @@
-// The kernel for float64 on chips that multiply matrices of it (compute capability 8.0 on).
+// The kernel for float64 on chips that have a matrix unit for it.
 //
 // A block computes a BM x BN tile of c, each warp WM x WN of it, from a ring of asynchronously copied slices
 // of BK of K that keep the order of memory (K_MAJOR: k runs fastest). A warp multiplies 16 x 16 x 16 at a
@@ -100,24 +100,14 @@ struct DoubleSlice {
   }
 };
 
-#if __CUDA_ARCH__ < 800
-struct DoubleSums {
-  double data[4];
-};
-
-// For a build without code for the chip that it runs on: no more than correct.
-static __device__ __noinline__ DoubleSums multiply_add_double(DoubleSums c, double a0, double a8, double b) {
-  constexpr uint32_t kAll = 0xffffffffu;
-  const int row = threadIdx.x % 32 / 4 * 4, column = threadIdx.x % 4 * 8;  // their first lanes
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const double x[2] = {__shfl_sync(kAll, a0, row + k), __shfl_sync(kAll, a8, row + k)};
-    const double y[2] = {__shfl_sync(kAll, b, column + k), __shfl_sync(kAll, b, column + 4 + k)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c.data[i] += x[i / 2] * y[i % 2];
-  }
-  return c;
+// Whether a chip (8.0 is 80) multiplies float64 faster by its matrix unit than without it.
+constexpr bool has_double_unit(int capability) {
+  return capability == 80 || capability == 90 || capability == 100;
 }
+#ifdef __CUDA_ARCH__
+constexpr bool kForDoubleUnit = has_double_unit(__CUDA_ARCH__ / 10);
+#else
+constexpr bool kForDoubleUnit = false;
 #endif
 
 // c[16 x 8] += a[16 x 16] b[16 x 8], where b's columns are one half of a fragment's lines. With g = lane / 4
@@ -141,13 +131,6 @@ __device__ __forceinline__ void multiply_add(double (&c)[4], const DoubleFragmen
                    : "d"(a[i][j]), "d"(b[i][half]));
     }
   }
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const DoubleSums sums = multiply_add_double({c[0], c[1], c[2], c[3]}, a[i][0], a[i][1], b[i][half]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) c[j] = sums.data[j];
-  }
 #endif
 }
 
@@ -163,6 +146,10 @@ struct DoubleRing {
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
+  if constexpr (!kForDoubleUnit) {
+    __trap();  // launched on chips that have one
+    return;
+  }
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, WM = Tile::WM, WN = Tile::WN;
   constexpr int kStages = Tile::kStages, kRowBlocks = WM / 16, kColumnBlocks = WN / 16;
   using Ring = DoubleRing<Tile, A_K_MAJOR, B_K_MAJOR>;

@@ -195,106 +195,102 @@ __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shar
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS, typename T = typename Tile::T>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     gemm_ffma_kernel(const GemmArgs<T> args, const Tiles tiles, Access access_a, Access access_b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-  // Kernels of their own for certain accesses are Hopper's alone: for all chips they take a megabyte.
-  if constexpr (ACCESS_A != Access::kAtRunTime) __trap();
-  if constexpr (ACCESS_A == Access::kAtRunTime)
-#endif
-  {
-    constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
-    constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, for each group
-    constexpr int kEvery = kDepth / PARTS;
-    if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
-    if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    T* const shared = reinterpret_cast<T*>(shared_bytes);
+  if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
+    __trap();  // launched on Hopper alone
+    return;
+  }
+  constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
+  constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, for each group
+  constexpr int kEvery = kDepth / PARTS;
+  if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
+  if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  T* const shared = reinterpret_cast<T*>(shared_bytes);
 
-    // A warp is 4 threads down and 8 across, so that it reads few different vectors of both slices.
-    const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
-    const int warp = thread / 32, lane = thread % 32;
-    constexpr int kWarpsAcross = Tile::BN / TN / 8;
-    const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
-    const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
+  // A warp is 4 threads down and 8 across, so that it reads few different vectors of both slices.
+  const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
+  const int warp = thread / 32, lane = thread % 32;
+  constexpr int kWarpsAcross = Tile::BN / TN / 8;
+  const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
+  const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
-    // Kept in shared memory, because the registers are full while the tile is summed.
-    __shared__ TilePosition at;
-    if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
+  // Kept in shared memory, because the registers are full while the tile is summed.
+  __shared__ TilePosition at;
+  if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
+  __syncthreads();
+  Share<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
+  Share<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
+  const auto slice_b = [&](int stage) { return slice_a(stage) + BK * Tile::kPitchA; };
+  // Until the next slice to be multiplied has come for all, who also are done with the one before it.
+  const auto wait = [] {
+    copy_async_wait<kStages - 2>();
     __syncthreads();
-    Share<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
-    Share<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
-    const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
-    const auto slice_b = [&](int stage) { return slice_a(stage) + BK * Tile::kPitchA; };
-    // Until the next slice to be multiplied has come for all, who also are done with the one before it.
-    const auto wait = [] {
-      copy_async_wait<kStages - 2>();
-      __syncthreads();
-    };
+  };
 
-    // The first slice is the one that may be short.
-    const int64_t slices = (args.k + BK - 1) / BK;
+  // The first slice is the one that may be short.
+  const int64_t slices = (args.k + BK - 1) / BK;
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i < slices) {
-        if (i == 0) {
-          const int depth = static_cast<int>(args.k - (slices - 1) * BK);
-          a.copy_first(slice_a(i), depth);
-          b.copy_first(slice_b(i), depth);
-        } else {
-          a.copy(true, slice_a(i), 0, 1);
-          b.copy(true, slice_b(i), 0, 1);
-        }
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < slices) {
+      if (i == 0) {
+        const int depth = static_cast<int>(args.k - (slices - 1) * BK);
+        a.copy_first(slice_a(i), depth);
+        b.copy_first(slice_b(i), depth);
+      } else {
+        a.copy(true, slice_a(i), 0, 1);
+        b.copy(true, slice_b(i), 0, 1);
       }
-      copy_async_commit();
     }
-    wait();
+    copy_async_commit();
+  }
+  wait();
 
-    const int first_a = group * kDepth * Tile::kPitchA + row,
-              first_b = group * kDepth * Tile::kPitchB + column;
-    T sum[TM][TN] = {};
-    Fragment<Tile> fragment[2];  // one is multiplied while the other comes
-    fragment[0].load(slice_a(0) + first_a, slice_b(0) + first_b, 0);
-    int stage = 0;
+  const int first_a = group * kDepth * Tile::kPitchA + row, first_b = group * kDepth * Tile::kPitchB + column;
+  T sum[TM][TN] = {};
+  Fragment<Tile> fragment[2];  // one is multiplied while the other comes
+  fragment[0].load(slice_a(0) + first_a, slice_b(0) + first_b, 0);
+  int stage = 0;
 #pragma unroll 1
-    for (int64_t slice = 0; slice < slices; ++slice) {
-      const bool copies = slice + kStages - 1 < slices;
-      const int free = stage == 0 ? kStages - 1 : stage - 1;
+  for (int64_t slice = 0; slice < slices; ++slice) {
+    const bool copies = slice + kStages - 1 < slices;
+    const int free = stage == 0 ? kStages - 1 : stage - 1;
 #pragma unroll
-      for (int i = 0; i < kDepth; ++i) {
-        if (i % kEvery == 0) {
-          a.copy(copies, slice_a(free), i / kEvery, PARTS);
-          b.copy(copies, slice_b(free), i / kEvery, PARTS);
-        }
-        if (i == kDepth - 1) {
-          copy_async_commit();
-          stage = stage == kStages - 1 ? 0 : stage + 1;
-          wait();
-        }
-        fragment[(i + 1) % 2].load(slice_a(stage) + first_a, slice_b(stage) + first_b, (i + 1) % kDepth);
-        fragment[i % 2].multiply(sum);
+    for (int i = 0; i < kDepth; ++i) {
+      if (i % kEvery == 0) {
+        a.copy(copies, slice_a(free), i / kEvery, PARTS);
+        b.copy(copies, slice_b(free), i / kEvery, PARTS);
       }
+      if (i == kDepth - 1) {
+        copy_async_commit();
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        wait();
+      }
+      fragment[(i + 1) % 2].load(slice_a(stage) + first_a, slice_b(stage) + first_b, (i + 1) % kDepth);
+      fragment[i % 2].multiply(sum);
     }
+  }
 
-    if constexpr (Tile::kGroups > 1) add_groups<Tile>(sum, shared, group, thread);
-    // Part after part of the tile's rows goes through shared memory. The loop is rolled, so that the epilogue
-    // is there once; the sums, which live in registers, are picked by comparing.
+  if constexpr (Tile::kGroups > 1) add_groups<Tile>(sum, shared, group, thread);
+  // Part after part of the tile's rows goes through shared memory. The loop is rolled, so that the epilogue
+  // is there once; the sums, which live in registers, are picked by comparing.
 #pragma unroll 1
-    for (int part = 0; part < TM / V; ++part) {
-      __syncthreads();
+  for (int part = 0; part < TM / V; ++part) {
+    __syncthreads();
 #pragma unroll
-      for (int p = 0; p < TM / V; ++p) {
-        if (p != part || group > 0) continue;
+    for (int p = 0; p < TM / V; ++p) {
+      if (p != part || group > 0) continue;
 #pragma unroll
-        for (int r = 0; r < V; ++r) {
+      for (int r = 0; r < V; ++r) {
 #pragma unroll
-          for (int q = 0; q < TN / V; ++q) {
-            const int to = staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column);
-            *reinterpret_cast<Vec<T, V>*>(shared + to) = staged_in_pairs<V>(sum[p * V + r], q * V);
-          }
+        for (int q = 0; q < TN / V; ++q) {
+          const int to = staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column);
+          *reinterpret_cast<Vec<T, V>*>(shared + to) = staged_in_pairs<V>(sum[p * V + r], q * V);
         }
       }
-      __syncthreads();
-      write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, at, part * Tile::kPartRows, shared);
     }
+    __syncthreads();
+    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, at, part * Tile::kPartRows, shared);
   }
 }
 

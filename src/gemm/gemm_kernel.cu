@@ -1,6 +1,10 @@
 // gemm on CUDA: which kernel takes which problem. float32 goes to gemm_ffma.cuh, float64 to gemm_double.cuh
-// (before Ampere to gemm_ffma.cuh), the half types on Hopper to gemm_hopper.cuh, elsewhere to the tensor
-// cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits every run.
+// (without a matrix unit for it to gemm_ffma.cuh), the half types on Hopper to gemm_hopper.cuh, elsewhere to
+// the tensor cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits
+// every run.
+#include <array>
+#include <atomic>
+
 #include "common/elementwise.cuh"
 #include "gemm/gemm_activation.h"
 #include "gemm/gemm_bias.cuh"
@@ -16,16 +20,26 @@ struct Chip {
   int compute_capability, multiprocessors;
 };
 
+// Of the code in use on the device: less than the device's own where its driver compiled PTX of an older one.
+cudaError_t compute_capability(int device, int& capability) {
+  static std::array<std::atomic<int>, 64> known = {};
+  capability = device < static_cast<int>(known.size()) ? known[device].load() : 0;
+  if (capability > 0) return cudaSuccess;
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, gemm_bias_sum_kernel<float>);
+  if (error != cudaSuccess) return error;
+  capability = attributes.ptxVersion;
+  if (device < static_cast<int>(known.size())) known[device] = capability;
+  return cudaSuccess;
+}
+
 cudaError_t current_chip(Chip& chip) {
-  int device = 0, major = 0, minor = 0;
+  int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
-  };
-  get(major, cudaDevAttrComputeCapabilityMajor);
-  get(minor, cudaDevAttrComputeCapabilityMinor);
-  get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
-  chip.compute_capability = 10 * major + minor;
+  if (error == cudaSuccess) error = compute_capability(device, chip.compute_capability);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&chip.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
   return error;
 }
 
@@ -70,7 +84,7 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
 }
 
 cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaStream_t stream) {
-  if (chip.compute_capability < kAmpere) {
+  if (!has_double_unit(chip.compute_capability)) {
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
   }
   using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;

@@ -334,13 +334,15 @@ class Backward {
   float2 grad_bias_[kPairs][kGates] = {};
 };
 
-template <class Backward, typename T>
+template <class Backward, typename T, bool kOnHopperOnly>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     recurrence_backward_kernel(const __grid_constant__ BackwardSequence<T> sequence, const GridShape grid) {
 #ifdef __CUDA_ARCH__
-  if constexpr (__CUDA_ARCH__ >= Backward::kArchitecture) {
+  if constexpr (kIsCompiled<Backward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];
     Backward(sequence, grid, typename Backward::Memory(shared)).run();
+  } else {
+    __trap();
   }
 #endif
 }

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/portable.h"
 #include "common/recurrence/cell.h"
 #include "common/recurrence/exchange.cuh"
 #include "common/recurrence/pair.cuh"
@@ -16,6 +17,10 @@ namespace lltm_ext {
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
+
+// Whether the code for an architecture has the kernel. One that it lacks is never launched.
+template <class Kernel, bool kOnHopperOnly, int kArchitecture>
+constexpr bool kIsCompiled = kOnHopperOnly ? kForHopper : kArchitecture >= Kernel::kArchitecture;
 
 template <typename T, int kUnitTiles, int kChunks>
 struct BlockShape {

@@ -68,6 +68,7 @@ template <class Cell, typename T, size_t i, bool kBackward>
 struct KernelOf {
   static constexpr Variant kVariant = VariantsOf<T>::value[i];
   static constexpr int kTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
+  static constexpr bool kOnHopperOnly = kVariant.on_hopper_only;
   static constexpr int kExchanged = kBackward ? Cell::kGates : 1;  // values a unit
   static constexpr Exchange kWay =
       kVariant.algorithm == Algorithm::kCluster ? Exchange::kCluster : Exchange::kL2;
@@ -117,8 +118,9 @@ cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& p
   const size_t shared_bytes =
       recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/false);
   return with_kernel<Cell, T, false>(plan.variant, [&](auto found) {
-    using Kernel = typename decltype(found)::type;
-    return launch_persistent(recurrence_forward_kernel<Kernel, T>, sequence, plan, shared_bytes, stream);
+    using Found = decltype(found);
+    return launch_persistent(recurrence_forward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
+                             sequence, plan, shared_bytes, stream);
   });
 }
 
@@ -136,8 +138,9 @@ cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan&
   const size_t shared_bytes =
       recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/true);
   return with_kernel<Cell, T, true>(plan.variant, [&](auto found) {
-    using Kernel = typename decltype(found)::type;
-    return launch_persistent(recurrence_backward_kernel<Kernel, T>, sequence, plan, shared_bytes, stream);
+    using Found = decltype(found);
+    return launch_persistent(recurrence_backward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
+                             sequence, plan, shared_bytes, stream);
   });
 }
 

@@ -257,13 +257,15 @@ class Forward {
   Ahead ahead_;
 };
 
-template <class Forward, typename T>
+template <class Forward, typename T, bool kOnHopperOnly>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     recurrence_forward_kernel(const __grid_constant__ ForwardSequence<T> sequence, const GridShape grid) {
 #ifdef __CUDA_ARCH__
-  if constexpr (__CUDA_ARCH__ >= Forward::kArchitecture) {
+  if constexpr (kIsCompiled<Forward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];
     Forward(sequence, grid, typename Forward::Memory(shared)).run();
+  } else {
+    __trap();
   }
 #endif
 }

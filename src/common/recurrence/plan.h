@@ -17,18 +17,23 @@ struct Variant {
   bool general;    // whether a group may have several tiles of rows, and steps may differ in theirs
   int unit_tiles;  // of 16 hidden units, a block
   int chunks;      // of 64 bytes, of the reduction, a warp
+  bool on_hopper_only = false;
 };
 
 // The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
-// one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md).
+// one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md)
+// on Hopper. Variants that others can stand in for are compiled for it only: for all chips they were a fifth
+// of the wheel.
 constexpr Variant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 2, 2}, {Algorithm::kGrid, false, 2, 4}, {Algorithm::kGrid, false, 1, 4},
-    {Algorithm::kGrid, false, 2, 8},    {Algorithm::kGrid, false, 1, 8}, {Algorithm::kCluster, false, 4, 8},
-    {Algorithm::kGrid, true, 2, 4},     {Algorithm::kGrid, true, 2, 8},
+    {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},
+    {Algorithm::kGrid, false, 1, 4, true}, {Algorithm::kGrid, false, 2, 8, true},
+    {Algorithm::kGrid, false, 1, 8},       {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},        {Algorithm::kGrid, true, 2, 8},
 };
 constexpr Variant kFloatVariants[] = {
-    {Algorithm::kGrid, false, 1, 2}, {Algorithm::kGrid, false, 1, 4}, {Algorithm::kGrid, false, 1, 8},
-    {Algorithm::kGrid, true, 1, 4},  {Algorithm::kGrid, true, 1, 8},  {Algorithm::kCluster, false, 1, 2},
+    {Algorithm::kGrid, false, 1, 2, true}, {Algorithm::kGrid, false, 1, 4, true},
+    {Algorithm::kGrid, false, 1, 8, true}, {Algorithm::kGrid, true, 1, 4},
+    {Algorithm::kGrid, true, 1, 8},        {Algorithm::kCluster, false, 1, 2},
 };
 
 // A step's product and cell in one kernel: so many rows of the batch a block, and so many blocks that share
@@ -58,7 +63,7 @@ struct Problem {
 struct Chip {
   int compute_capability;  // major * 10 + minor
   int multiprocessors;
-  bool steps_in_kernels;  // whether the build has step_hopper.cuh for it
+  bool hopper;  // and the build has code for just that: step_hopper.cuh, all variants
 };
 
 namespace plan_detail {
@@ -70,6 +75,7 @@ inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) /
 // Whether a variant can run the problem; the plan's grid, if so.
 inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
   const int units = 16 * v.unit_tiles;
+  if (v.on_hopper_only && !chip.hopper) return false;
   if (p.hidden > kWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
   if (!p.dense && !v.general) return false;
   grid.members = static_cast<int>((p.hidden + units - 1) / units);
@@ -112,7 +118,7 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
 // beside it that read the same rows: there a library's product and a kernel for the cell are faster. So are
 // they where a tile has 128 rows of more than three gates.
 inline StepTile step_tile(const Problem& p, const Chip& chip) {
-  if (!chip.steps_in_kernels || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+  if (!chip.hopper || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return {};
   const int64_t columns = tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
   const int64_t of_64 = tiles_of(p.batch, 64) * columns;
