@@ -1,6 +1,6 @@
 """What the benchmarks share: timing, the environment's record, tables, pictures.
 
-    python benchmarks/harness.py run          # every op, here
+    python benchmarks/harness.py run          # every op, here; of a wheel: python -m lltm_ext bench
     python benchmarks/harness.py plot         # every picture again, from benchmarks/results; needs no GPU
 
 A peer runs beside ours in the same process, call by call in turn, because clocks and machines vary: what
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-OPS = sorted(path.stem for path in FOLDER.glob("*.py") if (FOLDER.parent / "src" / path.stem).is_dir())
+OPS = sorted(path.stem for path in FOLDER.glob("*.py") if path != Path(__file__).resolve())
+IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # else they are installed, where no result belongs
 OURS = "lltm_ext"
 DTYPES = {
     "float32": torch.float32,
@@ -202,7 +203,7 @@ def parse(description: str) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="time for each candidate of a comparison")
     parser.add_argument("--quick", action="store_true", help="few and small sizes: to see that it runs")
     parser.add_argument(
-        "--out", type=Path, help="folder for results/ and plots/ (default: here; quick: build/)"
+        "--out", type=Path, help="folder for results/ and plots/ (default: benchmarks/; quick: build/)"
     )
     args = parser.parse_args()
     args.device = torch.device(args.device)
@@ -212,10 +213,16 @@ def parse(description: str) -> argparse.Namespace:
         torch.cuda.set_device(args.device)
     # Sizes are a GPU's; a CPU gets the small ones.
     args.small = args.quick or args.device.type == "cpu"
-    args.out = args.out or (FOLDER.parent / "build/benchmarks" if args.quick else FOLDER)
+    args.out = args.out or default_folder(args.quick)
     if args.seconds is None:
         args.seconds = 0.02 if args.quick else 0.1
     return args
+
+
+def default_folder(quick: bool) -> Path:
+    if not IS_CLONE:
+        return Path.cwd()
+    return FOLDER.parent / "build/benchmarks" if quick else FOLDER
 
 
 def finish(
@@ -398,7 +405,8 @@ def main() -> int:
         for result in sorted(args.folder.glob("results/*/*.json")):
             print(plot(result))
         return 0
-    return max(subprocess.run([sys.executable, FOLDER / f"{op}.py", *rest]).returncode for op in OPS)
+    statuses = [subprocess.run([sys.executable, FOLDER / f"{op}.py", *rest]).returncode for op in OPS]
+    return int(any(statuses))  # one that a signal ended has a negative one
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ GRID: tuple[Shape, ...] = (
     (1, 512, 1024),
 )
 SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
+BIDIRECTIONAL_GRID: tuple[Shape, ...] = ((1, 1000, 256), (16, 1000, 256), (64, 512, 512), (32, 512, 1024))
 CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
 # Of each group, all layers take turns. tf32 is a mode of the peer alone: ours are float32 beside it.
 GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
@@ -213,13 +214,16 @@ def training_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> C
 class Sequences:
     """Random sequences of one shape, and the candidates that are to run over them."""
 
-    def __init__(self, bench: Bench, shape: Shape, candidates: Mapping[str, Candidate]):
+    def __init__(self, bench: Bench, shape: Shape, candidates: Mapping[str, Candidate], directions: int = 1):
         self.bench, self.candidates = bench, candidates
         self.batch, self.length, self.hidden = shape
         dtypes = {dtype_of(candidate.precision) for candidate in candidates.values()}
-        size, device = (self.length, self.batch, self.hidden), bench.device
-        self.inputs = {d: torch.randn(size, device=device, dtype=d).requires_grad_() for d in dtypes}
-        self.grad_outputs = {d: torch.randn(size, device=device, dtype=d) for d in dtypes}
+
+        def random(features: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(self.length, self.batch, features, device=bench.device, dtype=dtype)
+
+        self.inputs = {d: random(self.hidden, d).requires_grad_() for d in dtypes}
+        self.grad_outputs = {d: random(directions * self.hidden, d) for d in dtypes}
 
     def input(self, name: str) -> Tensor:
         return self.inputs[dtype_of(self.candidates[name].precision)]
@@ -302,27 +306,32 @@ def algorithm_of(module: nn.Module, input: Tensor, backward: bool) -> str:
     return function(input, (zeros, zeros), module.weight_ih_l0, module.weight_hh_l0, backward=backward)
 
 
-def layers(bench: Bench, hidden: int, names: Iterable[tuple[str, str]]) -> dict[str, Candidate]:
+def layers(
+    bench: Bench, hidden: int, names: Iterable[tuple[str, str]], **options: Any
+) -> dict[str, Candidate]:
     """Of pairs of a layer and its precision: 'nn.LSTM float16', ..."""
     return {
         f"{name} {precision}": Candidate(
-            LAYERS[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision)), precision
+            LAYERS[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision), **options), precision
         )
         for name, precision in names
     }
 
 
-def measure_layers(bench: Bench, shape: Shape, precisions: Sequence[str]) -> list[Row]:
+def measure_layers(
+    bench: Bench, shape: Shape, precisions: Sequence[str], bidirectional: bool = False
+) -> list[Row]:
     """Rows of a shape, one a precision. nn.LSTM and LSTM have four gates to LLTM's three."""
     names = [(name, p) for p in precisions for name in LAYERS if name == PEER or p != "tf32"]
-    sequences = Sequences(bench, shape, layers(bench, shape[2], names))
-    found = sequences.algorithms(MODES)
+    candidates = layers(bench, shape[2], names, bidirectional=bidirectional)
+    sequences = Sequences(bench, shape, candidates, directions=1 + bidirectional)
+    found = {} if bidirectional else sequences.algorithms(MODES)
     for mode in MODES:
         found |= sequences.times(mode, sequences.candidates)
     found |= sequences.peaks()
     rows = []
     for precision in precisions:
-        row = {"part": "layer", "precision": precision} | sizes(shape)
+        row = {"part": "bidirectional" if bidirectional else "layer", "precision": precision} | sizes(shape)
         row |= {
             key.replace(f" {precision} ", " ", 1): value
             for key, value in found.items()
@@ -446,6 +455,9 @@ def claims(rows: list[Row]) -> list[str]:
             ours, theirs = row[f"{OURS} peak MiB"], row[f"{LOOP} peak MiB"]
             if ours is not None:
                 said.append(f"sequence, peak memory: {ours:.0f} MiB, a loop's {theirs:.0f}")
+        if row["part"] == "bidirectional" and f"{LLTM} training ms" in row:
+            ratios = [f"{mode} {row[f'{mode} {LLTM} / {PEER}']:.2f} x {PEER}" for mode in MODES]
+            said.append(f"bidirectional LLTM, {shape_name(row)} {row['precision']}: {', '.join(ratios)}")
         if row["part"] == "summary":
             mean, worst = f"{row['geometric mean']:.2f} x", f"{row['worst']:.2f} x ({row['worst at']})"
             fastest = "the fastest " if ", " in row["precision"] else ""
@@ -468,10 +480,14 @@ def main() -> None:
         grid, sweeps, algorithm_grid, groups = CPU_GRID, CPU_SWEEPS, [], (("float32",),)
     if args.quick:
         grid, sweeps, algorithm_grid = SMALL_GRID, SMALL_SWEEPS, SMALL_ALGORITHM_GRID
+    bidirectional_grid = BIDIRECTIONAL_GRID if grid is GRID else grid[1:2]
     rows = measure_step(bench, 50 if args.quick else 300)
     rows.append(measure_loop(bench, (4, 16, 32) if args.quick else (16, 64, 128) if args.small else SEQUENCE))
     for precisions in groups:
         rows += [row for shape in grid for row in measure_layers(bench, shape, precisions)]
+        rows += [
+            row for shape in bidirectional_grid for row in measure_layers(bench, shape, precisions, True)
+        ]
     for over, shapes in sweeps.items():
         rows += [measure_sweep(brief, over, shape, groups[-1]) for shape in shapes]
     for precision in dict.fromkeys((groups[-1][0], "float32")):
@@ -484,13 +500,14 @@ def tables(groups: Sequence[Sequence[str]]) -> dict[str, list[str]]:
     """The columns of each part's table; the JSON holds more."""
     size = ["precision", "B", "T", "H"]
     swept = [f"{name} {groups[-1][0]}" for name in LAYERS] + [f"{PEER} {p}" for p in groups[-1][1:]]
+    layer = [*size, *(f"{name} {mode} us/step" for mode in MODES for name in LAYERS)]
+    layer += [f"training {LLTM} / {PEER}"]
     return {
         "step": ["what", "waits"] + [f"{name} us" for name in (COMPOSED, TUTORIAL, FUNCTION, CELL)],
         "sequence": size[1:]
         + [f"{name} {what}" for what in ("training ms", "peak MiB") for name in (OURS, CELLS, LOOP)],
-        "layer": size
-        + [f"{name} {mode} us/step" for mode in MODES for name in LAYERS]
-        + [f"training {LLTM} / {PEER}"],
+        "layer": layer,
+        "bidirectional": layer,
         "sweep": ["over", *size[1:]] + [f"{name} training us/step" for name in swept],
         "algorithm": [*size[:2], "H"]
         + [f"{name} {mode} us/step" for mode in MODES for name in ALGORITHMS]

@@ -1,11 +1,19 @@
 """PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
 
+import sys
+
+if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)] in ("lltm_ext", "-mlltm_ext"):
+    # `python -m lltm_ext doctor` comes by here before __main__, and must run where what follows fails.
+    from lltm_ext.__main__ import main
+
+    sys.exit(main())
+
 import torch
 
-from lltm_ext._record import check as _check
+from lltm_ext._record import provide as _provide
 
-# Before any module is loaded: a torch that does not fit gives a readable ImportError.
-__version__: str = _check(torch)["version"]
+# Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
+__version__: str = _provide(torch)["version"]
 
 from lltm_ext.elementwise import elementwise
 from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize

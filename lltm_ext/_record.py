@@ -7,6 +7,7 @@ another torch they die of undefined symbols, or worse. So `import lltm_ext` come
 from __future__ import annotations
 
 import json
+import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules were built from and for: see `build_record` in setup.py."""
+    """What the modules were built from and for: see `record` in _build.py."""
     if not FILE.is_file():
         raise ImportError(
             f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
@@ -26,6 +27,22 @@ def read() -> dict[str, Any]:
         )
     record: dict[str, Any] = json.loads(FILE.read_text())
     return record
+
+
+def provide(torch: ModuleType) -> dict[str, Any]:
+    """The record of modules that fit; where there are none and LLTM_EXT_JIT=1, of some built at run time."""
+    try:
+        return check(torch)
+    except ImportError:
+        if os.environ.get("LLTM_EXT_JIT") != "1":
+            raise
+    from lltm_ext import _toolchain, jit
+
+    try:
+        jit.use(jit.build())
+    except _toolchain.ToolchainError as error:
+        raise ImportError(f"lltm_ext: {error}") from error
+    return check(torch)
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
@@ -41,13 +58,21 @@ def check(torch: ModuleType) -> dict[str, Any]:
 
 def _message(record: dict[str, Any], here: str) -> str:
     built = f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
-    return f"lltm_ext {record['version']} was built for {built}; {here}. Run: {_remedy(record)}"
+    return (
+        f"lltm_ext {record['version']} was built for {built}; {here}. Run: {_remedy(record)}  "
+        "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
+    )
 
 
 def _remedy(record: dict[str, Any]) -> str:
     """A source folder is rebuilt for the torch that is here; a wheel wants the torch it was built for."""
     if (PACKAGE.parent / "setup.py").is_file():
         return f"cd {PACKAGE.parent} && python setup.py develop"
+    return torch_command(record)
+
+
+def torch_command(record: dict[str, Any]) -> str:
+    """Installs a torch that the modules fit."""
     torch = f'python -m pip install "torch=={_minor(record["torch"])}.*"'
     if record["cuda"] is None:
         return torch

@@ -26,6 +26,7 @@ from lltm_ext._library import (
 
 Reference = Callable[[Tensor, State, Tensor, Tensor, Tensor | None], tuple[Tensor, State]]
 Outputs = tuple[Tensor, Tensor, Tensor]
+Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weight_ih, weight_hh, bias
 
 
 def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Function]:
@@ -108,6 +109,28 @@ def sequence_op(name: str, function: type[torch.autograd.Function]) -> Callable[
     return run
 
 
+def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[..., list[Outputs]]:
+    """The op ``lltm_ext::<name>_bidirectional``, two ``sequence`` calls in one: onward and in reverse.
+
+    They run side by side where the GPU has room for both. Under transforms it is the two calls.
+    """
+    op = getattr(ops, f"{name}_bidirectional")
+
+    def run(
+        input: Tensor, onward: Direction, reverse: Direction, batch_sizes: list[int] | None = None
+    ) -> list[Outputs]:
+        if transforms_active():
+            return [
+                sequence(input, *onward, batch_sizes, False),
+                sequence(input, *reverse, batch_sizes, True),
+            ]
+        given = ([x for x in direction if x is not None] for direction in (onward, reverse))
+        outputs = op(input, *given, batch_sizes)
+        return [tuple(outputs[:3]), tuple(outputs[3:])]
+
+    return run
+
+
 class SequenceLayer(nn.Module):
     """A layer with nn.LSTM's options and call, whose class gives the op and the parameters."""
 
@@ -119,6 +142,7 @@ class SequenceLayer(nn.Module):
     bidirectional: bool
 
     _sequence: Callable[..., Outputs]  # of sequence_op
+    _both: Callable[..., list[Outputs]]  # of both_directions
 
     def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """(weight_ih, weight_hh, bias)"""
@@ -166,16 +190,18 @@ class SequenceLayer(nn.Module):
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         for layer in range(self.num_layers):
-            outputs = []
-            for direction in range(self._directions):
-                state, parameters = len(h_n), self._parameters_of(layer, direction)
-                output, h, c = self._sequence(
-                    input, h0[state], c0[state], *parameters, batch_sizes, direction == 1
-                )
-                outputs.append(output)
-                h_n.append(h)
-                c_n.append(c)
-            input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            directions = [
+                (h0[len(h_n) + i], c0[len(h_n) + i], *self._parameters_of(layer, i))
+                for i in range(self._directions)
+            ]
+            if self.bidirectional:
+                found = self._both(input, *directions, batch_sizes)
+                input = torch.cat([output for output, _, _ in found], dim=-1)
+            else:
+                found = [self._sequence(input, *directions[0], batch_sizes)]
+                input = found[0][0]
+            h_n += [h for _, h, _ in found]
+            c_n += [c for _, _, c in found]
             if self.dropout > 0 and layer < self.num_layers - 1:
                 input = F.dropout(input, self.dropout, self.training)
         return input, torch.stack(h_n), torch.stack(c_n)

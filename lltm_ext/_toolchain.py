@@ -1,22 +1,25 @@
 """What a build of the modules compiles with: the CUDA compiler, the architectures, the parallel jobs.
 
-Standard library only and importable by file path: setup.py loads it before lltm_ext can be imported.
+Standard library only, and importable before the modules are built.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
+PROBE = Path(__file__).with_name("_probe.py")
 
 # What a toolkit must hold, and where each part may stand.
 NVCC = "bin/nvcc"
@@ -72,7 +75,46 @@ def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str
     return choice != "0" and torch_cuda is not None
 
 
-# ---- the compiler ------------------------------------------------------------------------------------------
+# ---- the C++ compiler and what it needs --------------------------------------------------------------------
+
+
+def search_path(env: Mapping[str, str] = os.environ) -> str:
+    """PATH, led by the folder where pip puts ninja: PATH has it in an activated environment alone."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+
+
+def check_host(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> None:
+    """Raises where there is no C++ compiler, no ninja, or no headers of Python (in `headers`)."""
+    cxx_version(env)
+    ninja(env)
+    python_headers(headers)
+
+
+def ninja(env: Mapping[str, str] = os.environ) -> str:
+    found = shutil.which("ninja", path=search_path(env))
+    if found is None:
+        raise ToolchainError("ninja was not found. Run: python -m pip install ninja")
+    return found
+
+
+def python_headers(folder: Path | None = None) -> Path:
+    """The folder that has Python.h: Python's own, or one that is given."""
+    folder = folder or Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise ToolchainError(f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}")
+    return folder
+
+
+def cxx_version(env: Mapping[str, str] = os.environ) -> str:
+    """The first line that the C++ compiler says of itself."""
+    try:
+        return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
+    except ToolchainError as error:
+        raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
+
+
+# ---- the CUDA compiler -------------------------------------------------------------------------------------
 
 
 def find_cuda(
@@ -151,11 +193,6 @@ def nvcc_version(nvcc: Path) -> str:
     return found[1]
 
 
-def cxx_version(env: Mapping[str, str] = os.environ) -> str:
-    """The first line that the C++ compiler says of itself."""
-    return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
-
-
 def _output(program: str | Path, *arguments: str) -> str:
     command = [str(program), *arguments]
     try:
@@ -199,17 +236,58 @@ def smallest_code(nvcc: Path) -> list[str]:
 
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     """TORCH_CUDA_ARCH_LIST, or those of ours that the compiler knows and PTX of the last for later GPUs."""
-    chosen = env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    chosen = named_architectures(env)
     if chosen:
         return chosen
-    listed = re.findall(r"compute_(\d+)(\d)\b", _output(nvcc, "--list-gpu-arch"))
-    known = {f"{first}.{last}" for first, last in listed}
+    known = _known_to(nvcc)
     usable = [architecture for architecture in ARCHITECTURES if architecture in known]
     if not usable:
         raise ToolchainError(
             f"{nvcc} knows none of {', '.join(ARCHITECTURES)}. Run: export TORCH_CUDA_ARCH_LIST={max(known)}"
         )
     return [*usable[:-1], usable[-1] + "+PTX"]
+
+
+def architectures_of(gpus: Sequence[str], nvcc: Path) -> list[str]:
+    """What to compile for GPUs of these compute capabilities; PTX for one too new for the compiler."""
+    usable = [each for each in _known_to(nvcc) if _number(each) >= _number(ARCHITECTURES[0])]
+    found = []
+    for gpu in gpus:
+        newest = max((each for each in usable if _number(each) <= _number(gpu)), key=_number, default=None)
+        if newest:
+            found.append(newest if newest == gpu else f"{newest}+PTX")
+    if not found:
+        oldest = min(usable, key=_number, default=ARCHITECTURES[0])
+        raise ToolchainError(
+            f"the GPU here has compute capability {', '.join(gpus)}, and the oldest that {nvcc} compiles the "
+            f"kernels for is {oldest}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU alone)"
+        )
+    return list(dict.fromkeys(found))
+
+
+def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
+    """What TORCH_CUDA_ARCH_LIST names."""
+    return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+
+
+def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The compute capabilities of the GPUs that this process may use, as the driver tells; empty without one.
+
+    Asked in a process of its own: where a process has once spoken to the driver, its forks cannot use CUDA.
+    """
+    command = [sys.executable, "-I", "-S", str(PROBE), "driver", "[]"]
+    answer = subprocess.run(command, capture_output=True, text=True, env=dict(env))
+    found = {json.loads(line).get("capability") for line in answer.stdout.splitlines()} - {None}
+    return sorted(found, key=_number) if answer.returncode == 0 else []
+
+
+def _known_to(nvcc: Path) -> set[str]:
+    listed = re.findall(r"compute_(\d+)(\d)\b", _output(nvcc, "--list-gpu-arch"))
+    return {f"{first}.{last}" for first, last in listed}
+
+
+def _number(architecture: str) -> tuple[int, ...]:
+    return tuple(map(int, architecture.split(".")))
 
 
 # ---- parallel jobs -----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._sequence import SequenceLayer, sequence_function, sequence_op
+from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -123,6 +123,7 @@ class LLTMFunction(_CellFunction):
 
 _SequenceFunction = sequence_function("lltm", lltm_reference)
 _sequence = sequence_op("lltm", _SequenceFunction)
+_both = both_directions("lltm", _sequence)
 
 
 def lltm_cell(
@@ -297,7 +298,8 @@ class LLTM(SequenceLayer):
         bias: whether the gates have a bias.
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
-        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). On a
+            GPU with room for both directions they run side by side, in the time of one.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];
@@ -310,6 +312,7 @@ class LLTM(SequenceLayer):
     """
 
     _sequence = staticmethod(_sequence)
+    _both = staticmethod(_both)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import State, check_pair, check_tensor, ops
-from lltm_ext._sequence import SequenceLayer, sequence_function, sequence_op
+from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
 
 
 def lstm_reference(
@@ -41,6 +41,7 @@ def lstm_reference(
 
 _SequenceFunction = sequence_function("lstm", lstm_reference)
 _sequence = sequence_op("lstm", _SequenceFunction)
+_both = both_directions("lstm", _sequence)
 
 
 def lstm(
@@ -100,6 +101,7 @@ class LSTM(SequenceLayer, nn.LSTM):
     """
 
     _sequence = staticmethod(_sequence)
+    _both = staticmethod(_both)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

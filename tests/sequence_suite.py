@@ -51,6 +51,15 @@ def packed_arguments(make, gates, rows, *sizes):
     return [input.flatten(0, 1)[:rows], *others]
 
 
+def both_arguments(make, gates, *sizes, rows=None, bias=True):
+    """As the op of both directions takes them, dense or the first `rows` rows of the input packed."""
+    (input, *onward), (_, *reverse) = (
+        sequence_arguments(make, gates, *sizes, bias=bias).values() for _ in range(2)
+    )
+    directions = ([x for x in own if x is not None] for own in (onward, reverse))
+    return [input if rows is None else input.flatten(0, 1)[:rows], *directions]
+
+
 def as_call(input, h0, c0, weight_ih, weight_hh, bias):
     return Call(input, (h0, c0), weight_ih, weight_hh, bias)
 
@@ -207,6 +216,15 @@ class SequenceSuite(SmoothSuite):
         """The dispatcher op, which also takes packed rows and goes the other way: batch_sizes, reverse."""
         return getattr(torch.ops.lltm_ext, self.op).default
 
+    @property
+    def both(self):
+        """The dispatcher op of a layer's two directions: input, onward, reverse, batch_sizes."""
+        return getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional").default
+
+    def each_alone(self, input, onward, reverse, batch_sizes=None):
+        onward, reverse = ([*own, *[None] * (5 - len(own))] for own in (onward, reverse))
+        return self.sequence(input, *onward, batch_sizes), self.sequence(input, *reverse, batch_sizes, True)
+
     # Packed rows and the other direction
 
     def test_opcheck_of_packed_rows_and_the_other_direction(self, device):
@@ -291,6 +309,97 @@ class SequenceSuite(SmoothSuite):
         expected, exact = forward_and_gradients(loop, call)
         assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
         assert_all_near(gradients, exact, BACKWARD[DOUBLE], "gradient of argument")
+
+    # Both directions of a layer
+
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+    @pytest.mark.parametrize("sizes", [None, [4, 4, 3, 1]], ids=["dense", "packed"])
+    def test_both_directions_have_the_same_bits_as_each_alone(self, sizes, bias, dtype, device):
+        rows = sizes and sum(sizes)
+        call = Call(*both_arguments(Make(dtype, device), self.gates, 4, 4, 3, 5, rows=rows, bias=bias), sizes)
+        outputs, gradients = forward_and_gradients(self.both, call)
+        expected, expected_gradients = forward_and_gradients(self.each_alone, call)
+        assert_same_bits(outputs, expected)
+        assert_same_bits(gradients, expected_gradients)
+        assert_same_bits(call.run(self.both), expected)
+
+    def test_both_directions_of_more_packed_rows_than_a_chunk(self, device):
+        """Which a direction's backward may fall into otherwise than the other's."""
+        length, batch = 300, 100
+        sizes = [batch - t * (batch - 1) // length for t in range(length)]
+        assert sum(sizes) > 2 * 4096
+        make = Make(DOUBLE, device)
+        call = Call(*both_arguments(make, self.gates, length, batch, 3, 2, rows=sum(sizes)), sizes)
+        found, expected = (forward_and_gradients(f, call) for f in (self.both, self.each_alone))
+        assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
+
+    @pytest.mark.parametrize("sizes", [None, [3, 2, 1]], ids=["dense", "packed"])
+    def test_gradcheck_of_both_directions(self, sizes, device):
+        make = Make(DOUBLE, device)
+        call = Call(*both_arguments(make, self.gates, 3, 3, 2, 2, rows=sizes and sum(sizes)), sizes).leaves()
+        assert torch.autograd.gradcheck(call.bind(self.both), call.tensors)
+        assert torch.autograd.gradgradcheck(call.bind(self.both), call.tensors)
+
+    def test_both_directions_with_what_needs_no_gradient(self, device):
+        call = Call(*both_arguments(Make(DOUBLE, device), self.gates, 4, 4, 3, 5))
+        outputs, gradients = forward_and_gradients(self.both, call)
+        for i in range(len(gradients)):
+            tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
+            ys = call.with_tensors(tensors).run(self.both)
+            used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
+            (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+            assert_same_bits([alone], [gradients[i]])
+        for k in range(len(outputs)):  # of one output alone: the other direction's gradients are zeros
+            leaves = call.leaves()
+            y = leaves.run(self.both)[k]
+            found = torch.autograd.grad(y.sum(), leaves.tensors, materialize_grads=True)
+            leaves = call.leaves()
+            y = leaves.run(self.each_alone)[k]
+            exact = torch.autograd.grad(y.sum(), leaves.tensors, materialize_grads=True)
+            assert_all_near(found, exact, BACKWARD[DOUBLE])
+
+    def test_opcheck_of_both_directions(self, device):
+        make = Make(DOUBLE, device)
+        dense = both_arguments(make, self.gates, 2, 3, 3, 2, bias=False), None
+        packed = both_arguments(make, self.gates, 2, 3, 3, 2, rows=5), [3, 2]
+        forward, backward = (
+            getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional_{way}").default
+            for way in ("forward", "backward")
+        )
+        for (inputs, sizes), grad in itertools.product((dense, packed), (False, True)):
+            call = Call(*inputs, sizes)
+            call = call.leaves() if grad else call
+            torch.library.opcheck(self.both, call.args)
+        for inputs, sizes in (dense, packed):
+            torch.library.opcheck(forward, (*inputs, sizes, "auto"))
+            y = forward(*inputs, sizes, "auto")
+            saved = [y[i] for i in (0, 3, 4, 5, 8, 9)]
+            grads = [y[0], None, y[2], *y[5:8]]
+            torch.library.opcheck(backward, (grads, *inputs, saved, sizes, "auto", True, True))
+
+    @pytest.mark.parametrize(
+        "change,expectation",
+        [
+            (lambda x, d: (x, d[0], d[1][:3]), r"a direction to be \[h0, c0, .*, got 3 tensors"),
+            (lambda x, d: (x, [*d[0], x], d[1]), r"a direction to be \[h0, c0, .*, got 6 tensors"),
+            (lambda x, d: (x[0], *d), r"input of shape \[length, batch, input_size\], got \[4, 3\]"),
+            (lambda x, d: (x, d[0], [d[1][0][1:], *d[1][1:]]), r"h0 of shape .*, got \[3, 5\]"),
+            (lambda x, d: (x, d[0], [*d[1][:4], d[1][4].double()]), "bias of dtype float32, got float64"),
+        ],
+        ids=["three tensors", "six tensors", "2-D", "another batch", "another dtype"],
+    )
+    def test_both_directions_refuse_what_does_not_fit(self, change, expectation):
+        input, *directions = both_arguments(Make(), self.gates, 6, 4, 3, 5)
+        with pytest.raises((RuntimeError, TypeError), match=rf"^{self.op}\w*: expected {expectation}"):
+            self.both(*change(input, directions))
+
+    def test_directions_of_different_sizes_are_refused(self):
+        input, onward, _ = both_arguments(Make(), self.gates, 6, 4, 3, 5)
+        _, _, reverse = both_arguments(Make(), self.gates, 6, 4, 3, 7)
+        with pytest.raises(
+            RuntimeError, match=r"expected h0 of both directions to have one shape, got \[4, 5"
+        ):
+            self.both(input, onward, reverse)
 
     # Values
 

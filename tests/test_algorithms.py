@@ -53,6 +53,29 @@ class Recurrence:
         """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
         return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
 
+    def both(self, input, onward, reverse, sizes=None, algorithm="auto"):
+        """The op of a layer's two directions: (output, h_n, c_n) of each."""
+        op = getattr(torch.ops.lltm_ext, f"{self.name}_bidirectional")
+        return op(input, onward, reverse, sizes, algorithm)
+
+    def each_alone(self, input, onward, reverse, sizes=None, algorithm="auto"):
+        return [
+            *self(input, *onward, sizes=sizes, algorithm=algorithm),
+            *self(input, *reverse, sizes=sizes, reverse=True, algorithm=algorithm),
+        ]
+
+    def both_loops(self, input, onward, reverse, sizes=None):
+        return [
+            *self.loop(input, *onward, sizes=sizes),
+            *self.loop(input, *reverse, sizes=sizes, reverse=True),
+        ]
+
+    def both_call(self, make, length, batch, hidden, input_size=20, sizes=None):
+        (input, *onward), (_, *reverse) = (
+            self.call(make, length, batch, hidden, input_size, sizes=sizes).args for _ in range(2)
+        )
+        return Call(input, onward, reverse, sizes)
+
     def plan(self, *tensors, sizes=None, algorithm="auto", backward=False):
         return getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")(*tensors, sizes, algorithm, backward)
 
@@ -307,6 +330,77 @@ def test_the_other_direction(op, dtype, device, algorithm):
     for length, batch, hidden in ((1, 3, 8), (17, 9, 64), (6, 67, 120)):
         call = op.call(Make(dtype, device), length, batch, hidden)
         assert_equals_loop(op, call, algorithm, f"{length, batch, hidden}", reverse=True)
+
+
+# Of few rows, which one kernel takes with room to spare for the other direction's: each adds up in the same
+# order then. Others are held to the reference below.
+@ops
+@types
+@runs
+def test_both_directions_have_the_same_bits_as_each_alone(op, dtype, device, algorithm):
+    shapes = ((1, 3, 8), (17, 9, 64), (50, 40, 128), (5, 16, 120)) if device == "cuda" else ((6, 9, 24),)
+    for shape in shapes:
+        call = op.both_call(Make(dtype, device), *shape)
+        found, expected = (
+            forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
+            for f in (op.both, op.each_alone)
+        )
+        assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
+        assert_same_bits(call.run(functools.partial(op.both, algorithm=algorithm)), expected[0])
+
+
+@ops
+@types
+@runs_of_packed
+def test_both_directions_of_packed_rows_have_the_same_bits_as_each_alone(op, dtype, device, algorithm):
+    for sizes in ([5, 4, 3, 2, 1], [40, 40, 8, 1], [16] * 4):
+        hidden = 136 if device == "cuda" else 24
+        call = op.both_call(Make(dtype, device), None, sizes[0], hidden, sizes=sizes)
+        found, expected = (
+            forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
+            for f in (op.both, op.each_alone)
+        )
+        assert_same_bits(found[0], expected[0])
+        # A group with several tiles of rows adds up the bias's gradient in another order.
+        assert_all_near(found[1], expected[1], BACKWARD[dtype])
+
+
+@needs_cuda
+@ops
+@types
+def test_both_directions_at_every_size(op, dtype):
+    """Whatever runs them: side by side in a cluster or a grid, of one tile or several, or one by one."""
+    for hidden in (64, 256, 512, 600, 1024, 2048):
+        for length, batch in ((9, 1), (6, 16), (5, 32), (4, 64), (3, 130)) if hidden < 2048 else ((2, 3),):
+            call = op.both_call(Make(dtype, "cuda"), length, batch, hidden)
+            what = f"length {length}, batch {batch}, hidden {hidden},"
+            outputs, gradients = forward_and_gradients(op.both, call)
+            exact, exact_gradients = forward_and_gradients(
+                op.both_loops, call.map(torch.Tensor.double), cotangents(outputs)
+            )
+            assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
+            assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+
+
+@needs_cuda
+@ops
+@types
+@algorithms
+def test_both_directions_by_each_algorithm(op, dtype, algorithm):
+    """By its name, one that has no room for both runs them one by one, and refuses what it refuses alone."""
+    for hidden, batch in ((64, 300), (512, 67), (1024, 9), (2048, 3)):
+        call = op.both_call(Make(dtype, "cuda"), 3, batch, hidden)
+        f = functools.partial(op.both, algorithm=algorithm)
+        if reason := why_not(algorithm, dtype, hidden, batch, gates=op.gates):
+            with pytest.raises(RuntimeError, match=rf"^{op.name}: algorithm '{algorithm}' {reason}"):
+                call.run(f)
+            continue
+        outputs, gradients = forward_and_gradients(f, call)
+        exact, exact_gradients = forward_and_gradients(
+            op.both_loops, call.map(torch.Tensor.double), cotangents(outputs)
+        )
+        assert_errors(outputs, exact, FORWARD[dtype], f"{hidden, batch} output")
+        assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{hidden, batch} gradient of argument")
 
 
 SIZES = {
@@ -678,6 +772,25 @@ def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
 
 @needs_cuda
 @ops
+@types
+@algorithms
+def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype, algorithm):
+    call, new = (op.both_call(Make(dtype, "cuda", seed), 9, 16, 64) for seed in (0, 1))
+    f = functools.partial(op.both, algorithm=algorithm)
+    grad_outputs = cotangents(forward_and_gradients(f, call)[0])
+    graph, found = captured(f, call, grad_outputs)
+    for x, value in zip(call.tensors, new.tensors, strict=True):
+        x.copy_(value)
+    for x in found:
+        x.detach().fill_(torch.nan)
+    graph.replay()
+    expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
+    assert_all_near(found[:6], expected, FORWARD[dtype], "output")
+    assert_all_near(found[6:], expected_gradients, BACKWARD[dtype], "gradient")
+
+
+@needs_cuda
+@ops
 def test_a_graph_of_packed_rows_replays_and_the_grid_is_refused(op):
     """The table of rows comes from the host, so a graph takes packed rows stepwise."""
     sizes = [9, 9, 5, 2]
@@ -972,6 +1085,25 @@ def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
         at_once = any(f"recurrence_{direction}_kernel" in name for name in kernels)
         stepwise = any("step_kernel" in name for name in kernels)
         assert (at_once, stepwise) == (named != "stepwise", named == "stepwise"), (what, named, kernels)
+
+
+@needs_cuda
+@ops
+@types
+def test_both_directions_are_one_launch(op, dtype, profiler_sees_kernels):
+    for sizes in (None, [16, 9, 3]):
+        call = op.both_call(Make(dtype, "cuda"), 3, 16, 256, sizes=sizes).leaves()
+        if why_not("grid", dtype, 256, 16, is_packed=bool(sizes), gates=op.gates):
+            continue
+        outputs = call.run(op.both)
+        backward = functools.partial(
+            torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
+        )
+        backward()
+        for direction, found in zip(
+            ("forward", "backward"), kernels_of([lambda call=call: call.run(op.both), backward]), strict=True
+        ):
+            assert sum(f"recurrence_{direction}_kernel" in name for name in found) == 1, (sizes, found)
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------

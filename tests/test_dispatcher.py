@@ -122,6 +122,20 @@ def test_a_sequence_is_one_op_whatever_its_length():
     assert counts[0] == counts[1]
 
 
+def test_both_directions_of_a_layer_are_one_op():
+    layer = lltm_ext.LLTM(3, 5, num_layers=2, bidirectional=True)
+    with Recorder() as recorder:
+        layer(Make()(6, 4, 3))[0].sum().backward()
+    ours = [name for name in recorder.names if name.startswith("lltm_ext.")]
+    assert ours == [
+        f"lltm_ext.lltm_bidirectional_{way}" for way in ("forward", "forward", "backward", "backward")
+    ]
+    with torch.no_grad(), Recorder() as recorder:
+        layer(Make()(6, 4, 3))
+    ours = [name for name in recorder.names if name.startswith("lltm_ext.")]
+    assert ours == ["lltm_ext.lltm_bidirectional"] * 2
+
+
 def test_the_cell_runs_its_own_backward():
     make = Make()
     arguments = [x.requires_grad_() for x in (make(4, 3), make(15, 8), make(15), make(4, 5), make(4, 5))]

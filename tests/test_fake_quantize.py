@@ -396,6 +396,25 @@ class TestLikeTorch:
         y = lltm_ext.fake_quantize(x.to(dtype), 0.25, 0, *RANGE)
         assert not y[5].signbit(), "the zero of an integer has no sign"
 
+    @pytest.mark.parametrize("zero_point", [-(2**21), 0, 2**21 - 1])
+    @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
+    def test_the_widest_range_and_what_is_far_beyond_it(self, zero_point, dtype, device):
+        # Rounding is by a sum that is whole only up to 2^22: what lies beyond must not come back.
+        sizes = [2.0**21, 2.0**22, 2.0**23, 2.0**24, 2.0**25]
+        edges = [size + step / 4 for size in sizes for step in range(-8, 9)]
+        x = torch.tensor(
+            [0.5, 1.5, 2.5, *edges, 2.0**31, 2.0**63, 1e38, torch.inf], device=device, dtype=dtype
+        )
+        x = torch.cat([x, -x])
+        lowest, highest = -(2**21), 2**21 - 1
+        y, mask = _C.fake_quantize.forward(
+            x, torch.ones(1, device=device), torch.tensor([zero_point], device=device), lowest, highest
+        )
+        steps = x.double().round()
+        low, high = lowest - zero_point, highest - zero_point
+        assert torch.equal(y.double(), steps.clamp(low, high))
+        assert torch.equal(mask.cpu(), bits_of((steps >= low) & (steps <= high)))
+
     @EXAMPLES
     @hypothesis.given(data=st.data())
     def test_any_shape_axis_and_strides(self, data, device):

@@ -505,6 +505,25 @@ def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
 
 
+# Kernels for few rows have their weights on the way to L2 before the launch before has ended.
+@needs_cuda
+@pytest.mark.parametrize("rows", [8, 64])
+def test_weights_may_be_what_the_launch_before_has_just_written(rows):
+    make = Make(torch.bfloat16, "cuda")
+    x, b = make(rows, 2048), make(64, 2048)
+    lefts = [make(4096, 64) for _ in range(20)]
+    weight = torch.empty(4096, 2048, dtype=x.dtype, device="cuda")
+    torch.cuda._sleep(100_000_000)  # some 0.05 s, after which all launches follow each other without a gap
+    found = []
+    for a in lefts:
+        lltm_ext.gemm(a, b, out=weight)
+        found.append(lltm_ext.gemm(x, weight.T))
+    for a, c in zip(lefts, found, strict=True):
+        lltm_ext.gemm(a, b, out=weight)
+        torch.cuda.synchronize()
+        assert_same_bits([c], [lltm_ext.gemm(x, weight.T)])
+
+
 @needs_cuda
 def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
     make = Make(torch.bfloat16, "cuda")
@@ -515,12 +534,22 @@ def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
     assert_same_bits([found], [expected])
 
 
-# Of whole tiles and not, of one step of K and of many, in vectors and not: small, medium and large tiles.
+# Of whole tiles and not, of one step of K and of many, in vectors and not: narrow, small,
+# medium and large tiles.
 @needs_cuda
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize(
     "sizes",
-    [(512, 72, 520), (1024, 96, 1024), (1000, 77, 1030), (2048, 64, 2048), (2040, 37, 2004), (2047, 4, 2051)],
+    [
+        (512, 512, 512),
+        (500, 200, 511),
+        (512, 72, 520),
+        (1024, 96, 1024),
+        (1000, 77, 1030),
+        (2048, 64, 2048),
+        (2040, 37, 2004),
+        (2047, 4, 2051),
+    ],
     ids=str,
 )
 def test_float32_in_tiles_of_every_size(sizes, layout):

@@ -47,6 +47,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command with none of the variables that steer a build but those given."""
     steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH", "MAX_JOBS"}
+    steering |= {"LLTM_EXT_JIT"}
     env = {name: value for name, value in os.environ.items() if name not in steering} | variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
@@ -422,20 +423,21 @@ def test_a_torch_that_does_not_fit_is_said_with_the_command_to_run(
     assert message.startswith("lltm_ext 0.1.0+cu130torch2.11 was built for torch 2.11.0+cu130 with CUDA 13.0")
     assert f"; {here}. " in message
     command = 'python -m pip install "torch==2.11.*" --force-reinstall --index-url '
-    assert message.endswith(f"Run: {command}https://download.pytorch.org/whl/cu130")
+    assert f"Run: {command}https://download.pytorch.org/whl/cu130  (or " in message
+    assert message.endswith("export LLTM_EXT_JIT=1)")
 
 
 def test_a_build_without_cuda_takes_any_torch_of_its_minor_version(record: dict[str, object]) -> None:
     _record.FILE.write_text(json.dumps(record | {"cuda": None}))
     assert _record.check(a_torch("2.11.0", "13.0"))["cuda"] is None
-    with pytest.raises(ImportError, match=r'Run: python -m pip install "torch==2\.11\.\*"$'):
+    with pytest.raises(ImportError, match=r'Run: python -m pip install "torch==2\.11\.\*"  \(or '):
         _record.check(a_torch("2.12.0", "13.0"))
 
 
 def test_a_source_folder_is_told_to_build_again(record: dict[str, object]) -> None:
     package = _record.PACKAGE
     (package.parent / "setup.py").touch()
-    with pytest.raises(ImportError, match=f"Run: cd {package.parent} && python setup.py develop$"):
+    with pytest.raises(ImportError, match=f"Run: cd {package.parent} && python setup.py develop  "):
         _record.check(a_torch("2.12.0", "13.0"))
 
 
@@ -624,8 +626,11 @@ class TestWheel:
     def test_it_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         expected = {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
+        expected |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
         expected |= {"lltm_ext/py.typed", "lltm_ext/_build_record.json", "lltm_ext/_C/__init__.py"}
         expected |= {f"lltm_ext/_C/{op}{end}" for op in OPS for end in (suffix, ".pyi")}
+        sources = (file for file in (ROOT / "src").rglob("*") if file.is_file())
+        expected |= {f"lltm_ext/_src/{file.relative_to(ROOT / 'src')}" for file in sources}
         expected |= {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt")}
         assert contents(wheel) == expected | {"dist-info/licenses/LICENSE"}
 
@@ -647,12 +652,14 @@ class TestWheel:
         spoilt = tmp_path / wheel.name.replace(BASE_VERSION, "9.9", 1)
         with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(spoilt, "w") as bad:
             for name in good.namelist():
-                if not name.endswith(("sigmoid.pyi", "LICENSE")):
+                if not name.endswith(("sigmoid.pyi", "sigmoid.cpp", "LICENSE")):
                     bad.writestr(
                         name, good.read(name).replace(b"Requires-Dist: torch==", b"Requires-Dist: torch>=")
                     )
             bad.writestr("tests/test_relu.py", "")
             bad.writestr("lltm_ext/_C/gone.so", "")
+            bad.writestr("lltm_ext/_src/gone.cpp", "")
+            bad.writestr("lltm_ext/relu.cpp", "")
         found = "\n".join(load(ROOT / "tools/check_wheel.py").problems(spoilt))
         assert "versions differ" in found
         assert "does not require torch==" in found
@@ -660,6 +667,9 @@ class TestWheel:
         assert "licenses/LICENSE" in found
         assert "holds tests/test_relu.py" in found
         assert "holds lltm_ext/_C/gone.so" in found
+        assert "lacks lltm_ext/_src/sigmoid/sigmoid.cpp" in found
+        assert "holds lltm_ext/_src/gone.cpp, which is not in src/" in found
+        assert "holds lltm_ext/relu.cpp, which does not belong there" in found
 
 
 @pytest.mark.packaging

@@ -19,14 +19,14 @@ ASK = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// algorithm,chunks: a variant of more chunks finds no room.
+// algorithm,chunks,sequences: a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[11];
+    int n[12];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5]};
+    const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11]};
     const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[10]; };
     const Chip chip = {n[6], n[7], n[8] != 0};
     const Plan plan = plan_recurrence(problem, chip, static_cast<Algorithm>(n[9]), has_room);
@@ -75,9 +75,18 @@ class Answer(NamedTuple):
 
 
 def question(
-    hidden, batch, size=2, gates=3, chip=H200, algorithm="auto", dense=True, backward=False, chunks=99
+    hidden,
+    batch,
+    size=2,
+    gates=3,
+    chip=H200,
+    algorithm="auto",
+    dense=True,
+    backward=False,
+    chunks=99,
+    sequences=1,
 ):
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks)
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks, sequences)
     return ",".join(str(int(value)) for value in values)
 
 
@@ -105,14 +114,15 @@ chips = pytest.mark.parametrize("chip", [H200, A100, L4], ids=["H200", "A100", "
 @chips
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "packed"])
 @pytest.mark.parametrize("algorithm", ["auto", "cluster", "grid"])
-def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense):
-    asked = problems(chip=chip, algorithm=algorithm, dense=dense)
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense, sequences):
+    asked = problems(chip=chip, algorithm=algorithm, dense=dense, sequences=sequences)
     for problem, (name, members, groups, rows, *_) in zip(asked, plan(*asked), strict=True):
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
         if name == "grid":  # whose blocks wait for each other
-            assert members * groups <= chip[1], problem
+            assert sequences * members * groups <= chip[1], problem
         else:
             assert members <= 8, problem
             assert dense, problem
@@ -189,6 +199,41 @@ def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
     for batch in (1, 1000, 10**6):
         (found,) = plan({"hidden": 512, "batch": batch, "algorithm": "cluster"})
         assert found[:1] + found[2:4] == ("cluster", -(-batch // 8) if batch > 1 else 1, min(batch, 8))
+
+
+@pytest.mark.parametrize(
+    "hidden,batch,more,grid",
+    [
+        (256, 16, {}, ("cluster", 8, 6, 3)),
+        (256, 1, {"backward": True}, ("cluster", 8, 1, 1)),
+        (256, 64, {}, ("grid", 8, 8, 8)),  # of clusters, some would wait
+        (512, 32, {}, ("grid", 16, 4, 8)),
+        (600, 32, {}, ("grid", 19, 2, 16)),
+        (1024, 32, {"backward": True}, ("grid", 32, 2, 16)),
+        (256, 16, {"size": 4, "gates": 4}, ("grid", 16, 4, 4)),
+        (256, 16, {"dense": False}, ("grid", 8, 8, 2)),
+    ],
+)
+def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
+    (found,) = plan({"hidden": hidden, "batch": batch, "sequences": 2, **more})
+    assert found[:4] == grid
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {"hidden": 2048, "batch": 8},  # no room
+        {"hidden": 512, "batch": 64},  # no gain
+        {"hidden": 512, "batch": 64, "size": 4},
+        {"hidden": 64, "batch": 8, "chip": T4},
+        {"hidden": 64, "batch": 8, "algorithm": "stepwise"},
+    ],
+    ids=str,
+)
+def test_two_sequences_run_one_after_the_other(plan, problem):
+    """No kernel takes both: not even one for a step."""
+    (found,) = plan({**problem, "sequences": 2})
+    assert (found.algorithm, found.step) == ("stepwise", (0, 0))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ class TestValues:
         for seed in range(5):
             torch.testing.assert_close(rounded(x, half, seed), x.to(half), rtol=0, atol=0, equal_nan=True)
 
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38, 7e4, 2.0**-15, 2.0**-140, 0.0])
+    def test_an_unusual_value_changes_nothing_for_its_neighbours(self, value, half, device):
+        x = Make(device=device)(4096)
+        expected = rounded(x, half)
+        for place in (0, 3, 7, 1029, 4095):
+            with_it = x.clone()
+            with_it[place] = value
+            others = torch.arange(len(x), device=device) != place
+            assert_same_bits([rounded(with_it, half)[others]], [expected[others]])
+
     @pytest.mark.parametrize(
         "value", [0.1, -0.3, 1.0 + 2**-20, 3.14159, -1000.7, 2.0**-15 * 1.37, 2.0**-22 * 1.1]
     )

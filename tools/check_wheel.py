@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 LIMIT = 10 * 2**20
-SRC = Path(__file__).resolve().parent.parent / "src"
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
 
 
 def problems(wheel: Path) -> list[str]:
@@ -34,7 +35,10 @@ def problems(wheel: Path) -> list[str]:
     wanted |= {f"lltm_ext/_C/{op}.{record['python']}.so" for op in ops} | {
         f"lltm_ext/_C/{op}.pyi" for op in ops
     }
+    wanted |= {f"lltm_ext/benchmarks/{script.name}" for script in (ROOT / "benchmarks").glob("*.py")}
+    wanted |= {f"lltm_ext/_src/{file.relative_to(SRC)}" for file in SRC.rglob("*") if file.is_file()}
     modules = {name for name in names if name.endswith(".so")}
+    sources = {name for name in names if name.startswith("lltm_ext/_src/")}
 
     found = []
     if len(set(versions.values())) != 1:
@@ -45,9 +49,10 @@ def problems(wheel: Path) -> list[str]:
         found.append(f"{wheel.stat().st_size} bytes, {LIMIT} are the limit")
     found += [f"lacks {name}" for name in sorted(wanted - names)]
     found += [f"holds {name}, a module of no op" for name in sorted(modules - wanted)]
+    found += [f"holds {name}, which is not in src/" for name in sorted(sources - wanted)]
     found += [
         f"holds {name}, which does not belong there"
-        for name in sorted(names - modules)
+        for name in sorted(names - modules - sources)
         if not name.startswith(("lltm_ext/", f"{dist_info}/")) or name.endswith((".cpp", ".cu", ".h", ".cuh"))
     ]
     return found

@@ -18,6 +18,23 @@ inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
 
+// early: the kernel may begin before the launch before it has ended, and waits for that itself
+// (wait_for_launch_before); compute capability 9.0 and later.
+template <class F, class... Args>
+cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cudaStream_t stream,
+                          const Args&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 }  // namespace lltm_ext
 
 // Grid-stride loop over [0, n). Offsets are 64-bit: tensors may hold more than 2^31 elements.

@@ -221,8 +221,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   at::Tensor grad_input = at::empty_like(input);
   const auto options = input.options().dtype(compute_type(input));
   const c10::SymInt channels = axis ? input.sym_size(*axis) : c10::SymInt(1);
-  at::Tensor grad_scale = at::zeros_symint({channels}, options);
-  at::Tensor grad_zero_point = at::zeros_symint({channels}, options);
+  const auto of_channels = [&] {  // a kernel writes them all, if there is anything to compute
+    return has_nothing_to_compute(grad_input) ? at::zeros_symint({channels}, options)
+                                              : at::empty_symint({channels}, options);
+  };
+  at::Tensor grad_scale = of_channels(), grad_zero_point = of_channels();
   if (!has_nothing_to_compute(grad_input)) {
     const at::Tensor x = in_order_of(grad_input, input), gradient = in_order_of(grad_input, grad_output);
     const SchemeOf of(x, scale, zero_point, quant_min, quant_max);

@@ -59,20 +59,19 @@ struct ScaleAndZeroPoint {
   }
 };
 
+// With one conversion for integers and one for the others: of a switch over the types a kernel that reads for
+// several channels would have a way for each of them through all of its channels.
 template <typename A>
 LLTM_HOST_DEVICE A parameter_at(const Parameter& x, int64_t channel) {
   if (!x.data) return static_cast<A>(x.number);
   const int64_t at = channel * x.stride;
-  switch (x.type) {
-    case ParameterType::kFloat:
-      return static_cast<A>(static_cast<const float*>(x.data)[at]);
-    case ParameterType::kDouble:
-      return static_cast<A>(static_cast<const double*>(x.data)[at]);
-    case ParameterType::kInt:
-      return static_cast<A>(static_cast<const int32_t*>(x.data)[at]);
-    default:
-      return static_cast<A>(static_cast<const int64_t*>(x.data)[at]);
+  const bool wide = x.type == ParameterType::kDouble || x.type == ParameterType::kLong;
+  if (x.type == ParameterType::kInt || x.type == ParameterType::kLong) {
+    return static_cast<A>(wide ? static_cast<const int64_t*>(x.data)[at]
+                               : int64_t{static_cast<const int32_t*>(x.data)[at]});
   }
+  return static_cast<A>(wide ? static_cast<const double*>(x.data)[at]
+                             : double{static_cast<const float*>(x.data)[at]});
 }
 
 // NaN counts as below the range, as in torch.
@@ -86,38 +85,50 @@ template <typename A>
 struct Quantizer {
   A scale, inverse, low, high;
 
-  // One beyond the range is as good as any number there, and NaN is below. So what is rounded is small, and a
-  // sum with 1.5 * 2^23 (2^52), where there are whole numbers only, rounds it, ties to even.
+  // A sum with 1.5 * 2^23 (2^52), where there are whole numbers only, rounds what is small, ties to even.
+  // What is not small stays beyond the range, and NaN is NaN.
   LLTM_HOST_DEVICE A steps(A input) const {
     constexpr A kWhole = sizeof(A) == 4 ? A(12582912) : A(6755399441055744);
-    return (clamp_to(input * inverse, low - 1, high + 1) + kWhole) - kWhole;
+    return (product(input, inverse) + kWhole) - kWhole;
   }
-  LLTM_HOST_DEVICE bool holds(A steps) const { return low <= steps && steps <= high; }
+  LLTM_HOST_DEVICE A clamped(A steps) const { return clamp_to(steps, low, high); }
+  LLTM_HOST_DEVICE bool holds(A steps) const { return steps == clamped(steps); }
 
   // The zero of an integer has no sign, and neither has a sum's.
-  LLTM_HOST_DEVICE A value(A steps) const { return clamp_to(steps, low, high) * scale; }
+  LLTM_HOST_DEVICE A value(A steps) const { return clamped(steps) * scale; }
 
   // Esser et al., "Learned Step Size Quantization", 2019; the zero point as in torch and Bhalgat et al.,
   // "LSQ+", 2020: it moves only what is clamped.
   LLTM_HOST_DEVICE ScaleAndZeroPoint<A> gradient(A grad_output, A input) const {
     const A steps = this->steps(input);
     if (holds(steps)) return {grad_output * (steps * scale - input) * inverse, A(0)};
-    return {grad_output * (steps > high ? high : low), -grad_output * scale};
+    return {grad_output * clamped(steps), -grad_output * scale};
   }
 };
+
+// A scale is float32, or float64 for an input of that.
+template <typename A>
+LLTM_HOST_DEVICE A scale_at(const Parameter& x, int64_t channel) {
+  if (sizeof(A) > 4 || !x.data) return parameter_at<A>(x, channel);
+  return static_cast<const float*>(x.data)[channel * x.stride];
+}
 
 // As in torch, the inverse is that of the scale in the scale's own type, however wide the input's is; and a
 // zero point is rounded and clamped.
 template <typename A>
-LLTM_HOST_DEVICE Quantizer<A> quantizer_of(const QuantizationScheme& scheme, int64_t channel) {
-  const A scale = parameter_at<A>(scheme.scale, channel);
-  const A inverse = scheme.scale.type == ParameterType::kDouble
+LLTM_HOST_DEVICE Quantizer<A> quantizer_of(const Parameter& scale_, const Parameter& zero_point_, A lowest,
+                                           A highest, int64_t channel) {
+  const A scale = scale_at<A>(scale_, channel);
+  const A inverse = sizeof(A) > 4 && scale_.type == ParameterType::kDouble
                         ? A(1) / scale
                         : static_cast<A>(1.0f / static_cast<float>(scale));
-  const A lowest = static_cast<A>(scheme.quant_min), highest = static_cast<A>(scheme.quant_max);
-  const A zero_point =
-      clamp_to(round_half_to_even(parameter_at<A>(scheme.zero_point, channel)), lowest, highest);
+  const A zero_point = clamp_to(round_half_to_even(parameter_at<A>(zero_point_, channel)), lowest, highest);
   return {scale, inverse, lowest - zero_point, highest - zero_point};
+}
+template <typename A>
+LLTM_HOST_DEVICE Quantizer<A> quantizer_of(const QuantizationScheme& scheme, int64_t channel) {
+  return quantizer_of(scheme.scale, scheme.zero_point, static_cast<A>(scheme.quant_min),
+                      static_cast<A>(scheme.quant_max), channel);
 }
 
 constexpr int64_t mask_bytes(int64_t n) { return (n + 7) / 8; }

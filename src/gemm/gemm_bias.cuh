@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/hopper/ptx.cuh"
 #include "common/launch.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_activation.h"
@@ -55,17 +56,29 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   }
 }
 
+// Both kernels begin early where launches can, so that neither costs the way to start.
+__device__ __forceinline__ void begin_early() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  hopper::wait_for_launch_before();
+  hopper::let_next_launch_begin();
+#endif
+}
+
+// Blocks a multiprocessor: while some wait for memory, others write to it.
+constexpr int kBiasBlocks = 4;
+
 // V columns a thread. `sums` [gridDim.y, columns] gets the blocks'.
 template <int V, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBiasBlocks)
     gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
                               const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
   using Pack = Vec<T, V>;
-  constexpr int kRows = kForHopper ? 4 : 1;  // of a thread at a time, all on their way together
+  constexpr int kRows = kForHopper ? 2 : 1;  // of a thread at a time, all on their way together
   const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
   const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
   const int64_t step = blockDim.y;
   acc_t<T> sum[V] = {};
+  begin_early();
   if (column < columns) {
     with_activation<T>(activation, [&](const auto& pull) {
       for (int64_t row = begin + threadIdx.y; row < end; row += kRows * step) {
@@ -112,6 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
   const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
   acc_t<T> sum = 0;
+  begin_early();
   if (column < columns) {
 #pragma unroll 8
     for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
@@ -133,16 +147,17 @@ int width_of(const BiasBackwardArgs<T>& args) {
 }
 
 template <int V, typename T>
-cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
+cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool early, cudaStream_t stream) {
   const BiasGrid grid(args.rows, args.columns, V);
   acc_t<T>* const sums = static_cast<acc_t<T>*>(args.workspace);
-  gemm_bias_backward_kernel<V>
-      <<<grid.blocks, grid.threads, 0, stream>>>(args.grad_output, args.saved, args.grad_input, sums,
-                                                 args.activation, args.rows, args.columns, grid.rows);
+  const cudaError_t error = launch_kernel(gemm_bias_backward_kernel<V, T>, grid.blocks, grid.threads, early,
+                                          stream, args.grad_output, args.saved, args.grad_input, sums,
+                                          args.activation, args.rows, args.columns, grid.rows);
+  if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
-  gemm_bias_sum_kernel<T>
-      <<<blocks, kThreads, 0, stream>>>(sums, args.grad_bias, static_cast<int>(grid.blocks.y), args.columns);
-  return cudaGetLastError();
+  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), early, stream,
+                       static_cast<const acc_t<T>*>(sums), args.grad_bias, static_cast<int>(grid.blocks.y),
+                       args.columns);
 }
 
 }  // namespace lltm_ext

@@ -13,10 +13,12 @@
 
 namespace lltm_ext {
 
-template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT>
+// HOPPER: for no other chip.
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT, bool HOPPER = false>
 struct DoubleTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_;
   static constexpr int kStages = STAGES, kResident = RESIDENT;  // blocks that share a multiprocessor
+  static constexpr bool kHopper = HOPPER;
   static constexpr int kWarpsAcross = BN / WN;
   static constexpr int kThreads = BM / WM * kWarpsAcross * 32;
   // The tile of sums goes through the ring of slices part by part, the rows of one row of warps each.
@@ -146,7 +148,7 @@ struct DoubleRing {
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
-  if constexpr (!kForDoubleUnit) {
+  if constexpr (!kForDoubleUnit || (Tile::kHopper && !kForHopper)) {
     __trap();  // launched on chips that have one
     return;
   }

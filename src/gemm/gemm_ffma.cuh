@@ -21,14 +21,16 @@ namespace lltm_ext {
 // along whichever side has the smaller stride; kAlongDenseK: K's is 1.
 enum class Access : int32_t { kVectors, kAlongExtent, kAlongK, kAlongDenseK, kAtRunTime };
 
-// GROUPS of threads hold the tile, and each sums its part of every slice.
-template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int RESIDENT>
+// GROUPS of threads hold the tile, and each sums its part of every slice. HOPPER: for no other chip.
+template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int RESIDENT,
+          bool HOPPER = false>
 struct FfmaTile {
   using T = T_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_;
   static constexpr int V = kVecWidth<T>;
   static constexpr int kGroups = GROUPS, kStages = STAGES;
   static constexpr int kResident = RESIDENT;  // blocks that share a multiprocessor
+  static constexpr bool kHopper = HOPPER;
   static constexpr int kGroupThreads = BM / TM * (BN / TN);
   static constexpr int kThreads = GROUPS * kGroupThreads;
   // The pad keeps rows aligned to vectors and lets 8 k by 4 elements (8 by 2 of float64) hit all banks once.
@@ -195,7 +197,7 @@ __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shar
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS, typename T = typename Tile::T>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     gemm_ffma_kernel(const GemmArgs<T> args, const Tiles tiles, Access access_a, Access access_b) {
-  if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
+  if constexpr (!kForHopper && (Tile::kHopper || ACCESS_A != Access::kAtRunTime)) {
     __trap();  // launched on Hopper alone
     return;
   }

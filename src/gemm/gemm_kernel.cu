@@ -70,6 +70,12 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
                ? launch_ffma<FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>>(args, stream)
                : launch_ffma<Small>(args, stream);
   }
+  constexpr int kParts = 4;
+  // As many blocks as multiprocessors, and threads enough in each.
+  using Narrow = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
+  if (chip.compute_capability == 90 && tiles_of(args, Narrow::BM, Narrow::BN).total <= chip.multiprocessors) {
+    return launch_ffma<Narrow, kParts>(args, stream);
+  }
   const double large = cost_of(args, chip, 256, 128, 1.0), medium = cost_of(args, chip, 128, 64, 1.1),
                small = cost_of(args, chip, 64, 64, 1.35);
   if (small < std::min(medium, large)) return launch_ffma<Small>(args, stream);
@@ -78,7 +84,6 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
   if (chip.compute_capability != 90) {
     return medium < large ? launch_ffma<Medium>(args, stream) : launch_ffma<Large>(args, stream);
   }
-  constexpr int kParts = 4;
   return medium < large ? launch_ffma<Medium, kParts>(args, stream)
                         : launch_ffma<Large, kParts>(args, stream);
 }
@@ -86,6 +91,11 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const Chip& chip, cudaSt
 cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaStream_t stream) {
   if (!has_double_unit(chip.compute_capability)) {
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
+  }
+  // A warp for each part of nearly all multiprocessors, and as much of K on its way as they need.
+  using Narrow = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
+  if (chip.compute_capability == 90 && tiles_of(args, Narrow::BM, Narrow::BN).total <= chip.multiprocessors) {
+    return launch_double<Narrow>(args, stream);
   }
   using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
   using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
@@ -144,8 +154,12 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args) {
 
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
-  return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, stream)
-                            : launch_bias_backward<1>(args, stream);
+  Chip chip;
+  const cudaError_t error = current_chip(chip);
+  if (error != cudaSuccess) return error;
+  const bool early = chip.compute_capability >= 90;
+  return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, early, stream)
+                            : launch_bias_backward<1>(args, early, stream);
 }
 
 #define INSTANTIATE(T)                                                             \

@@ -148,31 +148,36 @@ class Store {
 
   // Rows that are not a multiple of 16 bytes apart: a warp has every fourth, a lane two neighbours. Where the
   // rows begin between multiples of 4 bytes, all of the warp's do: there a lane has its second value and the
-  // next lane's first, the last lane the two ends.
+  // next lane's first, the last lane the two ends. Which of them it stores is the same in all rows, so that
+  // none waits for another: all are read before the first is stored, and no store stands in a branch.
   __device__ __forceinline__ void put_rows(const unsigned char* buffer, const Epilogue<T>& epilogue, T* to,
                                            int row, int column, int matrix) const {
-    constexpr int kWarps = 4;
+    constexpr int kWarps = 4, kRows = 64 / kWarps;  // of a warp
     const int lane = thread_ % 32, warp = thread_ / 32, columns = epilogue.n - column;
     to += (static_cast<int64_t>(matrix) * epilogue.m + row + warp) * epilogue.n + column;
     const bool shifted = reinterpret_cast<uintptr_t>(to) % 4 != 0;
     const int first = 2 * lane + shifted, second = (first + 1) % 64;
-    const bool first_inside = first < columns,
-               second_inside = second<columns, neighbours = second> first && second_inside;
-    const int end = min(64, epilogue.m - row);
-    to += first;
-#pragma unroll 4
-    for (int r = warp; r < end; r += kWarps, to += static_cast<int64_t>(kWarps) * epilogue.n) {
-      const int piece = (lane / 4) ^ (r % 8);
-      uint32_t pair = *reinterpret_cast<const uint32_t*>(buffer + r * 128 + piece * 16 + lane % 4 * 4);
-      const uint32_t next = __shfl_sync(~0u, pair, (lane + 1) % 32);
-      if (shifted) pair = __funnelshift_r(pair, next, 16);
-      uint16_t* const bits = reinterpret_cast<uint16_t*>(to);
-      if (neighbours) {
-        *reinterpret_cast<uint32_t*>(to) = pair;
-      } else {
-        if (first_inside) bits[0] = static_cast<uint16_t>(pair);
-        if (second_inside) bits[second - first] = static_cast<uint16_t>(pair >> 16);
-      }
+    const bool both = first < second && second < columns, first_alone = !both && first < columns,
+               second_alone = !both && second < columns;
+    const int64_t apart = static_cast<int64_t>(kWarps) * epilogue.n;
+    uint32_t pairs[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int r = warp + i * kWarps, piece = (lane / 4) ^ (r % 8);
+      pairs[i] = *reinterpret_cast<const uint32_t*>(buffer + r * 128 + piece * 16 + lane % 4 * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32_t next = __shfl_sync(~0u, pairs[i], (lane + 1) % 32);
+      if (shifted) pairs[i] = __funnelshift_r(pairs[i], next, 16);
+    }
+    uint16_t* bits = reinterpret_cast<uint16_t*>(to + first);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, bits += apart) {
+      const bool inside = warp + i * kWarps < epilogue.m - row;
+      if (inside && both) *reinterpret_cast<uint32_t*>(bits) = pairs[i];
+      if (inside && first_alone) bits[0] = static_cast<uint16_t>(pairs[i]);
+      if (inside && second_alone) bits[second - first] = static_cast<uint16_t>(pairs[i] >> 16);
     }
   }
 

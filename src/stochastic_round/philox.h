@@ -19,6 +19,22 @@ struct PhiloxBits {
   LLTM_HOST_DEVICE uint32_t half_word(int k) const { return words[k / 2] >> (k % 2 * 16) & 0xffff; }
 };
 
+// The 64 bits of a product, as two words.
+struct Product {
+  uint32_t low, high;
+  LLTM_HOST_DEVICE Product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    // Of a shift by 32 the compiler makes an addition of 0, twice a round.
+    asm("{ .reg .u64 p; mul.wide.u32 p, %2, %3; mov.b64 {%0, %1}, p; }"
+        : "=r"(low), "=r"(high)
+        : "r"(a), "r"(b));
+#else
+    const uint64_t product = uint64_t{a} * b;
+    low = static_cast<uint32_t>(product), high = static_cast<uint32_t>(product >> 32);
+#endif
+  }
+};
+
 // The block of 128 bits at `offset` (in words, a multiple of 4) in the stream of this number.
 LLTM_HOST_DEVICE PhiloxBits philox(uint64_t seed, uint64_t offset, uint64_t stream) {
   const uint64_t count = offset / 4;
@@ -26,9 +42,8 @@ LLTM_HOST_DEVICE PhiloxBits philox(uint64_t seed, uint64_t offset, uint64_t stre
   PhiloxBits bits = {{static_cast<uint32_t>(count), static_cast<uint32_t>(count >> 32),
                       static_cast<uint32_t>(stream), static_cast<uint32_t>(stream >> 32)}};
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53} * bits.words[0], b = uint64_t{0xCD9E8D57} * bits.words[2];
-    bits = {{static_cast<uint32_t>(b >> 32) ^ bits.words[1] ^ key[0], static_cast<uint32_t>(b),
-             static_cast<uint32_t>(a >> 32) ^ bits.words[3] ^ key[1], static_cast<uint32_t>(a)}};
+    const Product a(0xD2511F53, bits.words[0]), b(0xCD9E8D57, bits.words[2]);
+    bits = {{b.high ^ bits.words[1] ^ key[0], b.low, a.high ^ bits.words[3] ^ key[1], a.low}};
     key[0] += 0x9E3779B9;
     key[1] += 0xBB67AE85;
   }

@@ -32,7 +32,6 @@ class Backward {
       : s_(sequence),
         H_(sequence.hidden),
         place_(grid, sequence.steps.batch, H_),
-        group_(static_cast<int>(blockIdx.x) / grid.members),
         sums_(memory.sums()),
         scratch_(memory.scratch()),
         weights_(memory.weights()),
@@ -308,12 +307,12 @@ class Backward {
   __device__ void store_grad_bias() const {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      if (!place_.has_pair(i, H_) || row(i, 0) >= place_.end_row) continue;
-      float* const row =
-          s_.grad_bias + static_cast<int64_t>(group_ * kRowTile + place_.pair_row(i)) * kGates * H_;
+      const int b = row(i, 0);
+      if (!place_.has_pair(i, H_) || b >= place_.end_row) continue;
+      float* const sums = s_.grad_bias + static_cast<int64_t>(b) * kGates * H_ + unit(i);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        float2* sum = reinterpret_cast<float2*>(row + gate * H_ + unit(i));
+        float2* sum = reinterpret_cast<float2*>(sums + gate * H_);
         sum->x += grad_bias_[i][gate].x;
         sum->y += grad_bias_[i][gate].y;
       }
@@ -323,7 +322,6 @@ class Backward {
   const BackwardSequence<T>& s_;
   const int H_;
   const Place<Shape, kChunks> place_;
-  const int group_;
   float* const sums_;     // of two tiles, in turn
   float* const scratch_;  // of the warp
   Weights weights_;
@@ -336,11 +334,12 @@ class Backward {
 
 template <class Backward, typename T, bool kOnHopperOnly>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    recurrence_backward_kernel(const __grid_constant__ BackwardSequence<T> sequence, const GridShape grid) {
+    recurrence_backward_kernel(const __grid_constant__ Sequences<BackwardSequence<T>> sequences,
+                               const GridShape grid) {
 #ifdef __CUDA_ARCH__
   if constexpr (kIsCompiled<Backward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];
-    Backward(sequence, grid, typename Backward::Memory(shared)).run();
+    Backward(sequences.of[blockIdx.y], grid, typename Backward::Memory(shared)).run();
   } else {
     __trap();
   }

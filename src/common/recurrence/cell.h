@@ -80,7 +80,16 @@ struct BackwardSequence {
   T* grad_gates;         // [rows, G, H]
   T* grad_h;             // [B, H] gradient of h after these steps; replaced by that before them
   float* grad_c;         // [B, H] likewise
-  float* grad_bias;      // [kRowTile * groups, G, H] to which grad_gates are added; or null
+  float* grad_bias;  // [B, G, H] to which grad_gates are added, all tiles of a group to its first; or null
+};
+
+// Sequences of the same sizes that one launch runs side by side, each with a grid of its own (blockIdx.y):
+// the directions of a layer.
+constexpr int kMaxSequences = 2;
+template <class Sequence>
+struct Sequences {
+  Sequence of[kMaxSequences];
+  int count;
 };
 
 }  // namespace lltm_ext

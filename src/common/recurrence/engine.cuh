@@ -31,8 +31,8 @@ constexpr int gates_in_registers(const Variant& v, int gates, int pieces) {
 }
 
 template <class Kernel, class Sequence>
-cudaError_t launch_persistent(Kernel* kernel, const Sequence& sequence, const Plan& plan, size_t shared_bytes,
-                              cudaStream_t stream) {
+cudaError_t launch_persistent(Kernel* kernel, const Sequences<Sequence>& sequences, const Plan& plan,
+                              size_t shared_bytes, cudaStream_t stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
@@ -45,13 +45,13 @@ cudaError_t launch_persistent(Kernel* kernel, const Sequence& sequence, const Pl
     attribute.val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid.groups * plan.grid.members);
+  config.gridDim = dim3(plan.grid.groups * plan.grid.members, sequences.count);
   config.blockDim = dim3(kBlockThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, sequence, plan.grid);
+  return cudaLaunchKernelEx(&config, kernel, sequences, plan.grid);
 }
 
 template <typename T>
@@ -105,42 +105,44 @@ size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, in
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream) {
+cudaError_t recurrence_forward(const Sequences<ForwardSequence<T>>& sequences, const Plan& plan,
+                               cudaStream_t stream) {
   if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step.parts > 0) return recurrence_steps_forward<Cell>(sequence, plan.step, stream);
+    if (plan.step.parts > 0) return recurrence_steps_forward<Cell>(sequences.of[0], plan.step, stream);
   }
-  if (plan.algorithm == Algorithm::kGrid) {
-    const size_t rows = sequence.rows;
-    const cudaError_t error =
-        cudaMemsetAsync(sequence.output, kUnwrittenByte, rows * sequence.hidden * sizeof(T), stream);
+  for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
+    const ForwardSequence<T>& sequence = sequences.of[i];
+    const size_t bytes = sequence.rows * sequence.hidden * sizeof(T);
+    const cudaError_t error = cudaMemsetAsync(sequence.output, kUnwrittenByte, bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const size_t shared_bytes =
-      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/false);
+      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/false);
   return with_kernel<Cell, T, false>(plan.variant, [&](auto found) {
     using Found = decltype(found);
     return launch_persistent(recurrence_forward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
-                             sequence, plan, shared_bytes, stream);
+                             sequences, plan, shared_bytes, stream);
   });
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream) {
+cudaError_t recurrence_backward(const Sequences<BackwardSequence<T>>& sequences, const Plan& plan,
+                                cudaStream_t stream) {
   if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step.parts > 0) return recurrence_steps_backward<Cell>(sequence, plan.step, stream);
+    if (plan.step.parts > 0) return recurrence_steps_backward<Cell>(sequences.of[0], plan.step, stream);
   }
-  if (plan.algorithm == Algorithm::kGrid) {
-    const size_t rows = sequence.rows;
-    const cudaError_t error = cudaMemsetAsync(sequence.grad_gates, kUnwrittenByte,
-                                              rows * Cell::kGates * sequence.hidden * sizeof(T), stream);
+  for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
+    const BackwardSequence<T>& sequence = sequences.of[i];
+    const size_t bytes = sequence.rows * Cell::kGates * sequence.hidden * sizeof(T);
+    const cudaError_t error = cudaMemsetAsync(sequence.grad_gates, kUnwrittenByte, bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const size_t shared_bytes =
-      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequence.hidden, /*backward=*/true);
+      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/true);
   return with_kernel<Cell, T, true>(plan.variant, [&](auto found) {
     using Found = decltype(found);
     return launch_persistent(recurrence_backward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
-                             sequence, plan, shared_bytes, stream);
+                             sequences, plan, shared_bytes, stream);
   });
 }
 
@@ -148,7 +150,7 @@ cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan&
 
 #define INSTANTIATE_RECURRENCE(Cell, T)                                                                    \
   template size_t lltm_ext::recurrence_shared_bytes<Cell, T>(const Variant&, const GridShape&, int, bool); \
-  template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const ForwardSequence<T>&, const Plan&,       \
-                                                             cudaStream_t);                                \
-  template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const BackwardSequence<T>&, const Plan&,     \
-                                                              cudaStream_t);
+  template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const Sequences<ForwardSequence<T>>&,         \
+                                                             const Plan&, cudaStream_t);                   \
+  template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const Sequences<BackwardSequence<T>>&,       \
+                                                              const Plan&, cudaStream_t);

@@ -20,12 +20,15 @@ using cudaStream_t = void*;
 template <class Cell, typename T>
 size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward);
 
-// Runs a plan that is by_engine(). Fills the memory through which blocks exchange values first. Fails with
-// cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU has no room for it.
+// Runs a plan that is by_engine(), for as many sequences. Fills the memory through which blocks exchange
+// values first. Fails with cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU
+// has no room for it.
 template <class Cell, typename T>
-cudaError_t recurrence_forward(const ForwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream);
+cudaError_t recurrence_forward(const Sequences<ForwardSequence<T>>& sequences, const Plan& plan,
+                               cudaStream_t stream);
 template <class Cell, typename T>
-cudaError_t recurrence_backward(const BackwardSequence<T>& sequence, const Plan& plan, cudaStream_t stream);
+cudaError_t recurrence_backward(const Sequences<BackwardSequence<T>>& sequences, const Plan& plan,
+                                cudaStream_t stream);
 
 // Those of a plan that is stepwise: step_hopper.cuh.
 template <class Cell, typename T>

@@ -259,11 +259,12 @@ class Forward {
 
 template <class Forward, typename T, bool kOnHopperOnly>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    recurrence_forward_kernel(const __grid_constant__ ForwardSequence<T> sequence, const GridShape grid) {
+    recurrence_forward_kernel(const __grid_constant__ Sequences<ForwardSequence<T>> sequences,
+                              const GridShape grid) {
 #ifdef __CUDA_ARCH__
   if constexpr (kIsCompiled<Forward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];
-    Forward(sequence, grid, typename Forward::Memory(shared)).run();
+    Forward(sequences.of[blockIdx.y], grid, typename Forward::Memory(shared)).run();
   } else {
     __trap();
   }

@@ -58,6 +58,7 @@ struct Problem {
   bool dense;  // every step has all of the batch
   bool backward;
   int element_size, gates;
+  int sequences = 1;  // of these sizes, side by side in one launch
 };
 
 struct Chip {
@@ -83,7 +84,7 @@ inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape
   if (cluster && (grid.members > kClusterBlocks || chip.compute_capability < 90)) return false;
   // Clusters lie within a GPC, of which they rarely fill the last multiprocessors.
   const int blocks = cluster ? chip.multiprocessors / 11 * 10 : chip.multiprocessors;
-  const int resident = blocks / grid.members;
+  const int resident = blocks / (p.sequences * grid.members);
   if (resident == 0) return false;
   int64_t rows = (p.batch + resident - 1) / resident;
   if (rows > kTileRows) {
@@ -103,12 +104,16 @@ inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape
 }
 
 // Whether a variant that fits is faster than stepwise and than the variants after it: up to some number of
-// clusters that wait for others to end, or of tiles that a group works through one after the other.
+// clusters that wait for others to end, or of tiles that a group works through one after the other. Several
+// sequences at once: where they are faster so than one after the other.
 inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid,
                  const StepTile& step) {
   if (v.algorithm == Algorithm::kCluster) {
-    return grid.groups <= (p.backward ? 1 : 9) * (chip.multiprocessors / 11 * 10 / grid.members);
+    const int rounds = p.backward || p.sequences > 1 ? 1 : 9;
+    return p.sequences * grid.groups <= rounds * (chip.multiprocessors / 11 * 10 / grid.members);
   }
+  // A second tile, beyond the size up to which clusters take one sequence after the other.
+  if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (step.parts > 0 ? 2 : 0);
   return grid.rows <= kTileRows * tiles;
 }
@@ -119,7 +124,7 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
 // they where a tile has 128 rows of more than three gates.
 inline StepTile step_tile(const Problem& p, const Chip& chip) {
   if (!chip.hopper || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2) return {};
+  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2 || p.sequences > 1) return {};
   const int64_t columns = tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
   const int64_t of_64 = tiles_of(p.batch, 64) * columns;
   const bool few = p.backward || p.batch <= 64 || p.hidden <= 512 || 2 * of_64 <= chip.multiprocessors;

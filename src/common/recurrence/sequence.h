@@ -1,5 +1,6 @@
 // An op that runs a whole sequence of a recurrent cell: tensors in, tensors out. SequenceOps<Op> makes the
-// dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm from
+// dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm, and of both directions of a
+// layer <op>_bidirectional, <op>_bidirectional_forward and <op>_bidirectional_backward, from
 //
 //   struct Op {
 //     static constexpr const char* name;
@@ -16,6 +17,9 @@
 // Packed sequences come as the rows of all steps, one step after the other ([N, I], longest sequence first),
 // with the number of rows in each; a dense input is the case of B rows in each. `reverse` walks from the last
 // step to the first and leaves every output at its own step.
+//
+// All that runs takes a list of directions, of which a sequence alone is the list of one. Two share the input
+// and nothing else; the engine runs them side by side where the GPU has room for both.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -27,6 +31,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -177,10 +182,11 @@ size_t shared_bytes(at::ScalarType type, const Variant& variant, const GridShape
 }
 #endif
 
-// Plans a sequence on the tensors' device. An algorithm that was asked for and can't run is an error.
+// Plans `sequences` side by side on the tensors' device. An algorithm that was asked for and can't run one is
+// an error; several can still run one after the other.
 template <class Cell>
 Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-              bool backward, c10::string_view algorithm) {
+              bool backward, c10::string_view algorithm, size_t sequences = 1) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -192,11 +198,11 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
       return shared_bytes<Cell>(input.scalar_type(), variant, grid, static_cast<int>(hidden), backward) <=
              chip->sharedMemPerBlockOptin;
     };
-    plan = plan_recurrence(
-        {hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates},
-        {chip->major * 10 + chip->minor, chip->multiProcessorCount,
-         kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
-        wanted, has_room);
+    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()),
+                            Cell::kGates, static_cast<int>(sequences)},
+                           {chip->major * 10 + chip->minor, chip->multiProcessorCount,
+                            kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
+                           wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -206,7 +212,7 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
     }
 #endif
   }
-  TORCH_CHECK(plan.why_not.empty(), op, ": algorithm '", algorithm, "' ", plan.why_not,
+  TORCH_CHECK(plan.why_not.empty() || sequences > 1, op, ": algorithm '", algorithm, "' ", plan.why_not,
               " (algorithm 'auto' runs everything)");
   return plan;
 }
@@ -273,6 +279,60 @@ struct SequenceOps {
     algorithm_named(op, algorithm);
   }
 
+  // ---- directions
+  // ---------------------------------------------------------------------------------------------
+
+  // What a direction has of its own.
+  struct Direction {
+    at::Tensor h0, c0, weight_ih, weight_hh;
+    OptionalTensor bias;
+    bool reverse;
+  };
+  using Directions = at::ArrayRef<Direction>;
+
+  // Of lists of h0, c0, weight_ih, weight_hh and, if there is one, the bias.
+  static std::array<Direction, 2> both_of(at::TensorList onward, at::TensorList reverse) {
+    for (const at::TensorList& given : {onward, reverse}) {
+      TORCH_CHECK(given.size() == 4 || given.size() == 5, named("_bidirectional"),
+                  ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
+                  given.size(), " tensors");
+    }
+    const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
+      return {x[0], x[1], x[2], x[3], x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt, reverse};
+    };
+    return {direction(onward, false), direction(reverse, true)};
+  }
+
+  static void check_alike(Directions directions) {
+    for (const Direction& d : directions.slice(1)) {
+      TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), named("_bidirectional"),
+                  ": expected h0 of both directions to have one shape, got ", directions[0].h0.sym_sizes(),
+                  " and ", d.h0.sym_sizes());
+    }
+  }
+
+  // The rows of the input, as all directions take them.
+  struct Rows {
+    int64_t length, batch, hidden;
+    at::OptionalIntArrayRef batch_sizes;
+
+    Rows(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes)
+        : length(length_of(input, batch_sizes)),
+          batch(directions[0].h0.size(0)),
+          hidden(directions[0].h0.size(1)),
+          batch_sizes(batch_sizes) {}
+    Plan plan(const at::Tensor& like, bool backward, c10::string_view algorithm, size_t sequences) const {
+      return plan_for<Cell>(Op::name, like, batch, hidden, !batch_sizes, backward, algorithm, sequences);
+    }
+    std::vector<Steps::Step> steps(bool reverse) const {
+      return Steps(batch_sizes, length, batch, reverse).steps;
+    }
+    StepOrder order(bool reverse, const at::Tensor& first_rows) const {
+      return {static_cast<int>(length), static_cast<int>(batch), reverse,
+              first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
+    }
+  };
+
   // ---- forward
   // ------------------------------------------------------------------------------------------------
 
@@ -282,46 +342,55 @@ struct SequenceOps {
     at::Tensor extra;  // what else the backward needs; as output, but E * H wide
   };
 
-  static Outputs run_forward(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
-                             const at::Tensor& weight_ih, const at::Tensor& weight_hh,
-                             const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes, bool reverse,
-                             c10::string_view algorithm, bool save) {
+  static std::vector<Outputs> run_forward(const at::Tensor& input, Directions directions,
+                                          at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                          bool save) {
     const KernelGuard guard(input);
-    const int64_t batch = h0.size(0), hidden = h0.size(1);
-    const at::Tensor rows = flatten_rows(input);
+    const Rows rows(input, directions, batch_sizes);
+    std::vector<Outputs> outs;
+    for (const Direction& d : directions) outs.push_back(before_first_step(input, d, save));
+    if (outs[0].output.numel() > 0) forward_steps(directions, outs, rows, algorithm);
+    for (size_t i = 0; i < outs.size(); ++i) outs[i].c_n = outs[i].c_n.to(directions[i].c0.scalar_type());
+    return outs;
+  }
 
+  // h_n and c_n hold the states of the step at hand, c_n in the type in which it accumulates.
+  static Outputs before_first_step(const at::Tensor& input, const Direction& d, bool save) {
+    const int64_t hidden = d.h0.size(1);
     Outputs out;
     out.output = empty_rows(input, hidden, input.scalar_type());
-    const at::Tensor gates = affine(rows, weight_ih.t(), bias);
     at::DimVector sizes(input.sizes().begin(), input.sizes().end());
     sizes.back() = kGates * hidden;
-    out.gates = gates.view(sizes);
+    out.gates = affine(flatten_rows(input), d.weight_ih.t(), d.bias).view(sizes);
     if (save) out.extra = empty_rows(input, kExtra * hidden, input.scalar_type());
-    out.h_n = h0.clone(at::MemoryFormat::Contiguous);
-    const at::Tensor c =
-        at::empty({batch, hidden}, input.options().dtype(at::toOpMathType(input.scalar_type())));
-    c.copy_(c0);
-    const int64_t length = length_of(input, batch_sizes);
-    const Plan plan =
-        plan_for<Cell>(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/false, algorithm);
-    if (rows.size(0) * hidden > 0 &&
-        !(plan.by_engine() &&
-          forward_at_once(out, c, h0, weight_hh, batch_sizes, length, reverse, plan, algorithm))) {
-      forward_stepwise(out, gates, c, weight_hh, Steps(batch_sizes, length, batch, reverse));
-    }
-    out.c_n = c.to(c0.scalar_type());
+    out.h_n = d.h0.clone(at::MemoryFormat::Contiguous);
+    out.c_n =
+        at::empty(d.c0.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type()))).copy_(d.c0);
     return out;
   }
 
-  static void forward_stepwise(const Outputs& out, const at::Tensor& gates, const at::Tensor& c,
-                               const at::Tensor& weight_hh, const Steps& steps) {
-    const at::Tensor& h = out.h_n;
+  // All directions at once where the engine has room for them, else one after the other.
+  static void forward_steps(Directions directions, at::ArrayRef<Outputs> outs, const Rows& rows,
+                            c10::string_view algorithm) {
+    const Plan plan = rows.plan(outs[0].output, /*backward=*/false, algorithm, directions.size());
+    if (plan.by_engine() && forward_at_once(directions, outs, rows, plan, algorithm)) return;
+    if (directions.size() == 1) {
+      return forward_stepwise(outs[0], directions[0].weight_hh, rows.steps(directions[0].reverse));
+    }
+    for (size_t i = 0; i < directions.size(); ++i) {
+      forward_steps(directions.slice(i, 1), outs.slice(i, 1), rows, algorithm);
+    }
+  }
+
+  static void forward_stepwise(const Outputs& out, const at::Tensor& weight_hh,
+                               const std::vector<Steps::Step>& steps) {
+    const at::Tensor &h = out.h_n, &c = out.c_n, &gates = out.gates;
     const int64_t hidden = h.size(1);
     // Copied, because in float32 cuBLAS multiplies few rows by a transposed view up to six times slower.
     const at::Tensor weight_hh_t = weight_hh.t().contiguous();
     const at::Tensor products = at::empty({h.size(0), kGates * hidden}, c.options());
     const Matmul matmul(h);
-    for (const auto& [first_row, n] : steps.steps) {
+    for (const auto& [first_row, n] : steps) {
       const at::Tensor h_rows = first_rows(h, n);
       at::Tensor product = onednn_product(h_rows, weight_hh_t);
       if (!product.defined()) {
@@ -347,39 +416,52 @@ struct SequenceOps {
   }
 
   // All steps by the engine. False if the GPU has no room for its kernel now; nothing has run then.
-  static bool forward_at_once(const Outputs& out, const at::Tensor& c, const at::Tensor& h0,
-                              const at::Tensor& weight_hh, at::OptionalIntArrayRef batch_sizes,
-                              int64_t length, bool reverse, const Plan& plan, c10::string_view algorithm) {
-    const at::Tensor first_rows = first_rows_on(out.output, batch_sizes);
-    const at::Tensor weight = aligned(weight_hh), h = aligned(h0);
-    return launch_at_once("recurrence_forward", out.output, plan, algorithm, [&](auto type, auto stream) {
+  static bool forward_at_once(Directions directions, at::ArrayRef<Outputs> outs, const Rows& rows,
+                              const Plan& plan, c10::string_view algorithm) {
+    const at::Tensor first_rows = first_rows_on(outs[0].output, rows.batch_sizes);
+    std::vector<at::Tensor> weights, h0;
+    for (const Direction& d : directions) {
+      weights.push_back(aligned(d.weight_hh));
+      h0.push_back(aligned(d.h0));
+    }
+    const auto sequence_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const ForwardSequence<T> sequence = {
-          .steps = step_order(length, h0.size(0), reverse, first_rows),
-          .rows = out.output.numel() / h0.size(1),
-          .hidden = static_cast<int>(h0.size(1)),
-          .weight = pointer<T>(weight),
-          .h0 = pointer<T>(h),
-          .c0 = pointer<float>(c),
+      const Outputs& out = outs[i];
+      return ForwardSequence<T>{
+          .steps = rows.order(directions[i].reverse, first_rows),
+          .rows = out.output.numel() / rows.hidden,
+          .hidden = static_cast<int>(rows.hidden),
+          .weight = pointer<T>(weights[i]),
+          .h0 = pointer<T>(h0[i]),
+          .c0 = pointer<float>(out.c_n),
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
           .h_n = mutable_pointer<T>(out.h_n),
-          .c_n = mutable_pointer<float>(c),
+          .c_n = mutable_pointer<float>(out.c_n),
       };
-      return recurrence_forward<Cell>(sequence, plan, stream);
-    });
+    };
+    return launch_at_once("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
+                          [&](auto type, auto stream) {
+                            return recurrence_forward<Cell>(together(type, directions.size(), sequence_of),
+                                                            plan, stream);
+                          });
   }
 
-  static StepOrder step_order(int64_t length, int64_t batch, bool reverse, const at::Tensor& first_rows) {
-    return {static_cast<int>(length), static_cast<int>(batch), reverse,
-            first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
+  // sequence_of(type, 0), (type, 1), ... as one launch takes them.
+  template <typename Type, typename F>
+  static auto together(Type type, size_t count, F&& sequence_of) {
+    Sequences<decltype(sequence_of(type, 0))> sequences = {};
+    TORCH_INTERNAL_ASSERT(count <= kMaxSequences);
+    sequences.count = static_cast<int>(count);
+    for (size_t i = 0; i < count; ++i) sequences.of[i] = sequence_of(type, i);
+    return sequences;
   }
 
   // Calls f(Type<T>{}, stream) for the types that the engine takes.
   template <typename F>
   static bool launch_at_once(const char* kernel, const at::Tensor& like, const Plan& plan,
-                             c10::string_view algorithm, F&& f) {
+                             c10::string_view algorithm, size_t sequences, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
     cudaError_t error = cudaErrorInvalidValue;
@@ -390,7 +472,7 @@ struct SequenceOps {
                          error == cudaErrorInvalidConfiguration || error == cudaErrorInvalidValue ||
                          error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize ||
                          error == cudaErrorNotSupported;
-    if (no_room && (algorithm == "auto" || plan.algorithm == Algorithm::kStepwise)) {
+    if (no_room && (algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise)) {
       cudaGetLastError();
       return false;
     }
@@ -410,20 +492,47 @@ struct SequenceOps {
     return rows.to(like.device(), /*non_blocking=*/true);
   }
 
-  // (output [T, B, H] or [N, H], h_n [B, H], c_n [B, H])
+  // Of each direction {output [T, B, H] or [N, H], h_n [B, H], c_n [B, H]}, and if `save` {gates, extra}.
+  static variable_list checked_forward(const at::Tensor& input, Directions directions,
+                                       at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                       bool save) {
+    for (const Direction& d : directions) {
+      check_inputs(Op::name, input, d.h0, d.c0, d.weight_ih, d.weight_hh, d.bias, batch_sizes, algorithm);
+    }
+    check_alike(directions);
+    const auto outs = input.is_meta() ? meta_forward(input, directions)
+                                      : run_forward(input, directions, batch_sizes, algorithm, save);
+    variable_list found;
+    for (const Outputs& out : outs) {
+      append(found, {out.output, out.h_n, out.c_n});
+      if (save) append(found, {out.gates, out.extra});
+    }
+    return found;
+  }
+
+  static std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions) {
+    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
+    const auto rows = [&](const c10::SymInt& width) { return empty_rows(input, width, input.scalar_type()); };
+    std::vector<Outputs> outs;
+    for (const Direction& d : directions) {
+      const c10::SymInt hidden = d.h0.sym_size(1);
+      outs.push_back({rows(hidden), like(d.h0), like(d.c0), rows(kGates * hidden), rows(kExtra * hidden)});
+    }
+    return outs;
+  }
+
+  static void append(variable_list& to, at::TensorList tensors) {
+    to.insert(to.end(), tensors.begin(), tensors.end());
+  }
+
+  // (output, h_n, c_n)
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm) {
-    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
-    if (input.is_meta()) {
-      return {empty_rows(input, h0.sym_size(1), input.scalar_type()),
-              at::empty_like(h0, at::MemoryFormat::Contiguous),
-              at::empty_like(c0, at::MemoryFormat::Contiguous)};
-    }
-    const Outputs out = run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse,
-                                    algorithm, /*save=*/false);
-    return {out.output, out.h_n, out.c_n};
+    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse};
+    const variable_list y = checked_forward(input, only, batch_sizes, algorithm, /*save=*/false);
+    return {y[0], y[1], y[2]};
   }
 
   // As above, and (gates, extra) for the backward.
@@ -431,17 +540,21 @@ struct SequenceOps {
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm) {
-    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
-    if (input.is_meta()) {
-      const c10::SymInt hidden = h0.sym_size(1);
-      const at::ScalarType type = input.scalar_type();
-      return {empty_rows(input, hidden, type), at::empty_like(h0, at::MemoryFormat::Contiguous),
-              at::empty_like(c0, at::MemoryFormat::Contiguous), empty_rows(input, kGates * hidden, type),
-              empty_rows(input, kExtra * hidden, type)};
-    }
-    const Outputs out = run_forward(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse,
-                                    algorithm, /*save=*/true);
-    return {out.output, out.h_n, out.c_n, out.gates, out.extra};
+    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse};
+    const variable_list y = checked_forward(input, only, batch_sizes, algorithm, /*save=*/true);
+    return {y[0], y[1], y[2], y[3], y[4]};
+  }
+
+  // (output, h_n, c_n) onward and the same in reverse.
+  static variable_list both(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
+                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    return checked_forward(input, both_of(onward, reverse), batch_sizes, algorithm, /*save=*/false);
+  }
+
+  // As above, each with (gates, extra) for the backward.
+  static variable_list both_forward(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
+                                    at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    return checked_forward(input, both_of(onward, reverse), batch_sizes, algorithm, /*save=*/true);
   }
 
   // The algorithm that a call would take.
@@ -466,10 +579,15 @@ struct SequenceOps {
   // ---- backward
   // -----------------------------------------------------------------------------------------------
 
-  static void check_backward_inputs(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
-                                    const OptionalTensor& grad_c_n, const at::Tensor& input,
-                                    const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& output,
-                                    const at::Tensor& gates, const at::Tensor& extra) {
+  // What a direction's backward starts from.
+  struct Saved {
+    OptionalTensor grad_output, grad_h_n, grad_c_n;
+    at::Tensor output, gates, extra;  // as the forward left them
+  };
+
+  static void check_backward_inputs(const Saved& saved, const at::Tensor& input, const at::Tensor& h0,
+                                    const at::Tensor& c0) {
+    const auto& [grad_output, grad_h_n, grad_c_n, output, gates, extra] = saved;
     const std::string op_name = std::string(Op::name) + "_backward";
     const char* op = op_name.c_str();
     check_device(op, "input", input);
@@ -498,22 +616,73 @@ struct SequenceOps {
     if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
   }
 
-  // What carries from chunk to chunk, from the last step to the first.
-  struct Carried {
-    at::Tensor grad_h, grad_c;  // [B, H] from after the steps to before them
-    at::Tensor grad_bias;       // [some rows, G * H], whose sum is the bias's gradient; or undefined
+  // A direction on its way backward, chunk by chunk from the last step to the first.
+  struct Retreat {
+    const Direction& direction;
+    OptionalTensor grad_output;
+    at::Tensor output, gates, extra;  // their rows
+    std::vector<Steps::Step> steps;
+    std::vector<Chunk> chunks;
+    at::Tensor grad_h, grad_c;  // [B, H] from after a chunk's steps to before them
+    at::Tensor grad_bias;       // [B, G * H], whose sum is the bias's gradient; or undefined
+    at::Tensor grad_input, grad_weight_ih, grad_weight_hh;
+    // For the engine: weight_hh transposed, and grad_output with nothing between its rows.
+    at::Tensor weight_hh_t, dense_grad_output;
+
+    Retreat(const at::Tensor& input, const Direction& direction, const Saved& saved, const Rows& rows,
+            bool input_needs_grad, bool bias_needs_grad)
+        : direction(direction),
+          grad_output(saved.grad_output),
+          output(flatten_rows(saved.output)),
+          gates(aligned(flatten_rows(saved.gates))),
+          extra(aligned(flatten_rows(saved.extra))),
+          steps(rows.steps(direction.reverse)),
+          chunks(chunks_of(steps, output.size(0))),
+          grad_weight_ih(at::zeros(direction.weight_ih.sizes(), direction.weight_ih.options())),
+          grad_weight_hh(at::zeros(direction.weight_hh.sizes(), direction.weight_hh.options())) {
+      const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+      grad_h = at::zeros({rows.batch, rows.hidden}, direction.h0.options());
+      grad_c = at::zeros({rows.batch, rows.hidden}, state_options);
+      if (saved.grad_h_n) grad_h.copy_(*saved.grad_h_n);
+      if (saved.grad_c_n) grad_c.copy_(*saved.grad_c_n);
+      if (bias_needs_grad) grad_bias = at::zeros({rows.batch, kGates * rows.hidden}, state_options);
+      if (input_needs_grad) {
+        grad_input = at::empty_like(input, at::MemoryFormat::Contiguous);
+        if (rows.batch * rows.hidden == 0) grad_input.zero_();
+      }
+    }
+
+    void prepare_for_engine() {
+      if (!weight_hh_t.defined()) weight_hh_t = aligned(direction.weight_hh.t());
+      if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
+    }
   };
 
+  struct RetreatChunk {
+    Retreat& of;
+    Chunk chunk;
+    at::Tensor grad_gates;  // of the chunk's rows
+  };
+
+  // The same by the engine, or by steps: all directions at once where there is room, else one after the
+  // other.
+  static void backward_steps(at::ArrayRef<RetreatChunk> parts, const Rows& rows, c10::string_view algorithm) {
+    const Plan plan = rows.plan(parts[0].of.gates, /*backward=*/true, algorithm, parts.size());
+    if (plan.by_engine() && backward_at_once(parts, rows, plan, algorithm)) return;
+    if (parts.size() == 1) return backward_stepwise(parts[0]);
+    for (size_t i = 0; i < parts.size(); ++i) backward_steps(parts.slice(i, 1), rows, algorithm);
+  }
+
   // grad_gates of the chunk's rows, a product and a kernel a step.
-  static void backward_stepwise(const at::Tensor& grad_gates, const Carried& carried,
-                                const OptionalTensor& grad_output, const at::Tensor& gates,
-                                const at::Tensor& extra, const at::Tensor& weight_hh,
-                                const std::vector<Steps::Step>& steps, const Chunk& chunk) {
-    const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
-    const at::Tensor dy = grad_output.value_or(at::Tensor());
+  static void backward_stepwise(const RetreatChunk& part) {
+    const auto& [of, chunk, grad_gates] = part;
+    const at::Tensor &gates = of.gates, &extra = of.extra, &grad_h = of.grad_h, &grad_c = of.grad_c,
+                     &grad_bias = of.grad_bias, &weight_hh = of.direction.weight_hh;
+    const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
+    const at::Tensor dy = of.grad_output.value_or(at::Tensor());
     const Matmul matmul(gates);
     for (size_t k = chunk.last; k-- > chunk.first;) {
-      const auto [first_row, n] = steps[k];
+      const auto [first_row, n] = of.steps[k];
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n);
       // In steps, or in rows.
       const int64_t dy_at =
@@ -528,120 +697,149 @@ struct SequenceOps {
             .grad_output = dy.defined() ? pointer<T>(dy) + dy_at : nullptr,
             .output_row = dy.defined() ? dy.stride(-2) : 0,
             .output_unit = dy.defined() ? dy.stride(-1) : 0,
-            .grad_h = pointer<T>(carried.grad_h),
-            .grad_c = mutable_pointer<acc_t<T>>(carried.grad_c),
+            .grad_h = pointer<T>(grad_h),
+            .grad_c = mutable_pointer<acc_t<T>>(grad_c),
             .grad_gates = mutable_pointer<T>(step_grad_gates),
-            .grad_bias = mutable_pointer<acc_t<T>>(carried.grad_bias),
+            .grad_bias = mutable_pointer<acc_t<T>>(grad_bias),
         };
         return recurrence_step<Cell>(step, stream...);
       });
-      matmul(first_rows(carried.grad_h, n), step_grad_gates, weight_hh);
+      matmul(first_rows(grad_h, n), step_grad_gates, weight_hh);
     }
   }
 
   // The same by the engine. False if the GPU has no room for its kernel now; nothing has run then.
-  static bool backward_at_once(const at::Tensor& grad_gates, const Carried& carried,
-                               const at::Tensor& grad_output, const at::Tensor& gates,
-                               const at::Tensor& extra, const at::Tensor& weight_hh_t,
-                               const at::Tensor& first_rows, int64_t length, bool reverse, const Chunk& chunk,
-                               const Plan& plan, c10::string_view algorithm) {
-    const int64_t batch = carried.grad_h.size(0), hidden = carried.grad_h.size(1);
-    return launch_at_once("recurrence_backward", gates, plan, algorithm, [&](auto type, auto stream) {
+  static bool backward_at_once(at::ArrayRef<RetreatChunk> parts, const Rows& rows, const Plan& plan,
+                               c10::string_view algorithm) {
+    const at::Tensor& like = parts[0].of.gates;
+    const at::Tensor first_rows = first_rows_on(like, rows.batch_sizes);
+    for (const RetreatChunk& part : parts) part.of.prepare_for_engine();
+    const auto sequence_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const BackwardSequence<T> sequence = {
-          .steps = step_order(length, batch, reverse, first_rows),
+      const auto& [of, chunk, grad_gates] = parts[i];
+      return BackwardSequence<T>{
+          .steps = rows.order(of.direction.reverse, first_rows),
           .begin = static_cast<int>(chunk.first),
           .end = static_cast<int>(chunk.last),
           .first_row = chunk.begin,
           .rows = chunk.end - chunk.begin,
-          .hidden = static_cast<int>(hidden),
-          .weight_t = pointer<T>(weight_hh_t),
-          .gates = pointer<T>(gates),
-          .extra = pointer<T>(extra),
-          .grad_output = pointer<T>(grad_output),
+          .hidden = static_cast<int>(rows.hidden),
+          .weight_t = pointer<T>(of.weight_hh_t),
+          .gates = pointer<T>(of.gates),
+          .extra = pointer<T>(of.extra),
+          .grad_output = pointer<T>(of.dense_grad_output),
           .grad_gates = mutable_pointer<T>(grad_gates),
-          .grad_h = mutable_pointer<T>(carried.grad_h),
-          .grad_c = mutable_pointer<float>(carried.grad_c),
-          .grad_bias = mutable_pointer<float>(carried.grad_bias),
+          .grad_h = mutable_pointer<T>(of.grad_h),
+          .grad_c = mutable_pointer<float>(of.grad_c),
+          .grad_bias = mutable_pointer<float>(of.grad_bias),
       };
-      return recurrence_backward<Cell>(sequence, plan, stream);
-    });
+    };
+    return launch_at_once(
+        "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
+          return recurrence_backward<Cell>(together(type, parts.size(), sequence_of), plan, stream);
+        });
   }
 
-  // (grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias); grad_input and grad_bias are
-  // empty unless they are needed.
+  // The matrix products that follow from the gradients of a chunk's gates.
+  static void add_gradients(const RetreatChunk& part, const at::Tensor& input_rows) {
+    const auto& [of, chunk, grad_gates] = part;
+    const int64_t count = chunk.end - chunk.begin;
+    of.grad_weight_ih.addmm_(grad_gates.t(), input_rows.narrow(0, chunk.begin, count));
+    add_weight_hh_gradient(of.grad_weight_hh, grad_gates, of.output, of.direction.h0, of.steps, chunk);
+    if (!of.grad_input.defined()) return;
+    const at::Tensor grad_rows = flatten_rows(of.grad_input).narrow(0, chunk.begin, count);
+    Matmul{input_rows}(grad_rows, grad_gates, of.direction.weight_ih);
+  }
+
+  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
+  // and grad_bias are empty unless they are needed.
+  static variable_list checked_backward(const at::Tensor& input, Directions directions,
+                                        at::ArrayRef<Saved> saved, at::OptionalIntArrayRef batch_sizes,
+                                        c10::string_view algorithm, bool input_needs_grad,
+                                        bool bias_needs_grad) {
+    for (size_t i = 0; i < directions.size(); ++i) {
+      const Direction& d = directions[i];
+      check_backward_inputs(saved[i], input, d.h0, d.c0);
+      check_inputs(Op::name, input, d.h0, d.c0, d.weight_ih, d.weight_hh, std::nullopt, batch_sizes,
+                   algorithm);
+    }
+    check_alike(directions);
+    if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
+    const KernelGuard guard(input);
+    const Rows rows(input, directions, batch_sizes);
+    const at::Tensor input_rows = flatten_rows(input);
+    std::vector<Retreat> retreats;
+    size_t turns = 0;
+    for (size_t i = 0; i < directions.size(); ++i) {
+      retreats.emplace_back(input, directions[i], saved[i], rows, input_needs_grad, bias_needs_grad);
+      turns = std::max(turns, retreats[i].chunks.size());
+    }
+    for (size_t turn = 1; turn <= turns && rows.batch * rows.hidden > 0; ++turn) {
+      std::vector<RetreatChunk> parts;  // of packed rows, a direction may have a chunk less
+      for (Retreat& of : retreats) {
+        if (turn > of.chunks.size()) continue;
+        const Chunk chunk = of.chunks[of.chunks.size() - turn];
+        const int64_t count = chunk.end - chunk.begin;
+        parts.push_back({of, chunk, at::empty({count, kGates * rows.hidden}, of.gates.options())});
+      }
+      backward_steps(parts, rows, algorithm);
+      for (const RetreatChunk& part : parts) add_gradients(part, input_rows);
+    }
+    variable_list found;
+    for (const Retreat& of : retreats) {
+      const Direction& d = of.direction;
+      append(found, {input_needs_grad ? of.grad_input : at::empty({0}, input.options()), of.grad_h,
+                     of.grad_c.to(d.c0.scalar_type()), of.grad_weight_ih, of.grad_weight_hh,
+                     bias_needs_grad ? of.grad_bias.sum(0).to(d.weight_hh.scalar_type())
+                                     : at::empty({0}, input.options())});
+    }
+    return found;
+  }
+
+  static variable_list meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
+                                     bool bias_needs_grad) {
+    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
+    variable_list found;
+    for (const Direction& d : directions) {
+      const c10::SymInt width = bias_needs_grad ? d.weight_hh.sym_size(0) : 0;
+      append(found, {input_needs_grad ? like(input) : at::empty({0}, input.options()), like(d.h0), like(d.c0),
+                     like(d.weight_ih), like(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
+    }
+    return found;
+  }
+
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
       const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& saved_gates,
-      const at::Tensor& saved_extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
-      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad) {
-    check_backward_inputs(grad_output, grad_h_n, grad_c_n, input, h0, c0, output, saved_gates, saved_extra);
-    check_inputs(Op::name, input, h0, c0, weight_ih, weight_hh, std::nullopt, batch_sizes, algorithm);
-    const auto contiguous_like = [](const at::Tensor& x) {
-      return at::empty_like(x, at::MemoryFormat::Contiguous);
-    };
-    const auto not_needed = [&] { return at::empty({0}, input.options()); };
-    if (input.is_meta()) {
-      return {
-          input_needs_grad ? contiguous_like(input) : not_needed(),
-          contiguous_like(h0),
-          contiguous_like(c0),
-          contiguous_like(weight_ih),
-          contiguous_like(weight_hh),
-          bias_needs_grad ? at::empty_symint({weight_hh.sym_size(0)}, weight_hh.options()) : not_needed()};
-    }
-    const KernelGuard guard(input);
-    const int64_t batch = h0.size(0), hidden = h0.size(1), length = length_of(input, batch_sizes);
-    const at::Tensor gates = aligned(flatten_rows(saved_gates)), extra = aligned(flatten_rows(saved_extra));
-    const at::Tensor rows = flatten_rows(input), outputs = flatten_rows(output);
-    at::Tensor grad_input = input_needs_grad ? contiguous_like(input) : not_needed();
-    at::Tensor grad_weight_ih = at::zeros(weight_ih.sizes(), weight_ih.options());
-    at::Tensor grad_weight_hh = at::zeros(weight_hh.sizes(), weight_hh.options());
-    const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
-    Carried carried = {
-        at::zeros({batch, hidden}, h0.options()), at::zeros({batch, hidden}, state_options), {}};
-    if (grad_h_n) carried.grad_h.copy_(*grad_h_n);
-    if (grad_c_n) carried.grad_c.copy_(*grad_c_n);
+      const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& gates, const at::Tensor& extra,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
+      bool bias_needs_grad) {
+    const Direction only = {h0, c0, weight_ih, weight_hh, std::nullopt, reverse};
+    const Saved saved = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
+    const variable_list g =
+        checked_backward(input, only, saved, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
+    return {g[0], g[1], g[2], g[3], g[4], g[5]};
+  }
 
-    Plan plan = plan_for<Cell>(Op::name, input, batch, hidden, !batch_sizes, /*backward=*/true, algorithm);
-    if (bias_needs_grad) {
-      const int64_t bias_rows = std::max<int64_t>(batch, 8 * plan.grid.groups);
-      carried.grad_bias = at::zeros({bias_rows, kGates * hidden}, state_options);
+  // grad_input, and of each direction {grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}, from the
+  // gradients of what the forward gave of each, and {output, gates, extra} as it left them.
+  static variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const at::Tensor& input,
+                                     at::TensorList onward, at::TensorList reverse, at::TensorList saved,
+                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                     bool input_needs_grad, bool bias_needs_grad) {
+    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, named("_bidirectional_backward"),
+                ": expected three of grad_outputs and three of saved a direction, got ", grad_outputs.size(),
+                " and ", saved.size());
+    std::vector<Saved> of_each;
+    for (size_t i = 0; i < 6; i += 3) {
+      of_each.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
+                         saved[i + 1], saved[i + 2]});
     }
-    at::Tensor first_rows, weight_hh_t, dense_grad_output;
-    if (plan.by_engine()) {
-      first_rows = first_rows_on(input, batch_sizes);
-      weight_hh_t = aligned(weight_hh.t());
-      if (grad_output) dense_grad_output = aligned(*grad_output);
-    }
-    const auto steps = Steps(batch_sizes, length, batch, reverse).steps;
-    const auto chunks = chunks_of(steps, rows.size(0));
-    for (auto chunk = chunks.rbegin(); chunk != chunks.rend() && batch * hidden > 0; ++chunk) {
-      const int64_t chunk_rows = chunk->end - chunk->begin;
-      const at::Tensor grad_gates = at::empty({chunk_rows, kGates * hidden}, gates.options());
-      if (plan.by_engine() &&
-          !backward_at_once(grad_gates, carried, dense_grad_output, gates, extra, weight_hh_t, first_rows,
-                            length, reverse, *chunk, plan, algorithm)) {
-        plan = Plan();
-      }
-      if (!plan.by_engine()) {
-        backward_stepwise(grad_gates, carried, grad_output, gates, extra, weight_hh, steps, *chunk);
-      }
-      grad_weight_ih.addmm_(grad_gates.t(), rows.narrow(0, chunk->begin, chunk_rows));
-      add_weight_hh_gradient(grad_weight_hh, grad_gates, outputs, h0, steps, *chunk);
-      if (input_needs_grad) {
-        const at::Tensor grad_rows = flatten_rows(grad_input).narrow(0, chunk->begin, chunk_rows);
-        Matmul{input}(grad_rows, grad_gates, weight_ih);
-      }
-    }
-    if (batch * hidden == 0 && input_needs_grad) grad_input.zero_();
-    return {grad_input,
-            carried.grad_h,
-            carried.grad_c.to(c0.scalar_type()),
-            grad_weight_ih,
-            grad_weight_hh,
-            bias_needs_grad ? carried.grad_bias.sum(0).to(weight_hh.scalar_type()) : not_needed()};
+    variable_list g = checked_backward(input, both_of(onward, reverse), of_each, batch_sizes, algorithm,
+                                       input_needs_grad, bias_needs_grad);
+    if (input_needs_grad) g[0] = g[0] + g[6];
+    g.erase(g.begin() + 6);
+    return g;
   }
 
   // ---- autograd
@@ -653,6 +851,12 @@ struct SequenceOps {
       bool reverse, c10::string_view algorithm) {
     static const auto op = find_op<decltype(sequence)>(qualified("").c_str());
     return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+  }
+
+  static variable_list call_both(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
+                                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    static const auto op = find_op<decltype(both)>(qualified("_bidirectional").c_str());
+    return op.call(input, onward, reverse, batch_sizes, algorithm);
   }
 
   struct Node : torch::autograd::Function<Node> {
@@ -738,6 +942,102 @@ struct SequenceOps {
     }
   };
 
+  // Both directions of a layer.
+  struct BothNode : torch::autograd::Function<BothNode> {
+    static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                                 at::TensorList onward, at::TensorList reverse,
+                                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+      static const auto op = find_op<decltype(both_forward)>(qualified("_bidirectional_forward").c_str());
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const variable_list y = op.call(input, onward, reverse, batch_sizes, algorithm);
+      variable_list saved = {input};
+      saved.insert(saved.end(), onward.begin(), onward.end());
+      saved.insert(saved.end(), reverse.begin(), reverse.end());
+      saved.insert(saved.end(), {y[0], y[3], y[4], y[5], y[8], y[9]});
+      ctx->save_for_backward(std::move(saved));
+      ctx->set_materialize_grads(false);
+      if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
+      ctx->saved_data["onward"] = static_cast<int64_t>(onward.size());
+      ctx->saved_data["algorithm"] = std::string(algorithm);
+      return {y[0], y[1], y[2], y[5], y[6], y[7]};
+    }
+
+    static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
+      const variable_list all = ctx->get_saved_variables();
+      const size_t given = all.size() - 6;
+      const at::TensorList inputs = at::TensorList(all).slice(0, given),
+                           saved = at::TensorList(all).slice(given);
+      const size_t split = 1 + ctx->saved_data["onward"].toInt();
+      variable_list gradients(inputs.size() + 2);
+      if (!any_defined(grad_outputs)) return gradients;
+      std::vector<int64_t> sizes;
+      at::OptionalIntArrayRef batch_sizes;
+      if (const auto found = ctx->saved_data.find("batch_sizes"); found != ctx->saved_data.end()) {
+        sizes = found->second.toIntVector();
+        batch_sizes = at::IntArrayRef(sizes);
+      }
+      if (at::GradMode::is_enabled()) {
+        const auto found = differentiable_gradients(
+            [&](at::TensorList x) {
+              variable_list outputs = composed(x[0], x.slice(1, split - 1), batch_sizes, /*reverse=*/false);
+              const variable_list others = composed(x[0], x.slice(split), batch_sizes, /*reverse=*/true);
+              outputs.insert(outputs.end(), others.begin(), others.end());
+              return outputs;
+            },
+            inputs.vec(), grad_outputs);
+        std::copy(found.begin(), found.end(), gradients.begin());
+        return gradients;
+      }
+      c10::List<OptionalTensor> grads;
+      for (const at::Tensor& x : grad_outputs)
+        grads.push_back(x.defined() ? OptionalTensor(x) : std::nullopt);
+      const at::TensorList onward = inputs.slice(1, split - 1), reverse = inputs.slice(split);
+      const auto has_bias = [](at::TensorList x) { return x.size() > 4 && x[4].requires_grad(); };
+      static const auto op = find_op<decltype(both_backward)>(qualified("_bidirectional_backward").c_str());
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const variable_list found = op.call(grads, inputs[0], onward, reverse, saved, batch_sizes,
+                                          ctx->saved_data["algorithm"].toStringRef(),
+                                          inputs[0].requires_grad(), has_bias(onward) || has_bias(reverse));
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs[i].requires_grad()) gradients[i] = found[i < split ? i : i - split + 6];
+      }
+      return gradients;
+    }
+
+    static variable_list composed(const at::Tensor& input, at::TensorList direction,
+                                  at::OptionalIntArrayRef batch_sizes, bool reverse) {
+      variable_list inputs = {input};
+      inputs.insert(inputs.end(), direction.begin(), direction.end());
+      inputs.resize(6);  // without a bias, with an undefined one
+      return Node::composed(inputs, batch_sizes, reverse);
+    }
+  };
+
+  static variable_list both_autograd(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
+                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    const auto some_need_grad = [](at::TensorList tensors) {
+      return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
+    };
+    if (input.defined() && (needs_grad(input) || some_need_grad(onward) || some_need_grad(reverse))) {
+      return BothNode::apply(input, onward, reverse, batch_sizes, algorithm);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_both(input, onward, reverse, batch_sizes, algorithm);
+  }
+
+  static variable_list both_autocast(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
+                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    const AutocastInputs cast(input);
+    const auto cast_all = [&](at::TensorList direction) {
+      variable_list found;
+      for (size_t i = 0; i < direction.size(); ++i) {
+        found.push_back(i == 1 ? direction[i] : cast(direction[i]));  // c0 stays, as below
+      }
+      return found;
+    };
+    return call_both(cast(input), cast_all(onward), cast_all(reverse), batch_sizes, algorithm);
+  }
+
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
@@ -796,6 +1096,17 @@ struct SequenceOps {
         "(" + inputs +
             "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) "
             "-> str");
+    const std::string both_inputs = "Tensor input, Tensor[] onward, Tensor[] reverse, ";
+    def("_bidirectional", "(" + both_inputs + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]");
+    def("_bidirectional_forward", "(" + both_inputs + "int[]? batch_sizes, str algorithm) -> Tensor[]");
+    def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + both_inputs +
+                                       "Tensor[] saved, int[]? batch_sizes, str algorithm, "
+                                       "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
+    implement(m, named("_bidirectional").c_str(), both);
+    implement(m, named("_bidirectional_forward").c_str(), both_forward);
+    implement(m, named("_bidirectional_backward").c_str(), both_backward);
+    implement_autograd(m, named("_bidirectional").c_str(), both_autograd);
+    implement_autocast(m, named("_bidirectional").c_str(), both_autocast);
     implement(m, Op::name, sequence);
     implement(m, named("_forward").c_str(), sequence_forward);
     implement(m, named("_backward").c_str(), sequence_backward);

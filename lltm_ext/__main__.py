@@ -1,0 +1,39 @@
+"""`python -m lltm_ext`: doctor, selftest, bench."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from lltm_ext import _bench
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m lltm_ext", description="Looks after an installed lltm_ext.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | selftest | bench")
+
+    doctor = commands.add_parser("doctor", help="what is here, what is wrong, the command that mends it")
+    doctor.add_argument("--json", action="store_true", help="for a program to read")
+
+    commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")
+
+    bench = commands.add_parser("bench", help="ours beside its peers: tables and pictures")
+    bench.add_argument("op", nargs="?", choices=("all", *_bench.OPS), default="all")
+    bench.add_argument("--out", type=Path, default=Path(), help="folder for results/ and plots/ (default: .)")
+    bench.add_argument("--quick", action="store_true", help="few and small sizes: to see that it runs")
+    bench.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU, if there is one)")
+    bench.add_argument("--seconds", help="time for each candidate of a comparison")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    command = importlib.import_module(f"lltm_ext._{args.command}")
+    status: int = command.main(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

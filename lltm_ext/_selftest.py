@@ -1,0 +1,386 @@
+"""`python -m lltm_ext selftest`: every op and algorithm against its reference, on every device there is.
+
+A check calls ours and, in float64 on the CPU, the op's reference in pure PyTorch, on the same random values.
+It compares the results, and the gradients for random output gradients, by their relative L2 error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import lltm_ext
+from lltm_ext import _record
+from lltm_ext.fake_quantize import fake_quantize_reference
+from lltm_ext.gemm import _ACTIVATIONS, gemm_reference
+from lltm_ext.lltm import lltm_cell_reference, lltm_reference
+from lltm_ext.lstm import lstm_reference
+from lltm_ext.relu import relu_reference
+from lltm_ext.round import (
+    binarize_reference,
+    ceil_reference,
+    floor_reference,
+    round_reference,
+    trunc_reference,
+)
+from lltm_ext.sigmoid import sigmoid_reference
+from lltm_ext.stochastic_round import stochastic_round_reference
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, *HALVES)
+# The largest relative L2 error of a result, and of a gradient.
+FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+Function = Callable[..., Any]  # of tensors, to tensors, in tuples or not
+Inputs = tuple[Tensor, ...]
+
+
+class Unable(Exception):
+    """What was asked for is not there for this device, dtype or size; says why."""
+
+
+class Make:
+    """Random values, the same everywhere and, up to rounding, in every dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=self.generator, dtype=torch.float64)).to(self.dtype)
+
+
+class Check(NamedTuple):
+    """Checks of one name make a row of the table."""
+
+    name: str
+    ours: Function
+    reference: Function
+    inputs: Callable[[Make], Inputs]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    forward: float | None = None  # another bound
+    backward: float | None = None
+
+
+# ---- the checks --------------------------------------------------------------------------------------------
+
+
+def checks() -> Iterator[Check]:
+    yield from of_elementwise_ops()
+    yield made_at_run_time()
+    yield from of_quantizers()
+    yield from of_gemm()
+    yield Check("lltm_cell", public("lltm_cell"), lltm_cell_reference, cell_inputs)
+    yield from of_sequences("lltm", 3, lltm_reference)
+    yield from of_sequences("lstm", 4, lstm_reference)
+
+
+def public(name: str) -> Function:
+    """The function of this name, looked up when it is called."""
+    return lambda *args, **kwargs: getattr(lltm_ext, name)(*args, **kwargs)
+
+
+def of_elementwise_ops() -> Iterator[Check]:
+    references: dict[str, Function] = {
+        "sigmoid": sigmoid_reference,
+        "relu": relu_reference,
+        "round": round_reference,
+        "floor": floor_reference,
+        "ceil": ceil_reference,
+        "trunc": trunc_reference,
+        "binarize": binarize_reference,
+    }
+    for name, reference in references.items():
+        yield Check(name, public(name), reference, values)
+        yield Check(name, on_view(public(name)), on_view(reference), values)
+        yield Check(name, in_place(name), reference, values)
+    for grad in ("clipped", "tanh"):
+        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize_reference))
+        yield Check("binarize", ours, theirs, values)
+
+
+def values(make: Make) -> Inputs:
+    return (make(37, 65, scale=2),)
+
+
+def on_view(function: Function) -> Function:
+    return lambda x: function(x.t()[::2])
+
+
+def in_place(name: str) -> Function:
+    return lambda x: public(f"{name}_")(x.clone())
+
+
+def made_at_run_time() -> Check:
+    """Compiled here and now; it has no kernel for the CPU."""
+    op = lltm_ext.elementwise(
+        "T scaled_softsign(T x, T y, T a)",
+        forward="return y * x / (a + fabs(x));",
+        backward={"x": "T d = a + fabs(x); return grad * y * a / (d * d);", "y": "return grad * output / y;"},
+        scalars={"a": 2.0},
+    )
+
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        if not x.is_cuda:
+            raise Unable("its formula is compiled for CUDA devices")
+        return op(x, y)
+
+    def reference(x: Tensor, y: Tensor) -> Tensor:
+        return y * x / (2 + x.abs())
+
+    def inputs(make: Make) -> Inputs:
+        return make(37, 65), (1.5 + torch.tanh(make(37, 65).double())).to(make.dtype)  # y is not near 0
+
+    # The gradient of y reads the output as it was rounded, so that in half types it is no better.
+    return Check("elementwise, made now", ours, reference, inputs)
+
+
+def of_quantizers() -> Iterator[Check]:
+    def by_numbers(function: Function) -> Function:
+        return lambda x: function(x, 0.25, 1, -8, 7)
+
+    def by_channel(function: Function) -> Function:
+        return lambda x, scale, zero_point: function(x, scale, zero_point, -8, 7, axis=1)
+
+    pairs = {"fake_quantize": by_numbers, "fake_quantize, learnt": by_channel}
+    for (name, how), inputs in zip(pairs.items(), (steps, steps_by_channel), strict=True):
+        yield Check(name, how(public("fake_quantize")), how(fake_quantize_reference), inputs)
+    for dtype in HALVES:
+        # To nearest would be off by a fifth of eps, this many draws leave 0.004.
+        bound = torch.finfo(dtype).eps / 32
+        ours = functools.partial(average_of_draws, dtype)
+        yield Check("stochastic_round", ours, lambda x: x, single_values, (dtype,), forward=bound)
+
+
+def steps_by_channel(make: Make) -> Inputs:
+    """Values, scales and zero points; values so far from any tie that no rounding of theirs matters."""
+    scale, zero_point = 0.25 + 0.1 * torch.tanh(make(33).double()), (2 * make(33)).round() + 0.25
+    x = (5 * make(65, 33).double()).round() + 0.3 * torch.tanh(make(65, 33).double())
+    return (x * scale).to(make.dtype), scale.to(make.dtype), zero_point.to(make.dtype)
+
+
+def steps(make: Make) -> Inputs:
+    x, scale, _ = steps_by_channel(make)
+    return ((x.double() / scale.double() * 0.25).to(make.dtype),)
+
+
+def single_values(make: Make) -> Inputs:
+    return (Make(torch.float32)(257),)
+
+
+def average_of_draws(dtype: torch.dtype, x: Tensor) -> Tensor:
+    drawn = lltm_ext.stochastic_round(x.expand(4096, -1), dtype)
+    down, up, _ = stochastic_round_reference(x.detach(), dtype)
+    if not ((drawn == down) | (drawn == up)).all():
+        raise ValueError("stochastic_round: got a value that is none of the input's two neighbours")
+    return drawn.double().mean(0)
+
+
+def of_gemm() -> Iterator[Check]:
+    gemm = public("gemm")
+    for m, k, n in ((63, 65, 67), (128, 64, 256), (17, 1001, 5), (8, 512, 256), (256, 512, 384)):
+        yield Check("gemm", gemm, gemm_reference, matrices((m, k), (k, n)))
+    turned = (lambda f: lambda a, b: f(a.mT, b.mT))(gemm), lambda a, b: gemm_reference(a.mT, b.mT)
+    yield Check("gemm, transposed", *turned, matrices((65, 63), (67, 65)))
+    yield Check("gemm, transposed", *turned, matrices((512, 256), (384, 512)))
+    yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (7, 65, 67)))
+    yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (65, 67)))
+    for activation in _ACTIVATIONS:
+        for m, k, n in ((63, 65, 67), (128, 64, 256)):
+            ours, reference = (functools.partial(with_bias, f, activation) for f in (gemm, gemm_reference))
+            yield Check("gemm, bias, activation", ours, reference, matrices((m, k), (k, n), (n,)))
+    for m, k, n in ((63, 65, 67), (256, 512, 384)):
+        operands = matrices((m, k), (k, n))
+        for precision, bound in (("bf16x6", None), ("bf16x9", None), ("tf32", 1e-3)):
+            ours = functools.partial(gemm, precision=precision)
+            yield Check(f"gemm, {precision}", ours, gemm_reference, operands, (torch.float32,), bound, bound)
+
+
+def with_bias(function: Function, activation: str, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return function(a, b, bias=bias, activation=activation)
+
+
+def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
+    """The first scaled so that sums of products are of size 1."""
+    return lambda make: tuple(make(*s, scale=1 if i else s[-1] ** -0.5) for i, s in enumerate(shapes))
+
+
+def cell_inputs(make: Make) -> Inputs:
+    """input, weights, bias, old_h, old_cell"""
+    return make(16, 40), make(3 * 64, 64 + 40, scale=0.1), make(3 * 64), make(16, 64), make(16, 64)
+
+
+def of_sequences(name: str, gates: int, reference: Function) -> Iterator[Check]:
+    reference = functools.partial(paired, reference)
+    for length, batch, hidden in ((9, 16, 64), (7, 40, 128)):
+        inputs = functools.partial(sequence, gates, length, batch, hidden)
+        for algorithm in ("auto", "stepwise", "cluster", "grid"):
+            ours = functools.partial(by_algorithm, name, algorithm)
+            yield Check(f"{name}, {algorithm}", ours, reference, inputs)
+
+
+def sequence(gates: int, length: int, batch: int, hidden: int, make: Make) -> Inputs:
+    """input, h0, c0, weight_ih, weight_hh, bias"""
+    weights = make(gates * hidden, 40, scale=40**-0.5), make(gates * hidden, hidden, scale=0.5 * hidden**-0.5)
+    states = make(batch, hidden, scale=0.5), make(batch, hidden)
+    return make(length, batch, 40), *states, *weights, make(gates * hidden)
+
+
+def paired(function: Function, input: Tensor, h0: Tensor, c0: Tensor, *weights: Tensor, **how: Any) -> Any:
+    return function(input, (h0, c0), *weights, **how)
+
+
+def by_algorithm(name: str, algorithm: str, *tensors: Tensor) -> Any:
+    for backward in (False, True):
+        try:
+            paired(public(f"{name}_algorithm"), *tensors, algorithm=algorithm, backward=backward)
+        except RuntimeError as error:
+            reason, can_not, _ = str(error).partition(" (algorithm 'auto' runs everything)")
+            raise Unable(reason.removeprefix(f"{name}_algorithm: ")) if can_not else error from None
+    return paired(public(name), *tensors, algorithm=algorithm)
+
+
+# ---- a check -----------------------------------------------------------------------------------------------
+
+
+class Errors(NamedTuple):
+    forward: float
+    backward: float
+
+
+class Cell(NamedTuple):
+    """What the checks of a row found in one dtype."""
+
+    errors: Errors | None  # the largest; None: none ran through
+    faults: tuple[str, ...]
+    unable: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.faults:
+            return "FAILED"
+        return " ".join(f"{e:.0e}" if e else "0" for e in self.errors) if self.errors else "-"
+
+
+def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
+    errors, faults, unable = [], [], []
+    for check in row:
+        if dtype not in check.dtypes:
+            continue
+        try:
+            found = errors_of(check, dtype, device)
+        except Unable as reason:
+            unable.append(str(reason))
+        except Exception as error:  # whatever it is, the next check goes on
+            faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            errors.append(found)
+            faults += too_large(check, dtype, found)
+    worst = Errors(*map(max, zip(*errors, strict=True))) if errors else None
+    return Cell(worst, tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(unable)))
+
+
+def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> Errors:
+    inputs = [x.to(device) for x in check.inputs(Make(dtype))]
+    actual = forward_and_gradients(check.ours, inputs, dtype)
+    return Errors(*map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
+
+
+@functools.cache  # for the next device, and for checks of the same
+def expected(
+    reference: Function, inputs: Callable[[Make], Inputs], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    return forward_and_gradients(reference, [x.double() for x in inputs(Make(dtype))], dtype)
+
+
+def forward_and_gradients(
+    function: Function, inputs: list[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs, and the gradients of the inputs for output gradients that are random values of `dtype`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    outputs = flat(function(*leaves))
+    make = Make(dtype)
+    cotangents = [make(*y.shape).to(y) for y in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    return [y.detach().double().cpu() for y in outputs], [g.double().cpu() for g in gradients]
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else [y for group in outputs for y in flat(group)]
+
+
+def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative L2 error; infinite for NaN."""
+    largest = 0.0
+    for ours, theirs in zip(actual, expected, strict=True):
+        if ours.shape != theirs.shape:
+            raise ValueError(f"expected shape {list(theirs.shape)}, got {list(ours.shape)}")
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        largest = max(largest, error if error == error else float("inf"))
+    return largest
+
+
+def too_large(check: Check, dtype: torch.dtype, found: Errors) -> Iterator[str]:
+    bounds = check.forward or FORWARD[dtype], check.backward or BACKWARD[dtype]
+    for what, error, bound in zip(("result", "gradient"), found, bounds, strict=True):
+        if error > bound:
+            yield f"relative L2 error of the {what} {error:.1e}, expected at most {bound:.1e}"
+
+
+# ---- all of them -------------------------------------------------------------------------------------------
+
+
+def main(args: argparse.Namespace) -> int:
+    start = time.monotonic()
+    torch.manual_seed(0)
+    rows: dict[str, list[Check]] = {}
+    for check in checks():
+        rows.setdefault(check.name, []).append(check)
+    print("Relative L2 errors of results and of gradients, against the reference in float64")
+    with tempfile.TemporaryDirectory() as folder:
+        # An op made at run time is to be compiled, not read from the disk.
+        os.environ["LLTM_EXT_CACHE"] = f"{folder}/cache"
+        cells = [cell for device in devices() for cell in table(device, rows)]
+    failed = sum(bool(cell.faults) for cell in cells)
+    passed = sum(cell.errors is not None and not cell.faults for cell in cells)
+    not_run = sum(cell.errors is None and not cell.faults for cell in cells)
+    seconds = time.monotonic() - start
+    print(f"\n{passed} passed, {failed} failed, {not_run} can't run here, in {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+def devices() -> Iterator[torch.device]:
+    yield torch.device("cpu")
+    record = _record.read()
+    if not torch.cuda.is_available():
+        print("\nNo GPU is tested: torch sees none")
+    elif record["cuda"] is None:
+        print(f"\nNo GPU is tested: lltm_ext {record['version']} is built for the CPU alone")
+    else:
+        yield from (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+
+
+def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
+    """Prints each row as soon as it is known; then what failed, and what can't run and why."""
+    title = device.type if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
+    width = max(map(len, rows))
+    print(f"\n{title}\n{'':{width}}", *(f"{str(d).removeprefix('torch.'):>13}" for d in DTYPES))
+    said: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        cells = {d: examine(row, d, device) for d in DTYPES if any(d in check.dtypes for check in row)}
+        print(f"{name:{width}}", *(f"{cells.get(d, '')!s:>13}" for d in DTYPES), flush=True)
+        for dtype, cell in cells.items():
+            for line in [f"FAILED {name}: {f}" for f in cell.faults] + [
+                f"- {name}: {u}" for u in cell.unable
+            ]:
+                said.setdefault(line, []).append(str(dtype).removeprefix("torch."))
+        yield from cells.values()
+    for line, dtypes in said.items():
+        print(f"{line} ({', '.join(dtypes)})")

@@ -1,0 +1,219 @@
+"""The modules built at run time, from the sources in the package, where none that was built ahead fits.
+
+With ``LLTM_EXT_JIT=1``, ``import lltm_ext`` comes here when its modules are for another torch, CUDA or Python
+than the one at hand: what :func:`build` builds, or has built before, then takes their place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from lltm_ext import _build, _record
+from lltm_ext import _toolchain as toolchain
+from lltm_ext._toolchain import ToolchainError
+from lltm_ext._version import __version__
+
+
+def build() -> Path:
+    """Builds the modules for this torch, Python and GPU, unless that was done before, and gives their folder.
+
+    They stay in torch's cache of extensions (``TORCH_EXTENSIONS_DIR``). Of several processes one builds, and
+    the others wait for it. ``LLTM_EXT_CUDA``, ``TORCH_CUDA_ARCH_LIST``, ``CUDA_HOME`` and ``MAX_JOBS`` steer
+    this as they steer the build of a wheel. Where they say nothing, it is for the GPUs that are here, or for
+    the CPU alone where there is none.
+
+    Raises:
+        RuntimeError: where something is missing that a build needs, or a compiler fails; with what to do.
+    """
+    with_cuda, architectures = _wanted()
+    folder = _cache() / _name(with_cuda, architectures)
+    if not is_whole(folder):
+        with _locked(folder):
+            if not is_whole(folder):  # no other process has built it meanwhile
+                _build_new(folder, _environment(with_cuda, architectures))
+    return folder
+
+
+def use(folder: Path) -> None:
+    """Has ``lltm_ext._C`` import the modules of that folder, and none of those beside it."""
+    from lltm_ext import _C
+
+    _C.__path__ = [str(folder / "_C")]
+    _record.FILE = folder / _record.FILE.name
+
+
+# ---- what to build, and where it goes ----------------------------------------------------------------------
+
+
+def _wanted() -> tuple[bool, list[str]]:
+    """Whether to build for CUDA, and the architectures named or here; none: all that a wheel has."""
+    if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
+        return False, []
+    architectures = toolchain.named_architectures() or toolchain.gpus()
+    return bool(architectures) or os.environ.get("LLTM_EXT_CUDA") == "1", architectures
+
+
+def _cache() -> Path:
+    """Our part of the folder of torch.utils.cpp_extension, which is not asked: it would import setuptools."""
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user, "torch_extensions")
+    return Path(root).expanduser().resolve() / "lltm_ext"
+
+
+def _name(with_cuda: bool, architectures: list[str]) -> str:
+    """All that the modules depend on, so that those for something else are never loaded."""
+    src = _build.source_folder()
+    if not src.is_dir():
+        raise ToolchainError(
+            f"there are no sources in {src}. Run: python -m pip install --force-reinstall lltm_ext"
+        )
+    target = f"cuda{torch.version.cuda}-{'_'.join(architectures) or 'all'}" if with_cuda else "cpu"
+    python, source = sysconfig.get_config_var("SOABI"), toolchain.source_revision(src)[:12]
+    return f"{__version__}-torch{torch.__version__}-{target}-{python}-{source}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a build is there, with every module as it was: none missing, cut short or altered."""
+    try:
+        digests = json.loads((folder / _record.FILE.name).read_text())["modules"]
+        return all(_digest(folder / "_C" / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _digest(module: Path) -> str:
+    return hashlib.sha256(module.read_bytes()).hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time. The operating system ends the lock with the process, however that ends."""
+    lock = FileLock(f"{folder}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _say("another process is building the modules; waiting for it")
+            lock.acquire()
+    except OSError as error:
+        raise ToolchainError(
+            f"{folder.parent} cannot be written ({error}). "
+            "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# ---- the build ---------------------------------------------------------------------------------------------
+
+
+def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
+    """The variables that say this to _build.py. Raises where something is missing that a build needs."""
+    toolchain.check_host()
+    if not with_cuda:
+        return os.environ | {"LLTM_EXT_CUDA": "0"}
+    assert torch.version.cuda is not None
+    cuda = toolchain.find_cuda(torch.version.cuda)
+    if architectures and not toolchain.named_architectures():
+        architectures = toolchain.architectures_of(architectures, cuda.nvcc)
+    return os.environ | {"LLTM_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ";".join(architectures)}
+
+
+def _build_new(folder: Path, environment: dict[str, str]) -> None:
+    """Into a folder beside it, which becomes `folder` when all is there: a killed build leaves none."""
+    start = time.monotonic()
+    why = "" if environment["LLTM_EXT_CUDA"] == "1" or torch.version.cuda is None else _why_no_cuda()
+    _say(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
+    for left in folder.parent.glob(f"{folder.name}.*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.", suffix=".part", dir=folder.parent, ignore_cleanup_errors=True
+    ) as part:
+        _compile(part, environment, log=Path(f"{folder}.log"))
+        package = Path(part, "lltm_ext")
+        _seal(package)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        package.rename(folder)
+    _say(f"built in {time.monotonic() - start:.0f} s")
+
+
+def _why_no_cuda() -> str:
+    if os.environ.get("LLTM_EXT_CUDA") == "0":
+        return " on the CPU alone (LLTM_EXT_CUDA=0)"
+    return " on the CPU alone (no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same)"
+
+
+# A process of its own, as torch and setuptools take their settings from the environment when they are
+# imported. lltm_ext is a package of its path alone there: its own __init__ would come here again.
+_PROGRAM = """
+import json, sys, types
+sys.path[:], package, folder = json.loads(sys.argv[1])
+sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
+sys.modules["lltm_ext"].__path__ = [package]
+from lltm_ext import _build
+_build.into(folder)
+"""
+
+
+def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
+    """Runs the compilers, passes on what they say of their progress, and writes down the rest."""
+    search = [os.path.abspath(entry) for entry in sys.path]
+    told = json.dumps([search, str(_build.PACKAGE), folder])
+    with (
+        log.open("w", encoding="utf-8") as written,
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, told],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                written.write(line)
+                if line.startswith("lltm_ext: "):
+                    _say(line.removeprefix("lltm_ext: ").rstrip())
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise ToolchainError(_failure(log))
+
+
+def _failure(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
+    error = next((line.strip() for line in lines if "error: " in line.lower()), lines[-1])
+    remedy = "Run: export MAX_JOBS=1  (memory was too little)" if "Killed" in error else f"Run: less {log}"
+    return f"the modules did not build: {error}. {remedy}"
+
+
+def _seal(package: Path) -> None:
+    """Adds the modules' digests to the build's record."""
+    file = package / _record.FILE.name
+    digests = {module.name: _digest(module) for module in sorted((package / "_C").iterdir())}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"modules": digests}, indent=2) + "\n")
+
+
+def _say(what: str) -> None:
+    print(f"lltm_ext: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,461 @@
+"""The build at run time: when it comes, what it builds for, what it says, and that no trouble leaves a trap.
+
+Most of these build one tiny module, which takes a second or two. Those marked `packaging` build all of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lltm_ext import _build, _record, _toolchain, jit
+
+PACKAGE = Path(_record.__file__).resolve().parent
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+STEERING = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_JIT", "TORCH_CUDA_ARCH_LIST")
+
+
+class Installed:
+    """A copy of the package whose record claims another torch, with a cache of its own."""
+
+    def __init__(self, folder: Path, src: Path) -> None:
+        self.folder, self.cache = folder, folder / "cache"
+        self.package = folder / "site/lltm_ext"
+        ignored = shutil.ignore_patterns("*.so", "_src", "__pycache__")
+        shutil.copytree(PACKAGE, self.package, ignore=ignored)
+        shutil.copytree(src, self.package / "_src")
+        record = json.loads((PACKAGE / "_build_record.json").read_text())
+        (self.package / "_build_record.json").write_text(json.dumps(record | {"torch": "1.0.0"}))
+
+    def start(self, program: str, **variables: str) -> subprocess.Popen[str]:
+        env = {name: value for name, value in os.environ.items() if name not in STEERING}
+        env |= {"PYTHONPATH": str(self.package.parent), "TORCH_EXTENSIONS_DIR": str(self.cache)}
+        env |= {"LLTM_EXT_CUDA": "0"} | variables
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, program: str, fails: bool = False, **variables: str) -> tuple[str, str]:
+        """What the program writes to stdout and to stderr."""
+        process = self.start(program, **variables)
+        said = process.communicate()
+        assert (process.returncode != 0) == fails, "\n".join(said)
+        return said
+
+
+# ---- an import of modules that do not fit ------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfit(tmp_path: Path) -> Installed:
+    return Installed(tmp_path, _build.source_folder())
+
+
+def test_the_error_of_an_unfit_wheel_names_the_build_at_run_time(unfit: Installed) -> None:
+    last = unfit.run("import lltm_ext", fails=True)[1].splitlines()[-1]
+    assert "was built for torch 1.0.0" in last and f"this is torch {torch.__version__}" in last
+    assert "export LLTM_EXT_JIT=1" in last
+    assert not unfit.cache.exists()
+
+
+def test_a_missing_compiler_is_said_with_the_command_that_mends_it(unfit: Installed) -> None:
+    error = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1", CXX="/nowhere/c++")[1]
+    last = error.splitlines()[-1]
+    assert last.startswith("ImportError: lltm_ext: /nowhere/c++ does not run")
+    assert "Run: apt-get install g++" in last
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_the_command_that_mends_it(unfit: Installed) -> None:
+    unfit.cache.touch()
+    last = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1")[1].splitlines()[-1]
+    assert f"{unfit.cache}/lltm_ext cannot be written" in last
+    assert "Run: export TORCH_EXTENSIONS_DIR=" in last
+
+
+def test_missing_sources_are_said(unfit: Installed) -> None:
+    shutil.rmtree(unfit.package / "_src")
+    last = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1")[1].splitlines()[-1]
+    assert last.startswith("ImportError: lltm_ext: there are no sources in ")
+
+
+def test_modules_that_fit_are_taken_whatever_the_variable_says(tmp_path: Path) -> None:
+    program = "import sys, lltm_ext; print('lltm_ext.jit' in sys.modules)"
+    env = os.environ | {"LLTM_EXT_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+# ---- what is missing ---------------------------------------------------------------------------------------
+
+
+def test_missing_ninja_is_said_with_the_command_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_toolchain, "search_path", lambda env: str(tmp_path))
+    with pytest.raises(
+        _toolchain.ToolchainError, match=r"^ninja was not found\. Run: python -m pip install ninja$"
+    ):
+        _toolchain.check_host()
+
+
+def test_missing_headers_of_python_are_said_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    with pytest.raises(_toolchain.ToolchainError, match=r"lacks Python\.h.* Run: apt-get install python3"):
+        _toolchain.check_host(headers=tmp_path)
+
+
+def test_cuda_asked_of_a_cpu_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("LLTM_EXT_CUDA", "1")
+    with pytest.raises(
+        _toolchain.ToolchainError, match=r"is built without CUDA\. Run: python -m pip install"
+    ):
+        jit.build()
+
+
+def test_a_missing_or_mismatching_nvcc_stops_the_build_with_the_message_of_setup_py(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(torch_cuda: str) -> None:
+        raise _toolchain.ToolchainError(f"no nvcc of CUDA {torch_cuda}. Run: python -m pip install")
+
+    monkeypatch.setattr(_toolchain, "find_cuda", none)
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.delenv("LLTM_EXT_CUDA", raising=False)
+    monkeypatch.setenv("LLTM_EXT_JIT", "1")
+    monkeypatch.setattr(_record, "check", lambda torch: _raise(ImportError("unfit")))
+    with pytest.raises(ImportError, match=r"^lltm_ext: no nvcc of CUDA 99\.0\. Run: python -m pip install$"):
+        _record.provide(torch)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# ---- what it is built for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "torch_cuda,variables,gpus,wanted",
+    [
+        pytest.param(None, {}, ["9.0"], (False, []), id="a torch without CUDA"),
+        pytest.param("13.0", {}, ["8.6", "9.0"], (True, ["8.6", "9.0"]), id="the GPUs that are here"),
+        pytest.param("13.0", {}, [], (False, []), id="no GPU"),
+        pytest.param("13.0", {"LLTM_EXT_CUDA": "0"}, ["9.0"], (False, []), id="the CPU asked for"),
+        pytest.param("13.0", {"LLTM_EXT_CUDA": "1"}, [], (True, []), id="CUDA asked for, no GPU"),
+        pytest.param(
+            "13.0",
+            {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"},
+            [],
+            (True, ["8.0", "9.0+PTX"]),
+            id="architectures",
+        ),
+    ],
+)
+def test_the_gpus_that_are_here_are_built_for_unless_a_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    torch_cuda: str | None,
+    variables: dict[str, str],
+    gpus: list[str],
+    wanted: tuple[bool, list[str]],
+) -> None:
+    for name in STEERING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(_toolchain, "gpus", lambda: gpus)
+    assert jit._wanted() == wanted
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path) -> Path:
+    """One that knows 5.0, 7.5, 8.0, 9.0 and 12.0."""
+    file = tmp_path / "nvcc"
+    known = "compute_50\\ncompute_75\\ncompute_80\\ncompute_90\\ncompute_120\\n"
+    file.write_text(f'#!/bin/sh\n[ "$1" = --list-gpu-arch ] && printf "{known}"\n')
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize(
+    "gpus,compiled",
+    [
+        pytest.param(["9.0"], ["9.0"], id="known"),
+        pytest.param(["8.6", "8.9", "9.0"], ["8.0+PTX", "9.0"], id="unknown to the compiler"),
+        pytest.param(["12.1"], ["12.0+PTX"], id="newer than the compiler"),
+        pytest.param(["6.1", "8.0"], ["8.0"], id="one too old beside another"),
+    ],
+)
+def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(
+    nvcc: Path, gpus: list[str], compiled: list[str]
+) -> None:
+    assert _toolchain.architectures_of(gpus, nvcc) == compiled
+
+
+def test_a_gpu_too_old_is_said_with_the_command_that_mends_it(nvcc: Path) -> None:
+    with pytest.raises(
+        _toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
+    ):
+        _toolchain.architectures_of(["7.0"], nvcc)
+
+
+DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuDeviceGetName(char* name, int size, int device) { return *name = 0, 0; }
+int cuDeviceGetCount(int* count) { return *count = 3, 0; }
+int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  int capabilities[] = {120, 90, 90};
+  return *value = attribute == 75 ? capabilities[device] / 10 : capabilities[device] % 10, 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_driver_tells_the_gpus(tmp_path: Path) -> None:
+    (tmp_path / "driver.c").write_text(DRIVER)
+    subprocess.run(["cc", "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == ["9.0", "12.0"]
+
+
+def test_a_driver_that_fails_tells_of_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").touch()
+    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == []
+
+
+def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert jit._cache() == Path(get_default_build_root(), "lltm_ext")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit._cache() == Path(get_default_build_root(), "lltm_ext")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
+    assert jit._cache() == tmp_path / "mine/lltm_ext"
+
+
+# ---- a build of one tiny module ----------------------------------------------------------------------------
+
+# From a package of its path alone, since lltm_ext itself needs modules that the tiny build has not.
+BUILD = """
+import os, sys, types
+package = sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
+package.__path__ = [os.environ["PYTHONPATH"] + "/lltm_ext"]
+from lltm_ext import jit
+jit.use(jit.build())
+from lltm_ext._C import tiny
+print(tiny.__file__)
+"""
+TINY = """
+#include <Python.h>
+static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "tiny"};
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tiny() { return PyModule_Create(&tiny); }
+"""
+
+
+class Tiny(Installed):
+    """The package with one tiny op, and a compiler that counts the files it compiles, each in `seconds`."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "src/tiny").mkdir(parents=True)
+        (folder / "src/tiny/tiny.cpp").write_text(TINY)
+        super().__init__(folder, folder / "src")
+        self.source = self.package / "_src/tiny/tiny.cpp"
+
+    def compiler(self, seconds: float = 0) -> str:
+        file = self.folder / f"c++-{seconds}"
+        count = f'case "$*" in *" -c "*) echo >> {self.folder}/compiled; sleep {seconds};; esac'
+        file.write_text(f'#!/bin/sh\n{count}\nexec c++ "$@"\n')
+        file.chmod(0o755)
+        return str(file)
+
+    @property
+    def compiled(self) -> int:
+        file = self.folder / "compiled"
+        return len(file.read_text()) if file.exists() else 0
+
+    @property
+    def kept(self) -> list[str]:
+        """What lies in the cache: a folder for the build, its lock and its log."""
+        return sorted(entry.name.rpartition(".")[2] for entry in (self.cache / "lltm_ext").iterdir())
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Tiny]:
+    yield Tiny(tmp_path)
+
+
+def test_a_build_is_made_once_and_then_needs_no_compiler(tiny: Tiny) -> None:
+    module, progress = tiny.run(BUILD, CXX=tiny.compiler())
+    assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
+    assert "1 of 1 modules, tiny" in progress
+    again, said = tiny.run(BUILD, CXX="/nowhere/c++")
+    assert again == module
+    assert "lltm_ext" not in said
+
+
+def test_an_edited_source_is_built_anew(tiny: Tiny) -> None:
+    first = tiny.run(BUILD)[0]
+    tiny.source.write_text(TINY + "// edited\n")
+    assert tiny.run(BUILD)[0] != first
+
+
+def has_nvcc() -> bool:
+    try:
+        return torch.version.cuda is not None and bool(_toolchain.find_cuda(torch.version.cuda))
+    except _toolchain.ToolchainError:
+        return False
+
+
+@pytest.mark.skipif(not has_nvcc(), reason="needs nvcc")
+def test_kernels_are_built_for_the_architectures_named(tiny: Tiny) -> None:
+    (tiny.source.parent / "tiny_kernel.cu").write_text("__global__ void kernel() {}\n")
+    cuda = {"LLTM_EXT_CUDA": "", "TORCH_CUDA_ARCH_LIST": "8.0"}
+    module = Path(tiny.run(BUILD, **cuda)[0].strip())
+    folder = module.parent.parent
+    assert f"-cuda{torch.version.cuda}-8.0-" in folder.name
+    record = json.loads((folder / "_build_record.json").read_text())
+    assert (record["cuda"], record["architectures"]) == (torch.version.cuda, ["8.0"])
+    assert "code=sm_80" in Path(f"{folder}.log").read_text()
+    assert tiny.run(BUILD, **cuda, CXX="/nowhere/c++", CUDA_HOME="/nowhere")[0].strip() == str(module)
+
+
+def test_a_damaged_build_is_built_again(tiny: Tiny) -> None:
+    module = Path(tiny.run(BUILD, CXX=tiny.compiler())[0].strip())
+    module.write_bytes(module.read_bytes()[:1000])
+    assert tiny.run(BUILD, CXX=tiny.compiler())[0].strip() == str(module)
+    assert tiny.compiled == 2
+
+
+@pytest.mark.parametrize("file", ["_C/tiny.so", "_build_record.json"])
+@pytest.mark.parametrize("damage", ["none", "cut short", "altered", "gone"])
+def test_a_build_is_whole_only_as_it_was_when_it_ended(tmp_path: Path, file: str, damage: str) -> None:
+    (tmp_path / "_C").mkdir()
+    (tmp_path / "_C/tiny.so").write_bytes(b"a module")
+    (tmp_path / "_build_record.json").write_text("{}")
+    jit._seal(tmp_path)
+    content = (tmp_path / file).read_bytes()
+    changed = {"none": content, "cut short": content[:-4], "altered": content.replace(b"modul", b"nodul")}
+    if damage == "gone":
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(changed[damage])
+    assert jit.is_whole(tmp_path) is (damage == "none")
+
+
+def test_two_processes_at_once_make_one_build(tiny: Tiny) -> None:
+    both = [tiny.start(BUILD, CXX=tiny.compiler(seconds=4)) for _ in range(2)]
+    said = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    assert tiny.compiled == 1
+    waited = ["another process is building the modules; waiting for it" in errors for _, errors in said]
+    assert sorted(waited) == [False, True]
+
+
+def test_a_killed_build_leaves_no_trap(tiny: Tiny) -> None:
+    process = tiny.start(BUILD, CXX=tiny.compiler(seconds=60))
+    try:
+        while tiny.compiled == 0 and process.poll() is None:
+            time.sleep(0.05)
+        assert tiny.compiled == 1
+        process.kill()  # it alone: its compiler goes on
+        process.wait()
+        assert "part" in tiny.kept
+        module, said = tiny.run(BUILD, CXX=tiny.compiler())
+        assert Path(module.strip()).is_file()
+        assert "waiting" not in said
+        assert "part" not in tiny.kept
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_file_that_does_not_compile_is_said_with_the_log(tiny: Tiny) -> None:
+    tiny.source.write_text("not C++\n")
+    last = tiny.run(BUILD, fails=True)[1].splitlines()[-1]
+    assert "the modules did not build: " in last and "tiny.cpp:1:1: error: " in last
+    log = Path(last.rpartition("Run: less ")[2])
+    assert "tiny.cpp" in log.read_text()
+    assert tiny.kept == ["lock", "log"]
+
+
+# ---- the build of ours -------------------------------------------------------------------------------------
+
+USE = """
+import importlib.metadata, json, time, torch
+start = time.perf_counter()
+import lltm_ext
+seconds = time.perf_counter() - start
+from lltm_ext import _record
+x = torch.linspace(-2, 2, 5, requires_grad=True)
+lltm_ext.round(lltm_ext.sigmoid(x)).sum().backward()
+output, _ = lltm_ext.LLTM(4, 5)(torch.ones(2, 3, 4))
+record = _record.check(torch) | {"seconds": seconds, "file": lltm_ext._C.relu.__file__}
+record |= {"grad": x.grad.tolist(), "shape": list(output.shape), "version": lltm_ext.__version__}
+print(json.dumps(record))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Installed, dict[str, object], str]:
+    installed = Installed(tmp_path_factory.mktemp("built"), _build.source_folder())
+    output, progress = installed.run(USE, LLTM_EXT_JIT="1")
+    return installed, json.loads(output), progress
+
+
+@pytest.mark.packaging
+class TestEveryModule:
+    def test_everything_works_as_from_the_wheel(
+        self, built: tuple[Installed, dict[str, object], str]
+    ) -> None:
+        installed, found, _ = built
+        assert Path(str(found["file"])).is_relative_to(installed.cache)
+        x = torch.linspace(-2, 2, 5)
+        expected = torch.sigmoid(x) * (1 - torch.sigmoid(x))
+        torch.testing.assert_close(torch.tensor(found["grad"]), expected)
+        assert found["shape"] == [2, 3, 5]
+
+    def test_its_record_is_of_this_torch(self, built: tuple[Installed, dict[str, object], str]) -> None:
+        installed, found, _ = built
+        assert found["torch"] == torch.__version__
+        assert (found["cuda"], found["architectures"]) == (None, [])
+        assert str(found["version"]).endswith("+cpu")
+        assert found["source"] == _toolchain.source_revision(installed.package / "_src")
+
+    def test_its_progress_names_each_module(self, built: tuple[Installed, dict[str, object], str]) -> None:
+        _, _, progress = built
+        ops = _build.ops(_build.source_folder())
+        said = [line for line in progress.splitlines() if f" of {len(ops)} modules, " in line]
+        assert sorted(line.split(", ")[1] for line in said) == sorted(ops)
+
+    def test_the_second_import_is_fast_and_needs_no_compiler(
+        self, built: tuple[Installed, dict[str, object], str]
+    ) -> None:
+        installed, found, _ = built
+        nothing = {"LLTM_EXT_JIT": "1", "PATH": "/nowhere", "CXX": "/nowhere/c++"}
+        again = [json.loads(installed.run(USE, **nothing)[0]) for _ in range(3)]
+        assert {each["file"] for each in again} == {found["file"]}
+        assert min(each["seconds"] for each in again) < 0.5, [each["seconds"] for each in again]

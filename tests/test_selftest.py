@@ -1,0 +1,214 @@
+"""`python -m lltm_ext selftest` and `bench`: they run what they say, and notice what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import op_suite
+import pytest
+import torch
+from torch import Tensor
+
+import lltm_ext
+from lltm_ext import __main__, _bench, _selftest
+
+CPU = torch.device("cpu")
+
+
+def selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = _selftest.main(argparse.Namespace())
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLTM_EXT_CACHE", "")  # which a selftest sets; so that it is as before
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Rows by name, on the CPU."""
+
+    def choose(*names: str) -> None:
+        rows = [check for check in _selftest.checks() if check.name in names]
+        monkeypatch.setattr(_selftest, "checks", lambda: rows)
+        monkeypatch.setattr(_selftest, "devices", lambda: [CPU])
+
+    return choose
+
+
+def test_this_installation_passes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lltm_ext", "selftest"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed, failed, _ = map(int, re.findall(r"(\d+) (?:passed|failed|can't run here)", done.stdout))
+    assert passed >= 77
+    assert failed == 0
+    assert "FAILED" not in done.stdout
+
+
+def test_what_can_not_run_is_said(capsys: pytest.CaptureFixture[str], only: Callable[..., None]) -> None:
+    only("elementwise, made now", "lltm, grid", "lstm, grid")
+    status, text = selftest(capsys)
+    assert status == 0
+    dtypes = "float64, float32, float16, bfloat16"
+    assert f"- elementwise, made now: its formula is compiled for CUDA devices ({dtypes})" in text
+    assert f"- lltm, grid: algorithm 'grid' needs a CUDA device ({dtypes})" in text
+    assert "\n0 passed, 0 failed, 12 can't run here, " in text
+
+
+@pytest.mark.parametrize("seen,said", [(False, "torch sees none"), (True, "is built for the CPU alone")])
+def test_why_no_gpu_is_tested_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seen: bool, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    monkeypatch.setattr(_selftest._record, "read", lambda: {"version": "0.1.0+cpu", "cuda": None})
+    assert list(_selftest.devices()) == [CPU]
+    assert said in capsys.readouterr().out
+
+
+def test_every_op_has_a_row() -> None:
+    functions = {name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)}
+    functions = {name for name in functions if not name.endswith(("_", "_algorithm"))}
+    assert functions <= {check.name.partition(",")[0] for check in _selftest.checks()}
+
+
+def test_bounds_are_the_tests_own() -> None:
+    assert (_selftest.FORWARD, _selftest.BACKWARD) == (op_suite.FORWARD, op_suite.BACKWARD)
+
+
+class Doubled(torch.autograd.Function):
+    """relu, with twice its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return torch.relu(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return 2 * grad_output * (ctx.saved_tensors[0] > 0)
+
+
+@pytest.mark.parametrize(
+    "wrong,said",
+    [
+        (torch.sigmoid, "relative L2 error of the result "),
+        (lambda x: torch.relu(x) * float("nan"), "relative L2 error of the result inf, expected at most"),
+        (Doubled.apply, "relative L2 error of the gradient 1.0e+00, expected at most"),
+        (lambda x: torch.relu(x)[1:], "ValueError: expected shape [37, 65], got [36, 65]"),
+        (lambda x: None, "TypeError: "),
+    ],
+    ids=["result", "NaN", "gradient", "shape", "error"],
+)
+def test_a_wrong_op_fails(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    only: Callable[..., None],
+    wrong: Callable[[Tensor], Any],
+    said: str,
+) -> None:
+    only("relu")
+    assert selftest(capsys)[0] == 0
+    monkeypatch.setattr(lltm_ext, "relu", wrong)
+    status, text = selftest(capsys)
+    assert status == 1
+    assert f"FAILED relu: {said}" in text
+    assert "\n0 passed, 4 failed, 0 can't run here, " in text
+
+
+def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
+) -> None:
+    only("stochastic_round")
+    monkeypatch.setattr(lltm_ext, "stochastic_round", lambda x, dtype: x.to(dtype))
+    status, text = selftest(capsys)
+    assert status == 1
+    assert "\n0 passed, 2 failed" in text
+
+
+def test_an_error_of_the_planner_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = [check for check in _selftest.checks() if check.name == "lltm, grid"][:1]
+
+    def broken(*args: Any, **how: Any) -> str:
+        raise RuntimeError("lltm_algorithm: no")
+
+    monkeypatch.setattr(lltm_ext, "lltm_algorithm", broken)
+    cell = _selftest.examine([row], torch.float32, CPU)
+    assert cell == (None, ("RuntimeError: lltm_algorithm: no",), ())
+
+
+# ---- bench -------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+import harness, lltm_ext
+print(json.dumps([harness.here, sys.argv[1:]]))
+sys.exit("--quick" in sys.argv)
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "harness.py").write_text("here = __name__")
+    for name in ("gemm", "lltm"):
+        (folder / f"{name}.py").write_text(SCRIPT)
+    monkeypatch.setattr(_bench, "FOLDER", folder)
+    monkeypatch.setattr(_bench, "OPS", ["gemm", "lltm"])
+    return tmp_path
+
+
+def bench(*arguments: str) -> int:
+    return __main__.main(["bench", *arguments])
+
+
+def test_bench_knows_the_scripts_that_came_with_the_package() -> None:
+    assert _bench.OPS == ["elementwise", "gemm", "lltm"]
+
+
+def test_bench_runs_every_script_and_writes_here(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(scripts)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # without the folder of a script
+    assert bench() == 0
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert said == [["harness", ["--out", str(scripts)]]] * 2
+
+
+def test_bench_hands_on_what_it_is_told(scripts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = ("--out", "/somewhere", "--device", "cpu", "--seconds", "0.5")
+    assert bench("gemm", *told) == 0
+    assert json.loads(capfd.readouterr().out) == ["harness", list(told)]
+
+
+def test_bench_fails_where_a_script_does(scripts: Path) -> None:
+    assert bench("--quick") == 1
+
+
+def test_bench_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_bench, "NEEDED", ("json", "absent_plots", "absent_tables"))
+    assert bench() == 1
+    said = capsys.readouterr().err.replace(sys.executable, "python")
+    needed = "absent_plots and absent_tables"
+    assert said == f"bench needs {needed}. Run: python -m pip install absent_plots absent_tables\n"
+
+
+@pytest.mark.skipif(not (Path(__file__).parent.parent / "pyproject.toml").is_file(), reason="reads it")
+def test_bench_needs_what_its_extra_lists() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    listed = re.search(r"^bench = (\[.*\])$", text, re.MULTILINE)
+    assert listed is not None and json.loads(listed[1]) == list(_bench.NEEDED)
