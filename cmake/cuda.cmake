@@ -35,3 +35,5 @@ string(REGEX MATCH "^[0-9]+" major ${CMAKE_CUDA_COMPILER_VERSION})
 find_library(LLTM_EXT_CUDART NAMES libcudart.so libcudart.so.${major} 
              HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} ${toolkit}/lib NO_DEFAULT_PATH REQUIRED)
 target_link_libraries(lltm_ext PRIVATE ${LLTM_EXT_CUDART})
+get_filename_component(cudart_folder ${LLTM_EXT_CUDART} DIRECTORY)
+set_property(TARGET lltm_ext APPEND PROPERTY INSTALL_RPATH ${cudart_folder})

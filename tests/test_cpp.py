@@ -67,7 +67,7 @@ def nvcc(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("listed", "chosen", "compiled"),
+    "listed,chosen,compiled",
     [
         ("", "", "75-real;90a-real;120"),
         ("9.0", "", "90a-real"),
@@ -95,7 +95,7 @@ def test_code_for_9_0_is_compiled_as_9_0a(
 
 
 @pytest.mark.parametrize(
-    ("file", "content"), [("version.py", "cuda = '99.0'\n"), ("build-version", "9.9.0+cu990\n")]
+    "file,content", [("version.py", "cuda = '99.0'\n"), ("build-version", "9.9.0+cu990\n")]
 )
 def test_a_missing_compiler_is_named_with_the_command_that_mends_it(
     tmp_path: Path, file: str, content: str
