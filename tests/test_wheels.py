@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -302,6 +303,14 @@ def test_wheels_that_differ_are_told_apart_file_by_file(tmp_path: Path) -> None:
     differing = ["both: contents", "both: date_time", "one: in one alone", "other: in one alone"]
     assert wheels.differences(one, other) == differing
     assert wheels.differences(one, one) == []
+
+
+def test_no_kernel_file_has_names_of_its_own_that_nvcc_would_make_of_its_path() -> None:
+    """Unnamed namespaces and static functions. Template arguments and class members are neither."""
+    files = [file for file in (ROOT / "src").rglob("*.cu*") if file.suffix in (".cu", ".cuh")]
+    assert files
+    local = re.compile(r"^(namespace \{|static .*\(|__\w+__ static )", re.MULTILINE)
+    assert [file.name for file in files if local.search(file.read_text())] == []
 
 
 @pytest.mark.packaging
