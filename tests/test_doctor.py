@@ -64,7 +64,7 @@ class Site:
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """With the standard library and this folder alone: -S leaves out what is installed."""
-        steering = ("CUDA_", "LLTM_EXT_", "PYTHON")
+        steering = ("CUDA_", "CXX", "LLTM_EXT_", "PYTHON")
         env = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
         return subprocess.run(
             [sys.executable, "-S", *arguments],
@@ -266,6 +266,7 @@ def test_no_cuda_compiler() -> None:
 
 
 def test_no_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     tools = _doctor.look().tools
