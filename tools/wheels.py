@@ -94,7 +94,7 @@ def build(recipe: Recipe, sdist: Path, beside: Sequence[str], platform: str, pyt
         group = f"{ROOT / 'pyproject.toml'}:build"
         run(tools / "pip", "install", "-q", f"torch=={recipe.torch}.*", *beside, "--group", group)
         built = ("wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder / "built", sdist)
-        # At fixed addresses: the code that nvcc 13.0 makes of its longest kernels depends on those of its memory.
+        # At fixed addresses: the code that nvcc 13.0 makes of its longest kernels depends on them.
         run("setarch", "-R", tools / "pip", *built)
         shutil.rmtree(folder / "builder")  # gigabytes, and the tests want as many
         wheel = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
