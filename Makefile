@@ -5,13 +5,18 @@ PYTHON ?= python3
 TORCH ?= torch==2.11.0
 COMPILER ?= "cuda-toolkit[nvcc,crt,nvvm,cccl]"
 
+# What `make wheels` builds, each with the pythonX.Y on PATH; one alone: make wheels WHEELS=3.12-torch2.11.
+WHEELS ?= 3.10-torch2.11 3.11-torch2.11 3.12-torch2.11 3.13-torch2.11 3.11-torch2.15
+PLATFORM ?= auto
+
 BIN := .venv/bin
 TOOLS := .venv/.tools
 INSTALLED := .venv/.installed
 WHEEL := dist/.checked
+HOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py) setup.py MANIFEST.in
 
-.PHONY: test demo bench wheel lint
+.PHONY: test demo bench wheel wheels lint
 
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST)
@@ -25,15 +30,19 @@ bench: $(INSTALLED)
 wheel: $(WHEEL)
 	@ls dist/*
 
+wheels: $(WHEELS:%=$(HOUSE)/.%)
+	$(BIN)/python tools/wheels.py publish $(HOUSE)
+
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 	find src include examples/cpp -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 $(TOOLS): pyproject.toml
 	@echo "== .venv: torch, the CUDA compiler and tools (the first time: some 3 GB to download)"
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/pip install -q $(TORCH) $(COMPILER) --group build --group lint
+	$(BIN)/pip install -q $(TORCH) $(COMPILER) --group build --group lint --group wheels
 	@touch $@
 
 $(INSTALLED): $(TOOLS) $(SOURCES)
@@ -46,4 +55,14 @@ $(WHEEL): $(TOOLS) $(SOURCES)
 	rm -rf dist && $(BIN)/python setup.py -q sdist
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist dist/*.tar.gz
 	$(BIN)/python tools/check_wheel.py dist/*.whl
+	@touch $@
+
+$(HOUSE)/.sdist: $(TOOLS) $(SOURCES)
+	rm -f $(HOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(HOUSE)
+	@touch $@
+
+$(HOUSE)/.%: $(HOUSE)/.sdist
+	@echo "== wheelhouse: the wheel for Python and torch $* (two environments of some 5 GB, one after the other)"
+	$(BIN)/python tools/wheels.py build $* --sdist $(HOUSE)/*.tar.gz --platform $(PLATFORM) \
+	  --beside $(COMPILER) --pytest="$(PYTEST)"
 	@touch $@

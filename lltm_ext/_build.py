@@ -63,6 +63,7 @@ def record(
 
 def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, architectures: list[str]) -> Any:
     """`make` is torch's CUDAExtension or CppExtension. No -std: torch knows the one that its headers need."""
+    site = Path(str(sys.modules["torch"].__file__)).parent.parent
     macros = [("LLTM_EXT_WITH_CUDA", None)] if cuda else []
     if any(architecture.startswith("9.0") for architecture in architectures):
         macros.append(("LLTM_EXT_SM90A", None))
@@ -74,7 +75,7 @@ def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, archi
         define_macros=macros,
         extra_compile_args={
             # -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
-            # The map keeps the path of this folder out of the modules' error messages.
+            # The maps keep the paths of this folder and of torch's out of the modules' error messages.
             # -fopenmp: without it at::parallel_for runs on one thread.
             # The assembler's -I: src/elementwise embeds headers, for the compiler of ops made at run time.
             "cxx": [
@@ -83,6 +84,7 @@ def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, archi
                 "-fopenmp",
                 "-fvisibility=hidden",
                 f"-ffile-prefix-map={root.parent}/=",
+                f"-ffile-prefix-map={site}/=",
                 f"-Wa,-I{root}",
             ],
             "nvcc": [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import email
+import hashlib
 import json
 import sys
 import zipfile
@@ -16,14 +19,19 @@ SRC = ROOT / "src"
 def problems(wheel: Path) -> list[str]:
     """What is wrong with the wheel; an empty list if nothing is."""
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+        names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel lists folders
         metadata_file = next(name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(metadata_file))
         if "lltm_ext/_build_record.json" not in names:
             return ["no build record"]
         record = json.loads(archive.read("lltm_ext/_build_record.json"))
+        dist_info = metadata_file.rpartition("/")[0]
+        found = unlike_its_record(archive, f"{dist_info}/RECORD")
+        tags = email.message_from_bytes(archive.read(f"{dist_info}/WHEEL")).get_all("Tag", [])
+        licence = f"{dist_info}/licenses/LICENSE"
+        if licence in names and archive.read(licence) != (ROOT / "LICENSE").read_bytes():
+            found.append("another LICENSE than the project's")
 
-    dist_info = metadata_file.rpartition("/")[0]
     versions = {
         "file name": wheel.name.split("-")[1],
         "METADATA": metadata["Version"],
@@ -31,7 +39,7 @@ def problems(wheel: Path) -> list[str]:
     }
     torch_pin = f"torch=={'.'.join(record['torch'].split('.')[:2])}.*"
     ops = [folder.name for folder in SRC.iterdir() if (folder / f"{folder.name}.cpp").is_file()]
-    wanted = {"lltm_ext/__init__.py", "lltm_ext/py.typed", f"{dist_info}/licenses/LICENSE"}
+    wanted = {"lltm_ext/__init__.py", "lltm_ext/py.typed", licence}
     wanted |= {f"lltm_ext/_C/{op}.{record['python']}.so" for op in ops} | {
         f"lltm_ext/_C/{op}.pyi" for op in ops
     }
@@ -40,9 +48,17 @@ def problems(wheel: Path) -> list[str]:
     modules = {name for name in names if name.endswith(".so")}
     sources = {name for name in names if name.startswith("lltm_ext/_src/")}
 
-    found = []
     if len(set(versions.values())) != 1:
         found.append(f"versions differ: {versions}")
+    python, abi, platform = wheel.stem.split("-")[-3:]
+    if set(tags) != {f"{python}-{abi}-{part}" for part in platform.split(".")}:
+        found.append(f"the file name says {python}-{abi}-{platform}, WHEEL {' '.join(tags)}")
+    if not record["python"].startswith(f"cpython-{abi.removeprefix('cp')}-"):
+        found.append(f"the file name says {abi}, the record {record['python']}")
+    if record["version"].partition("+")[2] != label(record):
+        found.append(f"the version {record['version']} is of another build than the record, {label(record)}")
+    if metadata["License-Expression"] != "BSD-3-Clause":
+        found.append(f"its licence is {metadata['License-Expression']}")
     if torch_pin not in metadata.get_all("Requires-Dist", []):
         found.append(f"does not require {torch_pin}")
     if wheel.stat().st_size >= LIMIT:
@@ -56,6 +72,26 @@ def problems(wheel: Path) -> list[str]:
         if not name.startswith(("lltm_ext/", f"{dist_info}/")) or name.endswith((".cpp", ".cu", ".h", ".cuh"))
     ]
     return found
+
+
+def label(record: dict[str, str]) -> str:
+    """What a version says of the build: cu130torch2.11."""
+    if record["cuda"] is None:
+        return "cpu"
+    return f"cu{record['cuda'].replace('.', '')}torch{'.'.join(record['torch'].split('.')[:2])}"
+
+
+def unlike_its_record(archive: zipfile.ZipFile, record: str) -> list[str]:
+    """The files whose hash in RECORD is another, or that stand in one of the two alone."""
+    rows = csv.reader(archive.read(record).decode().splitlines())
+    listed = {name: hash_ for name, hash_, _ in rows if name != record}
+    held = {}
+    for name in archive.namelist():
+        if name != record and not name.endswith("/"):
+            digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(name)).digest())
+            held[name] = f"sha256={digest.decode().rstrip('=')}"
+    differing = {name for name, _ in listed.items() ^ held.items()}
+    return [f"{name} is not as RECORD says" for name in sorted(differing)]
 
 
 def main(wheels: list[str]) -> int:

@@ -9,7 +9,9 @@
 #include "fake_quantize/fake_quantize.h"
 
 namespace lltm_ext {
-namespace {
+// Named: what stands in an unnamed one gets a name from nvcc with the path of this file in it, so that no two
+// builds were alike.
+inline namespace fake_quantize_cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
@@ -453,7 +455,7 @@ cudaError_t sum_partial_sums(const ScaleAndZeroPoint<A>* partial_sums, A* grad_s
   return cudaGetLastError();
 }
 
-}  // namespace
+}  // namespace fake_quantize_cuda
 
 PartialSums plan_partial_sums_cuda(const ChannelLayout& layout) {
   constexpr int64_t kShortRow = 256, kLeastRepeats = 32;

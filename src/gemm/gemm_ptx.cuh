@@ -127,7 +127,7 @@ __device__ __forceinline__ float dot_pairs(uint32_t x, uint32_t y, float sum) {
 
 // Turing's tensor cores know no bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
 // No more than correct, and not inlined: 64 copies of it would be most of this chip's code.
-static __device__ __noinline__ float4 multiply_add_bfloat16(float4 c, uint4 a, uint2 b) {
+inline __device__ __noinline__ float4 multiply_add_bfloat16(float4 c, uint4 a, uint2 b) {
   constexpr uint32_t kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32;
 #pragma unroll

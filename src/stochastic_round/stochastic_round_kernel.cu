@@ -6,7 +6,9 @@
 #include "stochastic_round/stochastic_round.h"
 
 namespace lltm_ext {
-namespace {
+// Named: what stands in an unnamed one gets a name from nvcc with the path of this file in it, so that no two
+// builds were alike.
+inline namespace stochastic_round_cuda {
 
 constexpr int kBlock = 128;
 // Of a thread, which share its way to the generator's state and have their loads under way together.
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-}  // namespace
+}  // namespace stochastic_round_cuda
 
 template <typename T, class Round>
 cudaError_t stochastic_round(const float* input, T* output, int64_t n, PhiloxState state, Round round,

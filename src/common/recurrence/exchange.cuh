@@ -37,7 +37,7 @@ struct Source {
 // So many looks for what does not come, some ten seconds, before a block gives up on who should send it: the
 // kernel ends with an error, which the next CUDA call reports.
 constexpr int kMaxLooks = 1 << 24;
-static __device__ __noinline__ void give_up() { __trap(); }
+inline __device__ __noinline__ void give_up() { __trap(); }
 
 // How many warps, which need the same pieces for different units, share out the fetching of them. One where
 // shared memory, through which they pass them on, is short: of room, or because weights in it are read for

@@ -1,0 +1,345 @@
+"""The wheels that are given away: what an index of them makes pip do, what stands beside them, and that two
+builds of one source are one wheel."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import functools
+import hashlib
+import http.server
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
+SRC = ("common", "stochastic_round")  # the smallest module, with kernels of its own
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+wheels = load("wheels")
+
+
+def make_wheel(house: Path, torch: str, cuda: str, version: str = "0.1.0", python: str = HERE) -> Path:
+    """A wheel that says what ours say, and holds a package of one line."""
+    version = f"{version}+cu{cuda.replace('.', '')}torch{torch}"
+    tag = f"{python}-{python}-manylinux_2_17_x86_64"
+    compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": f"{cuda}.88"}
+    abi = f"cpython-{python.removeprefix('cp')}-x86_64-linux-gnu"
+    record = {"version": version, "torch": f"{torch}.0", "cuda": cuda, "compiler": compiler, "python": abi}
+    info = f"lltm_ext-{version}.dist-info"
+    files = {
+        "lltm_ext/__init__.py": "",
+        "lltm_ext/_build_record.json": json.dumps(record),
+        f"{info}/METADATA": f"Metadata-Version: 2.4\nName: lltm_ext\nVersion: {version}\n"
+        f"License-Expression: BSD-3-Clause\nRequires-Python: >=3.10\nRequires-Dist: torch=={torch}.*\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n",
+    }
+    rows = [(name, f"sha256={url_sha256(text.encode())}", str(len(text))) for name, text in files.items()]
+    listing = io.StringIO()
+    csv.writer(listing, lineterminator="\n").writerows([*rows, (f"{info}/RECORD", "", "")])
+    wheel = house / f"lltm_ext-{version}-{tag}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in (files | {f"{info}/RECORD": listing.getvalue()}).items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def url_sha256(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+
+
+# ---- the index ---------------------------------------------------------------------------------------------
+
+
+class User:
+    """An environment that has a torch by name alone, and pip with no index but the one it is given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = folder / "bin/python"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        asked = [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        answer = subprocess.run(asked, capture_output=True, text=True, check=True)
+        self.site = Path(answer.stdout.strip())
+
+    def has_torch(self, version: str) -> None:
+        info = self.site / f"torch-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        (info / "RECORD").touch()
+
+    def pip_install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    def installed(self) -> set[str]:
+        return {info.stem for info in self.site.glob("*.dist-info")}
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    return User(tmp_path / "user")
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """Wheels for three builds of torch, one in two versions, and one for another Python; published."""
+    pytest.importorskip("cyclonedx", reason="needs pip install --group wheels")
+    folder = tmp_path / "house"
+    folder.mkdir()
+    for torch_, cuda in (("2.11", "13.0"), ("2.11", "12.8"), ("2.15", "13.2")):
+        make_wheel(folder, torch_, cuda)
+    make_wheel(folder, "2.11", "13.0", python="cp39")
+    make_wheel(folder, "2.15", "13.2", version="0.2.0")
+    wheels.publish(folder)
+    return folder
+
+
+@pytest.fixture
+def url(house: Path) -> Iterator[str]:
+    """The folder as a web server gives it."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(house))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "index,torch_,takes",
+    [
+        ("cu130/torch2.11", "2.11.0+cu130", "0.1.0+cu130torch2.11"),
+        ("cu130/torch2.11", "2.11.1", "0.1.0+cu130torch2.11"),
+        ("cu128/torch2.11", "2.11.0+cu128", "0.1.0+cu128torch2.11"),
+        ("cu132/torch2.15", "2.15.0", "0.2.0+cu132torch2.15"),
+    ],
+)
+def test_pip_takes_the_wheel_for_the_torch_that_is_there_and_leaves_torch_alone(
+    user: User, url: str, index: str, torch_: str, takes: str
+) -> None:
+    user.has_torch(torch_)
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/{index}")
+    assert done.returncode == 0, done.stderr
+    assert user.installed() == {f"torch-{torch_}", f"lltm_ext-{takes}"}
+
+
+def test_pip_refuses_the_wheel_of_another_torch_and_leaves_torch_alone(user: User, url: str) -> None:
+    user.has_torch("2.15.0+cu132")
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/cu130/torch2.11")
+    assert done.returncode != 0
+    assert "torch==2.11.*" in done.stderr
+    assert user.installed() == {"torch-2.15.0+cu132"}
+
+
+def test_pip_refuses_a_wheel_that_is_not_the_one_of_the_index(user: User, house: Path, url: str) -> None:
+    user.has_torch("2.11.0")
+    (wheel,) = house.glob(f"*cu130torch2.11-{HERE}-*.whl")
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/cu130/torch2.11")
+    assert done.returncode != 0
+    assert "HASHES" in done.stderr
+    assert user.installed() == {"torch-2.11.0"}
+
+
+def test_an_index_lists_its_project_and_forgets_wheels_that_are_gone(house: Path) -> None:
+    assert '<a href="lltm-ext/">' in (house / "index/cu132/torch2.15/index.html").read_text()
+    for wheel in house.glob("*cu132*"):
+        wheel.unlink()
+    wheels.publish(house)
+    pages = sorted(str(page.relative_to(house)) for page in house.glob("index/*/*/lltm-ext"))
+    assert pages == ["index/cu128/torch2.11/lltm-ext", "index/cu130/torch2.11/lltm-ext"]
+    assert not list(house.glob("*cu132*"))
+
+
+# ---- what stands beside the wheels -------------------------------------------------------------------------
+
+
+def test_sha256sum_agrees_with_the_checksums(house: Path) -> None:
+    if shutil.which("sha256sum") is None:
+        pytest.skip("no sha256sum here")
+    check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=house).returncode == 0
+    listed = {line.split("  ")[1] for line in (house / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {file.name for file in house.iterdir() if file.suffix in (".whl", ".json")}
+    (house / sorted(listed)[0]).write_text("spoilt")
+    assert subprocess.run(check, cwd=house, capture_output=True).returncode == 1
+
+
+def test_the_bill_of_materials_is_cyclonedx_and_says_what_was_built_for_and_with(house: Path) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    wheel = next(house.glob("*cu128*.whl"))
+    text = wheel.with_name(f"{wheel.name}.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    bill = json.loads(text)
+    ours = bill["metadata"]["component"]
+    assert ours["purl"] == "pkg:pypi/lltm-ext@0.1.0%2Bcu128torch2.11"
+    assert ours["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
+    assert ours["licenses"] == [{"license": {"id": "BSD-3-Clause"}}]
+    assert [(part["name"], part["version"]) for part in bill["components"]] == [("torch", "2.11.0")]
+    tools = {(tool["name"], tool["version"]) for tool in bill["metadata"]["tools"]["components"]}
+    assert tools >= {("cxx", "g++ (GCC) 13.3.0"), ("nvcc", "12.8.88")}
+
+
+def test_publishing_again_changes_nothing(house: Path) -> None:
+    def everything() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in house.rglob("*") if file.is_file()}
+
+    before = everything()
+    wheels.publish(house)
+    assert everything() == before
+
+
+# ---- the check ---------------------------------------------------------------------------------------------
+
+
+def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "2.11", "13.0")
+    lying = tmp_path / f"lltm_ext-0.1.0+cu128torch2.11-{HERE}-cp399-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(lying, "w") as bad:
+        for name in good.namelist():
+            replaced = good.read(name)
+            if name.endswith("__init__.py"):
+                replaced += b"import os"
+            if name.endswith("_build_record.json"):
+                replaced = replaced.replace(b"+cu130torch2.11", b"+cu128torch2.11")
+            bad.writestr(name, replaced)
+        bad.writestr("lltm_ext/_src/", "")  # as auditwheel lists folders
+    found = "\n".join(load("check_wheel").problems(lying))
+    assert "versions differ" in found
+    assert (
+        f"the file name says {HERE}-cp399-manylinux_2_28_x86_64, WHEEL {HERE}-{HERE}-manylinux_2_17" in found
+    )
+    assert "the file name says cp399, the record cpython-3" in found
+    assert "0.1.0+cu128torch2.11 is of another build than the record, cu130torch2.11" in found
+    assert "lltm_ext/__init__.py is not as RECORD says" in found
+    assert "holds" not in found
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert wheels.main([str(argument) for argument in arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_a_missing_interpreter_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = said(capsys, "build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
+    assert message == "wheels: the wheel for Python 3.99 needs python3.99, and it is not on PATH\n"
+
+
+def test_an_interpreter_that_does_not_run_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim = tmp_path / "python3.99"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    message = said(capsys, "build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
+    assert message == f"wheels: the wheel for Python 3.99 needs python3.99, and {shim} does not run\n"
+
+
+@pytest.mark.parametrize("recipe", ["3.12", "3.12-2.11", "torch2.11", "2.7-torch2.11"])
+def test_what_is_no_python_and_torch_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: str
+) -> None:
+    message = said(capsys, "build", recipe, "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
+    assert message == f"wheels: expected a Python and a torch such as 3.12-torch2.11, got {recipe!r}\n"
+
+
+def test_nothing_to_publish_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert said(capsys, "publish", tmp_path) == f"wheels: {tmp_path} has no wheel\n"
+
+
+def test_a_wheel_for_no_torch_in_particular_is_not_published(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_wheel(tmp_path, "2.11", "13.0").rename(tmp_path / f"lltm_ext-0.1.0-{HERE}-{HERE}-linux_x86_64.whl")
+    assert "expected a version such as 0.1.0+cu130torch2.11" in said(capsys, "publish", tmp_path)
+
+
+# ---- two builds of one source ------------------------------------------------------------------------------
+
+
+def test_wheels_that_differ_are_told_apart_file_by_file(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.whl", tmp_path / "other.whl"
+    common = zipfile.ZipInfo("same")
+    for path, content, date in ((one, "1", (1980, 1, 1, 0, 0, 0)), (other, "2", (1990, 1, 1, 0, 0, 0))):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(common, "")
+            archive.writestr(zipfile.ZipInfo("both", date), content)
+            archive.writestr(zipfile.ZipInfo(path.stem, date), "")
+    differing = ["both: contents", "both: date_time", "one: in one alone", "other: in one alone"]
+    assert wheels.differences(one, other) == differing
+    assert wheels.differences(one, one) == []
+
+
+def test_no_kernel_file_has_names_of_its_own_that_nvcc_would_make_of_its_path() -> None:
+    """Unnamed namespaces and static functions. Template arguments and class members are neither."""
+    files = [file for file in (ROOT / "src").rglob("*.cu*") if file.suffix in (".cu", ".cuh")]
+    assert files
+    local = re.compile(r"^(namespace \{|static .*\(|__\w+__ static )", re.MULTILINE)
+    assert [file.name for file in files if local.search(file.read_text())] == []
+
+
+@pytest.mark.packaging
+def test_two_builds_in_different_places_are_one_wheel(tmp_path: Path) -> None:
+    """A module with kernels, if this torch has CUDA. Folder, time and place of torch are others."""
+    built = [build_small(tmp_path / "one"), build_small(tmp_path / "another/and/a/longer/way")]
+    assert wheels.differences(*built) == []
+
+
+def build_small(folder: Path) -> Path:
+    """The wheel of a checkout that has one op."""
+    site = Path(torch.__file__).parent.parent
+    checkout, linked = folder / "checkout", folder / "site"
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        checkout.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout)
+    for name in ("lltm_ext", "benchmarks", "tools", *(f"src/{part}" for part in SRC)):
+        ignored = shutil.ignore_patterns("*.so", "_build_record.json", "__pycache__", "results", "plots")
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
+    linked.mkdir()
+    for entry in site.iterdir():
+        if not entry.name.startswith(("lltm_ext", "__editable__")):
+            (linked / entry.name).symlink_to(entry)
+    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "PYTHONPATH", "LLTM_EXT_JIT"}
+    env = {name: value for name, value in os.environ.items() if name not in steering}
+    env |= {"TORCH_CUDA_ARCH_LIST": "9.0", "SOURCE_DATE_EPOCH": wheels.EPOCH, "PYTHONPATH": str(linked)}
+    env |= {"PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel"]
+    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    (wheel,) = (checkout / "dist").iterdir()
+    return wheel
