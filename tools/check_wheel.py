@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-LIMIT = 10 * 2**20
+LIMIT = 10_000_000
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
 
