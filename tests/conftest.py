@@ -50,3 +50,13 @@ def fresh_dynamo():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def nvcc(tmp_path):
+    """The path of a compiler that says what it knows, and no more: 5.0, 7.5, 8.0, 9.0 and 12.0."""
+    file = tmp_path / "nvcc"
+    known = "".join(f"compute_{architecture}\\n" for architecture in (50, 75, 80, 90, 120))
+    file.write_text(f'#!/bin/sh\n[ "$1" != --list-gpu-arch ] || printf "{known}"\n')
+    file.chmod(0o755)
+    return file

@@ -747,6 +747,15 @@ def captured(f, call, grad_outputs):
     return graph, outputs + gradients
 
 
+def replay(graph, call, new, found):
+    """Replays the graph of `call` on the values of `new`; what it does not write stays NaN."""
+    for x, value in zip(call.tensors, new.tensors, strict=True):
+        x.copy_(value)
+    for x in found:
+        x.detach().fill_(torch.nan)
+    graph.replay()
+
+
 @needs_cuda
 @ops
 @types
@@ -758,11 +767,7 @@ def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
     graph, found = captured(f, call, grad_outputs)
     for seed in (1, 2):
         new, _ = sequence(op, algorithm, dtype, length=9, batch=40, seed=seed)
-        for x, value in zip(call.tensors, new.tensors, strict=True):
-            x.copy_(value)
-        for x in found:
-            x.detach().fill_(torch.nan)
-        graph.replay()
+        replay(graph, call, new, found)
         expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
         assert_all_near(found[:3], expected, FORWARD[dtype], f"replay {seed}, output")
         assert_all_near(found[3:], expected_gradients, BACKWARD[dtype], f"replay {seed}, gradient")
@@ -779,11 +784,7 @@ def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype,
     f = functools.partial(op.both, algorithm=algorithm)
     grad_outputs = cotangents(forward_and_gradients(f, call)[0])
     graph, found = captured(f, call, grad_outputs)
-    for x, value in zip(call.tensors, new.tensors, strict=True):
-        x.copy_(value)
-    for x in found:
-        x.detach().fill_(torch.nan)
-    graph.replay()
+    replay(graph, call, new, found)
     expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
     assert_all_near(found[:6], expected, FORWARD[dtype], "output")
     assert_all_near(found[6:], expected_gradients, BACKWARD[dtype], "gradient")

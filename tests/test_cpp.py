@@ -56,20 +56,10 @@ def toolchain() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def nvcc(tmp_path: Path) -> Path:
-    """One that knows 7.5, 9.0 and 12.0."""
-    file = tmp_path / "nvcc"
-    known = "compute_75 compute_90 compute_120"
-    file.write_text(f'#!/bin/sh\n[ "$1" != --list-gpu-arch ] || echo {known}\n')
-    file.chmod(0o755)
-    return file
-
-
 @pytest.mark.parametrize(
     "listed,chosen,compiled",
     [
-        ("", "", "75-real;90a-real;120"),
+        ("", "", "75-real;80-real;90a-real;120"),
         ("9.0", "", "90a-real"),
         ("8.6;9.0+PTX", "", "86-real;90a-real;90"),
         ("8.6", "90", "90a-real;90"),  # CMake's variable comes first

@@ -188,16 +188,6 @@ def test_the_gpus_that_are_here_are_built_for_unless_a_variable_says_otherwise(
     assert jit._wanted() == wanted
 
 
-@pytest.fixture
-def nvcc(tmp_path: Path) -> Path:
-    """One that knows 5.0, 7.5, 8.0, 9.0 and 12.0."""
-    file = tmp_path / "nvcc"
-    known = "compute_50\\ncompute_75\\ncompute_80\\ncompute_90\\ncompute_120\\n"
-    file.write_text(f'#!/bin/sh\n[ "$1" = --list-gpu-arch ] && printf "{known}"\n')
-    file.chmod(0o755)
-    return file
-
-
 @pytest.mark.parametrize(
     "gpus,compiled",
     [
