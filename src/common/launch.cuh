@@ -6,13 +6,15 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/portable.h"
+
 namespace lltm_ext {
 
 constexpr int kThreads = 256;
 // More blocks than any chip holds at once; the loop below covers the rest.
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));

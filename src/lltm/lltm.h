@@ -65,6 +65,43 @@ struct BackwardStep {
   C* grad_old_cell;     // [B, H]
 };
 
+// [old_h, input], the columns that the weights multiply: the two lie apart, each with its columns side by
+// side. No offset in what a whole step takes needs more than 32 bits.
+template <typename T>
+struct CellInput {
+  const T *old_h, *input;
+  int old_h_row, input_row;
+  int hidden, columns;  // H, H + I
+
+  LLTM_HOST_DEVICE acc_t<T> at(int b, int k) const {
+    const bool of_h = k < hidden;
+    const T* from = of_h ? old_h : input;
+    return widen(from[b * (of_h ? old_h_row : input_row) + (of_h ? k : k - hidden)]);
+  }
+};
+
+// A whole step forward, its product included.
+template <typename T, typename C>
+struct WholeForward {
+  ForwardStep<T, C> units;  // but for their gates
+  CellInput<T> X;
+  const T* weights;  // [3H, H + I]
+  int weights_row;
+  const T* bias;  // [3H], or null
+};
+
+// The products that follow a step backward, of the gradients of its gates.
+template <typename T>
+struct BackwardProducts {
+  int batch;
+  const T* grad_gates;  // [B, 3H]
+  CellInput<T> X;
+  const T* weights;  // [3H, H + I]
+  int weights_row;
+  T* grad_weights;             // [3H, H + I]
+  T *grad_old_h, *grad_input;  // [B, H], [B, I], or null
+};
+
 // Up to this batch, a step backward sums the bias's gradient too. A larger one wants a reduction of its own.
 constexpr int64_t kMaxBatchForBias = 256;
 
@@ -78,19 +115,32 @@ template <typename T, typename C>
 cudaError_t lltm_forward_step(const ForwardStep<T, C>& step, cudaStream_t stream);
 template <typename T, typename C>
 cudaError_t lltm_backward_step(const BackwardStep<T, C>& step, cudaStream_t stream);
+
+// Each in one launch, for up to kMaxInOneLaunch multiply-adds a product: B * 3H * (H + I).
+constexpr int64_t kMaxInOneLaunch = int64_t{1} << 28;
+template <typename T, typename C>
+cudaError_t lltm_whole_forward(const WholeForward<T, C>& step, cudaStream_t stream);
+template <typename T>
+cudaError_t lltm_backward_products(const BackwardProducts<T>& step, cudaStream_t stream);
 #endif
 
-// Unit j of row b, forward.
+// Unit j of row b, forward, from the pre-activations of its gates.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j,
+                                        const acc_t<T> (&gates)[3]) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
-  A gates[3], saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
-  for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
+  A saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
   s.new_h[at] = narrow<T>(LltmCell::forward<Math>(gates, cell, saved));
   s.new_cell[at] = narrow<C>(cell);
   if (!s.activated.data) return;
   for (int g = 0; g < 3; ++g) s.activated.at(b, g, j) = narrow<T>(saved[g]);
+}
+template <class Math, typename T, typename C>
+LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j) {
+  acc_t<T> gates[3];
+  for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
+  lltm_forward_unit<Math>(s, b, j, gates);
 }
 
 // Unit j of row b, backward. Adds the gradients of its gates to `sums`.
