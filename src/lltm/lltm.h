@@ -126,8 +126,8 @@ cudaError_t lltm_backward_products(const BackwardProducts<T>& step, cudaStream_t
 
 // Unit j of row b, forward, from the pre-activations of its gates.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j,
-                                        const acc_t<T> (&gates)[3]) {
+LLTM_HOST_DEVICE void lltm_unit_of_gates(const ForwardStep<T, C>& s, int64_t b, int64_t j,
+                                         const acc_t<T> (&gates)[3]) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
   A saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
@@ -140,7 +140,7 @@ template <class Math, typename T, typename C>
 LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j) {
   acc_t<T> gates[3];
   for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
-  lltm_forward_unit<Math>(s, b, j, gates);
+  lltm_unit_of_gates<Math>(s, b, j, gates);
 }
 
 // Unit j of row b, backward. Adds the gradients of its gates to `sums`.

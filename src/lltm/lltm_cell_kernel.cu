@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kOfBlock) lltm_whole_forward_kernel(const Whol
     for (int g = 0; g < 3; ++g) {
       gates[0][g] += bias[g];
     }
-    lltm_forward_unit<ExactMath>(step.units, b, unit, gates[0]);
+    lltm_unit_of_gates<ExactMath>(step.units, b, unit, gates[0]);
     for (int g = 0; g < 3; ++g) gates[0][g] = gates[1][g];
   }
 }
