@@ -116,15 +116,8 @@ class LLTMFunction(_CellFunction):
     """
 
     @classmethod
-    def apply(
-        cls, input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
-    ) -> State:
-        for name, x in (("input", input), ("weights", weights), ("old_h", old_h), ("old_cell", old_cell)):
-            check_tensor("lltm_cell", name, x)
-        arguments = (input, weights, bias, old_h, old_cell)
-        if is_plain(*arguments):
-            return _C.call_lltm_cell(*arguments)
-        return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
+    def apply(cls, *args: Any) -> State:
+        return lltm_cell(*args)
 
 
 _SequenceFunction = sequence_function("lltm", lltm_reference)
@@ -155,7 +148,12 @@ def lltm_cell(
 
     Source: the formula at the head of this module.
     """
-    return LLTMFunction.apply(input, weights, bias, old_h, old_cell)
+    for name, x in (("input", input), ("weights", weights), ("old_h", old_h), ("old_cell", old_cell)):
+        check_tensor("lltm_cell", name, x)
+    arguments = (input, weights, bias, old_h, old_cell)
+    if is_plain(*arguments):
+        return _C.call_lltm_cell(*arguments)
+    return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
 
 
 def lltm(
