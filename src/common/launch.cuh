@@ -18,8 +18,8 @@ inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
 
-// early: the kernel may begin before the launch before it has ended, and waits for that itself
-// (wait_for_launch_before); compute capability 9.0 and later.
+// early: the kernel may begin before the launch before it has ended, and calls wait_for_launch_before itself;
+// compute capability 9.0 and later.
 template <class F, class... Args>
 cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cudaStream_t stream,
                           const Args&... args) {
@@ -33,6 +33,20 @@ cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cuda
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// In a kernel that was launched early: from here on all that the launch before wrote is there.
+__device__ __forceinline__ void wait_for_launch_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// The launch after may begin, if it is an early one.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
 }
 
 }  // namespace lltm_ext
