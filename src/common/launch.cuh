@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 namespace lltm_ext {
@@ -16,6 +18,25 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
+}
+
+// Of the kernel's code in use on the current device: less than the device's own where its driver compiled PTX
+// of an older one.
+template <auto* kKernel>
+cudaError_t compute_capability(int& capability) {
+  static std::array<std::atomic<int>, 64> known = {};  // of each device
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool is_kept = device < static_cast<int>(known.size());
+  capability = is_kept ? known[device].load() : 0;
+  if (capability > 0) return cudaSuccess;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kKernel);
+  if (error != cudaSuccess) return error;
+  capability = attributes.ptxVersion;
+  if (is_kept) known[device] = capability;
+  return cudaSuccess;
 }
 
 // early: the kernel may begin before the launch before it has ended, and calls wait_for_launch_before itself;

@@ -18,12 +18,12 @@ __global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
 
 template <class Cell, typename T, class Step>
 cudaError_t launch_step(const Step& step, cudaStream_t stream) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  constexpr auto* kKernel = recurrence_step_kernel<Cell, Step, T>;
+  int capability = 0;
+  const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
-  return launch_kernel(recurrence_step_kernel<Cell, Step, T>, dim3(blocks_for(step.batch * step.hidden)),
-                       dim3(kThreads), /*early=*/major >= 9, stream, step);
+  return launch_kernel(kKernel, dim3(blocks_for(step.batch * step.hidden)), dim3(kThreads),
+                       /*early=*/capability >= 90, stream, step);
 }
 
 template <class Cell, typename T>
