@@ -31,6 +31,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -83,6 +84,17 @@ struct SequenceOps {
     return op.call(input, onward, reverse, batch_sizes, algorithm);
   }
 
+  // The batch sizes that a node's forward kept: none of a dense sequence.
+  static std::optional<std::vector<int64_t>> kept_batch_sizes(torch::autograd::AutogradContext* ctx) {
+    const auto found = ctx->saved_data.find("batch_sizes");
+    if (found == ctx->saved_data.end()) return std::nullopt;
+    return found->second.toIntVector();
+  }
+
+  static OptionalTensor if_defined(const at::Tensor& x) {
+    return x.defined() ? OptionalTensor(x) : std::nullopt;
+  }
+
   struct Node : torch::autograd::Function<Node> {
     static constexpr size_t kArguments = 9;
 
@@ -108,12 +120,8 @@ struct SequenceOps {
       variable_list gradients(kArguments);
       if (!any_defined(grad_outputs)) return gradients;
       const variable_list saved = ctx->get_saved_variables();
-      std::vector<int64_t> sizes;
-      at::OptionalIntArrayRef batch_sizes;
-      if (const auto found = ctx->saved_data.find("batch_sizes"); found != ctx->saved_data.end()) {
-        sizes = found->second.toIntVector();
-        batch_sizes = at::IntArrayRef(sizes);
-      }
+      const auto sizes = kept_batch_sizes(ctx);
+      const at::OptionalIntArrayRef batch_sizes(sizes);
       const bool reverse = ctx->saved_data["reverse"].toBool(), input_needs_grad = saved[0].requires_grad();
       const std::string algorithm = ctx->saved_data["algorithm"].toStringRef();
       if (at::GradMode::is_enabled()) {
@@ -126,12 +134,10 @@ struct SequenceOps {
       const bool bias_needs_grad = saved[5].defined() && saved[5].requires_grad();
       static const auto op = find_op<decltype(Backward::sequence_backward)>(qualified("_backward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const auto optional = [](const at::Tensor& x) {
-        return x.defined() ? OptionalTensor(x) : std::nullopt;
-      };
-      auto found = op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), optional(grad_outputs[2]),
-                           saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8],
-                           batch_sizes, reverse, algorithm, input_needs_grad, bias_needs_grad);
+      auto found =
+          op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
+                  saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8], batch_sizes,
+                  reverse, algorithm, input_needs_grad, bias_needs_grad);
       std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
           std::move(found);
       if (!input_needs_grad) gradients[0] = at::Tensor();
@@ -160,9 +166,10 @@ struct SequenceOps {
         c = replace_first_rows(c, new_cell);
       }
       if (reverse) std::reverse(outputs.begin(), outputs.end());
-      at::DimVector sizes(input.sizes().begin(), input.sizes().end());
-      sizes.back() = h.size(1);
-      return {outputs.empty() ? at::zeros(sizes, input.options()) : at::cat(outputs).view(sizes), h, c};
+      const auto sizes = sizes_of_rows(input, h.size(1));
+      const at::Tensor output =
+          outputs.empty() ? at::zeros_symint(sizes, input.options()) : at::cat(outputs).view_symint(sizes);
+      return {output, h, c};
     }
   };
 
@@ -195,12 +202,8 @@ struct SequenceOps {
       const size_t split = 1 + ctx->saved_data["onward"].toInt();
       variable_list gradients(inputs.size() + 2);
       if (!any_defined(grad_outputs)) return gradients;
-      std::vector<int64_t> sizes;
-      at::OptionalIntArrayRef batch_sizes;
-      if (const auto found = ctx->saved_data.find("batch_sizes"); found != ctx->saved_data.end()) {
-        sizes = found->second.toIntVector();
-        batch_sizes = at::IntArrayRef(sizes);
-      }
+      const auto sizes = kept_batch_sizes(ctx);
+      const at::OptionalIntArrayRef batch_sizes(sizes);
       if (at::GradMode::is_enabled()) {
         const auto found = differentiable_gradients(
             [&](at::TensorList x) {
@@ -214,8 +217,7 @@ struct SequenceOps {
         return gradients;
       }
       c10::List<OptionalTensor> grads;
-      for (const at::Tensor& x : grad_outputs)
-        grads.push_back(x.defined() ? OptionalTensor(x) : std::nullopt);
+      for (const at::Tensor& x : grad_outputs) grads.push_back(if_defined(x));
       const at::TensorList onward = inputs.slice(1, split - 1), reverse = inputs.slice(split);
       const auto has_bias = [](at::TensorList x) { return x.size() > 4 && x[4].requires_grad(); };
       static const auto op =

@@ -7,7 +7,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -111,11 +110,7 @@ struct SequenceBackward {
     TORCH_CHECK(input.dim() >= 2 && h0.dim() == 2, op,
                 ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
                 h0.sym_sizes());
-    const auto rows_of = [&](const c10::SymInt& width) {
-      c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
-      sizes.back() = width;
-      return sizes;
-    };
+    const auto rows_of = [&](const c10::SymInt& width) { return sizes_of_rows(input, width); };
     const c10::SymInt hidden = h0.sym_size(1);
     check("output", output, type, rows_of(hidden), "[..., hidden_size]");
     check("gates", gates, type, rows_of(kGates * hidden), "[..., gates*hidden_size]");
@@ -156,7 +151,7 @@ struct SequenceBackward {
       if (saved.grad_c_n) grad_c.copy_(*saved.grad_c_n);
       if (bias_needs_grad) grad_bias = at::zeros({rows.batch, kGates * rows.hidden}, state_options);
       if (input_needs_grad) {
-        grad_input = at::empty_like(input, at::MemoryFormat::Contiguous);
+        grad_input = empty_contiguous(input);
         if (rows.batch * rows.hidden == 0) grad_input.zero_();
       }
     }
@@ -307,12 +302,12 @@ struct SequenceBackward {
 
   static variable_list meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
                                      bool bias_needs_grad) {
-    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
     variable_list found;
     for (const Direction& d : directions) {
       const c10::SymInt width = bias_needs_grad ? d.weight_hh.sym_size(0) : 0;
-      append(found, {input_needs_grad ? like(input) : at::empty({0}, input.options()), like(d.h0), like(d.c0),
-                     like(d.weight_ih), like(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
+      append(found, {input_needs_grad ? empty_contiguous(input) : at::empty({0}, input.options()),
+                     empty_contiguous(d.h0), empty_contiguous(d.c0), empty_contiguous(d.weight_ih),
+                     empty_contiguous(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
     }
     return found;
   }

@@ -4,7 +4,6 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <string>
 #include <tuple>
@@ -44,11 +43,10 @@ struct SequenceForward {
   static Outputs before_first_step(const at::Tensor& input, const Direction& d, bool save) {
     const int64_t hidden = d.h0.size(1);
     Outputs out;
-    out.output = empty_rows(input, hidden, input.scalar_type());
-    at::DimVector sizes(input.sizes().begin(), input.sizes().end());
-    sizes.back() = kGates * hidden;
-    out.gates = affine(flatten_rows(input), d.weight_ih.t(), d.bias).view(sizes);
-    if (save) out.extra = empty_rows(input, kExtra * hidden, input.scalar_type());
+    out.output = empty_rows(input, hidden);
+    out.gates = affine(flatten_rows(input), d.weight_ih.t(), d.bias)
+                    .view_symint(sizes_of_rows(input, kGates * hidden));
+    if (save) out.extra = empty_rows(input, kExtra * hidden);
     out.h_n = d.h0.clone(at::MemoryFormat::Contiguous);
     out.c_n =
         at::empty(d.c0.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type()))).copy_(d.c0);
@@ -154,12 +152,11 @@ struct SequenceForward {
   }
 
   static std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions) {
-    const auto like = [](const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); };
-    const auto rows = [&](const c10::SymInt& width) { return empty_rows(input, width, input.scalar_type()); };
     std::vector<Outputs> outs;
     for (const Direction& d : directions) {
       const c10::SymInt hidden = d.h0.sym_size(1);
-      outs.push_back({rows(hidden), like(d.h0), like(d.c0), rows(kGates * hidden), rows(kExtra * hidden)});
+      outs.push_back({empty_rows(input, hidden), empty_contiguous(d.h0), empty_contiguous(d.c0),
+                      empty_rows(input, kGates * hidden), empty_rows(input, kExtra * hidden)});
     }
     return outs;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -51,11 +52,19 @@ inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
   return rows == x.size(0) ? x : x.narrow(0, 0, rows);
 }
 
-// Rows as the input has them, dense or packed, of another width.
-inline at::Tensor empty_rows(const at::Tensor& input, const c10::SymInt& width, at::ScalarType type) {
+// The shape of rows as the input has them, dense or packed, of another width.
+inline c10::SymDimVector sizes_of_rows(const at::Tensor& input, const c10::SymInt& width) {
   c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes.back() = width;
-  return at::empty_symint(sizes, input.options().dtype(type));
+  return sizes;
+}
+
+inline at::Tensor empty_rows(const at::Tensor& input, const c10::SymInt& width) {
+  return at::empty_symint(sizes_of_rows(input, width), input.options());
+}
+
+inline at::Tensor empty_contiguous(const at::Tensor& x) {
+  return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
 
 // Contiguous, and aligned for accesses of 16 bytes.
