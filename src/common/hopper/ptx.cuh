@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "common/launch.cuh"
+
 // The body of a kernel of these, which is compiled for other chips too but never called there.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LLTM_HOPPER(...) __VA_ARGS__
@@ -148,16 +150,6 @@ __device__ __forceinline__ void copies_out_read() {
 // Ordinary stores to shared memory before it, the copy engine's reads after it.
 __device__ __forceinline__ void shared_stores_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
-}
-
-// ---- launches that begin before the one before has ended, which only prepare until all that it wrote is
-// there
-
-__device__ __forceinline__ void wait_for_launch_before() {
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-}
-__device__ __forceinline__ void let_next_launch_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
 
 // ---- warpgroups
