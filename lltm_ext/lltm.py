@@ -94,7 +94,7 @@ class _CellFunction(torch.autograd.Function):
             return differentiable_gradients(lltm_cell_reference, inputs, (grad_h, grad_cell))
         input, weights, bias, old_h, _ = inputs
         grad_input, grad_weights, grad_bias, *grads_of_state = ops.lltm_cell_backward(
-            grad_h, grad_cell, new_cell, gates, input, weights, old_h, True, True
+            grad_h, grad_cell, new_cell, gates, input, weights, old_h, True, True, True
         )
         return (
             grad_input,

@@ -169,6 +169,7 @@ def test_the_backward_of_a_cell_names_what_does_not_fit():
         "old_h": torch.ones(4, 5),
         "input_needs_grad": True,
         "old_h_needs_grad": True,
+        "old_cell_needs_grad": True,
     }
     for changed, message in (
         ({"grad_cell": torch.ones(4, 6)}, "grad_cell of shape .*, got \\[4, 6\\]"),

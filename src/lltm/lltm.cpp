@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
 
 #include <climits>
 
@@ -96,12 +97,23 @@ at::Tensor gate_products(const at::Tensor& input, const at::Tensor& weights, con
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Whether the products of a step are so small that kernels of one launch serve them best. Theirs are offsets
-// of 32 bits.
+// Whether a step is so small that a kernel of its own serves it best. Its offsets have 32 bits.
 bool in_one_launch(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
   const auto fits = [](const at::Tensor& x) { return x.size(0) * x.stride(0) < INT_MAX && x.stride(1) == 1; };
-  return input.is_cuda() && old_h.numel() > 0 && input.size(0) * weights.numel() <= kMaxInOneLaunch &&
-         fits(input) && fits(weights) && fits(old_h);
+  return input.is_cuda() && input.scalar_type() != at::kDouble && old_h.numel() > 0 &&
+         input.size(0) * weights.numel() <= kMaxInOneLaunch && fits(input) && fits(weights) && fits(old_h);
+}
+
+// launch_step for what in_one_launch lets through.
+template <typename F>
+void launch_whole(const char* kernel, const at::Tensor& gates, const at::Tensor& cell, F&& f) {
+  launch_step(kernel, gates, cell, [&](auto type, auto cell_type, auto... stream) {
+    constexpr bool kIsDouble = std::is_same_v<typename decltype(type)::type, double>;
+    if constexpr (sizeof...(stream) > 0) {
+      if constexpr (kIsDouble) return cudaErrorInvalidValue;
+      if constexpr (!kIsDouble) return f(type, cell_type, stream...);
+    }
+  });
 }
 
 template <typename T>
@@ -124,7 +136,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
 #ifdef LLTM_EXT_WITH_CUDA
   if (in_one_launch(input, weights, old_h)) {
     const at::Tensor bias_row = bias ? bias->contiguous() : at::Tensor();
-    launch_step("lltm_whole_forward", input, cell, [&](auto type, auto cell_type, auto... stream) {
+    launch_whole("lltm_whole_forward", input, cell, [&](auto type, auto cell_type, cudaStream_t stream) {
       using T = typename decltype(type)::type;
       using C = typename decltype(cell_type)::type;
       const WholeForward<T, C> step = {.units = out.step<T, C>({}, cell),
@@ -132,7 +144,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
                                        .weights = pointer<T>(weights),
                                        .weights_row = static_cast<int>(weights.stride(0)),
                                        .bias = pointer<T>(bias_row)};
-      if constexpr (sizeof...(stream) > 0) return lltm_whole_forward(step, stream...);
+      return lltm_whole_forward(step, stream);
     });
     return out;
   }
@@ -170,8 +182,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& in
   return {out.new_h, out.new_cell, out.gates};
 }
 
-// The gradients of input, weights, bias [1, 3 * H], old_h and old_cell; that of input or old_h is empty
-// unless it is needed.
+// The gradients of input, weights, bias [3 * H], old_h and old_cell. That of input, old_h or old_cell is
+// undefined unless it is needed.
 using CellGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 void check_cell_backward(const char* op, const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
@@ -203,75 +215,70 @@ void check_cell_backward(const char* op, const OptionalTensor& grad_h, const Opt
   }
 }
 
-// Of the gates' pre-activations [B, 3 * H]; leaves those of bias and old_cell.
-at::Tensor gate_gradients(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
-                          const at::Tensor& new_cell, const at::Tensor& gates, at::Tensor& grad_bias,
-                          at::Tensor& grad_old_cell) {
-  const int64_t batch = gates.size(1), hidden = gates.size(2);
-  const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
-  const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
-  grad_old_cell = at::empty_like(cell);
-  const bool sums = gates.is_cuda() && batch <= kMaxBatchForBias && gates.numel() > 0;
-  if (sums) grad_bias = at::empty({1, 3 * hidden}, gates.options());
-  if (gates.numel() > 0) {
-    launch_step("lltm_backward_step", activated, cell, [&](auto type, auto cell_type, auto... stream) {
-      using T = typename decltype(type)::type;
-      using C = typename decltype(cell_type)::type;
-      const BackwardStep<T, C> step = {
-          .batch = batch,
-          .hidden = hidden,
+// What a step backward reads and writes; null stands for what is not needed.
+template <typename T, typename C>
+BackwardStep<T, C> backward_step(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
+                                 const at::Tensor& gates, const at::Tensor& new_cell,
+                                 const at::Tensor& grad_bias, const at::Tensor& grad_old_cell) {
+  return {.batch = gates.size(1),
+          .hidden = gates.size(2),
           .grad_h = matrix<T>(grad_h.value_or(at::Tensor())),
           .grad_cell = matrix<C>(grad_cell.value_or(at::Tensor())),
-          .activated = stacked_gates<T>(activated),
-          .new_cell = pointer<C>(cell),
-          .grad_gates = gates_of_rows<T>(grad_gates),
+          .activated = stacked_gates<T>(gates),
+          .new_cell = pointer<C>(new_cell),
+          .grad_gates = {},
           .grad_bias = mutable_pointer<T>(grad_bias),
-          .grad_old_cell = mutable_pointer<C>(grad_old_cell),
-      };
-      return lltm_backward_step(step, stream...);
-    });
-  }
-  if (!sums) grad_bias = grad_gates.sum(0, /*keepdim=*/true);
-  return grad_gates;
+          .grad_old_cell = mutable_pointer<C>(grad_old_cell)};
 }
 
 CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
                             const at::Tensor& new_cell, const at::Tensor& gates, const at::Tensor& input,
                             const at::Tensor& weights, const at::Tensor& old_h, bool input_needs_grad,
-                            bool old_h_needs_grad) {
+                            bool old_h_needs_grad, bool old_cell_needs_grad) {
   check_cell_backward("lltm_cell_backward", grad_h, grad_cell, new_cell, gates, input, weights, old_h);
   const auto gradient_of = [](const at::Tensor& x, bool needed) {
-    return needed ? at::empty_like(x, at::MemoryFormat::Contiguous) : at::empty({0}, x.options());
+    return needed ? at::empty_like(x, at::MemoryFormat::Contiguous) : at::Tensor();
   };
-  const at::Tensor grad_weights = gradient_of(weights, true);
-  at::Tensor grad_input = gradient_of(input, input_needs_grad),
-             grad_old_h = gradient_of(old_h, old_h_needs_grad);
-  if (input.is_meta()) {
-    return {grad_input, grad_weights, at::empty_symint({1, weights.sym_size(0)}, weights.options()),
-            grad_old_h, at::empty_like(new_cell, at::MemoryFormat::Contiguous)};
-  }
+  at::Tensor grad_weights = gradient_of(weights, true), grad_input = gradient_of(input, input_needs_grad),
+             grad_old_h = gradient_of(old_h, old_h_needs_grad),
+             grad_old_cell = gradient_of(new_cell, old_cell_needs_grad),
+             grad_bias = at::empty_symint({weights.sym_size(0)}, weights.options());
+  if (input.is_meta()) return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   const KernelGuard guard(input);
-  at::Tensor grad_bias, grad_old_cell;
-  const at::Tensor grad_gates = gate_gradients(grad_h, grad_cell, new_cell, gates, grad_bias, grad_old_cell);
+  const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
 #ifdef LLTM_EXT_WITH_CUDA
   if (in_one_launch(input, weights, old_h)) {
-    launch("lltm_backward_products", input, [&](auto type, auto... stream) {
+    launch_whole("lltm_whole_backward", activated, cell, [&](auto type, auto cell_type, cudaStream_t stream) {
       using T = typename decltype(type)::type;
-      const BackwardProducts<T> products = {
-          .batch = static_cast<int>(input.size(0)),
-          .grad_gates = pointer<T>(grad_gates),
+      using C = typename decltype(cell_type)::type;
+      const WholeBackward<T, C> step = {
+          .units = backward_step<T, C>(grad_h, grad_cell, activated, cell, grad_bias, grad_old_cell),
           .X = cell_input<T>(input, old_h),
           .weights = pointer<T>(weights),
           .weights_row = static_cast<int>(weights.stride(0)),
           .grad_weights = mutable_pointer<T>(grad_weights),
-          .grad_old_h = old_h_needs_grad ? mutable_pointer<T>(grad_old_h) : nullptr,
-          .grad_input = input_needs_grad ? mutable_pointer<T>(grad_input) : nullptr,
+          .grad_old_h = mutable_pointer<T>(grad_old_h),
+          .grad_input = mutable_pointer<T>(grad_input),
       };
-      if constexpr (sizeof...(stream) > 0) return lltm_backward_products(products, stream...);
+      return lltm_whole_backward(step, stream);
     });
     return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   }
 #endif
+  const int64_t batch = gates.size(1), hidden = gates.size(2);
+  const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
+  const bool sums = input.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0;
+  if (grad_gates.numel() > 0) {
+    launch_step("lltm_backward_step", activated, cell, [&](auto type, auto cell_type, auto... stream) {
+      using T = typename decltype(type)::type;
+      using C = typename decltype(cell_type)::type;
+      auto step = backward_step<T, C>(grad_h, grad_cell, activated, cell, sums ? grad_bias : at::Tensor(),
+                                      grad_old_cell);
+      step.grad_gates = gates_of_rows<T>(grad_gates);
+      return lltm_backward_step(step, stream...);
+    });
+  }
+  if (!sums) at::sum_out(grad_bias, grad_gates, 0);
   if (input_needs_grad) at::mm_out(grad_input, grad_gates, weights_of_input(weights, old_h));
   if (old_h_needs_grad) at::mm_out(grad_old_h, grad_gates, weights_of_h(weights, old_h));
   at::Tensor of_input = weights_of_input(grad_weights, old_h), of_h = weights_of_h(grad_weights, old_h);
@@ -309,16 +316,14 @@ struct CellNode : torch::autograd::Function<CellNode> {
     static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
     const at::Tensor &input = saved[0], &weights = saved[1], &bias = saved[2], &old_h = saved[3];
     const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
-    const auto if_needed = [](const at::Tensor& gradient, const at::Tensor& x) {
-      return x.requires_grad() ? gradient : at::Tensor();
-    };
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] =
         op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), /*new_cell=*/saved[5],
-                /*gates=*/saved[6], input, weights, old_h, input.requires_grad(), old_h.requires_grad());
-    return {if_needed(grad_input, input), grad_weights,
-            bias.defined() ? grad_bias.view_symint(bias.sym_sizes()) : at::Tensor(),
-            if_needed(grad_old_h, old_h), grad_old_cell};
+                /*gates=*/saved[6], input, weights, old_h, input.requires_grad(), old_h.requires_grad(),
+                /*old_cell=*/saved[4].requires_grad());
+    if (!bias.defined()) grad_bias.reset();
+    if (bias.defined() && bias.dim() == 2) grad_bias = grad_bias.unsqueeze(0);
+    return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   }
 
   static variable_list composed(const variable_list& inputs) {
@@ -406,8 +411,9 @@ variable_list raw_backward(const at::Tensor& grad_h, const at::Tensor& grad_cell
   const int64_t h = new_cell.size(1);
   auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] = cell_backward(
       grad_h, grad_cell, new_cell, at::stack({input_gate, output_gate, candidate_cell}), X.slice(1, h),
-      weights, X.slice(1, 0, h), /*input_needs_grad=*/true, /*old_h_needs_grad=*/true);
-  return {grad_old_h, grad_input, grad_weights, grad_bias, grad_old_cell};
+      weights, X.slice(1, 0, h), /*input_needs_grad=*/true, /*old_h_needs_grad=*/true,
+      /*old_cell_needs_grad=*/true);
+  return {grad_old_h, grad_input, grad_weights, grad_bias.unsqueeze(0), grad_old_cell};
 }
 
 }  // namespace
@@ -423,8 +429,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "lltm_cell_backward(Tensor? grad_h, Tensor? grad_cell, Tensor new_cell, Tensor gates, Tensor input, "
-      "Tensor weights, Tensor old_h, bool input_needs_grad, bool old_h_needs_grad) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "Tensor weights, Tensor old_h, bool input_needs_grad, bool old_h_needs_grad, "
+      "bool old_cell_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   implement(m, "lltm_cell", cell);
   implement(m, "lltm_cell_forward", cell_forward);

@@ -62,7 +62,7 @@ struct BackwardStep {
   const C* new_cell;    // [B, H]
   Gates<T> grad_gates;  // [B, 3, H] gradients of the pre-activations
   T* grad_bias;         // [3, H] their sums over the batch, or null
-  C* grad_old_cell;     // [B, H]
+  C* grad_old_cell;     // [B, H], or null
 };
 
 // [old_h, input], the columns that the weights multiply: the two lie apart, each with its columns side by
@@ -80,7 +80,7 @@ struct CellInput {
   }
 };
 
-// A whole step forward, its product included.
+// A whole step forward, its products included.
 template <typename T, typename C>
 struct WholeForward {
   ForwardStep<T, C> units;  // but for their gates
@@ -90,11 +90,10 @@ struct WholeForward {
   const T* bias;  // [3H], or null
 };
 
-// The products that follow a step backward, of the gradients of its gates.
-template <typename T>
-struct BackwardProducts {
-  int batch;
-  const T* grad_gates;  // [B, 3H]
+// A whole step backward, but for what is null.
+template <typename T, typename C>
+struct WholeBackward {
+  BackwardStep<T, C> units;  // but for grad_gates
   CellInput<T> X;
   const T* weights;  // [3H, H + I]
   int weights_row;
@@ -116,12 +115,12 @@ cudaError_t lltm_forward_step(const ForwardStep<T, C>& step, cudaStream_t stream
 template <typename T, typename C>
 cudaError_t lltm_backward_step(const BackwardStep<T, C>& step, cudaStream_t stream);
 
-// Each in one launch, for up to kMaxInOneLaunch multiply-adds a product: B * 3H * (H + I).
+// Each in one launch, for up to kMaxInOneLaunch multiply-adds a product: B * 3H * (H + I). Not for float64.
 constexpr int64_t kMaxInOneLaunch = int64_t{1} << 28;
 template <typename T, typename C>
 cudaError_t lltm_whole_forward(const WholeForward<T, C>& step, cudaStream_t stream);
-template <typename T>
-cudaError_t lltm_backward_products(const BackwardProducts<T>& step, cudaStream_t stream);
+template <typename T, typename C>
+cudaError_t lltm_whole_backward(const WholeBackward<T, C>& step, cudaStream_t stream);
 #endif
 
 // Unit j of row b, forward, from the pre-activations of its gates.
@@ -143,21 +142,29 @@ LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, i
   lltm_unit_of_gates<Math>(s, b, j, gates);
 }
 
-// Unit j of row b, backward. Adds the gradients of its gates to `sums`.
+// Unit j of row b, backward: gives the gradients of its gates, and stores that of its old cell.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j,
-                                         acc_t<T> (&sums)[3]) {
+LLTM_HOST_DEVICE void lltm_gate_gradients(const BackwardStep<T, C>& s, int64_t b, int64_t j,
+                                          acc_t<T> (&grad_gates)[3], C* grad_old_cell) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
-  A saved[LltmCell::kSaved], grad_gates[3], grad_cell = s.grad_cell.at(b, j);
+  A saved[LltmCell::kSaved], grad_cell = s.grad_cell.at(b, j);
   for (int g = 0; g < 3; ++g) saved[g] = widen(s.activated.at(b, g, j));
   saved[3] = Math::tanh(A(widen(s.new_cell[at])));
   LltmCell::backward<Math>(saved, s.grad_h.at(b, j), grad_cell, grad_gates);
+  if (grad_old_cell) grad_old_cell[at] = narrow<C>(grad_cell);
+}
+
+// The same, stored. Adds the gradients of its gates to `sums`.
+template <class Math, typename T, typename C>
+LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j,
+                                         acc_t<T> (&sums)[3]) {
+  acc_t<T> grad_gates[3];
+  lltm_gate_gradients<Math>(s, b, j, grad_gates, s.grad_old_cell);
   for (int g = 0; g < 3; ++g) {
     s.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
     sums[g] += grad_gates[g];
   }
-  s.grad_old_cell[at] = narrow<C>(grad_cell);
 }
 
 }  // namespace lltm_ext

@@ -1,27 +1,28 @@
-// lltm on CUDA: the products of a step of few units, each step's in one launch. There a call of a library
-// takes the host longer than its product takes the device, and forward the cell comes with the product.
+// lltm on CUDA: a whole step of few units in one launch, its products included. There every further launch,
+// and every call of a library, takes the host longer than the whole step takes the device.
 //
-// Latency is what counts, so warps work alone. Forward, a warp has a unit: its lanes share out the length of
-// the products, each with the three gates of 16 rows, and then exchange their sums. Backward, lanes have
-// neighbouring columns of a matrix that lies in memory, each with 16 sums; the gates' gradients, the other
-// factor, are the same for all lanes.
+// Latency is what counts, so warps work alone. Forward, the warps of a block have one unit: all lanes share
+// out the length of the products, each with the three gates of 16 rows, and then exchange their sums.
+// Backward, a lane has a column of what lies in memory: of [old_h, input] for grad_weights, of the weights
+// for their gradients. The other factor, the gates' gradients, a warp computes as it goes along, for 4 units
+// of 8 rows at a time, one a lane. They never lie in memory.
 #include "common/launch.cuh"
 #include "common/vec.cuh"
 #include "lltm/lltm.h"
 
 namespace lltm_ext {
 
-constexpr int kWarp = 32, kSums = 16;  // sums of a lane: rows of the batch, or gates
+constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = ~0u;
 
 // ---- forward
 
-constexpr int kUnitsOfBlock = 4;  // which read the same rows
+constexpr int kForwardWarps = 4, kForwardRows = 16;
 
 // Each lane has sums of its own for 16 rows. Afterwards lanes 2 r and 2 r + 1 have those of row r over all
 // lanes.
-template <int kRows = kSums, typename A>
-__device__ __forceinline__ void exchange(A (&sum)[3][kSums]) {
+template <int kRows = kForwardRows, typename A>
+__device__ __forceinline__ void exchange(A (&sum)[3][kForwardRows]) {
   constexpr int kHalf = kRows / 2;
   const bool upper = threadIdx.x % kWarp & kRows;
 #pragma unroll
@@ -40,130 +41,149 @@ __device__ __forceinline__ void exchange(A (&sum)[3][kSums]) {
 }
 
 template <typename T, typename C>
-__global__ void __launch_bounds__(kUnitsOfBlock* kWarp)
-    lltm_whole_forward_kernel(const WholeForward<T, C> step, int blocks_of_units) {
+__global__ void __launch_bounds__(kForwardWarps* kWarp)
+    lltm_whole_forward_kernel(const WholeForward<T, C> step) {
   using A = acc_t<T>;
-  const int lane = threadIdx.x % kWarp, hidden = step.X.hidden;
-  const int unit = blockIdx.x % blocks_of_units * kUnitsOfBlock + threadIdx.x / kWarp;
-  const int row = blockIdx.x / blocks_of_units * kSums;
-  if (unit >= hidden) return;
+  const int hidden = step.X.hidden, unit = blockIdx.x % hidden, row = blockIdx.x / hidden * kForwardRows;
   const int rows = static_cast<int>(step.units.batch) - row;
-  A sum[3][kSums] = {};
+  A sum[3][kForwardRows] = {};
 #pragma unroll 1
-  for (int k = lane; k < step.X.columns; k += kWarp) {
+  for (int k = threadIdx.x; k < step.X.columns; k += kForwardWarps * kWarp) {
     A weight[3];
 #pragma unroll
     for (int g = 0; g < 3; ++g) weight[g] = widen(step.weights[(g * hidden + unit) * step.weights_row + k]);
 #pragma unroll
-    for (int r = 0; r < kSums; ++r) {
+    for (int r = 0; r < kForwardRows; ++r) {
       const A x = r < rows ? step.X.at(row + r, k) : A(0);
 #pragma unroll
       for (int g = 0; g < 3; ++g) sum[g][r] += weight[g] * x;
     }
   }
   exchange(sum);
-  if (lane % 2 > 0 || lane / 2 >= rows) return;
+  __shared__ A of_warps[kForwardWarps][3][kForwardRows];
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int g = 0; g < 3; ++g) of_warps[threadIdx.x / kWarp][g][lane / 2] = sum[g][0];
+  __syncthreads();
+  const int r = threadIdx.x;
+  if (r >= kForwardRows || r >= rows) return;
   A gates[3];
 #pragma unroll
-  for (int g = 0; g < 3; ++g) gates[g] = sum[g][0] + (step.bias ? widen(step.bias[g * hidden + unit]) : A(0));
-  lltm_unit_of_gates<ExactMath>(step.units, row + lane / 2, unit, gates);
+  for (int g = 0; g < 3; ++g) {
+    gates[g] = step.bias ? widen(step.bias[g * hidden + unit]) : A(0);
+    for (int w = 0; w < kForwardWarps; ++w) gates[g] += of_warps[w][g][r];
+  }
+  lltm_unit_of_gates<ExactMath>(step.units, row + r, unit, gates);
 }
 
 // ---- backward
 
-constexpr int kWarps = 8, kSlice = 8;
+constexpr int kWarps = 8, kUnits = 4, kRows = 8, kGates = 3 * kUnits;
 
-// A warp's shared memory: a slice of gradients during the products, the sums after them.
-template <typename A>
+// A warp's shared memory: gradients of the gates, or its sums for kRows rows.
 union OfWarp {
-  Vec<A, 4> slice[kSlice][kSums / 4 + 1];
-  A sums[kSums][kWarp];
+  float gradients[kRows][kGates];
+  float sums[kRows][kWarp];
 };
 
-// sum[i] += gradient(k, i) * column(k) for k from `begin` to `end`. kAlongK: whether the gradients of
-// neighbouring k are neighbours in memory, else those of neighbouring i.
-template <bool kAlongK, typename A, class Gradient, class Column>
-__device__ __forceinline__ void multiply(A (&sum)[kSums], OfWarp<A>& shared, int begin, int end,
-                                         Gradient gradient, Column column) {
-  auto& slice = shared.slice;
-  for (int first = begin; first < end; first += kSlice) {
-    A found[kSlice];  // all on their way at a time
+// The gradients of the gates of kUnits units of kRows rows, 0 where there is none; stores grad_old_cell if
+// asked to.
+template <typename T, typename C>
+__device__ __forceinline__ void gate_gradients(const WholeBackward<T, C>& step, OfWarp& shared, int unit,
+                                               int row, bool stores) {
+  const int lane = threadIdx.x % kWarp, u = lane % kUnits, r = lane / kUnits;
+  float gradients[3] = {};
+  __syncwarp();  // those before have been read
+  if (unit + u < step.X.hidden && row + r < step.units.batch) {
+    lltm_gate_gradients<ExactMath>(step.units, row + r, unit + u, gradients,
+                                   stores ? step.units.grad_old_cell : nullptr);
+  }
 #pragma unroll
-    for (int k = 0; k < kSlice; ++k) found[k] = first + k < end ? column(first + k) : A(0);
+  for (int g = 0; g < 3; ++g) shared.gradients[r][g * kUnits + u] = gradients[g];
+  __syncwarp();
+}
+
+// grad_weights: a warp has kUnits units and 32 columns. The bias is a column more, of ones.
+template <typename T, typename C>
+__device__ __forceinline__ void grad_weights(const WholeBackward<T, C>& step, OfWarp& shared, int task) {
+  const int hidden = step.X.hidden, columns = step.X.columns, tiles = columns / kWarp + 1;
+  const int unit = task / tiles * kUnits, column = task % tiles * kWarp + threadIdx.x % kWarp;
+  if (unit >= hidden) return;
+  const int batch = static_cast<int>(step.units.batch);
+  float sum[kGates] = {};
+#pragma unroll 1
+  for (int row = 0; row < batch; row += kRows) {
+    float x[kRows];  // on their way during the cell
 #pragma unroll
-    for (int n = 0; n < kSlice * kSums; n += kWarp) {
-      const int i = n + threadIdx.x % kWarp;
-      const int k = kAlongK ? i % kSlice : i / kSums, s = kAlongK ? i / kSlice : i % kSums;
-      slice[k][s / 4].data[s % 4] = first + k < end ? gradient(first + k, s) : A(0);
+    for (int r = 0; r < kRows; ++r) {
+      x[r] = column == columns ? 1.f : 0.f;
+      if (column < columns && row + r < batch) x[r] = step.X.at(row + r, column);
     }
-    __syncwarp();
+    gate_gradients(step, shared, unit, row, task % tiles == 0);
 #pragma unroll
-    for (int k = 0; k < kSlice; ++k) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int s = 0; s < kSums; ++s) sum[s] += slice[k][s / 4].data[s % 4] * found[k];
+      for (int i = 0; i < kGates; ++i) sum[i] += shared.gradients[r][i] * x[r];
     }
-    __syncwarp();
+  }
+  if (column > columns) return;
+#pragma unroll
+  for (int i = 0; i < kGates; ++i) {
+    const int gate = i / kUnits * hidden + unit + i % kUnits;
+    if (unit + i % kUnits >= hidden) continue;
+    T* to = column < columns ? step.grad_weights + gate * columns + column : step.units.grad_bias + gate;
+    *to = narrow<T>(sum[i]);
   }
 }
 
-// grad_weights: a warp has 16 gates and 32 columns.
-template <typename T>
-__device__ __forceinline__ void grad_weights(const BackwardProducts<T>& step, OfWarp<acc_t<T>>* shared,
-                                             int tile) {
-  using A = acc_t<T>;
-  const int gates = 3 * step.X.hidden, columns = step.X.columns;
-  const int tiles = static_cast<int>(ceil_div(columns, kWarp));
-  const int column = tile % tiles * kWarp + threadIdx.x % kWarp;
-  const int first = (tile / tiles * kWarps + threadIdx.x / kWarp) * kSums;
-  A sum[kSums] = {};
-  multiply<false>(
-      sum, shared[threadIdx.x / kWarp], 0, step.batch,
-      [&](int b, int i) { return first + i < gates ? widen(step.grad_gates[b * gates + first + i]) : A(0); },
-      [&](int b) { return column < columns ? step.X.at(b, column) : A(0); });
-  T* to = step.grad_weights + first * columns + column;
+// grad_old_h and grad_input: a block has kRows rows and 32 columns, of those from `begin` to `end`, and its
+// warps share out the units.
+template <typename T, typename C>
+__device__ __forceinline__ void grad_input(const WholeBackward<T, C>& step, OfWarp* shared, int begin,
+                                           int end, int tile) {
+  const int hidden = step.X.hidden, batch = static_cast<int>(step.units.batch);
+  const int tiles = static_cast<int>(ceil_div(end - begin, kWarp));
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int column = begin + tile % tiles * kWarp + lane, row = tile / tiles * kRows;
+  float sum[kRows] = {};
+#pragma unroll 1
+  for (int unit = warp * kUnits; unit < hidden; unit += kWarps * kUnits) {
+    float weight[kGates];  // on their way during the cell
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    if (first + i < gates && column < columns) to[i * columns] = narrow<T>(sum[i]);
+    for (int i = 0; i < kGates; ++i) {
+      const int gate = i / kUnits * hidden + unit + i % kUnits;
+      const bool inside = unit + i % kUnits < hidden && column < end;
+      weight[i] = inside ? widen(step.weights[gate * step.weights_row + column]) : 0.f;
+    }
+    gate_gradients(step, shared[warp], unit, row, false);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kGates; ++i) sum[r] += shared[warp].gradients[r][i] * weight[i];
+    }
   }
-}
-
-// grad_old_h and grad_input: a block has 16 rows and 32 columns, of those from `begin` to `end`, and its
-// warps share out the gates.
-template <typename T>
-__device__ __forceinline__ void grad_input(const BackwardProducts<T>& step, OfWarp<acc_t<T>>* shared,
-                                           int begin, int end, int tile) {
-  using A = acc_t<T>;
-  const int hidden = step.X.hidden, gates = 3 * hidden;
-  const int tiles = static_cast<int>(ceil_div(end - begin, kWarp)), warp = threadIdx.x / kWarp;
-  const int column = begin + tile % tiles * kWarp + threadIdx.x % kWarp, row = tile / tiles * kSums;
-  A sum[kSums] = {};
-  multiply<true>(
-      sum, shared[warp], gates * warp / kWarps, gates * (warp + 1) / kWarps,
-      [&](int k, int i) {
-        return row + i < step.batch ? widen(step.grad_gates[(row + i) * gates + k]) : A(0);
-      },
-      [&](int k) { return column < end ? widen(step.weights[k * step.weights_row + column]) : A(0); });
+  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) shared[warp].sums[i][threadIdx.x % kWarp] = sum[i];
+  for (int r = 0; r < kRows; ++r) shared[warp].sums[r][lane] = sum[r];
   __syncthreads();
-  for (int i = warp; i < kSums && row + i < step.batch && column < end; i += kWarps) {
-    A total = 0;
-    for (int w = 0; w < kWarps; ++w) total += shared[w].sums[i][threadIdx.x % kWarp];
-    T* to = column < hidden ? step.grad_old_h + (row + i) * hidden + column
-                            : step.grad_input + (row + i) * (step.X.columns - hidden) + column - hidden;
-    *to = narrow<T>(total);
-  }
+  static_assert(kWarps == kRows, "a warp finishes a row");
+  if (row + warp >= batch || column >= end) return;
+  float total = 0;
+  for (int w = 0; w < kWarps; ++w) total += shared[w].sums[warp][lane];
+  T* to = column < hidden ? step.grad_old_h + (row + warp) * hidden + column
+                          : step.grad_input + (row + warp) * (step.X.columns - hidden) + column - hidden;
+  *to = narrow<T>(total);
 }
 
-template <typename T>
+template <typename T, typename C>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    lltm_backward_products_kernel(const BackwardProducts<T> step, int of_weights, int begin, int end) {
-  __shared__ OfWarp<acc_t<T>> shared[kWarps];
-  const int tile = static_cast<int>(blockIdx.x);
-  if (tile < of_weights) {
-    grad_weights(step, shared, tile);
+    lltm_whole_backward_kernel(const WholeBackward<T, C> step, int of_weights, int begin, int end) {
+  alignas(16) __shared__ OfWarp shared[kWarps];
+  const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / kWarp;
+  if (block < of_weights) {
+    grad_weights(step, shared[warp], block * kWarps + warp);
   } else {
-    grad_input(step, shared, begin, end, tile - of_weights);
+    grad_input(step, shared, begin, end, block - of_weights);
   }
 }
 
@@ -171,36 +191,30 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
 template <typename T, typename C>
 cudaError_t lltm_whole_forward(const WholeForward<T, C>& step, cudaStream_t stream) {
-  const int64_t of_units = ceil_div(step.X.hidden, kUnitsOfBlock),
-                of_rows = ceil_div(step.units.batch, kSums);
-  lltm_whole_forward_kernel<<<static_cast<unsigned>(of_units * of_rows), kUnitsOfBlock * kWarp, 0, stream>>>(
-      step, static_cast<int>(of_units));
+  const int64_t blocks = step.X.hidden * ceil_div(step.units.batch, kForwardRows);
+  lltm_whole_forward_kernel<<<static_cast<unsigned>(blocks), kForwardWarps * kWarp, 0, stream>>>(step);
   return cudaGetLastError();
 }
 
-template <typename T>
-cudaError_t lltm_backward_products(const BackwardProducts<T>& step, cudaStream_t stream) {
+template <typename T, typename C>
+cudaError_t lltm_whole_backward(const WholeBackward<T, C>& step, cudaStream_t stream) {
   const int begin = step.grad_old_h ? 0 : step.X.hidden,
             end = step.grad_input ? step.X.columns : step.X.hidden;
-  const int64_t of_weights = ceil_div(step.X.columns, kWarp) * ceil_div(3 * step.X.hidden, kWarps * kSums);
-  const int64_t of_input = begin < end ? ceil_div(end - begin, kWarp) * ceil_div(step.batch, kSums) : 0;
-  lltm_backward_products_kernel<<<static_cast<unsigned>(of_weights + of_input), kWarps * kWarp, 0, stream>>>(
+  const int64_t tasks = ceil_div(step.X.hidden, kUnits) * (step.X.columns / kWarp + 1);
+  const int64_t of_weights = ceil_div(tasks, kWarps);
+  const int64_t of_input = begin < end ? ceil_div(end - begin, kWarp) * ceil_div(step.units.batch, kRows) : 0;
+  lltm_whole_backward_kernel<<<static_cast<unsigned>(of_weights + of_input), kWarps * kWarp, 0, stream>>>(
       step, static_cast<int>(of_weights), begin, end);
   return cudaGetLastError();
 }
 
-#define INSTANTIATE(T, C) template cudaError_t lltm_whole_forward(const WholeForward<T, C>&, cudaStream_t);
+#define INSTANTIATE(T, C)                                                           \
+  template cudaError_t lltm_whole_forward(const WholeForward<T, C>&, cudaStream_t); \
+  template cudaError_t lltm_whole_backward(const WholeBackward<T, C>&, cudaStream_t);
 INSTANTIATE(float, float)
-INSTANTIATE(double, double)
 INSTANTIATE(__half, __half)
 INSTANTIATE(__half, float)
 INSTANTIATE(__nv_bfloat16, __nv_bfloat16)
 INSTANTIATE(__nv_bfloat16, float)
-#undef INSTANTIATE
-#define INSTANTIATE(T) template cudaError_t lltm_backward_products(const BackwardProducts<T>&, cudaStream_t);
-INSTANTIATE(float)
-INSTANTIATE(double)
-INSTANTIATE(__half)
-INSTANTIATE(__nv_bfloat16)
 
 }  // namespace lltm_ext
