@@ -101,7 +101,8 @@ at::Tensor gate_products(const at::Tensor& input, const at::Tensor& weights, con
 bool in_one_launch(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
   const auto fits = [](const at::Tensor& x) { return x.size(0) * x.stride(0) < INT_MAX && x.stride(1) == 1; };
   return input.is_cuda() && input.scalar_type() != at::kDouble && old_h.numel() > 0 &&
-         input.size(0) * weights.numel() <= kMaxInOneLaunch && fits(input) && fits(weights) && fits(old_h);
+         lltm_is_small(input.size(0), old_h.size(1), weights.size(1)) && fits(input) && fits(weights) &&
+         fits(old_h);
 }
 
 // launch_step for what in_one_launch lets through.
