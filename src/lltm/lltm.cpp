@@ -1,7 +1,6 @@
 // lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell with the forward and backward
 // that its autograd node calls, and the raw bindings lltm_ext._C.lltm.forward and backward of the tutorial.
-// B is the batch, I the input size, H the hidden size. The weights' columns are those of old_h and of input;
-// only the raw bindings have the two side by side, as X.
+// B is the batch, I the input size, H the hidden size; X is [old_h, input] side by side, as weights' columns.
 #include "lltm/lltm.h"
 
 #include <ATen/ops/addmm.h>
@@ -9,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/split_with_sizes_copy.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
@@ -81,19 +81,12 @@ void run_units(const CellOutputs& out, const at::Tensor& gates, const at::Tensor
   });
 }
 
-// The weights' columns of old_h, and those of input.
-at::Tensor weights_of_h(const at::Tensor& weights, const at::Tensor& old_h) {
-  return weights.slice(1, 0, old_h.size(1));
+// [old_h, input] side by side, which products of a library want: a second product costs more than the copy.
+at::Tensor side_by_side(const at::Tensor& old_h, const at::Tensor& input) {
+  return at::cat({old_h, input}, 1);
 }
-at::Tensor weights_of_input(const at::Tensor& weights, const at::Tensor& old_h) {
-  return weights.slice(1, old_h.size(1));
-}
-
-at::Tensor gate_products(const at::Tensor& input, const at::Tensor& weights, const OptionalTensor& bias,
-                         const at::Tensor& old_h) {
-  const at::Tensor of_input = weights_of_input(weights, old_h).t();
-  at::Tensor gates = bias ? at::addmm(*bias, input, of_input) : at::mm(input, of_input);
-  return gates.addmm_(old_h, weights_of_h(weights, old_h).t());
+at::Tensor gate_products(const at::Tensor& X, const at::Tensor& weights, const OptionalTensor& bias) {
+  return bias ? at::addmm(*bias, X, weights.t()) : at::mm(X, weights.t());
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -150,7 +143,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
     return out;
   }
 #endif
-  run_units(out, gate_products(input, weights, bias, old_h), cell);
+  run_units(out, gate_products(side_by_side(old_h, input), weights, bias), cell);
   return out;
 }
 
@@ -280,11 +273,15 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
     });
   }
   if (!sums) at::sum_out(grad_bias, grad_gates, 0);
-  if (input_needs_grad) at::mm_out(grad_input, grad_gates, weights_of_input(weights, old_h));
-  if (old_h_needs_grad) at::mm_out(grad_old_h, grad_gates, weights_of_h(weights, old_h));
-  at::Tensor of_input = weights_of_input(grad_weights, old_h), of_h = weights_of_h(grad_weights, old_h);
-  at::mm_out(of_input, grad_gates.t(), input);
-  at::mm_out(of_h, grad_gates.t(), old_h);
+  at::mm_out(grad_weights, grad_gates.t(), side_by_side(old_h, input));
+  if (input_needs_grad && old_h_needs_grad) {
+    const auto both = at::split_with_sizes_copy(at::mm(grad_gates, weights), {hidden, input.size(1)}, 1);
+    grad_old_h = both[0], grad_input = both[1];
+  } else if (input_needs_grad) {
+    grad_input = at::mm(grad_gates, weights.slice(1, hidden));
+  } else if (old_h_needs_grad) {
+    grad_old_h = at::mm(grad_gates, weights.slice(1, 0, hidden));
+  }
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
 
@@ -366,8 +363,7 @@ variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, co
   check_cell_inputs(op, input, weights, bias, old_h, old_cell);
   const KernelGuard guard(input);
   const CellOutputs out(old_h, old_cell, /*save=*/true);
-  const at::Tensor X = at::cat({old_h, input}, 1);
-  const at::Tensor gate_weights = bias ? at::addmm(*bias, X, weights.t()) : at::mm(X, weights.t());
+  const at::Tensor X = side_by_side(old_h, input), gate_weights = gate_products(X, weights, bias);
   run_units(out, gate_weights, old_cell);
   return {out.new_h, out.new_cell, out.gates[0], out.gates[1], out.gates[2], X, gate_weights};
 }
