@@ -120,8 +120,6 @@ cudaError_t launch_few_tiles(const Call<T>& call, int multiprocessors, cudaStrea
   return launch_split<Operands, kSwap>(call, parts, stream);
 }
 
-constexpr int kFewRows = 64;
-
 // Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:
 // many blocks a multiprocessor, each with much on its way.
 template <typename T, bool kSwapA, bool kSwapB>
@@ -137,47 +135,41 @@ cudaError_t launch_few_columns(const Call<T>& call, int multiprocessors, cudaStr
   return run(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
 }
 
-// Few rows and weights with K side by side: one tile has all rows. One block a multiprocessor, with all of
-// its shared memory on the way; tiles of the width whose rounds of blocks take the least.
+constexpr int kFewRows = 64;
+
+// Up to 64 rows and weights with K side by side: one tile has all rows. One block a multiprocessor, with all
+// of its shared memory on the way; tiles of the width whose rounds of blocks take the least.
 template <typename T>
 cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const auto time = [&](int columns) {
     return ceil_div(int64_t{tiles_of(call.n, columns)} * call.batch, multiprocessors) * columns;
   };
   int best = 32;
-  for (int columns : {64, 88, 128}) {
+  for (int columns : {88, 128}) {
     if (time(columns) <= time(best)) best = columns;
   }
   const auto run = [&](auto operands) {
     return launch_few_tiles<decltype(operands), false>(call, multiprocessors, stream);
   };
   if (best == 32) return run(Operands<T, kFewRows, 32, 16, false, false>());
-  if (best == 64) return run(Operands<T, kFewRows, 64, 12, false, false>());
   if (best == 88) return run(Operands<T, kFewRows, 88, 10, false, false>());
   return run(Operands<T, kFewRows, 128, 9, false, false>());
 }
 
-// The same, by gemm_rows.cuh: fewer rows, and of K what 16-byte loads read.
-constexpr int kFewestRows = 32;
-
+// Up to 8 rows and a K of which loads of 16 bytes leave nothing over.
 template <typename T>
 cudaError_t launch_fewest_rows(const Call<T>& call, cudaStream_t stream) {
-  const auto run = [&](auto kernel) {
-    const auto stride = [](const Layout& x) { return x.batch > 1 ? x.batch_stride : 0; };
-    const FewRows<T> problem = {static_cast<const T*>(call.a.data),
-                                static_cast<const T*>(call.b.data),
-                                call.a.row_stride,
-                                call.b.row_stride,
-                                stride(call.a),
-                                stride(call.b),
-                                call.k,
-                                tiles_of(call.n, kernel.kColumns),
-                                call.epilogue};
-    return launch_rows<decltype(kernel)>(problem, call.batch, stream);
-  };
-  if (call.m <= 8) return run(RowsKernel<T, 1, 4>());
-  if (call.m <= 16) return run(RowsKernel<T, 2, 4>());
-  return run(RowsKernel<T, 4, 3>());
+  const auto stride = [&](const Layout& x) { return x.batch > 1 ? x.batch_stride : 0; };
+  const FewRows<T> problem = {static_cast<const T*>(call.a.data),
+                              static_cast<const T*>(call.b.data),
+                              call.a.row_stride,
+                              call.b.row_stride,
+                              stride(call.a),
+                              stride(call.b),
+                              call.k,
+                              tiles_of(call.n, RowsKernel<T>::kColumns),
+                              call.epilogue};
+  return launch_rows<RowsKernel<T>>(problem, call.batch, stream);
 }
 
 }  // namespace hopper
@@ -204,8 +196,10 @@ template <typename T>
 cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream) {
   using namespace hopper;
   Operand a = operand_a(args), b = operand_b(args);
-  const bool few_rows = args.m <= kFewRows, straight = !a.swapped && !b.swapped;
-  const bool transposed = few_rows && !straight;
+  const bool straight = !a.swapped && !b.swapped;
+  const bool fewest = straight && args.m <= RowsKernel<T>::kRows && args.k % 8 == 0;
+  const bool one_tile = straight && args.m > 32 && args.m <= kFewRows;
+  const bool transposed = args.m <= kFewRows && !fewest && !one_tile;
   if (transposed) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Call<T> call = {a.layout,
@@ -216,15 +210,11 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
                         static_cast<int>(args.batch),
                         {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation},
                         args.workspace};
-  if (few_rows && straight) {
-    return m <= kFewestRows && args.k % 8 == 0 ? launch_fewest_rows(call, stream)
-                                               : launch_few_rows(call, multiprocessors, stream);
-  }
+  if (fewest) return launch_fewest_rows(call, stream);
+  if (one_tile) return launch_few_rows(call, multiprocessors, stream);
   const auto run = [&](auto swap_a, auto swap_b) {
-    if constexpr (swap_a || swap_b) {
-      if (few_rows) return launch_few_columns<T, swap_a, swap_b>(call, multiprocessors, stream);
-    }
-    return launch<T, swap_a, swap_b>(call, multiprocessors, stream);
+    return transposed ? launch_few_columns<T, swap_a, swap_b>(call, multiprocessors, stream)
+                      : launch<T, swap_a, swap_b>(call, multiprocessors, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;

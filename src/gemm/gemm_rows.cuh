@@ -1,6 +1,7 @@
-// gemm in half types on Hopper for an a of few rows and weights b of [N, K], K side by side: all that takes
-// time is reading the weights. Ordinary loads, many on their way in each of many warps, read faster than the
-// copy engine fills stages; and what they read is in registers already, where mma.sync multiplies it.
+// gemm in half types on Hopper for an a of up to 8 rows and weights b of [N, K], K side by side: all that
+// takes time is reading the weights. Ordinary loads, many on their way in each of many warps, read faster
+// than the copy engine fills stages; and what they read is in registers already, where mma.sync multiplies
+// it.
 //
 // A block has 16 columns of c, which are 16 rows of the weights and of mma.sync's first operand; a's rows are
 // columns of the second. Which element stands where in K does not matter, so long as both operands agree: of
@@ -45,45 +46,42 @@ struct FewRows {
   Epilogue<T> epilogue;
 };
 
-// For 8 rows of a a tile; kSlices of a warp are on their way at a time.
-template <typename T, int kTiles, int kSlices>
+template <typename T>
 struct RowsKernel {
-  static constexpr int kThreads = 256, kWarps = kThreads / 32, kColumns = 16, kSlice = 32;
-  static constexpr int kBlocks = kTiles == 1 ? 3 : 2;  // of a multiprocessor, as registers allow
+  static constexpr int kRows = 8, kColumns = 16, kSlice = 32;
+  static constexpr int kSlices = 8;  // of a warp, on their way at a time
+  static constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocks = 2;  // of a multiprocessor
   static constexpr int kStride = kColumns + 4;  // so that the rows of a warp's stores lie in different banks
 
   struct Slice {
-    uint4 upper, lower, x[kTiles];
+    uint4 upper, lower, x;
   };
 
   __device__ static void run(const FewRows<T>& problem) {
-    __shared__ float sums[kWarps][kTiles * 8][kStride];
+    __shared__ float sums[kWarps][kRows][kStride];
     const int matrix = blockIdx.x / problem.tiles, column = blockIdx.x % problem.tiles * kColumns;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column_of_thread = threadIdx.x % kColumns;
     wait_for_launch_before();
     let_next_launch_begin();
     const float bias = problem.epilogue.bias_at(column + column_of_thread);
-    float d[kTiles][4] = {};
+    float d[4] = {};
     multiply(d, problem, matrix, column);
 #pragma unroll
-    for (int i = 0; i < kTiles * 4; ++i) {
-      sums[warp][i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i % 4 / 2 * 8] = d[i / 4][i % 4];
-    }
+    for (int i = 0; i < 4; ++i) sums[warp][lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = d[i];
     __syncthreads();
-#pragma unroll 1
-    for (int row = threadIdx.x / kColumns; row < kTiles * 8; row += kThreads / kColumns) {
-      float x[1] = {bias};
+    const int row = threadIdx.x / kColumns;
+    if (row >= kRows) return;
+    float x[1] = {bias};
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) x[0] += sums[w][row][column_of_thread];
-      leave(x, problem.epilogue, matrix, row, column + column_of_thread);
-    }
+    for (int w = 0; w < kWarps; ++w) x[0] += sums[w][row][column_of_thread];
+    leave(x, problem.epilogue, matrix, row, column + column_of_thread);
   }
 
  private:
   // d: this warp's part, as mma.sync leaves it. Rows beyond the last are the last once more: nobody stores
   // what they give.
-  __device__ static __forceinline__ void multiply(float (&d)[kTiles][4], const FewRows<T>& problem,
-                                                  int matrix, int column) {
+  __device__ static __forceinline__ void multiply(float (&d)[4], const FewRows<T>& problem, int matrix,
+                                                  int column) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, in_slice = lane % 4 * 8;
     const int slices = (problem.k + kSlice - 1) / kSlice;
     int k = slices * warp / kWarps * kSlice;
@@ -95,34 +93,25 @@ struct RowsKernel {
     const T* const a = problem.a + matrix * problem.a_batch_stride;
     const T* upper = row_of(weights, problem.weights_stride, column, problem.epilogue.n);
     const T* lower = row_of(weights, problem.weights_stride, column + 8, problem.epilogue.n);
-    const T* rows[kTiles];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) rows[i] = row_of(a, problem.a_stride, 8 * i, problem.epilogue.m);
+    const T* row = row_of(a, problem.a_stride, 0, problem.epilogue.m);
 
     Slice coming[kSlices];
     const auto fetch = [&](int i) {
       const bool inside = k + i * kSlice + in_slice < end;
       coming[i].upper = read_once(upper + i * kSlice, inside);
       coming[i].lower = read_once(lower + i * kSlice, inside);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) coming[i].x[j] = read(rows[j] + i * kSlice, inside);
+      coming[i].x = read(row + i * kSlice, inside);
     };
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) fetch(i);
     while (k < end) {
       constexpr int kRound = kSlices * kSlice;
-      k += kRound, upper += kRound, lower += kRound;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) rows[j] += kRound;
+      k += kRound, upper += kRound, lower += kRound, row += kRound;
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
-        const uint4 u = coming[i].upper, l = coming[i].lower;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          const uint4 x = coming[i].x[j];
-          multiply_add(d[j], {u.x, l.x, u.y, l.y}, x.x, x.y, T());
-          multiply_add(d[j], {u.z, l.z, u.w, l.w}, x.z, x.w, T());
-        }
+        const uint4 u = coming[i].upper, l = coming[i].lower, x = coming[i].x;
+        multiply_add(d, {u.x, l.x, u.y, l.y}, x.x, x.y, T());
+        multiply_add(d, {u.z, l.z, u.w, l.w}, x.z, x.w, T());
         fetch(i);
         __syncwarp();  // else the compiler would wait for all slices before it asks for the first of the next
       }
