@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,9 +85,10 @@ class Site:
         return found["problems"]
 
     def problem(self, **variables: str) -> tuple[str, str]:
-        """The only one: its words, and its command without the name of this Python."""
+        """The only one: its words, and its command without this Python, "python" where PATH has it so."""
         (found,) = self.problems(**variables)
-        return found["what"], found["command"].replace(f"{sys.executable} ", "")
+        this = rf"(?<!\S)(python|{re.escape(sys.executable)}) (?=-m |setup\.py)"
+        return found["what"], re.sub(this, "", found["command"])
 
 
 @pytest.fixture
