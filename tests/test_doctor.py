@@ -27,7 +27,7 @@ RECORD: dict[str, Any] = {
     "version": "0.1.0+cu130torch2.11",
     "torch": "2.11.0+cu130",
     "cuda": "13.0",
-    "architectures": ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"],
+    "architectures": ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0+PTX"],
     "compiler": {"cxx": "c++ 12.2.0", "nvcc": "13.0.88"},
     "python": SOABI,
     "source": "0" * 40,
