@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Of each generation the first that has an instruction set of its own: 8.9 runs the code for 8.6.
+# Code for x.y runs on every x.z from y on: 8.9 takes that for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
 PROBE = Path(__file__).with_name("_probe.py")
