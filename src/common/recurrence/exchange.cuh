@@ -229,9 +229,11 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(address_ + barrier(buffer)) : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
-      for (int buffer = 0; buffer < 2; ++buffer) expect(buffer);
     }
     synchronize();
+    if (threadIdx.x == 0) {
+      for (int buffer = 0; buffer < 2; ++buffer) expect(buffer);
+    }
   }
   __device__ void begin(const Source<T>&) {}
   __device__ void next() { ++step_; }
@@ -266,7 +268,7 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
   }
 
   // Sends what the block has collected. Each warp has a block, or a share of one, to send to: a warp's
-  // packets to one place travel together.
+  // packets to one place travel together. A block alone keeps them, without a barrier that counts them.
   __device__ __forceinline__ void flush() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;
@@ -277,9 +279,13 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
       for (int i = first_packet_; i < packets_; i += stride_) {
         const int input = i / kPackets % kIn, row = i / kPackets / kIn,
                   byte = first_byte_ + i % kPackets * 16;
-        if (byte < input_bytes_) {
-          send(*reinterpret_cast<const uint4*>(own_ + i * 16),
-               to + row * row_bytes_ + input * input_bytes_ + byte, bar);
+        if (byte >= input_bytes_) continue;
+        const uint4 packet = *reinterpret_cast<const uint4*>(own_ + i * 16);
+        const int place = row * row_bytes_ + input * input_bytes_ + byte;
+        if (members_ == 1) {
+          *reinterpret_cast<uint4*>(buffers_ + buffer * buffer_bytes_ + place) = packet;
+        } else {
+          send(packet, to + place, bar);
         }
       }
     }
@@ -311,6 +317,7 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
   }
 
   __device__ __forceinline__ void wait() {
+    if (members_ == 1) return __syncthreads();
     const int buffer = step_ & 1, parity = (step_ - 1) >> 1 & 1;
     unsigned done = 0;
     for (int looks = 0; !done; ++looks) {
