@@ -161,6 +161,19 @@ class TestLLTMCellFunction(SmoothSuite):
             (new_h + new_cell).sum().backward()
             assert bias.grad.isfinite().all()
 
+    def test_infinities_and_nan_come_through_as_in_the_reference(self, dtype, device):
+        """In every gate and in the cell; so many units that loops of vectors and their tails meet them."""
+        values = torch.tensor([0, 1, -1, torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
+        bias = torch.cartesian_prod(values, values, values).t().flatten()
+        hidden, batch = len(bias) // 3, len(values)
+        zeros = torch.zeros(batch, hidden, dtype=dtype, device=device)
+        weights = torch.zeros(3 * hidden, hidden + 1, dtype=dtype, device=device)
+        call = Call(zeros[:, :1], weights, bias, zeros, values[:, None].expand(-1, hidden))
+        near = 8 * torch.finfo(dtype).eps
+        exact = call.map(torch.Tensor.double).run(self.reference)
+        for y, expected in zip(call.run(self.function), exact, strict=True):
+            torch.testing.assert_close(y.double(), expected, rtol=near, atol=near, equal_nan=True)
+
     def test_nan_stays_in_its_row(self, dtype, device):
         arguments = cell_arguments(Make(dtype, device), 4, 3, 5)
         expected = lltm_ext.lltm_cell(*arguments)

@@ -120,6 +120,10 @@ cudaError_t launch_few_tiles(const Call<T>& call, int multiprocessors, cudaStrea
   return launch_split<Operands, kSwap>(call, parts, stream);
 }
 
+// Up to kFewRows rows are in one tile: as its columns, and above kFewColumns, if no operand is swapped, as
+// its rows.
+constexpr int kFewRows = 64, kFewColumns = 32;
+
 // Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:
 // many blocks a multiprocessor, each with much on its way.
 template <typename T, bool kSwapA, bool kSwapB>
@@ -132,10 +136,9 @@ cudaError_t launch_few_columns(const Call<T>& call, int multiprocessors, cudaStr
     if (call.n <= 16) return run(Operands<T, 64, 16, 6, kSwapA, false>());
     if (call.n <= 32) return run(Operands<T, 64, 32, 6, kSwapA, false>());
   }
-  return run(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
+  constexpr int kMost = kSwapA || kSwapB ? kFewRows : kFewColumns;  // rows that come here
+  return run(Operands<T, 64, kMost, 6, kSwapA, kSwapB>());
 }
-
-constexpr int kFewRows = 64;
 
 // Up to 64 rows and weights with K side by side: one tile has all rows. One block a multiprocessor, with all
 // of its shared memory on the way; tiles of the width whose rounds of blocks take the least.
@@ -198,7 +201,7 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
   Operand a = operand_a(args), b = operand_b(args);
   const bool straight = !a.swapped && !b.swapped;
   const bool fewest = straight && args.m <= RowsKernel<T>::kRows && args.k % 8 == 0;
-  const bool one_tile = straight && args.m > 32 && args.m <= kFewRows;
+  const bool one_tile = straight && args.m > kFewColumns && args.m <= kFewRows;
   const bool transposed = args.m <= kFewRows && !fewest && !one_tile;
   if (transposed) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);

@@ -8,12 +8,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/split_with_sizes_copy.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
 #include <climits>
 
+#include "common/matmul.h"
 #include "common/python.h"
 #include "lltm/lltm_step.h"
 
@@ -275,12 +275,12 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
   if (!sums) at::sum_out(grad_bias, grad_gates, 0);
   at::mm_out(grad_weights, grad_gates.t(), side_by_side(old_h, input));
   if (input_needs_grad && old_h_needs_grad) {
-    const auto both = at::split_with_sizes_copy(at::mm(grad_gates, weights), {hidden, input.size(1)}, 1);
-    grad_old_h = both[0], grad_input = both[1];
+    const at::Tensor both = affine(grad_gates, weights, std::nullopt);
+    grad_old_h.copy_(both.slice(1, 0, hidden)), grad_input.copy_(both.slice(1, hidden));
   } else if (input_needs_grad) {
-    grad_input = at::mm(grad_gates, weights.slice(1, hidden));
+    at::mm_out(grad_input, grad_gates, weights.slice(1, hidden));
   } else if (old_h_needs_grad) {
-    grad_old_h = at::mm(grad_gates, weights.slice(1, 0, hidden));
+    at::mm_out(grad_old_h, grad_gates, weights.slice(1, 0, hidden));
   }
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
