@@ -224,7 +224,7 @@ struct Split {
         }
       };
       if (epilogue.before) write(epilogue.before);
-      activate<FastMath>(epilogue.activation, x);
+      activate<ActivationMath<T>>(epilogue.activation, x);
       write(epilogue.c);
     }
   }
@@ -240,7 +240,7 @@ struct Split {
       for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row + kDown * e, column + kAlong * e, x[e]);
     };
     if (epilogue.before) write(epilogue.before);
-    activate<FastMath>(epilogue.activation, x);
+    activate<ActivationMath<T>>(epilogue.activation, x);
     write(epilogue.c);
   }
 };
@@ -318,7 +318,7 @@ struct SplitInMemory {
     const int row_of_c = kSwap ? column : row, column_of_c = kSwap ? row : column;
     x[0] += epilogue.bias_at(column_of_c);
     if (epilogue.before) epilogue.write(epilogue.before, tile.matrix, row_of_c, column_of_c, x[0]);
-    activate<FastMath>(epilogue.activation, x);
+    activate<ActivationMath<T>>(epilogue.activation, x);
     epilogue.write(epilogue.c, tile.matrix, row_of_c, column_of_c, x[0]);
   }
 };

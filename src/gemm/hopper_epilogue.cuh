@@ -114,7 +114,7 @@ class Store {
         for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
       }
     } else {
-      activate<FastMath>(epilogue.activation, x);
+      activate<ActivationMath<T>>(epilogue.activation, x);
     }
     put<kPlain>(x, epilogue, epilogue.c, c, row, column, matrix);
   }
