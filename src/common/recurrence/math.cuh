@@ -79,7 +79,7 @@ struct FastMath {
   }
 };
 
-// For bfloat16, which rounds to 2^-9: 2^-11, by the chip's own tanh.
+// For bfloat16, which rounds to 2^-8: 2^-11, by the chip's own tanh.
 struct FastestMath : FastMath {
   __device__ static float tanh(float x) {
 #if __CUDA_ARCH__ >= 750
