@@ -26,7 +26,7 @@ from op_suite import (
 
 import lltm_ext
 from lltm_ext import _C
-from lltm_ext.gemm import _ACTIVATIONS, gemm_reference
+from lltm_ext.gemm import _ACTIVATIONS, _SAVE_INPUT, gemm_reference
 
 ACTIVATIONS = (None, "relu", "sigmoid", "tanh", "elu", "gelu", "gelu_tanh", "silu")
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -503,6 +503,30 @@ def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     )
     assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
+
+
+# Every value of a half type as what comes before the activation: for few rows, for one tile of them, by the
+# copy engine, and for rows that it can't write. Errors against the value, so that tails count.
+@needs_cuda
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, columns", [(8, 65_536), (50, 65_536), (200, 65_536), (200, 65_535)])
+def test_activations_round_right_at_every_value(rows, columns, dtype, activation):
+    x = torch.arange(columns, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)
+    a, b = (torch.zeros(n, 64, dtype=dtype, device="cuda") for n in (rows, columns))
+    found = lltm_ext.gemm(a, b.T, bias=x, activation=activation)
+    assert_same_bits([found], [found[:1].expand(rows, columns)])
+    if activation in _SAVE_INPUT:
+        both = torch.ops.lltm_ext.gemm_forward(a, b.T, x, activation, "ieee")
+        assert_same_bits(both, [found, x.expand(rows, columns)])
+    found = found[0].double()
+    assert torch.equal(found.isnan() | x.isneginf(), x.isnan() | x.isneginf())
+    exact = _ACTIVATIONS[activation](x.double())
+    error = (found - exact).abs()[x.isfinite()]
+    rounding = 0.5 * torch.finfo(dtype).eps
+    worst = (error / (1.25 * rounding * exact.abs()[x.isfinite()] + 2**-21)).max().item()
+    assert worst <= 1, f"error {worst} times the bound"
+    assert found[x.isposinf()].item() == (1 if activation in ("sigmoid", "tanh") else torch.inf)
 
 
 # Kernels for few rows begin before the launch before has ended.

@@ -91,6 +91,12 @@ LLTM_HOST_DEVICE T gelu_derivative(T x) {
   return T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752))) + x * phi;
 }
 
+// gelu's approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <typename T>
+LLTM_HOST_DEVICE T gelu_tanh(T x) {
+  return T(0.5) * x * (T(1) + std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
+}
+
 // The functions of cells and activations, exact to a few units in the last place (common/recurrence has
 // faster ones).
 struct ExactMath {
@@ -114,15 +120,17 @@ struct ExactMath {
   LLTM_HOST_DEVICE static T gelu_derivative(T x) {
     return lltm_ext::gelu_derivative(x);
   }
+  template <typename T>
+  LLTM_HOST_DEVICE static T gelu_tanh(T x) {
+    return lltm_ext::gelu_tanh(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T silu(T x) {
+    return x * lltm_ext::sigmoid(x);
+  }
 };
 
-// gelu's approximation x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-template <class Math, typename T>
-LLTM_HOST_DEVICE T gelu_tanh(T x) {
-  return T(0.5) * x * (T(1) + Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
-}
-
-// Its derivative, from its input.
+// Derivative of gelu_tanh, from its input.
 template <class Math, typename T>
 LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   const T t = Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));

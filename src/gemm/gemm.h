@@ -44,10 +44,10 @@ LLTM_HOST_DEVICE void activate(Activation activation, A (&x)[N]) {
       for (int i = 0; i < N; ++i) x[i] = Math::gelu(x[i]);
       return;
     case Activation::kGeluTanh:
-      for (int i = 0; i < N; ++i) x[i] = gelu_tanh<Math>(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::gelu_tanh(x[i]);
       return;
     case Activation::kSilu:
-      for (int i = 0; i < N; ++i) x[i] *= Math::sigmoid(x[i]);
+      for (int i = 0; i < N; ++i) x[i] = Math::silu(x[i]);
       return;
   }
 }

@@ -182,7 +182,8 @@ bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
   using namespace hopper;
   return compute_capability == 90 && args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
-         int64_t{tiles_of(args.n, 16)} * args.batch <= INT32_MAX &&  // blocks of a grid, for few rows
+         // tiles, which kernels count in an int
+         int64_t{tiles_of(args.n, 16)} * args.batch <= INT32_MAX / 2 / tiles_of(args.m, 64) &&
          operand_a(args).readable && operand_b(args).readable;
 }
 

@@ -44,7 +44,8 @@ struct Persistent {
         shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsAndOut));
     const uint32_t rank = Operands::kShare > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
-    const int64_t first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
+    const int first = blockIdx.x / Operands::kShare, step = gridDim.x / Operands::kShare;
+    const int total = static_cast<int>(schedule.total());
     if (threadIdx.x == 0) {
       pipeline.init();
       prefetch_map(a);
@@ -53,7 +54,7 @@ struct Persistent {
     if constexpr (Operands::kShare > 1) cluster_sync();
     __syncthreads();
 
-    const auto place = [&](int64_t i) {
+    const auto place = [&](int i) {
       Tile tile = schedule.at(i);
       tile.row = (tile.row * Operands::kShare + rank) * kTileM;
       tile.column *= Operands::kTileN;
@@ -64,7 +65,7 @@ struct Persistent {
     if (warpgroup == kConsumers) {
       give_registers<kFetcherRegisters>();
       if (threadIdx.x % 128 == 0) {
-        for (int64_t i = first; i < schedule.total(); i += step) {
+        for (int i = first; i < total; i += step) {
           const Tile tile = place(i);
           const int matrix_a = problem.batched_a ? tile.matrix : 0,
                     matrix_b = problem.batched_b ? tile.matrix : 0;
@@ -77,7 +78,7 @@ struct Persistent {
     } else {
       take_registers<kMultiplierRegisters>();
       Out out(shared + Operands::kBytes, warpgroup, kConsumers);
-      for (int64_t i = first; i < schedule.total(); i += step) {
+      for (int i = first; i < total; i += step) {
         const Tile tile = place(i);
         float d[Operands::kTileN / 2];
         out.fetch_bias(problem.epilogue, tile.column);
@@ -224,7 +225,7 @@ struct Split {
         }
       };
       if (epilogue.before) write(epilogue.before);
-      activate<FastMath>(epilogue.activation, x);
+      activate<ActivationMath<T>>(epilogue.activation, x);
       write(epilogue.c);
     }
   }
@@ -240,7 +241,7 @@ struct Split {
       for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row + kDown * e, column + kAlong * e, x[e]);
     };
     if (epilogue.before) write(epilogue.before);
-    activate<FastMath>(epilogue.activation, x);
+    activate<ActivationMath<T>>(epilogue.activation, x);
     write(epilogue.c);
   }
 };
@@ -318,7 +319,7 @@ struct SplitInMemory {
     const int row_of_c = kSwap ? column : row, column_of_c = kSwap ? row : column;
     x[0] += epilogue.bias_at(column_of_c);
     if (epilogue.before) epilogue.write(epilogue.before, tile.matrix, row_of_c, column_of_c, x[0]);
-    activate<FastMath>(epilogue.activation, x);
+    activate<ActivationMath<T>>(epilogue.activation, x);
     epilogue.write(epilogue.c, tile.matrix, row_of_c, column_of_c, x[0]);
   }
 };

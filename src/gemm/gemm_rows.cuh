@@ -121,7 +121,7 @@ struct RowsKernel {
   __device__ static __forceinline__ void leave(float (&x)[1], const Epilogue<T>& epilogue, int matrix,
                                                int row, int column) {
     if (epilogue.before) epilogue.write(epilogue.before, matrix, row, column, x[0]);
-    activate<FastMath>(epilogue.activation, x);
+    activate<ActivationMath<T>>(epilogue.activation, x);
     epilogue.write(epilogue.c, matrix, row, column, x[0]);
   }
 };

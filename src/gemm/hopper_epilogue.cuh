@@ -71,21 +71,32 @@ class Store {
 #pragma unroll
       for (int chunk = 0; chunk < kN / 64; ++chunk) {
         float x[32];
+        take(x, d, chunk);
+        if (epilogue.before)
+          put<true>(x, epilogue, epilogue.before, before, row, column + 64 * chunk, matrix);
+        if (epilogue.activation == Activation::kRelu) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) x[i] = d[chunk * 32 + i];
-        leave<true>(x, epilogue, c, before, row, column, matrix, chunk);
+          for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
+        }
+        put<true>(x, epilogue, epilogue.c, c, row, column + 64 * chunk, matrix);
       }
       return;
     }
-    // The code of all activations and of rows of any length, once: the accumulators move up instead.
+    // The code of all activations and of rows of any length, once, for what goes before them too. A branch
+    // for each chunk finds its registers, which have no index.
+    const int turns = epilogue.before ? 2 : 1;  // of a chunk
 #pragma unroll 1
-    for (int chunk = 0; chunk < kN / 64; ++chunk) {
+    for (int i = 0; i < kN / 64 * turns; ++i) {
+      const int chunk = i / turns;
+      const bool last = i % turns == turns - 1;
       float x[32];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) x[i] = d[i];
-#pragma unroll
-      for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
-      leave<false>(x, epilogue, c, before, row, column, matrix, chunk);
+      for (int j = 0; j < kN / 64; ++j) {
+        if (j == chunk) take(x, d, j);
+      }
+      if (last) activate<ActivationMath<T>>(epilogue.activation, x);
+      put<false>(x, epilogue, last ? epilogue.c : epilogue.before, last ? c : before, row,
+                 column + 64 * chunk, matrix);
     }
   }
 
@@ -97,26 +108,15 @@ class Store {
  private:
   __device__ __forceinline__ int column_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
 
-  template <bool kPlain>
-  __device__ __forceinline__ void leave(float (&x)[32], const Epilogue<T>& epilogue, const CUtensorMap* c,
-                                        const CUtensorMap* before, int row, int column, int matrix,
-                                        int chunk) {
+  // x: the products of a chunk, with their bias.
+  __device__ __forceinline__ void take(float (&x)[32], const float (&d)[kN / 2], int chunk) const {
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
       const float2 bias = *reinterpret_cast<const float2*>(bias_ + 64 * chunk + column_of(i));
-      x[i] += bias.x, x[i + 1] += bias.y, x[i + 2] += bias.x, x[i + 3] += bias.y;
+      const float* const from = d + 32 * chunk + i;
+      x[i] = from[0] + bias.x, x[i + 1] = from[1] + bias.y;
+      x[i + 2] = from[2] + bias.x, x[i + 3] = from[3] + bias.y;
     }
-    column += 64 * chunk;
-    if (epilogue.before) put<kPlain>(x, epilogue, epilogue.before, before, row, column, matrix);
-    if constexpr (kPlain) {
-      if (epilogue.activation == Activation::kRelu) {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) x[i] = relu(x[i]);
-      }
-    } else {
-      activate<FastMath>(epilogue.activation, x);
-    }
-    put<kPlain>(x, epilogue, epilogue.c, c, row, column, matrix);
   }
 
   // Through shared memory, in lines of 128 bytes as the copy engine's exchange has them.
