@@ -1,18 +1,28 @@
 // Registration of an op with torch's dispatcher, and what its autograd formula needs.
 #pragma once
 
+#include <torch/library.h>
+
+#ifndef LLTM_EXT_STABLE_ABI
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
+#endif
 
 namespace lltm_ext {
 
 // One function serves every backend: its own checks name what it does not take, and on Meta (fake) tensors
 // it checks and allocates but runs no kernel.
-template <typename F>
-void implement(torch::Library& m, const char* op, F* function) {
+template <auto function>
+void implement(torch::Library& m, const char* op) {
+#ifdef LLTM_EXT_STABLE_ABI
+  m.impl<function>(op);
+#else
   m.impl(op, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
+#endif
 }
+
+// A portable build, on the stable ABI, registers what follows from Python (lltm_ext/_portable.py).
+#ifndef LLTM_EXT_STABLE_ABI
 
 template <typename F>
 void implement_autograd(torch::Library& m, const char* op, F* function) {
@@ -64,5 +74,6 @@ template <typename... Tensors>
 bool any_needs_grad(const Tensors&... tensors) {
   return (may_be_recorded(tensors) && ...) && (needs_grad(tensors) || ...);
 }
+#endif
 
 }  // namespace lltm_ext

@@ -27,12 +27,19 @@ namespace lltm_ext {
 
 // ---- oneDNN
 
+#ifdef LLTM_EXT_STABLE_ABI
+// Out of reach: its op takes a list of Scalars.
+inline at::Tensor onednn_product(const at::Tensor&, const at::Tensor&,
+                                 const std::optional<at::Tensor>& = std::nullopt) {
+  return {};
+}
+#else
 using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias, c10::string_view activation,
-                                c10::List<std::optional<at::Scalar>> scalars,
+                                c10::List<std::optional<at::Scalar> > scalars,
                                 std::optional<c10::string_view> algorithm);
 
-inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear() {
+inline std::optional<c10::TypedOperatorHandle<OneDnnLinear> > find_onednn_linear() {
   const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   if (!op) return std::nullopt;
   return op->typed<OneDnnLinear>();
@@ -49,12 +56,16 @@ inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias = std::nullopt) {
   static const auto linear = find_onednn_linear();
   if (!linear || !onednn_pays(a, b)) return {};
-  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar> >(), "");
 }
+
+#endif
 
 // ---- cuBLAS
 
-#ifdef LLTM_EXT_WITH_CUDA
+// Not by the stable ABI: a library that links to one cuBLAS is not for every CUDA.
+#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
+#define LLTM_EXT_WITH_CUBLAS
 namespace matmul_detail {
 
 // A matrix as cuBLAS sees it, whose matrices lie column by column: ours are their transposes.
@@ -215,7 +226,7 @@ inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::op
 class Matmul {
  public:
   explicit Matmul(const at::Tensor& like) {
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
     if (like.is_cuda()) handle_ = at::cuda::getCurrentCUDABlasHandle();
 #endif
   }
@@ -224,7 +235,7 @@ class Matmul {
   void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   bool accumulate = false) const {
     if (out.numel() == 0) return;
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
     if (a.is_cuda() && a.size(1) > 0 &&
         matmul_detail::cublas(handle_, out, a, b, accumulate, last_, chosen_)) {
       return;
@@ -234,7 +245,12 @@ class Matmul {
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
       accumulate ? to.add_(product) : to.copy_(product);
     } else if (out.scalar_type() != a.scalar_type()) {
-      accumulate ? to.add_(at::mm(a, b)) : to.copy_(at::mm(a, b));
+#ifdef LLTM_EXT_STABLE_ABI
+      const at::Tensor wide = at::mm(a, b, out.scalar_type());
+#else
+      const at::Tensor wide = at::mm(a, b);
+#endif
+      accumulate ? to.add_(wide) : to.copy_(wide);
     } else if (accumulate) {
       to.addmm_(a, b);
     } else {
@@ -243,7 +259,7 @@ class Matmul {
   }
 
  private:
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
   cublasHandle_t handle_ = nullptr;
   mutable matmul_detail::Chosen::Key last_ = {};
   mutable std::unique_ptr<matmul_detail::Chosen> chosen_;

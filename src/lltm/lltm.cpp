@@ -176,6 +176,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cell_backward(
   return {grad_X, at::mm(grad_gates.t(), X), grad_bias, grad_old_cell};
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
                                              const OptionalTensor& bias, const at::Tensor& old_h,
                                              const at::Tensor& old_cell) {
@@ -242,6 +243,7 @@ std::tuple<at::Tensor, at::Tensor> cell_autocast(const at::Tensor& input, const 
   const AutocastInputs cast(input);
   return call_cell(cast(input), cast(weights), cast(bias), cast(old_h), old_cell);
 }
+#endif
 
 // The raw bindings, of the tutorial's contract.
 
@@ -317,11 +319,13 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "lltm_cell_backward(Tensor? grad_h, Tensor? grad_cell, Tensor new_cell, Tensor gates, Tensor X, "
       "Tensor weights, bool X_needs_grad) -> (Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-  implement(m, "lltm_cell", cell);
-  implement(m, "lltm_cell_forward", cell_forward);
-  implement(m, "lltm_cell_backward", cell_backward);
+  implement<cell>(m, "lltm_cell");
+  implement<cell_forward>(m, "lltm_cell_forward");
+  implement<cell_backward>(m, "lltm_cell_backward");
+#ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "lltm_cell", cell_autograd);
   implement_autocast(m, "lltm_cell", cell_autocast);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

@@ -28,7 +28,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+
+#ifndef LLTM_EXT_STABLE_ABI
 #include <torch/csrc/autograd/autograd.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -842,6 +845,7 @@ struct SequenceOps {
     return g;
   }
 
+#ifndef LLTM_EXT_STABLE_ABI
   // ---- autograd
   // -----------------------------------------------------------------------------------------------
 
@@ -1071,6 +1075,8 @@ struct SequenceOps {
                         algorithm, backward);
   }
 
+#endif
+
   // ---- registration
   // -------------------------------------------------------------------------------------------
 
@@ -1102,18 +1108,20 @@ struct SequenceOps {
     def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + both_inputs +
                                        "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-    implement(m, named("_bidirectional").c_str(), both);
-    implement(m, named("_bidirectional_forward").c_str(), both_forward);
-    implement(m, named("_bidirectional_backward").c_str(), both_backward);
+    implement<both>(m, named("_bidirectional").c_str());
+    implement<both_forward>(m, named("_bidirectional_forward").c_str());
+    implement<both_backward>(m, named("_bidirectional_backward").c_str());
+    implement<sequence>(m, Op::name);
+    implement<sequence_forward>(m, named("_forward").c_str());
+    implement<sequence_backward>(m, named("_backward").c_str());
+    implement<algorithm_of>(m, named("_algorithm").c_str());
+#ifndef LLTM_EXT_STABLE_ABI
     implement_autograd(m, named("_bidirectional").c_str(), both_autograd);
     implement_autocast(m, named("_bidirectional").c_str(), both_autocast);
-    implement(m, Op::name, sequence);
-    implement(m, named("_forward").c_str(), sequence_forward);
-    implement(m, named("_backward").c_str(), sequence_backward);
-    implement(m, named("_algorithm").c_str(), algorithm_of);
     implement_autograd(m, Op::name, sequence_autograd);
     implement_autocast(m, Op::name, sequence_autocast);
     implement_autocast(m, named("_algorithm").c_str(), algorithm_autocast);
+#endif
   }
 };
 
