@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lltm_ext import _portable
+
 PACKAGE = Path(__file__).resolve().parent
 FILE = PACKAGE / "_build_record.json"
 
@@ -30,11 +32,14 @@ def read() -> dict[str, Any]:
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; where there are none and LLTM_EXT_JIT=1, of some built at run time."""
+    """The record of modules that fit. Where there are none: of some built at run time, with LLTM_EXT_JIT=1; else of
+    the portable library, loaded."""
     try:
         return check(torch)
     except ImportError:
         if os.environ.get("LLTM_EXT_JIT") != "1":
+            if _portable.fits(torch):
+                return _portable.provide(torch)
             raise
     from lltm_ext import _toolchain, jit
 

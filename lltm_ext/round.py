@@ -139,11 +139,8 @@ class BinarizeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = (
-            ops.binarize_backward(grad_output, *ctx.saved_tensors, *ctx.how)
-            if ctx.saved_tensors
-            else grad_output
-        )
+        saved = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
+        gradient = ops.binarize_backward(grad_output, *saved, *ctx.how) if saved else grad_output
         return gradient, *[None] * (ctx.inputs - 1)
 
     @staticmethod

@@ -8,6 +8,7 @@
 #include <torch/headeronly/core/Layout.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -59,7 +60,10 @@ void print(std::ostream& to, const T& x) {
 }
 inline void print(std::ostream& to, bool x) { to << (x ? "True" : "False"); }
 inline void print(std::ostream& to, ::torch::headeronly::Layout x) {
-  to << (x == ::torch::headeronly::Layout::Strided ? "Strided" : "another");
+  constexpr const char* kNames[] = {"Strided",   "Sparse",    "SparseCsr", "Mkldnn",
+                                    "SparseCsc", "SparseBsr", "SparseBsc", "Jagged"};
+  const auto i = static_cast<size_t>(x);
+  to << (i < std::size(kNames) ? kNames[i] : "another");
 }
 inline void print(std::ostream& to, const ::torch::stable::Device& x) {
   using ::torch::headeronly::DeviceType;

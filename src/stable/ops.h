@@ -216,7 +216,7 @@ inline void assert_no_partial_overlap(const Tensor& a, const Tensor& b) {
 namespace native {
 inline void resize_output_symint(const Tensor& x, IntArrayRef sizes) {
   if (x.sizes() == sizes) return;
-  call_op<Tensor>("aten::_resize_output_", "", x, sizes, x.device());
+  call_op<Tensor>("aten::resize_", "", x, sizes, std::optional<MemoryFormat>());
 }
 }  // namespace native
 
