@@ -13,9 +13,9 @@ import torch
 from lltm_ext._record import provide as _provide
 
 # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
-_built = _provide(torch)
-__version__: str = _built["version"]
+__version__: str = _provide(torch)["version"]
 
+from lltm_ext import _portable
 from lltm_ext.gemm import GemmFunction, Linear, gemm
 from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
 from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
@@ -44,9 +44,8 @@ from lltm_ext.round import (
 )
 from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
 
-if "portable" in _built:  # which lacks the others, and says so when they are asked for
-    from lltm_ext import _portable_rules
-    from lltm_ext._portable import lacks as __getattr__
+if _portable.in_use:  # which lacks the others, and says so when they are asked for
+    from lltm_ext import _portable_rules as _portable_rules
 else:
     from lltm_ext.elementwise import elementwise
     from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize

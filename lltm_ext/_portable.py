@@ -1,9 +1,9 @@
-"""The portable library: the same kernels on torch's stable C ABI, for every Python and torch from OLDEST_TORCH on.
+"""The portable library: the same kernels on torch's stable C ABI, for every Python and every newer torch.
 
 A native module is built for one torch and one Python. Where none fits what is here, and the wheel holds
-``_C/portable.so``, that one is loaded instead: all its ops in one file, without a part of Python. What the stable
-ABI has no words for (gradients, autocast, shapes of traced graphs, the types of errors) follows in Python, in
-_portable_rules.py. What cannot be said at all is left out, and LACKING says why.
+``_C/portable.so``, that one is loaded instead: all its ops in one file, and nothing of Python in it. What the
+stable ABI has no words for (gradients, autocast, shapes of traced graphs, the types of errors) follows in
+Python, in _portable_rules.py. What cannot be said at all is left out, and LACKING says why.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LIBRARY = PACKAGE / "_C" / "portable.so"
 RECORD = PACKAGE / "_portable_record.json"
 OLDEST_TORCH = (2, 10)
 
+in_use = False
+
 LACKING = {
     "elementwise": "NVRTC, which compiles its formulas, is another in each CUDA",
     "fake_quantize": "its host code is not on the stable ABI yet",
@@ -36,6 +38,7 @@ def fits(torch: ModuleType) -> bool:
 
 def provide(torch: ModuleType) -> dict[str, Any]:
     """Loads the library, which registers its ops, and puts what stands for the modules into lltm_ext._C."""
+    global in_use
     from lltm_ext import _C
 
     torch.ops.load_library(str(LIBRARY))
@@ -44,7 +47,9 @@ def provide(torch: ModuleType) -> dict[str, Any]:
         vars(module).update(functions)
         sys.modules[module.__name__] = module
         setattr(_C, op, module)
-    vars(_C)["__getattr__"] = lacks
+    for package in (_C, sys.modules["lltm_ext"]):
+        vars(package)["__getattr__"] = lacks
+    in_use = True
     record: dict[str, Any] = json.loads(RECORD.read_text())
     return record
 
@@ -54,9 +59,9 @@ def lacks(name: str) -> NoReturn:
     for op, why in LACKING.items():
         if name.removesuffix("Function").lower() == op.replace("_", "") or name == op:
             raise ImportError(
-                f"lltm_ext: the portable library, which is in use here, lacks {name}, because {why}. A wheel for "
-                "this torch and Python has it, and so have modules that the next import builds: "
-                "export LLTM_EXT_JIT=1"
+                f"lltm_ext: the portable library, which is in use here, lacks {name}, because {why}. "
+                "A wheel for this torch and Python has it, and so have modules that the next import "
+                "builds: export LLTM_EXT_JIT=1"
             )
     raise AttributeError(f"module 'lltm_ext' has no attribute {name!r}")
 
@@ -105,6 +110,9 @@ def _raw_bindings(torch: ModuleType) -> dict[str, dict[str, Callable[..., Any]]]
         grad_X, *others = ops.lltm_cell_backward(*arguments, True)
         return [grad_X[:, :hidden], grad_X[:, hidden:], *others]
 
+    def names(function: Callable[..., Any]) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
     raw = functools.partial(_raw, torch)
     return {
         **{
@@ -127,17 +135,15 @@ def _raw_bindings(torch: ModuleType) -> dict[str, dict[str, Callable[..., Any]]]
             "backward": raw("gemm.backward", gemm_backward, ["grad_c", "a", "b"]),
         },
         "lltm": {
-            "forward": raw("lltm.forward", cell_forward, list(inspect.signature(cell_forward).parameters)),
-            "backward": raw("lltm.backward", cell_backward, list(inspect.signature(cell_backward).parameters)),
+            "forward": raw("lltm.forward", cell_forward, names(cell_forward)),
+            "backward": raw("lltm.backward", cell_backward, names(cell_backward)),
         },
         "lstm": {},
     }
 
 
-def _raw(
-    torch: ModuleType, op: str, function: Callable[..., Any], names: list[str]
-) -> Callable[..., Any]:
-    """``function``, whose arguments ``names`` are contiguous tensors, with its errors under the name of ``op``."""
+def _raw(torch: ModuleType, op: str, function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """``function``, whose arguments ``names`` are contiguous tensors; its errors name ``op``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs

@@ -1,7 +1,8 @@
 """What the native modules register in C++ and the portable library cannot; _portable.py says why.
 
-Every op of the library gets from Python a kernel for Autograd, which records a ``torch.autograd.Function`` where a
-gradient is wanted and gives errors their types; one for autocast; and the shapes of its outputs, for fake tensors.
+Every op of the library gets from Python a kernel for Autograd, which records a ``torch.autograd.Function``
+where a gradient is wanted and gives errors their types; one for autocast; and the shapes of its outputs, for
+fake tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def needs_grad(*args: Any) -> bool:
-    """Whether autograd must see a call. A forward-mode tangent counts, so that it meets autograd's own error."""
+    """Whether autograd must see a call. A forward-mode tangent counts: it meets autograd's own error."""
     forward_ad = torch.autograd.forward_ad
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
         return True
@@ -104,10 +105,8 @@ def check_in_place(x: Tensor) -> None:
     """Autograd's own error, before anything is written."""
     owner = x._base if x._is_view() else x
     if torch.is_grad_enabled() and owner is not None and owner.is_leaf and owner.requires_grad:
-        raise RuntimeError(
-            f"a {'' if owner is x else 'view of a '}leaf Variable that requires grad is being used in an in-place "
-            "operation."
-        )
+        what = "leaf" if owner is x else "view of a leaf"
+        raise RuntimeError(f"a {what} Variable that requires grad is being used in an in-place operation.")
 
 
 def in_place(name: str, function: Any) -> Kernel:
@@ -193,7 +192,7 @@ def binarize_backward(
         return grad_output * ((input - threshold).abs() <= half)
     if grad == "tanh":
         return grad_output * (1 - torch.tanh((input - threshold) / half).square())
-    return grad_output.alias()
+    return grad_output.view_as(grad_output)
 
 
 def derivative(activation: str, x: Tensor) -> Tensor:
@@ -232,7 +231,12 @@ def gemm_activation_bias_backward(
 
 
 def gemm(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, activation: str | None = None, precision: str = "ieee"
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    precision: str = "ieee",
 ) -> Tensor:
     return GemmFunction.apply(a, b, bias, activation, precision)
 
@@ -279,7 +283,7 @@ def bidirectional(name: str) -> Kernel:
     return kernel
 
 
-for _name, _recorded in {
+_RECORDED: dict[str, Kernel] = {
     "sigmoid_backward": checked("sigmoid_backward", sigmoid_backward),
     "relu_backward": checked("relu_backward", relu_backward),
     "binarize_backward": checked("binarize_backward", binarize_backward),
@@ -291,7 +295,8 @@ for _name, _recorded in {
     "lstm": sequence(LstmSequence),
     "lltm_bidirectional": bidirectional("lltm"),
     "lstm_bidirectional": bidirectional("lstm"),
-}.items():
+}
+for _name, _recorded in _RECORDED.items():
     on_autograd(_name, _recorded)
 # No part of a graph: what the Functions call.
 for _name in (
@@ -318,7 +323,7 @@ def cast(x: Any) -> Any:
 
 
 def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """``of_args`` casts the arguments; below, autocast is off, because the library's own calls must not cast."""
+    """``of_args`` casts the arguments. Below, autocast is off: the library's own calls must not cast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args = tuple(of_args(args))
@@ -335,7 +340,8 @@ def all_but(*positions: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def of_directions(args: Sequence[Any]) -> Sequence[Any]:
-    input, *directions, batch_sizes, algorithm = (*args, *(None, "auto")[len(args) - 3 :])
+    defaults: list[Any] = [None, "auto"]
+    input, *directions, batch_sizes, algorithm = [*args, *defaults[len(args) - 3 :]]
     lists = [[x if i == 1 else cast(x) for i, x in enumerate(direction)] for direction in directions]
     return cast(input), *lists, batch_sizes, algorithm
 
@@ -344,7 +350,7 @@ _CAST = {
     "gemm": all_but(),
     "lltm_cell": all_but(4),
     **{name: all_but(2) for name in ("lltm", "lstm", "lltm_algorithm", "lstm_algorithm")},
-    **{name: of_directions for name in ("lltm_bidirectional", "lstm_bidirectional")},
+    **dict.fromkeys(("lltm_bidirectional", "lstm_bidirectional"), of_directions),
 }
 
 
@@ -431,7 +437,9 @@ def shape_sequence_backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(shape_gradients(args[3], args[4:8], *args[-2:]))
 
 
-def shape_both(input: Tensor, onward: Sequence[Tensor], reverse: Sequence[Tensor], *args: Any) -> list[Tensor]:
+def shape_both(
+    input: Tensor, onward: Sequence[Tensor], reverse: Sequence[Tensor], *args: Any
+) -> list[Tensor]:
     return [x for direction in (onward, reverse) for x in shape_sequence(input, *direction[:2])]
 
 
@@ -448,7 +456,7 @@ def shape_both_backward(grad_outputs: Any, input: Tensor, onward: Any, reverse: 
 
 _STEPS = ("round", "floor", "ceil", "trunc", "binarize")
 _SHAPES: dict[str, Kernel] = {
-    **{name: of_input for name in ("sigmoid", "relu", *_STEPS)},
+    **dict.fromkeys(("sigmoid", "relu", *_STEPS), of_input),
     **{f"{name}_": nothing for name in ("sigmoid", "relu", *_STEPS)},
     **{f"{name}_out": resized for name in ("sigmoid", "relu", *_STEPS)},
     **{f"{name}_backward": of_last for name in ("sigmoid", "relu", "binarize", "gemm_activation")},
@@ -459,7 +467,7 @@ _SHAPES: dict[str, Kernel] = {
     "lltm_cell": shape_cell,
     "lltm_cell_forward": shape_cell_forward,
     "lltm_cell_backward": shape_cell_backward,
-    **{name: shape_sequence for name in ("lltm", "lstm")},
+    **dict.fromkeys(("lltm", "lstm"), shape_sequence),
     **{f"{name}_forward": shape_sequence_forward for name in ("lltm", "lstm")},
     **{f"{name}_backward": shape_sequence_backward for name in ("lltm", "lstm")},
     **{f"{name}_bidirectional": shape_both for name in ("lltm", "lstm")},
@@ -469,7 +477,7 @@ _SHAPES: dict[str, Kernel] = {
 
 
 def meta(x: Any) -> Any:
-    """A tensor without memory of the sizes that ``x`` has, or as its shape was first seen where that is traced."""
+    """Tensors without memory, of the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
         return [meta(each) for each in x]
     if not isinstance(x, Tensor):

@@ -32,8 +32,7 @@ def read() -> dict[str, Any]:
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit. Where there are none: of some built at run time, with LLTM_EXT_JIT=1; else of
-    the portable library, loaded."""
+    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built now; or the portable one's."""
     try:
         return check(torch)
     except ImportError:

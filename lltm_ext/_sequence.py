@@ -81,12 +81,11 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
             grads = grad_outputs[:3]
             if all(g is None for g in grads):
                 return (None,) * 9
-            how = (ctx.batch_sizes, ctx.reverse)
+            how: list[Any] = [ctx.batch_sizes, ctx.reverse]
             if torch.is_grad_enabled():
                 found = differentiable_gradients(lambda *x: composed(*x, *how), inputs, grads)
                 return (*found, None, None, None)
-            *states_and_weights, bias = inputs
-            saved = (*states_and_weights, output, gates, extra)
+            saved = (*inputs[:5], output, gates, extra)
             of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
             first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, of_input, of_bias)
             return (first if of_input else None, *others, last if of_bias else None, None, None, None)

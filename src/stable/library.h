@@ -11,8 +11,8 @@ namespace stable_torch {
 
 enum class Tag { pt2_compliant_tag };
 
-// Each op has a twin of another namespace, <name>_checks: the same kernel. It is for meta tensors, by which traced
-// calls are checked; those of the op itself go to the shapes registered in Python.
+// Each op has a twin of another namespace, <name>_checks: the same kernel. It is for meta tensors, by which
+// traced calls are checked; those of the op itself go to the shapes registered in Python.
 class Library {
  public:
   Library(const std::string& name, const char* file, uint32_t line)
