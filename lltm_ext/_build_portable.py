@@ -61,7 +61,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             super().finalize_options()
 
         def get_ext_filename(self, name: str) -> str:
-            return str(_portable.LIBRARY.relative_to(_build.PACKAGE.parent))  # of no Python in particular
+            return f"{Path(*name.split('.'))}.so"  # of no Python in particular
 
         def build_extensions(self) -> None:
             headers = Path(self.build_temp, "torch").resolve()

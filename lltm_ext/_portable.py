@@ -36,7 +36,13 @@ def fits(torch: ModuleType) -> bool:
     return LIBRARY.is_file() and RECORD.is_file() and _version(torch) >= OLDEST_TORCH
 
 
-def provide(torch: ModuleType) -> dict[str, Any]:
+def read() -> dict[str, Any]:
+    """What the library was built from."""
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    return record
+
+
+def load(torch: ModuleType) -> None:
     """Loads the library, which registers its ops, and puts what stands for the modules into lltm_ext._C."""
     global in_use
     from lltm_ext import _C
@@ -50,8 +56,6 @@ def provide(torch: ModuleType) -> dict[str, Any]:
     for package in (_C, sys.modules["lltm_ext"]):
         vars(package)["__getattr__"] = lacks
     in_use = True
-    record: dict[str, Any] = json.loads(RECORD.read_text())
-    return record
 
 
 def lacks(name: str) -> NoReturn:
