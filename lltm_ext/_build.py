@@ -64,7 +64,9 @@ def record(
 def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, architectures: list[str]) -> Any:
     """`make` is torch's CUDAExtension or CppExtension. No -std: torch knows the one that its headers need."""
     site = Path(str(sys.modules["torch"].__file__)).parent.parent
-    macros = [("LLTM_EXT_WITH_CUDA", None)] if cuda else []
+    macros = [("AT_PER_OPERATOR_HEADERS", None)]  # torch's headers include no ops but those they use
+    if cuda:
+        macros.append(("LLTM_EXT_WITH_CUDA", None))
     if any(architecture.startswith("9.0") for architecture in architectures):
         macros.append(("LLTM_EXT_SM90A", None))
     root = src.resolve()

@@ -19,7 +19,7 @@ ops = torch.ops.lltm_ext
 State = tuple[Tensor, Tensor]
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_overridden: Callable[[Any], bool] = torch.overrides.has_torch_function_unary
+_overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
@@ -28,9 +28,9 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether the dispatcher alone must see an op of ``x``: no graph is traced, no transform or override."""
-    return not (torch.compiler.is_compiling() or transforms_active() or _overridden(x))
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher alone must see an op of these: no graph is traced, no transform or override."""
+    return not (torch.compiler.is_compiling() or transforms_active() or _overridden(tensors))
 
 
 def is_lazy(x: Tensor) -> bool:

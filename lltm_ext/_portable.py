@@ -88,7 +88,8 @@ def _raw_bindings(torch: ModuleType) -> dict[str, dict[str, Callable[..., Any]]]
         return grad_output
 
     def cell_forward(input: Any, weights: Any, bias: Any, old_h: Any, old_cell: Any) -> list[Any]:
-        new_h, new_cell, gates, X = ops.lltm_cell_forward(input, weights, bias, old_h, old_cell)
+        new_h, new_cell, gates = ops.lltm_cell_forward(input, weights, bias, old_h, old_cell)
+        X = torch.cat([old_h, input], 1)
         gate_weights = X @ weights.t() if bias is None else torch.addmm(bias, X, weights.t())
         return [new_h, new_cell, *gates, X, gate_weights]
 
@@ -110,9 +111,11 @@ def _raw_bindings(torch: ModuleType) -> dict[str, dict[str, Callable[..., Any]]]
             ("gate_weights", gate_weights, 3 * hidden),
         ):
             _check_like(name, x, weights, [batch, columns])
-        arguments = (grad_h, grad_cell, new_cell, torch.stack(list(gates.values())), X, weights)
-        grad_X, *others = ops.lltm_cell_backward(*arguments, True)
-        return [grad_X[:, :hidden], grad_X[:, hidden:], *others]
+        activated, old_h, input = torch.stack(list(gates.values())), X[:, :hidden], X[:, hidden:]
+        grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell = ops.lltm_cell_backward(
+            grad_h, grad_cell, new_cell, activated, input, weights, old_h, True, True, True
+        )
+        return [grad_old_h, grad_input, grad_weights, grad_bias.unsqueeze(0), grad_old_cell]
 
     def names(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
@@ -141,6 +144,7 @@ def _raw_bindings(torch: ModuleType) -> dict[str, dict[str, Callable[..., Any]]]
         "lltm": {
             "forward": raw("lltm.forward", cell_forward, names(cell_forward)),
             "backward": raw("lltm.backward", cell_backward, names(cell_backward)),
+            "call_lltm_cell": ops.lltm_cell,
         },
         "lstm": {},
     }

@@ -398,15 +398,24 @@ def shape_cell(input: Tensor, weights: Tensor, bias: Any, old_h: Tensor, old_cel
 
 def shape_cell_forward(input: Tensor, weights: Tensor, bias: Any, old_h: Tensor, old_cell: Tensor) -> Any:
     batch, hidden = old_h.shape
-    gates, X = old_h.new_empty(3, batch, hidden), old_h.new_empty(batch, hidden + input.shape[1])
-    return dense(old_h), dense(old_cell), gates, X
+    return dense(old_h), dense(old_cell), old_h.new_empty(3, batch, hidden)
 
 
 def shape_cell_backward(
-    grad_h: Any, grad_cell: Any, new_cell: Tensor, gates: Any, X: Tensor, weights: Tensor, X_needs_grad: bool
+    grad_h: Any,
+    grad_cell: Any,
+    new_cell: Tensor,
+    gates: Any,
+    input: Tensor,
+    weights: Tensor,
+    old_h: Tensor,
+    *needed: bool,
 ) -> Any:
-    grad_X = torch.empty_like(X) if X_needs_grad else X.new_empty(0)
-    return grad_X, dense(weights), weights.new_empty(1, weights.shape[0]), dense(new_cell)
+    """Of what is not needed, None."""
+    of_input, of_h, of_cell = (
+        dense(x) if wanted else None for x, wanted in zip((input, old_h, new_cell), needed, strict=True)
+    )
+    return of_input, dense(weights), weights.new_empty(weights.shape[0]), of_h, of_cell
 
 
 def shape_sequence(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

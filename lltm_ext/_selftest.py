@@ -359,6 +359,22 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def trial() -> None:
+    """One call of each op on the CPU, forward and backward.
+
+    Raises:
+        RuntimeError: where one fails; says which, and how.
+    """
+    torch.manual_seed(0)
+    first: dict[str, Check] = {}
+    for check in checks():
+        first.setdefault(check.name, check)
+    for name, check in first.items():
+        dtype = torch.float32 if torch.float32 in check.dtypes else check.dtypes[0]
+        for fault in examine([check], dtype, torch.device("cpu")).faults:
+            raise RuntimeError(f"{name}: {fault}")
+
+
 def devices() -> Iterator[torch.device]:
     yield torch.device("cpu")
     record = _record.read()

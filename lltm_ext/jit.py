@@ -146,8 +146,10 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory(
         prefix=f"{folder.name}.", suffix=".part", dir=folder.parent, ignore_cleanup_errors=True
     ) as part:
-        _compile(part, environment, log=Path(f"{folder}.log"))
-        package = Path(part, "lltm_ext")
+        package, log = Path(part, "lltm_ext"), Path(f"{folder}.log")
+        log.unlink(missing_ok=True)
+        _compile(part, environment, log)
+        _try(package, environment, log)
         _seal(package)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         package.rename(folder)
@@ -160,26 +162,60 @@ def _why_no_cuda() -> str:
     return " on the CPU alone (no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same)"
 
 
-# A process of its own, as torch and setuptools take their settings from the environment when they are
-# imported. lltm_ext is a package of its path alone there: its own __init__ would come here again.
-_PROGRAM = """
+# A process of its own. lltm_ext is a package of its path alone there: its own __init__ would come here again.
+_APART = """
 import json, sys, types
 sys.path[:], package, folder = json.loads(sys.argv[1])
 sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
 sys.modules["lltm_ext"].__path__ = [package]
+"""
+
+# torch and setuptools take their settings from the environment when they are imported.
+_BUILD = """
 from lltm_ext import _build
 _build.into(folder)
 """
 
+# A module may kill the process that calls it. Told where they are, the package imports them itself.
+_TRIAL = """
+from pathlib import Path
+from lltm_ext import jit
+jit.use(Path(folder))
+del sys.modules["lltm_ext"]
+from lltm_ext import _selftest
+_selftest.trial()
+"""
+
 
 def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
-    """Runs the compilers, passes on what they say of their progress, and writes down the rest."""
-    search = [os.path.abspath(entry) for entry in sys.path]
+    if _run(_BUILD, folder, environment, log) != 0:
+        raise ToolchainError(_failure(log))
+
+
+def _try(package: Path, environment: dict[str, str], log: Path) -> None:
+    """Raises where the modules do not import, crash or compute something else than the references."""
+    # Modules that do not fit are an error there, not another build.
+    status = _run(_TRIAL, str(package), environment | {"LLTM_EXT_JIT": "0"}, log)
+    if status == 0:
+        return
+    said = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
+    how = f"they end the process by signal {-status}" if status < 0 else said[-1].strip()
+    compiler = toolchain.cxx_version(environment)
+    raise ToolchainError(
+        f"the modules were built by {compiler}, but fail when they are tried: {how}. "
+        "Run: export CXX=g++  (or another C++ compiler than this one, which may link libstdc++ statically; "
+        f"all that was said is in {log})"
+    )
+
+
+def _run(program: str, folder: str, environment: dict[str, str], log: Path) -> int:
+    """Runs a program, passes on what it says of its progress, writes down the rest, and gives its status."""
+    search = [*map(os.path.abspath, sys.path), str(_build.PACKAGE.parent)]
     told = json.dumps([search, str(_build.PACKAGE), folder])
     with (
-        log.open("w", encoding="utf-8") as written,
+        log.open("a", encoding="utf-8") as written,
         subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, told],
+            [sys.executable, "-X", "faulthandler", "-c", _APART + program, told],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -197,8 +233,7 @@ def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
         except BaseException:
             process.kill()
             raise
-    if process.returncode != 0:
-        raise ToolchainError(_failure(log))
+    return process.returncode
 
 
 def _failure(log: Path) -> str:

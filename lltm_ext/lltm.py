@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lltm_ext._C import lltm as _C  # noqa: F401  registers the ops
+from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
     State,
     check_hx,
     check_pair,
     check_tensor,
     differentiable_gradients,
+    is_plain,
     ops,
     transforms_active,
     vmap_rows,
@@ -65,9 +66,9 @@ def lltm_reference(
 
 
 class _CellFunction(torch.autograd.Function):
-    """One step: ``(new_h, new_cell, gates, X)``.
+    """One step: ``(new_h, new_cell, gates)``.
 
-    The last two are for backward. They are outputs because setup_context sees nothing else.
+    The last is for backward. It is an output because setup_context sees nothing else.
     """
 
     @staticmethod
@@ -78,35 +79,33 @@ class _CellFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
-        _, new_cell, gates, X = output
-        ctx.mark_non_differentiable(gates, X)
+        _, new_cell, gates = output
+        ctx.mark_non_differentiable(gates)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, new_cell, gates, X)
+        ctx.save_for_backward(*inputs, new_cell, gates)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, new_cell, gates, X = ctx.saved_tensors
+        *inputs, new_cell, gates = ctx.saved_tensors
         grad_h, grad_cell = grad_outputs[:2]
         if grad_h is None and grad_cell is None:
             return (None,) * 5
         if torch.is_grad_enabled():
             return differentiable_gradients(lltm_cell_reference, inputs, (grad_h, grad_cell))
-        _, weights, bias, _, _ = inputs
-        grad_X, grad_weights, grad_bias, grad_old_cell = ops.lltm_cell_backward(
-            grad_h, grad_cell, new_cell, gates, X, weights, True
+        input, weights, bias, old_h, _ = inputs
+        grad_input, grad_weights, grad_bias, *grads_of_state = ops.lltm_cell_backward(
+            grad_h, grad_cell, new_cell, gates, input, weights, old_h, True, True, True
         )
-        hidden = new_cell.shape[1]
         return (
-            grad_X[:, hidden:],
+            grad_input,
             grad_weights,
             None if bias is None else grad_bias.view_as(bias),
-            grad_X[:, :hidden],
-            grad_old_cell,
+            *grads_of_state,
         )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        return vmap_rows(_CellFunction.apply, {0: 0, 3: 0, 4: 0}, (0, 0, 1, 0))(info, in_dims, *args)
+        return vmap_rows(_CellFunction.apply, {0: 0, 3: 0, 4: 0}, (0, 0, 1))(info, in_dims, *args)
 
 
 class LLTMFunction(_CellFunction):
@@ -118,7 +117,7 @@ class LLTMFunction(_CellFunction):
 
     @classmethod
     def apply(cls, *args: Any) -> State:
-        return _CellFunction.apply(*args)[:2] if transforms_active() else ops.lltm_cell(*args)
+        return lltm_cell(*args)
 
 
 _SequenceFunction = sequence_function("lltm", lltm_reference)
@@ -149,10 +148,12 @@ def lltm_cell(
 
     Source: the formula at the head of this module.
     """
-    check_tensor("lltm_cell", "input", input)
-    if transforms_active():
-        return LLTMFunction.apply(input, weights, bias, old_h, old_cell)
-    return ops.lltm_cell(input, weights, bias, old_h, old_cell)
+    for name, x in (("input", input), ("weights", weights), ("old_h", old_h), ("old_cell", old_cell)):
+        check_tensor("lltm_cell", name, x)
+    arguments = (input, weights, bias, old_h, old_cell)
+    if is_plain(*arguments):
+        return _C.call_lltm_cell(*arguments)
+    return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
 
 
 def lltm(

@@ -159,18 +159,28 @@ def test_an_operand_that_is_none_is_named(requires_grad):
 
 
 def test_the_backward_of_a_cell_names_what_does_not_fit():
-    new_cell, gates, X, weights = torch.ones(4, 5), torch.ones(3, 4, 5), torch.ones(4, 8), torch.ones(15, 8)
+    good = {
+        "grad_h": None,
+        "grad_cell": None,
+        "new_cell": torch.ones(4, 5),
+        "gates": torch.ones(3, 4, 5),
+        "input": torch.ones(4, 3),
+        "weights": torch.ones(15, 8),
+        "old_h": torch.ones(4, 5),
+        "input_needs_grad": True,
+        "old_h_needs_grad": True,
+        "old_cell_needs_grad": True,
+    }
     for changed, message in (
         ({"grad_cell": torch.ones(4, 6)}, "grad_cell of shape .*, got \\[4, 6\\]"),
         ({"grad_cell": torch.ones(4, 5).half()}, "grad_cell of dtype float32, got float16"),
         ({"grad_h": torch.ones(5)}, "grad_h of shape .*, got \\[5\\]"),
-        ({"X": torch.ones(4)}, "X of shape .*, got \\[4\\]"),
+        ({"input": torch.ones(4)}, "input of shape .*, got \\[4\\]"),
+        ({"old_h": torch.ones(4, 6)}, "old_h of shape .*, got \\[4, 6\\]"),
         ({"new_cell": torch.ones(4)}, "new_cell of shape .*, got \\[4\\]"),
     ):
-        arguments = {"grad_h": None, "grad_cell": None, "new_cell": new_cell, "gates": gates, "X": X}
-        arguments |= {"weights": weights, "X_needs_grad": True} | changed
         with pytest.raises((RuntimeError, TypeError), match=f"^lltm_cell_backward: expected {message}"):
-            torch.ops.lltm_ext.lltm_cell_backward(**arguments)
+            torch.ops.lltm_ext.lltm_cell_backward(**good | changed)
 
 
 def test_a_frozen_bias_gets_no_gradient_and_changes_no_other(device):

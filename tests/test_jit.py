@@ -248,19 +248,26 @@ def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 # ---- a build of one tiny module ----------------------------------------------------------------------------
 
-# From a package of its path alone, since lltm_ext itself needs modules that the tiny build has not.
 BUILD = """
-import os, sys, types
-package = sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
-package.__path__ = [os.environ["PYTHONPATH"] + "/lltm_ext"]
 from lltm_ext import jit
 jit.use(jit.build())
 from lltm_ext._C import tiny
 print(tiny.__file__)
 """
+TRIAL = """
+def trial():
+    from lltm_ext._C import tiny
+    if tiny.answer() != 42:
+        raise RuntimeError(f"answer: expected 42, got {tiny.answer()}")
+"""
 TINY = """
 #include <Python.h>
-static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "tiny"};
+#ifndef ANSWER
+#define ANSWER 42
+#endif
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(ANSWER); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS}, {}};
+static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, methods};
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tiny() { return PyModule_Create(&tiny); }
 """
 
@@ -272,12 +279,14 @@ class Tiny(Installed):
         (folder / "src/tiny").mkdir(parents=True)
         (folder / "src/tiny/tiny.cpp").write_text(TINY)
         super().__init__(folder, folder / "src")
+        (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build has not
+        (self.package / "_selftest.py").write_text(TRIAL)
         self.source = self.package / "_src/tiny/tiny.cpp"
 
-    def compiler(self, seconds: float = 0) -> str:
-        file = self.folder / f"c++-{seconds}"
+    def compiler(self, seconds: float = 0, answer: str = "42") -> str:
+        file = self.folder / f"c++-{len(list(self.folder.glob('c++-*')))}"  # another may be running
         count = f'case "$*" in *" -c "*) echo >> {self.folder}/compiled; sleep {seconds};; esac'
-        file.write_text(f'#!/bin/sh\n{count}\nexec c++ "$@"\n')
+        file.write_text(f'#!/bin/sh\n{count}\nexec c++ "-DANSWER={answer}" "$@"\n')
         file.chmod(0o755)
         return str(file)
 
@@ -390,6 +399,25 @@ def test_a_file_that_does_not_compile_is_said_with_the_log(tiny: Tiny) -> None:
     log = Path(last.rpartition("Run: less ")[2])
     assert "tiny.cpp" in log.read_text()
     assert tiny.kept == ["lock", "log"]
+
+
+@pytest.mark.parametrize(
+    "answer,how",
+    [
+        pytest.param("*(volatile long*)nullptr", "they end the process by signal 11", id="crash"),
+        pytest.param("41", "RuntimeError: answer: expected 42, got 41", id="wrong result"),
+    ],
+)
+def test_modules_that_fail_when_they_are_tried_are_said_and_not_kept(
+    tiny: Tiny, answer: str, how: str
+) -> None:
+    broken = tiny.compiler(answer=answer)
+    for _ in range(2):  # the second finds nothing that it takes for good
+        last = tiny.run(BUILD, fails=True, CXX=broken)[1].splitlines()[-1]
+        assert f"but fail when they are tried: {how}. Run: export CXX=g++" in last
+        assert tiny.kept == ["lock", "log"]
+    assert tiny.compiled == 2
+    assert Path(tiny.run(BUILD, CXX=tiny.compiler())[0].strip()).is_file()
 
 
 # ---- the build of ours -------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def repair(wheel: Path, folder: Path, platform: str) -> Path:
 
 
 def test(wheel: Path, sdist: Path, user: Path, folder: Path, pytest: str) -> None:
-    run(user / "pip", "install", "-q", f"{wheel}[test,demo]")
+    run(user / "pip", "install", "-q", f"{wheel}[test,demo,bench]")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     tests = folder / sdist.name.removesuffix(".tar.gz")

@@ -14,3 +14,6 @@ def backward(
     gate_weights: Tensor,
     weights: Tensor,
 ) -> list[Tensor]: ...
+def call_lltm_cell(
+    input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
+) -> tuple[Tensor, Tensor]: ...

@@ -4,7 +4,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
+
+#include "common/portable.h"
 
 namespace lltm_ext {
 
@@ -12,14 +16,33 @@ constexpr int kThreads = 256;
 // More blocks than any chip holds at once; the loop below covers the rest.
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
 
-// early: the kernel may begin before the launch before it has ended, and waits for that itself
-// (wait_for_launch_before); compute capability 9.0 and later.
+// Of the kernel's code in use on the current device: less than the device's own where its driver compiled PTX
+// of an older one.
+template <auto* kKernel>
+cudaError_t compute_capability(int& capability) {
+  static std::array<std::atomic<int>, 64> known = {};  // of each device
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool is_kept = device < static_cast<int>(known.size());
+  capability = is_kept ? known[device].load() : 0;
+  if (capability > 0) return cudaSuccess;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kKernel);
+  if (error != cudaSuccess) return error;
+  capability = attributes.ptxVersion;
+  if (is_kept) known[device] = capability;
+  return cudaSuccess;
+}
+
+// early: the kernel may begin before the launch before it has ended, and calls wait_for_launch_before itself;
+// compute capability 9.0 and later.
 template <class F, class... Args>
 cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cudaStream_t stream,
                           const Args&... args) {
@@ -33,6 +56,20 @@ cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cuda
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// In a kernel that was launched early: from here on all that the launch before wrote is there.
+__device__ __forceinline__ void wait_for_launch_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// The launch after may begin, if it is an early one.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
 }
 
 }  // namespace lltm_ext

@@ -46,19 +46,16 @@ LLTM_HOST_DEVICE T round_half_to_even(T x) {
 
 // a * b, rounded before anything is added to it: in one expression with a sum, a compiler may make of both a
 // multiply-add, which rounds once.
-LLTM_HOST_DEVICE float product(float a, float b) {
+template <typename T>
+LLTM_HOST_DEVICE T product(T a, T b) {
 #ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
+  if constexpr (sizeof(T) == 4) {
+    return __fmul_rn(a, b);
+  } else {
+    return __dmul_rn(a, b);
+  }
 #else
-  const volatile float rounded = a * b;
-  return rounded;
-#endif
-}
-LLTM_HOST_DEVICE double product(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  const volatile double rounded = a * b;
+  const volatile T rounded = a * b;
   return rounded;
 #endif
 }

@@ -5,7 +5,6 @@
 
 #include <cuda_runtime.h>
 
-#include "common/hopper/ptx.cuh"
 #include "common/launch.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_activation.h"
@@ -56,14 +55,6 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   }
 }
 
-// Both kernels begin early where launches can, so that neither costs the way to start.
-__device__ __forceinline__ void begin_early() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  hopper::wait_for_launch_before();
-  hopper::let_next_launch_begin();
-#endif
-}
-
 // Blocks a multiprocessor: while some wait for memory, others write to it.
 constexpr int kBiasBlocks = 4;
 
@@ -78,7 +69,8 @@ __global__ void __launch_bounds__(kThreads, kBiasBlocks)
   const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
   const int64_t step = blockDim.y;
   acc_t<T> sum[V] = {};
-  begin_early();
+  wait_for_launch_before();
+  let_next_launch_begin();
   if (column < columns) {
     with_activation<T>(activation, [&](const auto& pull) {
       for (int64_t row = begin + threadIdx.y; row < end; row += kRows * step) {
@@ -125,7 +117,8 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
   const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
   acc_t<T> sum = 0;
-  begin_early();
+  wait_for_launch_before();
+  let_next_launch_begin();
   if (column < columns) {
 #pragma unroll 8
     for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
@@ -146,6 +139,7 @@ int width_of(const BiasBackwardArgs<T>& args) {
   return aligned ? kVecWidth<T> : 1;
 }
 
+// early: both kernels begin early, so that neither costs the way to start.
 template <int V, typename T>
 cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool early, cudaStream_t stream) {
   const BiasGrid grid(args.rows, args.columns, V);

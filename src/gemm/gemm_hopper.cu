@@ -1,5 +1,6 @@
-// gemm in half types on Hopper: which kernel (gemm_hopper.cuh) takes which shape.
+// gemm in half types on Hopper: which kernel (gemm_hopper.cuh, for few rows gemm_rows.cuh) takes which shape.
 #include "gemm/gemm_hopper.h"
+#include "gemm/gemm_rows.cuh"
 #include "gemm/hopper_launch.cuh"
 
 namespace lltm_ext {
@@ -108,27 +109,68 @@ cudaError_t launch(const Call<T>& call, int multiprocessors, cudaStream_t stream
              : persistent(Operands<T, 128, 256, 4, kSwapA, kSwapB, 2>());
 }
 
+// As many blocks share out K as leave all of them places.
+template <class Operands, bool kSwap, typename T>
+cudaError_t launch_few_tiles(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
+  const int64_t tiles =
+      int64_t{tiles_of(call.m, Operands::kTileM)} * tiles_of(call.n, Operands::kTileN) * call.batch;
+  int parts = 8;  // clusters lie within a GPC, of which large ones leave the last multiprocessors idle
+  const auto places = [&] { return parts > 2 ? multiprocessors / 11 * 10 : multiprocessors; };
+  while (parts > 1 && (tiles * parts > places() || parts > tiles_of(call.k, kTileK))) parts /= 2;
+  return launch_split<Operands, kSwap>(call, parts, stream);
+}
+
 // Few rows: of the transposes, so that they are a tile's columns. The time is that of reading the weights:
-// many blocks a multiprocessor, each with much on its way. As many share out K as leave all of them places.
+// many blocks a multiprocessor, each with much on its way.
 template <typename T, bool kSwapA, bool kSwapB>
-cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
-  const auto split = [&](auto operands) {
-    using Found = decltype(operands);
-    const int64_t tiles = int64_t{tiles_of(call.m, Found::kTileM)} * call.batch;
-    int parts = 8;  // clusters lie within a GPC, of which large ones leave the last multiprocessors idle
-    const auto places = [&] { return parts > 2 ? multiprocessors / 11 * 10 : multiprocessors; };
-    while (parts > 1 && (tiles * parts > places() || parts > tiles_of(call.k, kTileK))) parts /= 2;
-    return launch_split<Found, true>(call, parts, stream);
+cudaError_t launch_few_columns(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
+  const auto run = [&](auto operands) {
+    return launch_few_tiles<decltype(operands), true>(call, multiprocessors, stream);
   };
   if constexpr (!kSwapB) {
-    if (call.n <= 8) return split(Operands<T, 64, 8, 6, kSwapA, false>());
-    if (call.n <= 16) return split(Operands<T, 64, 16, 6, kSwapA, false>());
-    if (call.n <= 32) return split(Operands<T, 64, 32, 6, kSwapA, false>());
+    if (call.n <= 8) return run(Operands<T, 64, 8, 6, kSwapA, false>());
+    if (call.n <= 16) return run(Operands<T, 64, 16, 6, kSwapA, false>());
+    if (call.n <= 32) return run(Operands<T, 64, 32, 6, kSwapA, false>());
   }
-  return split(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
+  return run(Operands<T, 64, 64, 6, kSwapA, kSwapB>());
 }
 
 constexpr int kFewRows = 64;
+
+// Up to 64 rows and weights with K side by side: one tile has all rows. One block a multiprocessor, with all
+// of its shared memory on the way; tiles of the width whose rounds of blocks take the least.
+template <typename T>
+cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
+  const auto time = [&](int columns) {
+    return ceil_div(int64_t{tiles_of(call.n, columns)} * call.batch, multiprocessors) * columns;
+  };
+  int best = 32;
+  for (int columns : {88, 128}) {
+    if (time(columns) <= time(best)) best = columns;
+  }
+  const auto run = [&](auto operands) {
+    return launch_few_tiles<decltype(operands), false>(call, multiprocessors, stream);
+  };
+  if (best == 32) return run(Operands<T, kFewRows, 32, 16, false, false>());
+  if (best == 88) return run(Operands<T, kFewRows, 88, 10, false, false>());
+  return run(Operands<T, kFewRows, 128, 9, false, false>());
+}
+
+// Up to 8 rows and a K of which loads of 16 bytes leave nothing over.
+template <typename T>
+cudaError_t launch_fewest_rows(const Call<T>& call, cudaStream_t stream) {
+  const auto stride = [&](const Layout& x) { return x.batch > 1 ? x.batch_stride : 0; };
+  const FewRows<T> problem = {static_cast<const T*>(call.a.data),
+                              static_cast<const T*>(call.b.data),
+                              call.a.row_stride,
+                              call.b.row_stride,
+                              stride(call.a),
+                              stride(call.b),
+                              call.k,
+                              tiles_of(call.n, RowsKernel<T>::kColumns),
+                              call.epilogue};
+  return launch_rows<RowsKernel<T>>(problem, call.batch, stream);
+}
 
 }  // namespace hopper
 
@@ -137,7 +179,7 @@ bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
   using namespace hopper;
   return compute_capability == 90 && args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
-         int64_t{tiles_of(args.n, 64)} * args.batch <= INT32_MAX &&  // blocks of a grid, for few rows
+         int64_t{tiles_of(args.n, 16)} * args.batch <= INT32_MAX &&  // blocks of a grid, for few rows
          operand_a(args).readable && operand_b(args).readable;
 }
 
@@ -153,21 +195,26 @@ int64_t hopper_workspace_bytes(const GemmArgs<T>& args, int multiprocessors) {
 template <typename T>
 cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream) {
   using namespace hopper;
-  const bool few_rows = args.m <= kFewRows;
   Operand a = operand_a(args), b = operand_b(args);
-  if (few_rows) std::swap(a, b);
+  const bool straight = !a.swapped && !b.swapped;
+  const bool fewest = straight && args.m <= RowsKernel<T>::kRows && args.k % 8 == 0;
+  const bool one_tile = straight && args.m > 32 && args.m <= kFewRows;
+  const bool transposed = args.m <= kFewRows && !fewest && !one_tile;
+  if (transposed) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Call<T> call = {a.layout,
                         b.layout,
-                        few_rows ? n : m,
-                        few_rows ? m : n,
+                        transposed ? n : m,
+                        transposed ? m : n,
                         static_cast<int>(args.k),
                         static_cast<int>(args.batch),
                         {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation},
                         args.workspace};
+  if (fewest) return launch_fewest_rows(call, stream);
+  if (one_tile) return launch_few_rows(call, multiprocessors, stream);
   const auto run = [&](auto swap_a, auto swap_b) {
-    return few_rows ? launch_few_rows<T, swap_a, swap_b>(call, multiprocessors, stream)
-                    : launch<T, swap_a, swap_b>(call, multiprocessors, stream);
+    return transposed ? launch_few_columns<T, swap_a, swap_b>(call, multiprocessors, stream)
+                      : launch<T, swap_a, swap_b>(call, multiprocessors, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;

@@ -159,6 +159,10 @@ struct Split {
     const PartOfK<Operands> here(schedule);
     float d[kN / 2];
     here.multiply(d, shared, shared + kOperandsOrSums, a, b, problem);
+    if (here.parts == 1) {
+      if (here.multiplies()) finish_alone(d, problem.epilogue, here);
+      return;
+    }
     __syncthreads();  // nobody multiplies from the stages any more: the parts take their place
     Sums sums(shared);
     if (here.multiplies()) sums.write(d, here.warpgroup);
@@ -194,6 +198,34 @@ struct Split {
         float x[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
         leave(x, epilogue, here.matrix, kSwap ? column + n : row + r, kSwap ? row + r : column + n);
       }
+    }
+  }
+
+  // All of K: results leave as wgmma shares them out, two neighbours in a row and the same two in the row 8
+  // below. The accumulators move up, so that the code of all activations is there once.
+  __device__ static __forceinline__ void finish_alone(float (&d)[kN / 2], const Epilogue<T>& epilogue,
+                                                      const PartOfK<Operands>& here) {
+    const int thread = threadIdx.x % 128;
+    const int row = here.row + here.warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const auto row_of = [&](int i) { return row + i % 4 / 2 * 8; };
+    const auto column_of = [&](int i) { return here.column + i / 4 * 8 + thread % 4 * 2 + i % 2; };
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) d[i] += epilogue.bias_at(kSwap ? row_of(i) : column_of(i));
+#pragma unroll 1
+    for (int first = 0; first < kN / 2; first += 4) {
+      float x[4] = {d[0], d[1], d[2], d[3]};
+#pragma unroll
+      for (int i = 0; i < kN / 2 - 4; ++i) d[i] = d[i + 4];
+      const auto write = [&](T* to) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = row_of(i), n = column_of(first + i);
+          epilogue.write(to, here.matrix, kSwap ? n : r, kSwap ? r : n, x[i]);
+        }
+      };
+      if (epilogue.before) write(epilogue.before);
+      activate<FastMath>(epilogue.activation, x);
+      write(epilogue.c);
     }
   }
 

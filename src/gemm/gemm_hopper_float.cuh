@@ -3,7 +3,9 @@
 // bf16x6, bf16x9: a value is the sum of three bfloat16, each what those before it leave out, rounded. Of the
 // nine products of two such sums the six largest give float32's accuracy, all nine a little more. One kernel
 // takes operands apart, another multiplies the parts, the least products first. The matrix units sum with
-// fewer bits than float32 has: every 128 of K their sum is added to one in registers.
+// fewer bits than float32 has: every 128 of K their sum is added to one in registers. Of all nine products,
+// that of the first parts is nearly all of a sum: it is added every 64 of K, and what its additions round off
+// goes to the sum of the other eight, which joins it last.
 //
 // tf32: the matrix units read float32 and leave out its last 13 bits.
 #pragma once
@@ -115,7 +117,6 @@ struct FloatPersistent {
   static constexpr int kTileM = Operands::kTileM, kN = Operands::kTileN, kConsumers = Operands::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kShared = Operands::kBytes + kBarrierBytes;
-  static constexpr int kAtOnce = 2;  // tiles of K between promotions
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const FloatProblem& problem,
                              const Schedule& schedule) {
@@ -165,7 +166,7 @@ struct FloatPersistent {
         if constexpr (kTerms == 1) {
           pipeline.multiply(sum, problem.tiles_of_k, warpgroup);
         } else {
-          promoted(sum, pipeline, problem.tiles_of_k * kTerms, warpgroup);
+          promoted(sum, pipeline, problem.tiles_of_k, warpgroup);
         }
         leave(sum, problem, tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
@@ -176,14 +177,35 @@ struct FloatPersistent {
 
  private:
   __device__ static __forceinline__ void promoted(float (&sum)[kN / 2], Pipeline<Operands>& pipeline,
-                                                  int tiles, int warpgroup) {
+                                                  int tiles_of_k, int warpgroup) {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) sum[i] = 0.f;
+    if constexpr (kTerms < 9) {
+      promote<2>(pipeline, tiles_of_k * kTerms, warpgroup, [&](int i, float x) { sum[i] += x; });
+    } else {
+      float rest[kN / 2] = {};
+      promote<2>(pipeline, tiles_of_k * (kTerms - 1), warpgroup, [&](int i, float x) { rest[i] += x; });
+      promote<1>(pipeline, tiles_of_k, warpgroup, [&](int i, float x) {
+        const float both = sum[i] + x;
+        rest[i] += x - (both - sum[i]);  // what `both` leaves out
+        sum[i] = both;
+      });
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        if (isfinite(sum[i])) sum[i] += rest[i];  // of an overflow the rest is NaN
+      }
+    }
+  }
+
+  // add(i, x): of this many tiles of K at once, the thread's i-th product.
+  template <int kAtOnce, class Add>
+  __device__ static __forceinline__ void promote(Pipeline<Operands>& pipeline, int tiles, int warpgroup,
+                                                 const Add& add) {
     for (int k = 0; k < tiles; k += kAtOnce) {
       float d[kN / 2];
       pipeline.multiply(d, tiles - k < kAtOnce ? tiles - k : kAtOnce, warpgroup);
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i) sum[i] += d[i];
+      for (int i = 0; i < kN / 2; ++i) add(i, d[i]);
     }
   }
 

@@ -2,9 +2,6 @@
 // (without a matrix unit for it to gemm_ffma.cuh), the half types on Hopper to gemm_hopper.cuh, elsewhere to
 // the tensor cores of gemm_tensor.cuh. Every element of c is summed by one block in one order: same bits
 // every run.
-#include <array>
-#include <atomic>
-
 #include "common/elementwise.cuh"
 #include "gemm/gemm_activation.h"
 #include "gemm/gemm_bias.cuh"
@@ -20,23 +17,10 @@ struct Chip {
   int compute_capability, multiprocessors;
 };
 
-// Of the code in use on the device: less than the device's own where its driver compiled PTX of an older one.
-cudaError_t compute_capability(int device, int& capability) {
-  static std::array<std::atomic<int>, 64> known = {};
-  capability = device < static_cast<int>(known.size()) ? known[device].load() : 0;
-  if (capability > 0) return cudaSuccess;
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, gemm_bias_sum_kernel<float>);
-  if (error != cudaSuccess) return error;
-  capability = attributes.ptxVersion;
-  if (device < static_cast<int>(known.size())) known[device] = capability;
-  return cudaSuccess;
-}
-
 cudaError_t current_chip(Chip& chip) {
   int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = compute_capability(device, chip.compute_capability);
+  cudaError_t error = compute_capability<gemm_bias_sum_kernel<float>>(chip.compute_capability);
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&chip.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }

@@ -62,7 +62,43 @@ struct BackwardStep {
   const C* new_cell;    // [B, H]
   Gates<T> grad_gates;  // [B, 3, H] gradients of the pre-activations
   T* grad_bias;         // [3, H] their sums over the batch, or null
-  C* grad_old_cell;     // [B, H]
+  C* grad_old_cell;     // [B, H], or null
+};
+
+// [old_h, input], the columns that the weights multiply: the two lie apart, each with its columns side by
+// side. No offset in what a whole step takes needs more than 32 bits.
+template <typename T>
+struct CellInput {
+  const T *old_h, *input;
+  int old_h_row, input_row;
+  int hidden, columns;  // H, H + I
+
+  LLTM_HOST_DEVICE acc_t<T> at(int b, int k) const {
+    const bool of_h = k < hidden;
+    const T* from = of_h ? old_h : input;
+    return widen(from[b * (of_h ? old_h_row : input_row) + (of_h ? k : k - hidden)]);
+  }
+};
+
+// A whole step forward, its products included.
+template <typename T, typename C>
+struct WholeForward {
+  ForwardStep<T, C> units;  // but for their gates
+  CellInput<T> X;
+  const T* weights;  // [3H, H + I]
+  int weights_row;
+  const T* bias;  // [3H], or null
+};
+
+// A whole step backward, but for what is null.
+template <typename T, typename C>
+struct WholeBackward {
+  BackwardStep<T, C> units;  // but for grad_gates
+  CellInput<T> X;
+  const T* weights;  // [3H, H + I]
+  int weights_row;
+  T* grad_weights;             // [3H, H + I]
+  T *grad_old_h, *grad_input;  // [B, H], [B, I], or null
 };
 
 // Up to this batch, a step backward sums the bias's gradient too. A larger one wants a reduction of its own.
@@ -78,36 +114,60 @@ template <typename T, typename C>
 cudaError_t lltm_forward_step(const ForwardStep<T, C>& step, cudaStream_t stream);
 template <typename T, typename C>
 cudaError_t lltm_backward_step(const BackwardStep<T, C>& step, cudaStream_t stream);
+
+// The whole step in one launch, of few units. Up to here that takes an H200 no longer than the products of a
+// library do in float32, and the host a third of their time. Not for float64.
+constexpr bool lltm_is_small(int64_t batch, int64_t hidden, int64_t columns) {
+  return batch <= 64 && columns <= 512 && batch * 3 * hidden * columns <= int64_t{3} << 21;
+}
+template <typename T, typename C>
+cudaError_t lltm_whole_forward(const WholeForward<T, C>& step, cudaStream_t stream);
+template <typename T, typename C>
+cudaError_t lltm_whole_backward(const WholeBackward<T, C>& step, cudaStream_t stream);
 #endif
 
-// Unit j of row b, forward.
+// Unit j of row b, forward, from the pre-activations of its gates.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void lltm_unit_of_gates(const ForwardStep<T, C>& s, int64_t b, int64_t j,
+                                         const acc_t<T> (&gates)[3]) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
-  A gates[3], saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
-  for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
+  A saved[LltmCell::kSaved], cell = widen(s.old_cell[at]);
   s.new_h[at] = narrow<T>(LltmCell::forward<Math>(gates, cell, saved));
   s.new_cell[at] = narrow<C>(cell);
   if (!s.activated.data) return;
   for (int g = 0; g < 3; ++g) s.activated.at(b, g, j) = narrow<T>(saved[g]);
 }
-
-// Unit j of row b, backward. Adds the gradients of its gates to `sums`.
 template <class Math, typename T, typename C>
-LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j,
-                                         acc_t<T> (&sums)[3]) {
+LLTM_HOST_DEVICE void lltm_forward_unit(const ForwardStep<T, C>& s, int64_t b, int64_t j) {
+  acc_t<T> gates[3];
+  for (int g = 0; g < 3; ++g) gates[g] = widen(s.gates.at(b, g, j));
+  lltm_unit_of_gates<Math>(s, b, j, gates);
+}
+
+// Unit j of row b, backward: gives the gradients of its gates, and stores that of its old cell.
+template <class Math, typename T, typename C>
+LLTM_HOST_DEVICE void lltm_gate_gradients(const BackwardStep<T, C>& s, int64_t b, int64_t j,
+                                          acc_t<T> (&grad_gates)[3], C* grad_old_cell) {
   using A = acc_t<T>;
   const int64_t at = b * s.hidden + j;
-  A saved[LltmCell::kSaved], grad_gates[3], grad_cell = s.grad_cell.at(b, j);
+  A saved[LltmCell::kSaved], grad_cell = s.grad_cell.at(b, j);
   for (int g = 0; g < 3; ++g) saved[g] = widen(s.activated.at(b, g, j));
   saved[3] = Math::tanh(A(widen(s.new_cell[at])));
   LltmCell::backward<Math>(saved, s.grad_h.at(b, j), grad_cell, grad_gates);
+  if (grad_old_cell) grad_old_cell[at] = narrow<C>(grad_cell);
+}
+
+// The same, stored. Adds the gradients of its gates to `sums`.
+template <class Math, typename T, typename C>
+LLTM_HOST_DEVICE void lltm_backward_unit(const BackwardStep<T, C>& s, int64_t b, int64_t j,
+                                         acc_t<T> (&sums)[3]) {
+  acc_t<T> grad_gates[3];
+  lltm_gate_gradients<Math>(s, b, j, grad_gates, s.grad_old_cell);
   for (int g = 0; g < 3; ++g) {
     s.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
     sums[g] += grad_gates[g];
   }
-  s.grad_old_cell[at] = narrow<C>(grad_cell);
 }
 
 }  // namespace lltm_ext

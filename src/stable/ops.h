@@ -110,6 +110,12 @@ inline Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b) {
   return sum;
 }
 
+inline void sum_out(const Tensor& out, const Tensor& x, int64_t dim) { out.copy_(x.sum(dim)); }
+
+inline std::vector<Tensor> split_with_sizes_copy(const Tensor& x, IntArrayRef sizes, int64_t dim) {
+  return call_op<std::vector<Tensor>>("aten::split_with_sizes_copy", "", x, sizes, dim);
+}
+
 inline ScalarType toOpMathType(ScalarType type) { return type == kHalf || type == kBFloat16 ? kFloat : type; }
 
 // ---- threads, devices

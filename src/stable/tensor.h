@@ -122,8 +122,10 @@ class Tensor {
   }
   Tensor slice(int64_t d, int64_t start) const { return slice(d, start, size(d)); }
   Tensor operator[](int64_t i) const { return call("aten::select", "int", int64_t{0}, i); }
+  Tensor unsqueeze(int64_t d) const { return call("aten::unsqueeze", "", d); }
   Tensor squeeze(int64_t d) const { return call("aten::squeeze", "dim", d); }
   Tensor view(IntArrayRef sizes) const { return call("aten::view", "", sizes); }
+  Tensor view_symint(IntArrayRef sizes) const { return view(sizes); }
   Tensor reshape(IntArrayRef sizes) const { return call("aten::reshape", "", sizes); }
   Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const {
     return call("aten::as_strided", "", sizes, strides, std::optional<int64_t>());

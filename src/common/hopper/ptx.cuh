@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "common/launch.cuh"
+
 // The body of a kernel of these, which is compiled for other chips too but never called there.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LLTM_HOPPER(...) __VA_ARGS__
@@ -150,16 +152,6 @@ __device__ __forceinline__ void shared_stores_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
-// ---- launches that begin before the one before has ended, which only prepare until all that it wrote is
-// there
-
-__device__ __forceinline__ void wait_for_launch_before() {
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-}
-__device__ __forceinline__ void let_next_launch_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-}
-
 // ---- warpgroups
 
 template <int kRegisters>
@@ -203,6 +195,7 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LLTM_R48 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define LLTM_R44 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43"
 #define LLTM_R128                                                                                     \
   LLTM_R64                                                                                            \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
@@ -214,6 +207,7 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
 #define LLTM_F16(i) LLTM_F8(i), LLTM_F8(i + 8)
 #define LLTM_F32(i) LLTM_F16(i), LLTM_F16(i + 16)
 #define LLTM_F64(i) LLTM_F32(i), LLTM_F32(i + 32)
+#define LLTM_F44(i) LLTM_F32(i), LLTM_F8(i + 32), LLTM_F4(i + 40)
 #define LLTM_F48(i) LLTM_F32(i), LLTM_F16(i + 32)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
@@ -239,6 +233,7 @@ struct Product;
   LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")     \
   LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")  \
   LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")  \
+  LLTM_PRODUCT(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")  \
   LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
   LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
   LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")

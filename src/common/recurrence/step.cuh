@@ -10,9 +10,7 @@ namespace lltm_ext {
 // It may begin before the product that it takes is there.
 template <class Cell, class Step, typename T>
 __global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
+  wait_for_launch_before();
   CUDA_KERNEL_LOOP(i, step.batch * step.hidden) {
     step_unit<Cell, typename MathOf<T>::type>(step, i / step.hidden, i % step.hidden);
   }
@@ -20,20 +18,12 @@ __global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
 
 template <class Cell, typename T, class Step>
 cudaError_t launch_step(const Step& step, cudaStream_t stream) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  constexpr auto* kKernel = recurrence_step_kernel<Cell, Step, T>;
+  int capability = 0;
+  const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks_for(step.batch * step.hidden));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, recurrence_step_kernel<Cell, Step, T>, step);
+  return launch_kernel(kKernel, dim3(blocks_for(step.batch * step.hidden)), dim3(kThreads),
+                       /*early=*/capability >= 90, stream, step);
 }
 
 template <class Cell, typename T>
