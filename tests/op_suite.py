@@ -265,12 +265,11 @@ class OpSuite:
 
     def test_activation_checkpointing_changes_nothing(self, device):
         call = self.call(self.small, DOUBLE, device)
-        checkpointed = functools.partial(
-            torch.utils.checkpoint.checkpoint, self.function, use_reentrant=False
-        )
-        outputs, gradients = forward_and_gradients(checkpointed, call)
-        plain, plain_gradients = forward_and_gradients(self.function, call)
-        assert_same_bits(outputs + gradients, plain + plain_gradients)
+        for function in (self.function, self.apply):
+            checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
+            outputs, gradients = forward_and_gradients(checkpointed, call)
+            plain, plain_gradients = forward_and_gradients(function, call)
+            assert_same_bits(outputs + gradients, plain + plain_gradients)
 
     def test_no_graph_is_recorded_without_need(self, device):
         call = self.call(self.small, DOUBLE, device)
@@ -1036,3 +1035,22 @@ class ModuleSuite:
         ):
             assert gradient.isfinite().all()
             assert gradient.norm() > 0
+
+
+def kernels_of(functions):
+    """The names of the kernels that each function has run, by torch's profiler."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+        for f in functions:
+            f()
+            torch.cuda._sleep(1)  # a kernel to tell where one ends
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found = [[]]
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if "spin_kernel" in event.name:
+            found.append([])
+        else:
+            found[-1].append(event.name)
+    assert found.pop() == []
+    return found

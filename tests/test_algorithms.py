@@ -22,6 +22,7 @@ from op_suite import (
     cotangents,
     expanded,
     forward_and_gradients,
+    kernels_of,
     misaligned,
     needs_cuda,
     negated_view,
@@ -1028,31 +1029,6 @@ def test_auto_runs_everything(op, dtype, device):
         outputs = call.run(op)
         assert_same_bits(call.run(functools.partial(op, algorithm=name)), outputs)
         assert_all_near(outputs, call.map(torch.Tensor.double).run(op.loop), FORWARD[dtype])
-
-
-def kernels_of(functions):
-    """The names of the kernels that each function has run, by torch's profiler."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
-        for f in functions:
-            f()
-            torch.cuda._sleep(1)  # a kernel to tell where one ends
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    found = [[]]
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        if "spin_kernel" in event.name:
-            found.append([])
-        else:
-            found[-1].append(event.name)
-    assert found.pop() == []
-    return found
-
-
-@pytest.fixture(scope="module")
-def profiler_sees_kernels():
-    if not any(kernels_of([lambda: torch.ones(9, device="cuda") + 1])):
-        pytest.skip("torch.profiler sees no kernels here")
 
 
 @needs_cuda

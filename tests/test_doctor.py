@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ RECORD: dict[str, Any] = {
     "version": "0.1.0+cu130torch2.11",
     "torch": "2.11.0+cu130",
     "cuda": "13.0",
-    "architectures": ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"],
+    "architectures": ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0+PTX"],
     "compiler": {"cxx": "c++ 12.2.0", "nvcc": "13.0.88"},
     "python": SOABI,
     "source": "0" * 40,
@@ -84,9 +85,10 @@ class Site:
         return found["problems"]
 
     def problem(self, **variables: str) -> tuple[str, str]:
-        """The only one: its words, and its command without the name of this Python."""
+        """The only one: its words, and its command without this Python, "python" where PATH has it so."""
         (found,) = self.problems(**variables)
-        return found["what"], found["command"].replace(f"{sys.executable} ", "")
+        this = rf"(?<!\S)(python|{re.escape(sys.executable)}) (?=-m |setup\.py)"
+        return found["what"], re.sub(this, "", found["command"])
 
 
 @pytest.fixture

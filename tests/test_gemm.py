@@ -505,7 +505,7 @@ def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
 
 
-# Kernels for few rows have their weights on the way to L2 before the launch before has ended.
+# Kernels for few rows begin before the launch before has ended.
 @needs_cuda
 @pytest.mark.parametrize("rows", [8, 32, 64])
 def test_weights_may_be_what_the_launch_before_has_just_written(rows):

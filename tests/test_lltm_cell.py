@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from op_suite import (
@@ -11,7 +13,10 @@ from op_suite import (
     SmoothSuite,
     assert_all_near,
     assert_same_bits,
+    cotangents,
     forward_and_gradients,
+    kernels_of,
+    needs_cuda,
 )
 
 import lltm_ext
@@ -170,6 +175,22 @@ class TestLLTMCellFunction(SmoothSuite):
         exact, exact_gradients = forward_and_gradients(self.reference, call.map(torch.Tensor.double))
         assert_all_near(outputs, exact, FORWARD[torch.float32])
         assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32])
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, DOUBLE])
+def test_a_step_of_few_units_is_one_kernel_each_way(dtype, profiler_sees_kernels):
+    for sizes, is_small in (((64, 128, 128), True), ((65, 7, 30), False), ((3, 260, 253), False)):
+        call = Call(*cell_arguments(Make(dtype, "cuda"), *sizes)).leaves()
+        outputs = call.run(lltm_ext.lltm_cell)
+        backward = functools.partial(
+            torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
+        )
+        backward()  # all modules are loaded before the profiler looks
+        found = kernels_of([functools.partial(call.run, lltm_ext.lltm_cell), backward])
+        for direction, kernels in zip(("forward", "backward"), found, strict=True):
+            is_one = len(kernels) == 1 and f"lltm_whole_{direction}_kernel" in kernels[0]
+            assert is_one == (is_small and dtype != DOUBLE), (sizes, direction, kernels)
 
 
 def module(**options):

@@ -237,13 +237,13 @@ def test_a_choice_that_is_no_choice_is_refused() -> None:
 
 def test_architectures_are_those_that_the_compiler_knows(tmp_path: Path) -> None:
     home = make_toolkit(tmp_path, architectures="50 75 80 86 87 89 90 90a")
-    assert _toolchain.architectures(home / "bin/nvcc", {}) == ["7.5", "8.0", "8.6", "8.9", "9.0+PTX"]
+    assert _toolchain.architectures(home / "bin/nvcc", {}) == ["7.5", "8.0", "8.6", "9.0+PTX"]
 
 
 def test_every_default_architecture_is_taken_when_known(tmp_path: Path) -> None:
     home = make_toolkit(tmp_path, architectures="75 80 86 87 88 89 90 100 110 103 120 121")
     known = _toolchain.architectures(home / "bin/nvcc", {})
-    assert known == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
+    assert known == ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0+PTX"]
 
 
 def test_hopper_gets_code_of_its_own():
