@@ -38,7 +38,7 @@ GRID: tuple[Shape, ...] = (
 SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
 BIDIRECTIONAL_GRID: tuple[Shape, ...] = ((1, 1000, 256), (16, 1000, 256), (64, 512, 512), (32, 512, 1024))
 CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
-# Of each group, all layers take turns. tf32 is a mode of the peer alone: ours are float32 beside it.
+# Of each group, all layers take turns.
 GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
 
 # One of the three varies, the other two stay.
@@ -184,7 +184,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """tf32 is a mode of float32's products; cuDNN has a switch of its own, which is on by default."""
+    """tf32 is a mode of float32's products. cuDNN has a switch of its own, which is on by default."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
         yield
@@ -259,11 +259,12 @@ class Sequences:
     def algorithms(self, modes: Sequence[str]) -> Row:
         """Which algorithm each of ours takes, and the least that a step of it takes."""
         found: Row = {}
-        for name, (module, _) in self.candidates.items():
+        for name, (module, precision) in self.candidates.items():
             if not isinstance(module, OUR_LAYERS):
                 continue
             input = self.input(name)
-            forward, backward = algorithm_of(module, input, False), algorithm_of(module, input, True)
+            with matmul_precision(precision):
+                forward, backward = (algorithm_of(module, input, b) for b in (False, True))
             passes = {"forward": (forward,), "training": (forward, backward)}
             found |= {f"{name} forward algorithm": forward, f"{name} backward algorithm": backward}
             for mode in modes:
@@ -322,7 +323,7 @@ def measure_layers(
     bench: Bench, shape: Shape, precisions: Sequence[str], bidirectional: bool = False
 ) -> list[Row]:
     """Rows of a shape, one a precision. nn.LSTM and LSTM have four gates to LLTM's three."""
-    names = [(name, p) for p in precisions for name in LAYERS if name == PEER or p != "tf32"]
+    names = [(name, p) for p in precisions for name in LAYERS]
     candidates = layers(bench, shape[2], names, bidirectional=bidirectional)
     sequences = Sequences(bench, shape, candidates, directions=1 + bidirectional)
     found = {} if bidirectional else sequences.algorithms(MODES)
@@ -394,7 +395,13 @@ def measure_algorithms(bench: Bench, shape: Shape, precision: str) -> Row:
 # ---- the summary ---------------------------------------------------------------------------------
 
 # Ours, and the precisions in which it is compared with the peer: each with the fastest of the peer's.
-COMPARED = ((LLTM, ("bfloat16", "float16")), (LLTM, ("float32",)), (LSTM, ("bfloat16",)))
+COMPARED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (LLTM, ("bfloat16", "float16")),
+    (LLTM, ("float32",)),
+    (LLTM, ("tf32",)),
+    (LSTM, ("bfloat16",)),
+    (LSTM, ("tf32",)),
+)
 
 
 def summarize(rows: list[Row]) -> list[Row]:
@@ -595,7 +602,12 @@ def draw_sequence(axes: Any, row: Row) -> None:
 
 def draw_layer(axes: Any, rows: list[Row]) -> None:
     shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    styles = {"float32": ("o", "#1f5fa8"), "bfloat16": ("^", "#2a8a5f"), "float16": ("D", "#9a5fb5")}
+    styles = {
+        "float32": ("o", "#1f5fa8"),
+        "tf32": ("s", "#c2703d"),
+        "bfloat16": ("^", "#2a8a5f"),
+        "float16": ("D", "#9a5fb5"),
+    }
     for name in (LLTM, LSTM):
         for precision, (mark, shade) in styles.items():
             here = [row for row in rows if row["precision"] == precision]

@@ -181,6 +181,8 @@ def lltm(
             above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million) through the
             L2 cache.
 
+    Products of float32 are rounded to TF32 where ``torch.backends.cuda.matmul.allow_tf32`` allows it.
+
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
         Inside, the cell state and its gradient stay float32 (float64 for float64).

@@ -61,7 +61,8 @@ def lstm(
         weight_ih: [4*H, I].
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
-        algorithm: "auto", "stepwise", "cluster" or "grid" (which in float32 takes H up to 512).
+        algorithm: "auto", "stepwise", "cluster" or "grid" (which in float32 takes H up to 512, in
+            TF32 1024).
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.

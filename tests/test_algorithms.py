@@ -166,12 +166,17 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
     elif hidden <= 1024:
         blocks = -(-hidden // (16 if dtype == torch.float32 else 32))
         room = blocks <= chip.multi_processor_count
-        if dtype == torch.float32 and gates > 3:  # whose backward fills a multiprocessor's memory
+        if dtype == torch.float32 and gates > 3 and not in_tf32():  # fills a multiprocessor's memory
             room = room and hidden <= 512
     else:
         groups = chip.multi_processor_count // -(-hidden // 16)
         room = hidden <= 2048 and dtype != torch.float32 and not is_packed and batch <= 8 * groups
     return None if room else f"has no room on this GPU for hidden_size = {hidden} and batch = {batch}"
+
+
+def in_tf32():
+    """Whether the persistent kernels round float32: where torch lets cuBLAS, on Hopper."""
+    return torch.backends.cuda.matmul.allow_tf32 and CAPABILITY == (9, 0)
 
 
 def assert_refused(op, call, algorithm, reason, **options):
@@ -248,8 +253,9 @@ def forget_exact_results():
     long_results.cache_clear()
 
 
-def assert_every_size(op, dtype, hidden, device, algorithm):
-    ran = 0
+def assert_every_size(op, dtype, hidden, device, algorithm, like=None):
+    """With the errors of the dtype, or of another that it is rounded like. How many sizes ran."""
+    ran, like = 0, like or dtype
     for call, grad_outputs, exact, exact_gradients in exact_results(op.name, dtype, hidden, device):
         length, batch, _ = call.args[0].shape
         if reason := why_not(algorithm, dtype, hidden, batch, device, gates=op.gates):
@@ -261,8 +267,8 @@ def assert_every_size(op, dtype, hidden, device, algorithm):
         outputs, gradients = forward_and_gradients(
             functools.partial(op, algorithm=algorithm), call, grad_outputs
         )
-        assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
-        assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+        assert_errors(outputs, exact, FORWARD[like], f"{what} output")
+        assert_errors(gradients, exact_gradients, BACKWARD[like], f"{what} gradient of argument")
         ran += 1
     return ran
 
@@ -280,6 +286,61 @@ def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
     ran = assert_every_size(op, dtype, hidden, "cuda", algorithm)
     if algorithm == "stepwise":
         assert ran == len(lengths_and_batches(hidden, "cuda"))
+
+
+@pytest.fixture
+def tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+
+
+LIKE_TF32 = torch.float16  # has its 10 bits of mantissa
+
+
+@ops
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("algorithm", [on_gpu("stepwise"), on_gpu("grid")])
+def test_values_and_gradients_in_tf32_at_every_size(op, hidden, algorithm, tf32):
+    assert_every_size(op, torch.float32, hidden, "cuda", algorithm, like=LIKE_TF32)
+
+
+@ops
+@pytest.mark.parametrize("sizes", [None, [40, 40, 9, 9, 1]], ids=["dense", "packed"])
+@pytest.mark.parametrize("algorithm", [on_gpu("stepwise"), on_gpu("grid")])
+def test_float32_is_rounded_to_tf32_where_torch_allows_it_alone(op, sizes, algorithm, monkeypatch):
+    """Seen in the recurrent product: without an input there is no other forward."""
+    call = op.call(Make(torch.float32, "cuda"), 20, 40, 256, sizes=sizes)
+    call.args[0].zero_()
+    exact = call.map(torch.Tensor.double).run(functools.partial(op.loop, sizes=sizes))
+    errors = []
+    for allowed in (False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        outputs = call.run(functools.partial(op, sizes=sizes, algorithm=algorithm))
+        errors.append(max(relative_errors(outputs, exact)))
+    assert errors[0] < FORWARD[torch.float32]
+    if CAPABILITY == (9, 0):
+        assert FORWARD[torch.float32] < errors[1] < FORWARD[LIKE_TF32]
+
+
+@needs_cuda
+@ops
+def test_in_tf32_the_bits_are_the_same_every_time(op, tf32):
+    for batch, hidden in ((67, 128), (40, 512), (9, 1024)):
+        call = op.call(Make(torch.float32, "cuda"), 30, batch, hidden)
+        assert_same_bits_five_times(op, call)
+
+
+@needs_cuda
+@ops
+def test_in_tf32_nan_goes_where_the_reference_has_it(op, tf32):
+    for where, index in ((0, (2, 1)), (1, (1,)), (2, (1,)), (4, (3,))):
+        call = op.call(Make(torch.float32, "cuda"), 6, 9, 64)
+        call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
+        outputs, gradients = forward_and_gradients(op, call)
+        exact, exact_gradients = forward_and_gradients(
+            op.loop, call.map(torch.Tensor.double), cotangents(outputs)
+        )
+        assert_same_nans(outputs, exact, f"{NAMES[where]}, output")
+        assert_same_nans(gradients, exact_gradients, f"{NAMES[where]}, gradient of argument")
 
 
 @ops

@@ -19,21 +19,21 @@ ASK = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// algorithm,chunks,sequences: a variant of more chunks finds no room.
+// algorithm,chunks,sequences,tf32: a variant of more chunks finds no room.
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[12];
+    int n[13];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11]};
+    const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11], n[12] != 0};
     const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[10]; };
     const Chip chip = {n[6], n[7], n[8] != 0};
     const Plan plan = plan_recurrence(problem, chip, static_cast<Algorithm>(n[9]), has_room);
     const GridShape& grid = plan.grid;
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members,
-                grid.groups, grid.rows, plan.why_not.c_str(), plan.variant.on_hopper_only, plan.step.rows,
-                plan.step.parts);
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members,
+                grid.groups, grid.rows, plan.why_not.c_str(), plan.variant.on_hopper_only, plan.variant.tf32,
+                plan.step.rows, plan.step.parts);
   }
 }
 """
@@ -71,6 +71,7 @@ class Answer(NamedTuple):
     rows: int
     why_not: str
     on_hopper_only: bool  # whether the kernel is
+    tf32: bool  # likewise
     step: tuple[int, int]  # rows and parts
 
 
@@ -85,15 +86,16 @@ def question(
     backward=False,
     chunks=99,
     sequences=1,
+    tf32=False,
 ):
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks, sequences)
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks, sequences, tf32)
     return ",".join(str(int(value)) for value in values)
 
 
 def answer(line):
-    algorithm, members, groups, rows, why_not, hopper, *step = line.split("|")
+    algorithm, members, groups, rows, why_not, hopper, tf32, *step = line.split("|")
     sizes = int(members), int(groups), int(rows)
-    return Answer(algorithm, *sizes, why_not, bool(int(hopper)), tuple(map(int, step)))
+    return Answer(algorithm, *sizes, why_not, hopper == "1", tf32 == "1", tuple(map(int, step)))
 
 
 def problems(**more):
@@ -147,6 +149,22 @@ def test_only_hopper_takes_what_is_compiled_for_it_only(plan):
     others = [problem for chip in (A100, L4, newer) for problem in problems(chip=chip)]
     assert not any(found.on_hopper_only for found in plan(*others))
     assert any(found.on_hopper_only for found in plan(*problems()))
+
+
+def test_tf32_is_for_float32_on_hopper_where_it_is_allowed(plan):
+    for more in ({}, {"dense": False}, {"sequences": 2}):
+        assert not any(found.tf32 for found in plan(*problems(**more)))
+        for chip in (A100, L4):
+            assert not any(found.tf32 for found in plan(*problems(chip=chip, tf32=True, **more)))
+        asked = problems(tf32=True, **more)
+        for problem, found in zip(asked, plan(*asked), strict=True):
+            assert found.tf32 == (found.algorithm == "grid" and problem["size"] == 4), problem
+
+
+def test_tf32_has_room_for_four_gates_of_1024_units(plan):
+    problem = {"hidden": 1024, "batch": 8, "size": 4, "gates": 4, "backward": True}
+    ieee, tf32 = plan(problem, {**problem, "tf32": True})
+    assert (ieee.algorithm, tf32.algorithm) == ("stepwise", "grid")
 
 
 def test_what_no_kernel_takes_is_stepwise(plan):

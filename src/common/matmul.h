@@ -214,6 +214,19 @@ inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tenso
 }  // namespace matmul_detail
 #endif
 
+// Whether torch's settings let products of x be rounded to TF32.
+inline bool allows_tf32(const at::Tensor& x) {
+#ifdef LLTM_EXT_WITH_CUDA
+  if (x.is_cuda() && x.scalar_type() == at::kFloat) {
+    const c10::DeviceGuard guard(x.device());
+    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+    TORCH_CUDABLAS_CHECK(cublasGetMathMode(at::cuda::getCurrentCUDABlasHandle(), &mode));
+    return mode == CUBLAS_TF32_TENSOR_OP_MATH;
+  }
+#endif
+  return false;
+}
+
 // ---- the products
 
 // a [M, K] @ b [K, N] (+ bias [N])

@@ -37,7 +37,7 @@ class Backward {
         weights_(memory.weights()),
         grad_cells_(memory.cells()),
         exchanger_(memory.exchanged(grid.rows), place_.in_group(grid, H_)) {
-    load_weights<Shape, kGates, kChunks>(
+    load_weights<Product, Shape, kGates, kChunks>(
         weights_, place_, H_, static_cast<size_t>(8) * kGates * H_,
         [&](int gate, int unit) { return s_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * H_; });
     typename Ahead::template Adder<Place<Shape, kChunks>> adder(ahead_, place_, H_);

@@ -74,7 +74,7 @@ struct Place {
 
 // Loads a warp's weights: for each gate rows g and g + 8 of its 16 units. `row(gate)` is where row g starts,
 // `lower` how far row g + 8 lies from it.
-template <class Shape, int kGates, int kChunks, class Weights, class Position, class Row>
+template <class Product, class Shape, int kGates, int kChunks, class Weights, class Position, class Row>
 __device__ __forceinline__ void load_weights(Weights& weights, const Position& place, int hidden,
                                              size_t lower, Row&& row) {
   const int unit = place.first_unit + place.unit_tile * 16 + place.g;
@@ -87,6 +87,7 @@ __device__ __forceinline__ void load_weights(Weights& weights, const Position& p
       if (c < place.valid && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
       if (c < place.valid && unit + 8 < hidden)
         w.lower = __ldg(reinterpret_cast<const uint4*>(upper + lower));
+      if constexpr (Product::kRounds) w = {Product::round(w.upper), Product::round(w.lower)};
       weights.set(gate, c, w);
     }
   }

@@ -76,7 +76,7 @@ struct KernelOf {
   static constexpr int kPieces = Exchanger<kWay, T, kExchanged, kChunks, 16 * kTiles, kSharers>::kPieces;
   static constexpr int kInRegisters = gates_in_registers(kVariant, Cell::kGates, kPieces);
   using Math = typename MathOf<T>::type;
-  using Product = typename ProductOf<T>::type;
+  using Product = std::conditional_t<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>;
   using type =
       std::conditional_t<kBackward,
                          Backward<Cell, Math, Product, kWay, kTiles, kChunks, kInRegisters, kVariant.general>,
@@ -90,7 +90,8 @@ auto with_kernel(const Variant& wanted, F&& f) {
   if constexpr (i + 1 < std::size(VariantsOf<T>::value)) {
     constexpr Variant v = Found::kVariant;
     const bool is_it = v.algorithm == wanted.algorithm && v.general == wanted.general &&
-                       v.unit_tiles == wanted.unit_tiles && v.chunks == wanted.chunks;
+                       v.unit_tiles == wanted.unit_tiles && v.chunks == wanted.chunks &&
+                       v.tf32 == wanted.tf32;
     return is_it ? f(Found{}) : with_kernel<Cell, T, kBackward, i + 1>(wanted, f);
   } else {
     return f(Found{});

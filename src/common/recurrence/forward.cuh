@@ -43,7 +43,7 @@ class Forward {
         weights_(memory.weights()),
         cells_(memory.cells()),
         exchanger_(memory.exchanged(grid.rows), place_.in_group(grid, H_)) {
-    load_weights<Shape, kGates, kChunks>(
+    load_weights<Product, Shape, kGates, kChunks>(
         weights_, place_, H_, static_cast<size_t>(8) * H_,
         [&](int gate, int unit) { return s_.weight + (static_cast<int64_t>(gate) * H_ + unit) * H_; });
     typename Ahead::template Adder<Place<Shape, kChunks>> adder(ahead_, place_, H_);

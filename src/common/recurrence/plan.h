@@ -18,6 +18,7 @@ struct Variant {
   int unit_tiles;  // of 16 hidden units, a block
   int chunks;      // of 64 bytes, of the reduction, a warp
   bool on_hopper_only = false;
+  bool tf32 = false;  // rounds the float32 that it multiplies
 };
 
 // The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
@@ -31,9 +32,21 @@ constexpr Variant kHalfVariants[] = {
     {Algorithm::kGrid, true, 2, 4},        {Algorithm::kGrid, true, 2, 8},
 };
 constexpr Variant kFloatVariants[] = {
-    {Algorithm::kGrid, false, 1, 2, true}, {Algorithm::kGrid, false, 1, 4, true},
-    {Algorithm::kGrid, false, 1, 8, true}, {Algorithm::kGrid, true, 1, 4},
-    {Algorithm::kGrid, true, 1, 8},        {Algorithm::kCluster, false, 1, 2},
+    // on tensor cores, if TF32 is allowed
+    {Algorithm::kGrid, false, 1, 2, true, true},
+    {Algorithm::kGrid, false, 2, 4, true, true},
+    {Algorithm::kGrid, false, 1, 4, true, true},
+    {Algorithm::kGrid, false, 2, 8, true, true},
+    {Algorithm::kGrid, false, 1, 8, true, true},
+    {Algorithm::kGrid, true, 2, 8, true, true},
+    {Algorithm::kGrid, true, 1, 8, true, true},
+    // IEEE
+    {Algorithm::kGrid, false, 1, 2, true},
+    {Algorithm::kGrid, false, 1, 4, true},
+    {Algorithm::kGrid, false, 1, 8, true},
+    {Algorithm::kGrid, true, 1, 4},
+    {Algorithm::kGrid, true, 1, 8},
+    {Algorithm::kCluster, false, 1, 2},
 };
 
 // A step's product and cell in one kernel: so many rows of the batch a block, and so many blocks that share
@@ -59,6 +72,7 @@ struct Problem {
   bool backward;
   int element_size, gates;
   int sequences = 1;  // of these sizes, side by side in one launch
+  bool tf32 = false;  // products of float32 may be rounded to it
 };
 
 struct Chip {
@@ -77,6 +91,7 @@ inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) /
 inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
   const int units = 16 * v.unit_tiles;
   if (v.on_hopper_only && !chip.hopper) return false;
+  if (v.tf32 && !p.tf32) return false;
   if (p.hidden > kWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
   if (!p.dense && !v.general) return false;
   grid.members = static_cast<int>((p.hidden + units - 1) / units);
@@ -168,7 +183,7 @@ Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted,
       if (wanted != Algorithm::kAuto && wanted != v.algorithm) continue;
       // Backward, weights of four gates, gradients of all and no tensor cores are more than a multiprocessor
       // holds. Who asks for the forward by name wants both.
-      const bool only_forward = problem.element_size == 4 && problem.gates > 3 && v.chunks > 4;
+      const bool only_forward = problem.element_size == 4 && !v.tf32 && problem.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || wanted != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, chip, grid)) continue;
       if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid, step)) continue;

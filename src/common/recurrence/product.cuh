@@ -29,7 +29,7 @@ struct WeightChunk {
 // bfloat16 on tensor cores, exact products summed in float32.
 struct Bfloat16Product {
   using Type = __nv_bfloat16;
-  static constexpr bool kNeedsScratch = false;
+  static constexpr bool kNeedsScratch = false, kRounds = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
@@ -38,10 +38,31 @@ struct Bfloat16Product {
 
 struct Float16Product {
   using Type = __half;
-  static constexpr bool kNeedsScratch = false;
+  static constexpr bool kNeedsScratch = false, kRounds = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
+  }
+};
+
+// float32 rounded to TF32, to 10 bits of its mantissa, on tensor cores. These would cut the bits off.
+struct Tf32Product {
+  using Type = float;
+  static constexpr bool kNeedsScratch = false, kRounds = true;  // the weights, once
+  __device__ static uint4 round(const uint4& x) {
+    return make_uint4(round(x.x), round(x.y), round(x.z), round(x.w));
+  }
+  __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
+    const uint4 b = round(x);
+    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, b.x, b.y);
+    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, b.z, b.w);
+  }
+
+ private:
+  __device__ static unsigned round(unsigned x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
+    return rounded;
   }
 };
 
@@ -50,7 +71,7 @@ struct Float16Product {
 // float32 as IEEE has it, by fused multiply-adds.
 struct IeeeProduct {
   using Type = float;
-  static constexpr bool kNeedsScratch = true;
+  static constexpr bool kNeedsScratch = true, kRounds = false;
 };
 
 // A warp's rows of the weights of kCount gates: what registers have no room for lies in shared memory.

@@ -7,6 +7,7 @@
 
 #include "common/checks.h"
 #include "common/dispatch.h"
+#include "common/matmul.h"
 #include "common/recurrence/engine.h"
 #include "common/recurrence/plan.h"
 #include "common/recurrence/sequence_inputs.h"
@@ -50,7 +51,7 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
              chip->sharedMemPerBlockOptin;
     };
     plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()),
-                            Cell::kGates, static_cast<int>(sequences)},
+                            Cell::kGates, static_cast<int>(sequences), allows_tf32(input)},
                            {chip->major * 10 + chip->minor, chip->multiProcessorCount,
                             kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
                            wanted, has_room);
