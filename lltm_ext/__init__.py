@@ -101,3 +101,6 @@ __all__ = [
     "trunc",
     "trunc_",
 ]
+
+if _portable.in_use:
+    __all__ = [name for name in __all__ if name in globals()]  # so that `import *` asks for no other

@@ -34,21 +34,15 @@ def stand_in(src: Path, folder: Path) -> None:
     texts = [file.read_text() for file in bindings if file.parent.name != "stable"]
     for name in {name for text in texts for name in INCLUDED.findall(text)}:
         header = folder / name
-        header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text('#include "stable/torch.h"\n')
+        if not header.is_file():  # else a build would compile all again
+            header.parent.mkdir(parents=True, exist_ok=True)
+            header.write_text('#include "stable/torch.h"\n')
 
 
 def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     """The arguments of setup() that build the library with this torch's headers."""
-    toolchain.check_host()
-    with_cuda = toolchain.wants_cuda(torch.__version__, torch.version.cuda)
-    cuda = toolchain.find_cuda(torch.version.cuda) if with_cuda else None
-    architectures = toolchain.architectures(cuda.nvcc) if cuda else []
-    os.environ["PATH"] = toolchain.search_path()
+    cuda, architectures = _build.tools(torch)
     os.environ["MAX_JOBS"] = str(toolchain.jobs())
-    if cuda:
-        os.environ["CUDA_HOME"] = str(cuda.home)
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(architectures))
     from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
@@ -82,50 +76,25 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             return "py3", "none", super().get_tag()[2]
 
     make = CUDAExtension if cuda else CppExtension
+    major, minor = _portable.OLDEST_TORCH
     library = make(
         "lltm_ext._C.portable",
         sources(src, cuda is not None),
         include_dirs=[str(src.resolve())],
-        define_macros=_macros(cuda is not None, architectures),
-        extra_compile_args=_flags(src, torch, cuda),
-        extra_link_args=_links(cuda),
+        define_macros=[
+            ("LLTM_EXT_STABLE_ABI", None),
+            ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
+            *_build.macros(cuda, architectures),
+        ],
+        extra_compile_args=_build.flags(src, cuda),
+        # libtorch.so, of which nothing is called, brings libtorch_cuda.so where torch has it.
+        extra_link_args=["-Wl,-s", "-Wl,--no-as-needed", "-ltorch"],
     )
-    library.libraries = ["torch_cpu"]
+    # In the place of all that torch's build would link.
+    library.libraries = ["torch_cpu", *(["cudart_static", "dl", "rt", "pthread"] if cuda else [])]
     return {
         "version": __version__,
         "install_requires": [f"torch>={oldest}"],
         "ext_modules": [library],
         "cmdclass": {"build_ext": BuildLibrary, "bdist_wheel": Wheel},
     }
-
-
-def _macros(cuda: bool, architectures: list[str]) -> list[tuple[str, str | None]]:
-    major, minor = _portable.OLDEST_TORCH
-    macros: list[tuple[str, str | None]] = [
-        ("LLTM_EXT_STABLE_ABI", None),
-        ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
-    ]
-    if cuda:
-        macros += [("LLTM_EXT_WITH_CUDA", None), ("USE_CUDA", None)]
-    if any(architecture.startswith("9.0") for architecture in architectures):
-        macros.append(("LLTM_EXT_SM90A", None))
-    return macros
-
-
-def _flags(src: Path, torch: ModuleType, cuda: toolchain.Cuda | None) -> dict[str, list[str]]:
-    """As _build.py's, and why. No OpenMP: threads are torch's, by its ABI."""
-    roots = (src.resolve().parent, Path(str(torch.__file__)).parent.parent)
-    maps = [f"-ffile-prefix-map={root}/=" for root in roots]
-    nvcc = [*toolchain.smallest_code(cuda.nvcc)] if cuda else []
-    return {
-        "cxx": ["-O3", "-g0", "-fvisibility=hidden", *maps],
-        "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden", *nvcc],
-    }
-
-
-def _links(cuda: toolchain.Cuda | None) -> list[str]:
-    # libtorch.so, of which nothing is called, brings libtorch_cuda.so where torch has it.
-    links = ["-Wl,-s", "-Wl,--no-as-needed", "-ltorch"]
-    if cuda:
-        links += [str(cuda.home / "lib/libcudart_static.a"), "-ldl", "-lrt", "-lpthread"]
-    return links

@@ -425,7 +425,7 @@ def facts(here: Here) -> Iterator[tuple[str, str]]:
     if record:
         compiler = record["compiler"]
         nvcc = f", nvcc {compiler['nvcc']}" if compiler["nvcc"] else ""
-        yield "built for", f"torch {named(record['torch'], record['cuda'])}, Python {record['python']}"
+        yield "built for", _record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
     if here.torch_folder:

@@ -7,7 +7,6 @@ fake tensors.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._library import ops
+from lltm_ext._library import differentiable_gradients, ops
 from lltm_ext.gemm import GemmFunction
 from lltm_ext.lltm import _CellFunction
 from lltm_ext.lltm import _SequenceFunction as LltmSequence
@@ -39,16 +38,12 @@ _ERRORS = {"TypeError: ": TypeError, "ValueError: ": ValueError}
 # ---- errors
 
 
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
-    """Of the library's errors, all RuntimeErrors, makes those that it says they are."""
-    try:
-        yield
-    except RuntimeError as error:
-        for prefix, kind in _ERRORS.items():
-            if str(error).startswith(prefix):
-                raise kind(str(error).removeprefix(prefix)) from None
-        raise
+def typed(error: RuntimeError) -> Exception:
+    """An error of the library, all of whose errors come as RuntimeErrors, as what it says it is."""
+    for prefix, kind in _ERRORS.items():
+        if str(error).startswith(prefix):
+            return kind(str(error).removeprefix(prefix))
+    return error
 
 
 # ---- autograd
@@ -73,8 +68,18 @@ def needs_grad(*args: Any) -> bool:
 
 
 def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd(), typed_errors():
-        return getattr(ops, name)(*args, **kwargs)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(ops, name)(*args, **kwargs)
+    except RuntimeError as error:
+        raise typed(error) from None
+
+
+def apply_of(function: Any) -> Kernel:
+    """``function.apply`` for calls that are under no transform: torch's own first inspects the signature, for
+    defaults, which takes longer than a small op."""
+    apply: Kernel = super(torch.autograd.Function, function).apply
+    return apply
 
 
 def on_autograd(name: str, recorded: Kernel) -> None:
@@ -146,7 +151,7 @@ def writing_out(name: str, refused: Kernel) -> Kernel:
 
 def elementwise(name: str, function: Any) -> None:
     """The three forms of an op of one tensor."""
-    on_autograd(name, function.apply)
+    on_autograd(name, apply_of(function))
     _library.impl(f"{name}_", in_place(name, function), "Autograd")
     _library.impl(f"{name}_out", writing_out(f"{name}_out", refuse(name)), "Autograd")
 
@@ -238,14 +243,16 @@ def gemm(
     activation: str | None = None,
     precision: str = "ieee",
 ) -> Tensor:
-    return GemmFunction.apply(a, b, bias, activation, precision)
+    return apply_of(GemmFunction)(a, b, bias, activation, precision)
 
 
 def lltm_cell(*args: Any) -> tuple[Tensor, Tensor]:
-    return _CellFunction.apply(*args)[:2]
+    return apply_of(_CellFunction)(*args)[:2]
 
 
 def sequence(function: Any) -> Kernel:
+    apply = apply_of(function)
+
     def kernel(
         input: Tensor,
         h0: Tensor,
@@ -258,13 +265,52 @@ def sequence(function: Any) -> Kernel:
         algorithm: str = "auto",
     ) -> tuple[Tensor, ...]:
         tensors = (input, h0, c0, weight_ih, weight_hh, bias)
-        return function.apply(*tensors, batch_sizes, reverse, algorithm)[:3]
+        return apply(*tensors, batch_sizes, reverse, algorithm)[:3]
 
     return kernel
 
 
-def bidirectional(name: str) -> Kernel:
-    """Recorded as two sequences, one after the other."""
+def bidirectional(name: str, sequence_function: Any) -> Kernel:
+    """Both directions of a layer, side by side in one launch where that pays."""
+    forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
+
+    class BothFunction(torch.autograd.Function):
+        """``(batch_sizes, algorithm, split, input, *onward, *reverse)``: ``split`` are not reverse."""
+
+        @staticmethod
+        def forward(
+            ctx: Any, batch_sizes: list[int] | None, algorithm: str, split: int, *inputs: Tensor
+        ) -> tuple[Tensor, ...]:
+            y = forward_op(inputs[0], inputs[1:split], inputs[split:], batch_sizes, algorithm)
+            ctx.batch_sizes, ctx.algorithm, ctx.split = batch_sizes, algorithm, split
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs, y[0], *y[3:6], *y[8:])
+            return *y[:3], *y[5:8]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            inputs, saved, split = ctx.saved_tensors[:-6], ctx.saved_tensors[-6:], ctx.split
+            needed = ctx.needs_input_grad[3:]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            if torch.is_grad_enabled() and any(g is not None for g in grads):
+                found = differentiable_gradients(functools.partial(composed, ctx), inputs, grads)
+            elif any(g is not None for g in grads):
+                of_bias = any(needed[5:split]) or any(needed[split + 4 :])
+                directions = inputs[1:split], inputs[split:]
+                gradients = backward_op(
+                    grads, inputs[0], *directions, saved, ctx.batch_sizes, ctx.algorithm, needed[0], of_bias
+                )
+                given = [*range(split), *range(6, 6 + len(directions[1]))]  # of two biases, one may be none
+                found = [gradients[i] if wanted else None for i, wanted in zip(given, needed, strict=True)]
+            return None, None, None, *found
+
+    def composed(ctx: Any, input: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        directions = others[: ctx.split - 1], others[ctx.split - 1 :]
+        return tuple(
+            y
+            for tensors, reverse in zip(directions, (False, True), strict=True)
+            for y in sequence_function.composed(input, *(*tensors, None)[:5], ctx.batch_sizes, reverse)
+        )
 
     def kernel(
         input: Tensor,
@@ -273,12 +319,7 @@ def bidirectional(name: str) -> Kernel:
         batch_sizes: list[int] | None = None,
         algorithm: str = "auto",
     ) -> list[Tensor]:
-        check_on_meta(f"{name}_bidirectional", (input, onward, reverse, batch_sizes, algorithm))
-        found: list[Tensor] = []
-        for direction, backwards in ((onward, False), (reverse, True)):
-            *tensors, bias = (*direction, None)[:5]
-            found += getattr(ops, name)(input, *tensors, bias, batch_sizes, backwards, algorithm)
-        return found
+        return list(BothFunction.apply(batch_sizes, algorithm, 1 + len(onward), input, *onward, *reverse))
 
     return kernel
 
@@ -293,8 +334,8 @@ _RECORDED: dict[str, Kernel] = {
     "lltm_cell": lltm_cell,
     "lltm": sequence(LltmSequence),
     "lstm": sequence(LstmSequence),
-    "lltm_bidirectional": bidirectional("lltm"),
-    "lstm_bidirectional": bidirectional("lstm"),
+    "lltm_bidirectional": bidirectional("lltm", LltmSequence),
+    "lstm_bidirectional": bidirectional("lstm", LstmSequence),
 }
 for _name, _recorded in _RECORDED.items():
     on_autograd(_name, _recorded)
@@ -512,8 +553,11 @@ def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None 
     check_devices(name, args)
     if any(has_free_symbols(x) for x in tensors_of(args)):
         return  # whose sizes the library cannot see; it checks them when it runs
-    with _disable_current_modes(), typed_errors():
-        getattr(torch.ops.lltm_ext_checks, name)(*meta(args), **(kwargs or {}))
+    try:
+        with _disable_current_modes():
+            getattr(torch.ops.lltm_ext_checks, name)(*meta(args), **(kwargs or {}))
+    except RuntimeError as error:
+        raise typed(error) from None
 
 
 def on_fake(name: str, shapes: Kernel) -> None:

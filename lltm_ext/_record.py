@@ -34,25 +34,22 @@ def read() -> dict[str, Any]:
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built; else the portable one's."""
-    builds = os.environ.get("LLTM_EXT_JIT") == "1"
-    try:
-        record = check(torch)
-        if "portable" not in record:
-            return record
-        if not builds:
-            _portable.load(torch)
-            return record
-    except ImportError:
-        if not builds:
-            raise
-    from lltm_ext import _toolchain, jit
+    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built; else the portable one."""
+    if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
+        from lltm_ext import _toolchain, jit
 
-    try:
-        jit.use(jit.build())
-    except _toolchain.ToolchainError as error:
-        raise ImportError(f"lltm_ext: {error}") from error
-    return check(torch)
+        try:
+            jit.use(jit.build())
+        except _toolchain.ToolchainError as error:
+            raise ImportError(f"lltm_ext: {error}") from error
+    record = check(torch)
+    if "portable" in record:
+        _portable.load(torch)
+    return record
+
+
+def modules_fit(torch: ModuleType) -> bool:
+    return FILE.is_file() and _problem(read(), torch) is None
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
@@ -80,13 +77,16 @@ def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
 
 
 def _message(record: dict[str, Any], here: str) -> str:
-    built = f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
-    if "portable" in record:
-        built = f"torch {record['torch']} and newer"
     return (
-        f"lltm_ext {record['version']} was built for {built}; {here}. Run: {_remedy(record)}  "
+        f"lltm_ext {record['version']} was built for {built_for(record)}; {here}. Run: {_remedy(record)}  "
         "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
     )
+
+
+def built_for(record: dict[str, Any]) -> str:
+    if "portable" in record:
+        return f"torch {record['torch']} and newer, any Python"
+    return f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
 def _remedy(record: dict[str, Any]) -> str:

@@ -32,11 +32,12 @@ Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weig
 def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Function]:
     """The Function of the op ``lltm_ext::<name>``, with its arguments.
 
-    ``reference`` is the op in pure PyTorch, which second derivatives under torch.func are those of.
+    ``reference`` is the op in pure PyTorch, which second derivatives under torch.func are those of. Composed
+    of it, the sequence is the Function's ``composed``.
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    def composed(
+    def by_reference(
         input: Tensor,
         h0: Tensor,
         c0: Tensor,
@@ -63,6 +64,8 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
     class SequenceFunction(torch.autograd.Function):
         """``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
 
+        composed = staticmethod(by_reference)
+
         @staticmethod
         def forward(*args: Any) -> tuple[Tensor, ...]:
             return forward_op(*args)
@@ -83,7 +86,7 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
                 return (None,) * 9
             how: list[Any] = [ctx.batch_sizes, ctx.reverse]
             if torch.is_grad_enabled():
-                found = differentiable_gradients(lambda *x: composed(*x, *how), inputs, grads)
+                found = differentiable_gradients(lambda *x: by_reference(*x, *how), inputs, grads)
                 return (*found, None, None, None)
             saved = (*inputs[:5], output, gates, extra)
             of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]

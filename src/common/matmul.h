@@ -28,18 +28,21 @@ namespace lltm_ext {
 // ---- oneDNN
 
 #ifdef LLTM_EXT_STABLE_ABI
-// Out of reach: its op takes a list of Scalars.
+// Out of the stable ABI's reach: the op takes a list of Scalars.
 inline at::Tensor onednn_product(const at::Tensor&, const at::Tensor&,
                                  const std::optional<at::Tensor>& = std::nullopt) {
   return {};
 }
+inline at::Tensor product_in(at::ScalarType type, const at::Tensor& a, const at::Tensor& b) {
+  return at::mm(a, b, type);
+}
 #else
 using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias, c10::string_view activation,
-                                c10::List<std::optional<at::Scalar> > scalars,
+                                c10::List<std::optional<at::Scalar>> scalars,
                                 std::optional<c10::string_view> algorithm);
 
-inline std::optional<c10::TypedOperatorHandle<OneDnnLinear> > find_onednn_linear() {
+inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear() {
   const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   if (!op) return std::nullopt;
   return op->typed<OneDnnLinear>();
@@ -56,14 +59,18 @@ inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias = std::nullopt) {
   static const auto linear = find_onednn_linear();
   if (!linear || !onednn_pays(a, b)) return {};
-  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar> >(), "");
+  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
+// For what neither oneDNN nor cuBLAS takes.
+inline at::Tensor product_in(at::ScalarType, const at::Tensor& a, const at::Tensor& b) {
+  return at::mm(a, b);
+}
 #endif
 
 // ---- cuBLAS
 
-// Not by the stable ABI: a library that links to one cuBLAS is not for every CUDA.
+// Not in a portable build: linked to one cuBLAS, the library would not be for every CUDA.
 #if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
 #define LLTM_EXT_WITH_CUBLAS
 namespace matmul_detail {
@@ -258,11 +265,7 @@ class Matmul {
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
       accumulate ? to.add_(product) : to.copy_(product);
     } else if (out.scalar_type() != a.scalar_type()) {
-#ifdef LLTM_EXT_STABLE_ABI
-      const at::Tensor wide = at::mm(a, b, out.scalar_type());
-#else
-      const at::Tensor wide = at::mm(a, b);
-#endif
+      const at::Tensor wide = product_in(out.scalar_type(), a, b);
       accumulate ? to.add_(wide) : to.copy_(wide);
     } else if (accumulate) {
       to.addmm_(a, b);

@@ -1,6 +1,6 @@
 // Errors of the bindings as torch's headers have them. A stable library can only throw what the C++ library
 // has, and torch makes RuntimeErrors of all of it: so the other types travel as a prefix of the message,
-// which lltm_ext/_portable.py takes off.
+// which lltm_ext/_portable_rules.py takes off.
 #pragma once
 
 #include <torch/csrc/stable/device.h>

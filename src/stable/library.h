@@ -1,5 +1,5 @@
 // Registration with the dispatcher, on the stable C ABI: definitions and their kernels for every backend.
-// Gradients, casts and shapes of traced graphs are registered by lltm_ext/_portable.py.
+// Gradients, casts and shapes of traced graphs are registered by lltm_ext/_portable_rules.py.
 #pragma once
 
 #include <string>

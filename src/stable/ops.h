@@ -15,6 +15,7 @@
 #include "stable/tensor.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
+#include <cublas_v2.h>
 #include <cuda_runtime.h>
 #endif
 
@@ -23,13 +24,15 @@ AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle a, A
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle a,
                                         AtenTensorHandle b, double beta, double alpha);
 #ifdef LLTM_EXT_WITH_CUDA
-// Weak, so that the library loads beside a torch without CUDA too.
+// Weak, so that the library loads beside a torch without CUDA too, and links to no cuBLAS: torch's answers.
 __attribute__((weak)) AOTITorchError aoti_torch_cuda_mm_out(AtenTensorHandle out, AtenTensorHandle a,
                                                             AtenTensorHandle b);
 __attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle x,
                                                                AtenTensorHandle a, AtenTensorHandle b,
                                                                double beta, double alpha);
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+__attribute__((weak)) AOTITorchError torch_get_current_cuda_blas_handle(void** handle);
+__attribute__((weak)) cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t* mode);
 #endif
 }
 
@@ -134,10 +137,18 @@ inline cudaStream_t getCurrentCUDAStream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline cublasHandle_t getCurrentCUDABlasHandle() {
+  void* handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  return static_cast<cublasHandle_t>(handle);
+}
+#define TORCH_CUDABLAS_CHECK(call) TORCH_CHECK((call) == CUBLAS_STATUS_SUCCESS, #call " failed")
+
 inline const cudaDeviceProp* getDeviceProperties(int device) {
   static const std::vector<cudaDeviceProp> all = [] {
     int count = 0;
-    TORCH_CHECK(cudaGetDeviceCount(&count) == cudaSuccess, "lltm_ext: no CUDA devices");
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    TORCH_CHECK(error == cudaSuccess, "lltm_ext: no CUDA device is usable: ", cudaGetErrorString(error));
     std::vector<cudaDeviceProp> found(count);
     for (int i = 0; i < count; ++i) cudaGetDeviceProperties(&found[i], i);
     return found;
@@ -170,7 +181,7 @@ class DeviceGuard {
 };
 
 // The bindings' guard against recording and casting, as far as the ABI goes: gradients. Autocast is switched
-// off where the ops are entered (lltm_ext/_portable.py).
+// off where the ops are entered (lltm_ext/_portable_rules.py).
 struct AutoDispatchBelowADInplaceOrView {
   AutoDispatchBelowADInplaceOrView() : enabled(aoti_torch_grad_mode_is_enabled()) {
     aoti_torch_grad_mode_set_enabled(false);

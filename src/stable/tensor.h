@@ -39,7 +39,7 @@ constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat 
 constexpr Layout kStrided = Layout::Strided;
 
 // The stable ABI has no symbolic sizes: shapes of traced graphs are computed in Python
-// (lltm_ext/_portable.py).
+// (lltm_ext/_portable_rules.py).
 using IntArrayRef = ArrayRef<int64_t>;
 using SymIntArrayRef = IntArrayRef;
 using OptionalIntArrayRef = std::optional<IntArrayRef>;
