@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._library import differentiable_gradients, ops
-from lltm_ext.gemm import GemmFunction
+from lltm_ext.gemm import _Product
 from lltm_ext.lltm import _CellFunction
 from lltm_ext.lltm import _SequenceFunction as LltmSequence
 from lltm_ext.lstm import _SequenceFunction as LstmSequence
@@ -243,7 +243,7 @@ def gemm(
     activation: str | None = None,
     precision: str = "ieee",
 ) -> Tensor:
-    return apply_of(GemmFunction)(a, b, bias, activation, precision)
+    return apply_of(_Product)(a, b, bias, activation, precision)[0]
 
 
 def lltm_cell(*args: Any) -> tuple[Tensor, Tensor]:
