@@ -3,6 +3,7 @@
 All that does not depend on torch stands in pyproject.toml.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ SRC = Path("src")  # relative, as an sdist's list of files wants it
 # A package of its path alone: lltm_ext/__init__.py loads the modules, which are yet to be built.
 package = sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
 package.__path__ = [str(ROOT / "lltm_ext")]
-from lltm_ext import _build, _toolchain  # noqa: E402
+from lltm_ext import _build, _build_portable, _toolchain  # noqa: E402
 from lltm_ext._version import __version__ as VERSION  # noqa: E402
 
 
@@ -53,8 +54,9 @@ def arguments():
     except ImportError as error:
         needed = 'torch ninja "cuda-toolkit[nvcc,crt,nvvm,cccl]"'
         return without_modules(f"the build needs torch ({error}). Run: python -m pip install {needed}")
+    portable = os.environ.get("LLTM_EXT_PORTABLE") == "1"
     try:
-        return _build.against(torch, SRC)
+        return (_build_portable if portable else _build).against(torch, SRC)
     except _toolchain.ToolchainError as error:
         return without_modules(str(error))
 

@@ -15,8 +15,7 @@ from lltm_ext._record import provide as _provide
 # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
 __version__: str = _provide(torch)["version"]
 
-from lltm_ext.elementwise import elementwise
-from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
+from lltm_ext import _portable
 from lltm_ext.gemm import GemmFunction, Linear, gemm
 from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
 from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
@@ -44,7 +43,13 @@ from lltm_ext.round import (
     trunc_,
 )
 from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
-from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
+
+if _portable.in_use:  # which lacks the others, and says so when they are asked for
+    from lltm_ext import _portable_rules as _portable_rules
+else:
+    from lltm_ext.elementwise import elementwise
+    from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
+    from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
 
 __all__ = [
     "LLTM",
@@ -96,3 +101,6 @@ __all__ = [
     "trunc",
     "trunc_",
 ]
+
+if _portable.in_use:
+    __all__ = [name for name in __all__ if name in globals()]  # so that `import *` asks for no other

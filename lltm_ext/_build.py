@@ -61,60 +61,69 @@ def record(
     }
 
 
-def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, architectures: list[str]) -> Any:
-    """`make` is torch's CUDAExtension or CppExtension. No -std: torch knows the one that its headers need."""
-    site = Path(str(sys.modules["torch"].__file__)).parent.parent
-    macros = [("AT_PER_OPERATOR_HEADERS", None)]  # torch's headers include no ops but those they use
+def tools(torch: ModuleType) -> tuple[toolchain.Cuda | None, list[str]]:
+    """The CUDA compiler, if any, and the architectures to compile for. torch's build reads them in the
+    environment, as soon as cpp_extension is imported."""
+    toolchain.check_host()
+    with_cuda = toolchain.wants_cuda(torch.__version__, torch.version.cuda)
+    cuda = toolchain.find_cuda(torch.version.cuda) if with_cuda else None
+    architectures = toolchain.architectures(cuda.nvcc) if cuda else []
+    os.environ["PATH"] = toolchain.search_path()
     if cuda:
-        macros.append(("LLTM_EXT_WITH_CUDA", None))
+        os.environ["CUDA_HOME"] = str(cuda.home)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(architectures))
+    return cuda, architectures
+
+
+def macros(cuda: toolchain.Cuda | None, architectures: list[str]) -> list[tuple[str, str | None]]:
+    found: list[tuple[str, str | None]] = []
+    if cuda:
+        found.append(("LLTM_EXT_WITH_CUDA", None))
     if any(architecture.startswith("9.0") for architecture in architectures):
-        macros.append(("LLTM_EXT_SM90A", None))
-    root = src.resolve()
+        found.append(("LLTM_EXT_SM90A", None))
+    return found
+
+
+def flags(src: Path, cuda: toolchain.Cuda | None) -> dict[str, list[str]]:
+    """No -std: torch knows the one that its headers need.
+
+    -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
+    The maps keep the paths of this folder and of torch's out of the modules' error messages.
+    """
+    folders = (src.resolve().parent, Path(str(sys.modules["torch"].__file__)).parent.parent)
+    maps = [f"-ffile-prefix-map={folder}/=" for folder in folders]
+    smallest = toolchain.smallest_code(cuda.nvcc) if cuda else []
+    return {
+        "cxx": ["-O3", "-g0", "-fvisibility=hidden", *maps],
+        "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden", *smallest],
+    }
+
+
+def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, architectures: list[str]) -> Any:
+    """`make` is torch's CUDAExtension or CppExtension."""
+    root = str(src.resolve())
+    compile_args = flags(src, cuda)
+    # -fopenmp: without it at::parallel_for runs on one thread.
+    # The assembler's -I: src/elementwise embeds headers, for the compiler of ops made at run time.
+    compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{root}"]
     return make(
         f"lltm_ext._C.{op}",
         sources(src, op, cuda is not None),
-        include_dirs=[str(root)],
-        define_macros=macros,
-        extra_compile_args={
-            # -g0: Python's own flags may carry -g, which makes a module of 0.3 MB one of 11 MB.
-            # The maps keep the paths of this folder and of torch's out of the modules' error messages.
-            # -fopenmp: without it at::parallel_for runs on one thread.
-            # The assembler's -I: src/elementwise embeds headers, for the compiler of ops made at run time.
-            "cxx": [
-                "-O3",
-                "-g0",
-                "-fopenmp",
-                "-fvisibility=hidden",
-                f"-ffile-prefix-map={root.parent}/=",
-                f"-ffile-prefix-map={site}/=",
-                f"-Wa,-I{root}",
-            ],
-            "nvcc": [
-                "-O3",
-                "-Xcompiler=-fvisibility=hidden",
-                *(toolchain.smallest_code(cuda.nvcc) if cuda else []),
-            ],
-        },
+        include_dirs=[root],
+        # Per operator: torch's headers include no ops but those they use.
+        define_macros=[("AT_PER_OPERATOR_HEADERS", None), *macros(cuda, architectures)],
+        extra_compile_args=compile_args,
         extra_link_args=["-Wl,-s", "-fopenmp"],
     )
 
 
 def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     """The arguments of setup() that build the modules of `src` against this torch."""
-    toolchain.check_host()
-    with_cuda = toolchain.wants_cuda(torch.__version__, torch.version.cuda)
-    cuda = toolchain.find_cuda(torch.version.cuda) if with_cuda else None
-    architectures = toolchain.architectures(cuda.nvcc) if cuda else []
+    cuda, architectures = tools(torch)
     modules = ops(src)
     jobs = toolchain.jobs()
     at_once = min(jobs, len(modules), MODULES_AT_ONCE)
-
-    # torch reads these as soon as cpp_extension is imported.
-    os.environ["PATH"] = toolchain.search_path()
     os.environ["MAX_JOBS"] = str(jobs // at_once)
-    if cuda:
-        os.environ["CUDA_HOME"] = str(cuda.home)
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(architectures))
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     torch_minor = toolchain.minor(torch.__version__)

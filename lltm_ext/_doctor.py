@@ -110,7 +110,7 @@ def look_at_record(here: Here) -> None:
         here.record = _record.read()
         if here.torch is not None:
             cuda = SimpleNamespace(cuda=here.torch_cuda)
-            _record.check(SimpleNamespace(__version__=here.torch, version=cuda))  # type: ignore[arg-type]
+            here.record = _record.check(SimpleNamespace(__version__=here.torch, version=cuda))  # type: ignore[arg-type]
     except ImportError as error:
         here.unfit = str(error)
     except (ValueError, KeyError) as error:
@@ -122,7 +122,8 @@ def look_at_modules(here: Here) -> None:
     modules: dict[str, str | None] = {} if here.torch_folder is None else {"torch": None}
     if modules and here.record is not None and here.unfit is None:
         folder = _record.PACKAGE / "_C"
-        for op in sorted(stub.stem for stub in folder.glob("*.pyi")):
+        portable = "portable" in here.record
+        for op in [] if portable else sorted(stub.stem for stub in folder.glob("*.pyi")):
             file = folder / f"{op}.{here.record['python']}.so"
             if file.is_file():
                 modules[f"lltm_ext._C.{op}"] = str(file)
@@ -424,7 +425,7 @@ def facts(here: Here) -> Iterator[tuple[str, str]]:
     if record:
         compiler = record["compiler"]
         nvcc = f", nvcc {compiler['nvcc']}" if compiler["nvcc"] else ""
-        yield "built for", f"torch {named(record['torch'], record['cuda'])}, Python {record['python']}"
+        yield "built for", _record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
     if here.torch_folder:

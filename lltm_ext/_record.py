@@ -13,55 +13,80 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lltm_ext import _portable
+
 PACKAGE = Path(__file__).resolve().parent
 FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules were built from and for: see `record` in _build.py."""
-    if not FILE.is_file():
-        raise ImportError(
-            f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
-            f"Run: cd {PACKAGE.parent} && python setup.py develop  "
-            "(or import from another folder, if you meant the installed lltm_ext)"
-        )
-    record: dict[str, Any] = json.loads(FILE.read_text())
-    return record
+    """What the modules, or the portable library, were built from and for: see `record` in _build.py."""
+    if FILE.is_file():
+        record: dict[str, Any] = json.loads(FILE.read_text())
+        return record
+    if _portable.RECORD.is_file():
+        return _portable.read()
+    raise ImportError(
+        f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
+        f"Run: cd {PACKAGE.parent} && python setup.py develop  "
+        "(or import from another folder, if you meant the installed lltm_ext)"
+    )
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; where there are none and LLTM_EXT_JIT=1, of some built at run time."""
-    try:
-        return check(torch)
-    except ImportError:
-        if os.environ.get("LLTM_EXT_JIT") != "1":
-            raise
-    from lltm_ext import _toolchain, jit
+    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built; else the portable one."""
+    if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
+        from lltm_ext import _toolchain, jit
 
-    try:
-        jit.use(jit.build())
-    except _toolchain.ToolchainError as error:
-        raise ImportError(f"lltm_ext: {error}") from error
-    return check(torch)
-
-
-def check(torch: ModuleType) -> dict[str, Any]:
-    """The record, or an ImportError that says what was built for, what is here and which command mends it."""
-    record = read()
-    if f".{record['python']}.so" not in EXTENSION_SUFFIXES:
-        raise ImportError(_message(record, f"this Python loads *{EXTENSION_SUFFIXES[0]}"))
-    built, here = record["torch"], str(torch.__version__)
-    if _minor(built) != _minor(here) or _major(record["cuda"]) not in (None, _major(torch.version.cuda)):
-        raise ImportError(_message(record, f"this is {_named(here, torch.version.cuda)}"))
+        try:
+            jit.use(jit.build())
+        except _toolchain.ToolchainError as error:
+            raise ImportError(f"lltm_ext: {error}") from error
+    record = check(torch)
+    if "portable" in record:
+        _portable.load(torch)
     return record
 
 
+def modules_fit(torch: ModuleType) -> bool:
+    return FILE.is_file() and _problem(read(), torch) is None
+
+
+def check(torch: ModuleType) -> dict[str, Any]:
+    """The record of what fits: the modules, else the portable library. Else an ImportError that says what was
+    built for, what is here and which command mends it."""
+    record = read()
+    problem = _problem(record, torch)
+    if problem is None:
+        return record
+    if _portable.fits(torch):
+        return _portable.read()
+    raise ImportError(_message(record, problem))
+
+
+def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
+    """What is here, where the modules do not fit it."""
+    built, here = record["torch"], str(torch.__version__)
+    if "portable" in record:
+        return None if _portable.fits(torch) else f"this is {_named(here, torch.version.cuda)}"
+    if f".{record['python']}.so" not in EXTENSION_SUFFIXES:
+        return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
+    if _minor(built) != _minor(here) or _major(record["cuda"]) not in (None, _major(torch.version.cuda)):
+        return f"this is {_named(here, torch.version.cuda)}"
+    return None
+
+
 def _message(record: dict[str, Any], here: str) -> str:
-    built = f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
     return (
-        f"lltm_ext {record['version']} was built for {built}; {here}. Run: {_remedy(record)}  "
+        f"lltm_ext {record['version']} was built for {built_for(record)}; {here}. Run: {_remedy(record)}  "
         "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
     )
+
+
+def built_for(record: dict[str, Any]) -> str:
+    if "portable" in record:
+        return f"torch {record['torch']} and newer, any Python"
+    return f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
 def _remedy(record: dict[str, Any]) -> str:
@@ -73,6 +98,8 @@ def _remedy(record: dict[str, Any]) -> str:
 
 def torch_command(record: dict[str, Any]) -> str:
     """Installs a torch that the modules fit."""
+    if "portable" in record:
+        return f'python -m pip install --upgrade "torch>={record["torch"]}"'
     torch = f'python -m pip install "torch=={_minor(record["torch"])}.*"'
     if record["cuda"] is None:
         return torch

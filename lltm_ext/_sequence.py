@@ -30,30 +30,50 @@ Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weig
 
 
 def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Function]:
-    """The Function of the op ``lltm_ext::<name>``: (input, h0, c0, weight_ih, weight_hh, bias, algorithm).
+    """The Function of the op ``lltm_ext::<name>``, with its arguments.
 
-    ``reference`` is the op in pure PyTorch, which second derivatives under torch.func are those of.
+    ``reference`` is the op in pure PyTorch, which second derivatives under torch.func are those of. Composed
+    of it, the sequence is the Function's ``composed``.
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    def composed(
-        input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None
+    def by_reference(
+        input: Tensor,
+        h0: Tensor,
+        c0: Tensor,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias: Tensor | None,
+        batch_sizes: list[int] | None,
+        reverse: bool,
     ) -> Outputs:
-        output, (h_n, c_n) = reference(input, (h0, c0), weight_ih, weight_hh, bias)
-        return output, h_n, c_n
+        """By the reference: all steps at once, or one by one where the rows differ."""
+        weights = (weight_ih, weight_hh, bias)
+        if batch_sizes is None:
+            output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
+            return output.flip(0) if reverse else output, h_n, c_n
+        order = slice(None, None, -1 if reverse else 1)
+        outputs = []
+        for step in input.split(batch_sizes)[order]:
+            n = len(step)
+            rows, (h, c) = reference(step[None], (h0[:n], c0[:n]), *weights)
+            h0, c0 = torch.cat([h, h0[n:]]), torch.cat([c, c0[n:]])
+            outputs.append(rows[0])
+        return torch.cat(outputs[order]) if outputs else input.new_zeros(0, h0.shape[1]), h0, c0
 
     class SequenceFunction(torch.autograd.Function):
         """``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
 
+        composed = staticmethod(by_reference)
+
         @staticmethod
         def forward(*args: Any) -> tuple[Tensor, ...]:
-            *tensors, algorithm = args
-            return forward_op(*tensors, None, False, algorithm)
+            return forward_op(*args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             y, _, _, gates, extra = output
-            *tensors, ctx.algorithm = inputs
+            *tensors, ctx.batch_sizes, ctx.reverse, ctx.algorithm = inputs
             ctx.mark_non_differentiable(gates, extra)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, y, gates, extra)
@@ -63,13 +83,15 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
             *inputs, output, gates, extra = ctx.saved_tensors
             grads = grad_outputs[:3]
             if all(g is None for g in grads):
-                return (None,) * 7
+                return (None,) * 9
+            how: list[Any] = [ctx.batch_sizes, ctx.reverse]
             if torch.is_grad_enabled():
-                return (*differentiable_gradients(composed, inputs, grads), None)
-            *states_and_weights, bias = inputs
-            saved = (*states_and_weights, output, gates, extra)
-            gradients = backward_op(*grads, *saved, None, False, ctx.algorithm, True, bias is not None)
-            return (*gradients[:5], None if bias is None else gradients[5], None)
+                found = differentiable_gradients(lambda *x: by_reference(*x, *how), inputs, grads)
+                return (*found, None, None, None)
+            saved = (*inputs[:5], output, gates, extra)
+            of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, of_input, of_bias)
+            return (first if of_input else None, *others, last if of_bias else None, None, None, None)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -102,7 +124,8 @@ def sequence_op(name: str, function: type[torch.autograd.Function]) -> Callable[
                 f"{name.upper()}: expected a padded input under torch.func transforms, got a PackedSequence"
             )
         steps = input.flip(0) if reverse else input
-        output, h_n, c_n, *_ = function.apply(steps, h0, c0, weight_ih, weight_hh, bias, algorithm)
+        tensors = (steps, h0, c0, weight_ih, weight_hh, bias)
+        output, h_n, c_n, *_ = function.apply(*tensors, None, False, algorithm)
         return output.flip(0) if reverse else output, h_n, c_n
 
     torch.library.register_vmap(f"lltm_ext::{name}", vmap_rows(op, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))

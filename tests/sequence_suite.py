@@ -204,7 +204,8 @@ class SequenceSuite(SmoothSuite):
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
         """What the function takes under torch.func's transforms."""
-        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, "auto")
+        steps = (None, False)  # no batch_sizes, not reversed
+        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, *steps, "auto")
         return output, (h_n, c_n)
 
     def dispatcher_calls(self, call):

@@ -1,6 +1,7 @@
 // A backward that can be differentiated again: autograd's own, of the op composed of torch's ops.
 #pragma once
 
+#ifndef LLTM_EXT_STABLE_ABI
 #include <torch/csrc/autograd/autograd.h>
 
 namespace lltm_ext {
@@ -41,3 +42,4 @@ inline bool any_defined(const torch::autograd::variable_list& tensors) {
 }
 
 }  // namespace lltm_ext
+#endif

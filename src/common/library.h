@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#ifndef LLTM_EXT_STABLE_ABI
+#include <torch/csrc/autograd/custom_function.h>
 
 // Two functions of <ATen/autocast_mode.h>, which would bring in the headers of all of torch's ops: a fifth of
 // the time that a binding takes to compile.
@@ -11,15 +13,23 @@ namespace at::autocast {
 TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& x, DeviceType device_type);
 }  // namespace at::autocast
+#endif
 
 namespace lltm_ext {
 
 // One function serves every backend: its own checks name what it does not take, and on Meta (fake) tensors
 // it checks and allocates but runs no kernel.
-template <typename F>
-void implement(torch::Library& m, const char* op, F* function) {
+template <auto function>
+void implement(torch::Library& m, const char* op) {
+#ifdef LLTM_EXT_STABLE_ABI
+  m.impl<function>(op);
+#else
   m.impl(op, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
+#endif
 }
+
+// A portable build, on the stable ABI, registers what follows from Python (lltm_ext/_portable_rules.py).
+#ifndef LLTM_EXT_STABLE_ABI
 
 template <typename F>
 void implement_autograd(torch::Library& m, const char* op, F* function) {
@@ -71,5 +81,6 @@ template <typename... Tensors>
 bool any_needs_grad(const Tensors&... tensors) {
   return (may_be_recorded(tensors) && ...) && (needs_grad(tensors) || ...);
 }
+#endif
 
 }  // namespace lltm_ext

@@ -27,6 +27,16 @@ namespace lltm_ext {
 
 // ---- oneDNN
 
+#ifdef LLTM_EXT_STABLE_ABI
+// Out of the stable ABI's reach: the op takes a list of Scalars.
+inline at::Tensor onednn_product(const at::Tensor&, const at::Tensor&,
+                                 const std::optional<at::Tensor>& = std::nullopt) {
+  return {};
+}
+inline at::Tensor product_in(at::ScalarType type, const at::Tensor& a, const at::Tensor& b) {
+  return at::mm(a, b, type);
+}
+#else
 using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias, c10::string_view activation,
                                 c10::List<std::optional<at::Scalar>> scalars,
@@ -52,9 +62,17 @@ inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
   return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
+// For what neither oneDNN nor cuBLAS takes.
+inline at::Tensor product_in(at::ScalarType, const at::Tensor& a, const at::Tensor& b) {
+  return at::mm(a, b);
+}
+#endif
+
 // ---- cuBLAS
 
-#ifdef LLTM_EXT_WITH_CUDA
+// Not in a portable build: linked to one cuBLAS, the library would not be for every CUDA.
+#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
+#define LLTM_EXT_WITH_CUBLAS
 namespace matmul_detail {
 
 // A matrix as cuBLAS sees it, whose matrices lie column by column: ours are their transposes.
@@ -228,7 +246,7 @@ inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::op
 class Matmul {
  public:
   explicit Matmul(const at::Tensor& like) {
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
     if (like.is_cuda()) handle_ = at::cuda::getCurrentCUDABlasHandle();
 #endif
   }
@@ -237,7 +255,7 @@ class Matmul {
   void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   bool accumulate = false) const {
     if (out.numel() == 0) return;
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
     if (a.is_cuda() && a.size(1) > 0 &&
         matmul_detail::cublas(handle_, out, a, b, accumulate, last_, chosen_)) {
       return;
@@ -247,7 +265,8 @@ class Matmul {
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
       accumulate ? to.add_(product) : to.copy_(product);
     } else if (out.scalar_type() != a.scalar_type()) {
-      accumulate ? to.add_(at::mm(a, b)) : to.copy_(at::mm(a, b));
+      const at::Tensor wide = product_in(out.scalar_type(), a, b);
+      accumulate ? to.add_(wide) : to.copy_(wide);
     } else if (accumulate) {
       to.addmm_(a, b);
     } else {
@@ -256,7 +275,7 @@ class Matmul {
   }
 
  private:
-#ifdef LLTM_EXT_WITH_CUDA
+#ifdef LLTM_EXT_WITH_CUBLAS
   cublasHandle_t handle_ = nullptr;
   mutable matmul_detail::Chosen::Key last_ = {};
   mutable std::unique_ptr<matmul_detail::Chosen> chosen_;

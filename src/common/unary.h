@@ -11,7 +11,10 @@
 #pragma once
 
 #include <ATen/native/Resize.h>
+
+#ifndef LLTM_EXT_STABLE_ABI
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#endif
 
 #include <string>
 
@@ -24,9 +27,6 @@ namespace lltm_ext {
 
 template <class Op, typename... P>
 struct UnaryOps {
-  using Context = torch::autograd::AutogradContext;
-  using Variables = torch::autograd::variable_list;
-
   static void check(const at::Tensor& input, P... parameters) {
     check_device(Op::kName, "input", input);
     check_type(Op::kName, "input", input, Op::kTypes);
@@ -56,6 +56,10 @@ struct UnaryOps {
     if (!out.is_meta()) at::assert_no_internal_overlap(out);
     Op::run(out, input, parameters...);
   }
+
+#ifndef LLTM_EXT_STABLE_ABI
+  using Context = torch::autograd::AutogradContext;
+  using Variables = torch::autograd::variable_list;
 
   // ---- The same from the top of the dispatcher.
 
@@ -129,6 +133,7 @@ struct UnaryOps {
   static void note_change(const at::Tensor& x) {
     if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }
+#endif
 
   static void define(torch::Library& m) {
     const std::string op = Op::kName, parameters = Op::kParameters;
@@ -138,12 +143,14 @@ struct UnaryOps {
     m.def((in_place_name + "(Tensor(a!) input" + parameters + ") -> ()").c_str(), tags);
     m.def((out_name + "(Tensor input" + without_defaults(parameters) + ", Tensor(a!) out) -> ()").c_str(),
           tags);
-    implement(m, op.c_str(), forward);
-    implement(m, in_place_name.c_str(), in_place);
-    implement(m, out_name.c_str(), forward_out);
+    implement<forward>(m, op.c_str());
+    implement<in_place>(m, in_place_name.c_str());
+    implement<forward_out>(m, out_name.c_str());
+#ifndef LLTM_EXT_STABLE_ABI
     implement_autograd(m, op.c_str(), forward_autograd);
     implement_autograd(m, in_place_name.c_str(), in_place_autograd);
     implement_autograd(m, out_name.c_str(), out_autograd);
+#endif
   }
 
 #ifdef TORCH_EXTENSION_NAME
@@ -180,6 +187,7 @@ struct ActivationOps : UnaryOps<Op> {
     return grad_input;
   }
 
+#ifndef LLTM_EXT_STABLE_ABI
   static at::Tensor call_backward(const at::Tensor& grad_output, const at::Tensor& output) {
     static const auto op = find_op<decltype(backward)>(UnaryOps<Op>::name("_backward").c_str());
     return op.call(grad_output, output);
@@ -193,13 +201,16 @@ struct ActivationOps : UnaryOps<Op> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_backward(grad_output, output);
   }
+#endif
 
   static void define(torch::Library& m) {
     UnaryOps<Op>::define(m);
     m.def((std::string(Op::kBackwardName) + "(Tensor grad_output, Tensor output) -> Tensor").c_str(),
           {at::Tag::pt2_compliant_tag});
-    implement(m, Op::kBackwardName, backward);
+    implement<backward>(m, Op::kBackwardName);
+#ifndef LLTM_EXT_STABLE_ABI
     implement_autograd(m, Op::kBackwardName, backward_autograd);
+#endif
   }
 
 #ifdef TORCH_EXTENSION_NAME
@@ -225,6 +236,7 @@ struct ActivationOps : UnaryOps<Op> {
 template <class Op>
 struct FromOutput {
   static void check() {}
+#ifndef LLTM_EXT_STABLE_ABI
   static void keep(torch::autograd::AutogradContext*, bool, const at::Tensor&) {}
   static void kept(torch::autograd::AutogradContext* context, const at::Tensor& output) {
     context->save_for_backward({output});
@@ -232,16 +244,19 @@ struct FromOutput {
   static at::Tensor pull(torch::autograd::AutogradContext* context, const at::Tensor& grad_output) {
     return ActivationOps<Op>::call_backward(grad_output, context->get_saved_variables()[0]);
   }
+#endif
 };
 
 // Straight through: saves nothing, launches nothing, hands the gradient on as it came.
 struct StraightThrough {
+#ifndef LLTM_EXT_STABLE_ABI
   template <typename... P>
   static void keep(torch::autograd::AutogradContext*, bool, const at::Tensor&, P...) {}
   static void kept(torch::autograd::AutogradContext*, const at::Tensor&) {}
   static at::Tensor pull(torch::autograd::AutogradContext*, const at::Tensor& grad_output) {
     return grad_output;
   }
+#endif
 };
 
 }  // namespace lltm_ext

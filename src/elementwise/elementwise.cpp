@@ -299,9 +299,9 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "elementwise_backward(Tensor grad_output, Tensor[] used, float[] scalars, str program, int[] wanted) "
       "-> Tensor[]",
       tags);
-  implement(m, "elementwise", elementwise);
+  implement<elementwise>(m, "elementwise");
   implement_autograd(m, "elementwise", elementwise_autograd);
-  implement(m, "elementwise_backward", elementwise_backward);
+  implement<elementwise_backward>(m, "elementwise_backward");
   implement_autograd(m, "elementwise_backward", elementwise_backward_autograd);
 }
 

@@ -431,10 +431,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "fake_quantize_backward(Tensor grad_output, Tensor input, Tensor scale, Tensor zero_point, "
       "int quant_min, int quant_max, int? axis=None, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)",
       tags);
-  implement(m, "fake_quantize", forward);
-  implement(m, "fake_quantize_with_mask", forward_with_mask);
-  implement(m, "fake_quantize_mask_backward", mask_backward);
-  implement(m, "fake_quantize_backward", backward);
+  implement<forward>(m, "fake_quantize");
+  implement<forward_with_mask>(m, "fake_quantize_with_mask");
+  implement<mask_backward>(m, "fake_quantize_mask_backward");
+  implement<backward>(m, "fake_quantize_backward");
   implement_autograd(m, "fake_quantize", forward_autograd);
   implement_autograd(m, "fake_quantize_with_mask", forward_with_mask_autograd);
   implement_autograd(m, "fake_quantize_mask_backward", mask_backward_autograd);

@@ -316,6 +316,7 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& gr
   return {grad_input, sum_of_rows(grad_input)};
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                         OptionalName activation, string_view precision) {
   static const auto op = find_op<decltype(forward)>("lltm_ext::gemm");
@@ -510,6 +511,7 @@ at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const Opti
   const AutocastInputs cast(a);
   return call_forward(cast(a), cast(b), cast(bias), activation, precision);
 }
+#endif
 
 }  // namespace
 
@@ -527,16 +529,18 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
         {at::Tag::pt2_compliant_tag});
   m.def("gemm_activation_bias_backward(Tensor grad_output, Tensor saved, str activation) -> (Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
-  implement(m, "gemm", forward);
-  implement(m, "gemm_out", forward_out);
-  implement(m, "gemm_forward", forward_with_input);
-  implement(m, "gemm_activation_backward", activation_backward);
-  implement(m, "gemm_activation_bias_backward", activation_bias_backward);
+  implement<forward>(m, "gemm");
+  implement<forward_out>(m, "gemm_out");
+  implement<forward_with_input>(m, "gemm_forward");
+  implement<activation_backward>(m, "gemm_activation_backward");
+  implement<activation_bias_backward>(m, "gemm_activation_bias_backward");
+#ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "gemm", forward_autograd);
   implement_autograd(m, "gemm_out", forward_out_autograd);
   implement_autograd(m, "gemm_activation_backward", activation_backward_autograd);
   implement_autograd(m, "gemm_activation_bias_backward", activation_bias_backward_autograd);
   implement_autocast(m, "gemm", forward_autocast);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

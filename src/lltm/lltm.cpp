@@ -285,6 +285,7 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
                                              const OptionalTensor& bias, const at::Tensor& old_h,
                                              const at::Tensor& old_cell) {
@@ -349,6 +350,7 @@ std::tuple<at::Tensor, at::Tensor> cell_autocast(const at::Tensor& input, const 
   const AutocastInputs cast(input);
   return call_cell(cast(input), cast(weights), cast(bias), cast(old_h), old_cell);
 }
+#endif
 
 // The raw bindings, of the tutorial's contract.
 
@@ -429,11 +431,13 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "Tensor weights, Tensor old_h, bool input_needs_grad, bool old_h_needs_grad, "
       "bool old_cell_needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-  implement(m, "lltm_cell", cell);
-  implement(m, "lltm_cell_forward", cell_forward);
-  implement(m, "lltm_cell_backward", cell_backward);
+  implement<cell>(m, "lltm_cell");
+  implement<cell_forward>(m, "lltm_cell_forward");
+  implement<cell_backward>(m, "lltm_cell_backward");
+#ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "lltm_cell", cell_autograd);
   implement_autocast(m, "lltm_cell", cell_autocast);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

@@ -10,9 +10,11 @@ struct Lltm {
   static constexpr const char* name = "lltm";
   using Cell = LltmCell;
 
+#ifndef LLTM_EXT_STABLE_ABI
   static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {
     return composed_cell(gates, c);
   }
+#endif
 };
 
 }  // namespace

@@ -45,6 +45,7 @@ Matrix<T> matrix(const at::Tensor& x) {
   return {pointer<T>(x), x.stride(0), x.stride(1)};
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 // The cell in torch's differentiable ops, for the double backward: (new_h, new_cell).
 inline std::pair<at::Tensor, at::Tensor> composed_cell(const at::Tensor& gates, const at::Tensor& old_cell) {
   const auto parts = gates.chunk(3, 1);
@@ -52,5 +53,6 @@ inline std::pair<at::Tensor, at::Tensor> composed_cell(const at::Tensor& gates, 
   return {(at::tanh(new_cell) * at::sigmoid(parts[1])).to(gates.scalar_type()),
           new_cell.to(old_cell.scalar_type())};
 }
+#endif
 
 }  // namespace lltm_ext

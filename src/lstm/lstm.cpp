@@ -14,11 +14,13 @@ struct Lstm {
   static constexpr const char* name = "lstm";
   using Cell = LstmCell;
 
+#ifndef LLTM_EXT_STABLE_ABI
   static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {
     const auto parts = gates.chunk(4, 1);
     const at::Tensor new_c = at::sigmoid(parts[1]) * c + at::sigmoid(parts[0]) * at::tanh(parts[2]);
     return {(at::sigmoid(parts[3]) * at::tanh(new_c)).to(gates.scalar_type()), new_c.to(c.scalar_type())};
   }
+#endif
 };
 
 }  // namespace

@@ -25,9 +25,11 @@ struct ReluOp : FromOutput<ReluOp> {
                            const at::Tensor& output) {
     elementwise<ReluBackward, 2>(kBackwardName, grad_input, {grad_output, output});
   }
+#ifndef LLTM_EXT_STABLE_ABI
   static at::Tensor gradient(const at::Tensor& grad_output, const at::Tensor& output) {
     return grad_output.masked_fill(output <= 0, 0);
   }
+#endif
 };
 
 }  // namespace

@@ -77,6 +77,7 @@ at::Tensor binarize_backward(const at::Tensor& grad_output, const at::Tensor& in
   return grad_input;
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 at::Tensor call_binarize_backward(const at::Tensor& grad_output, const at::Tensor& input, double threshold,
                                   double low, double high, string_view grad) {
   static const auto op = find_op<decltype(binarize_backward)>("lltm_ext::binarize_backward");
@@ -100,13 +101,13 @@ at::Tensor binarize_backward_autograd(const at::Tensor& grad_output, const at::T
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_binarize_backward(grad_output, input, threshold, low, high, grad);
 }
+#endif
 
 struct BinarizeOp {
   static constexpr const char* kName = "binarize";
   static constexpr const char* kParameters =
       ", float threshold=0.5, float low=0.0, float high=1.0, str grad='identity'";
   static constexpr Types kTypes = Types::kFloating;
-  using Context = torch::autograd::AutogradContext;
 
   static void check(double, double low, double high, string_view grad) {
     check_range(kName, low, high);
@@ -116,6 +117,9 @@ struct BinarizeOp {
                   double high, string_view) {
     elementwise<Binarize, 1>(kName, output, {input}, threshold, low, high);
   }
+#ifndef LLTM_EXT_STABLE_ABI
+  using Context = torch::autograd::AutogradContext;
+
   static void keep(Context* context, bool in_place, const at::Tensor& input, double threshold, double low,
                    double high, string_view grad) {
     context->saved_data["grad"] = std::string(grad);
@@ -131,6 +135,7 @@ struct BinarizeOp {
     return call_binarize_backward(grad_output, context->get_saved_variables()[0], range[0], range[1],
                                   range[2], grad);
   }
+#endif
 };
 
 using RoundOps = UnaryOps<RoundOp>;
@@ -148,8 +153,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "binarize_backward(Tensor grad_output, Tensor input, float threshold, float low, float high, "
       "str grad) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  implement(m, "binarize_backward", binarize_backward);
+  implement<binarize_backward>(m, "binarize_backward");
+#ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "binarize_backward", binarize_backward_autograd);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

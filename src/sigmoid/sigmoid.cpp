@@ -24,9 +24,11 @@ struct SigmoidOp : FromOutput<SigmoidOp> {
                            const at::Tensor& output) {
     elementwise<SigmoidBackward, 2, /*kComplex=*/true>(kBackwardName, grad_input, {grad_output, output});
   }
+#ifndef LLTM_EXT_STABLE_ABI
   static at::Tensor gradient(const at::Tensor& grad_output, const at::Tensor& output) {
     return grad_output * (output * (1 - output)).conj();
   }
+#endif
 };
 
 }  // namespace

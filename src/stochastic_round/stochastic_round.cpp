@@ -115,7 +115,7 @@ at::Tensor forward_autograd(const at::Tensor& input, at::ScalarType dtype,
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   m.def("stochastic_round(Tensor input, ScalarType dtype, *, Generator? generator=None) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  implement(m, "stochastic_round", forward);
+  implement<forward>(m, "stochastic_round");
   implement_autograd(m, "stochastic_round", forward_autograd);
 }
 

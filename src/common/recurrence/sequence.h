@@ -68,6 +68,7 @@ struct SequenceOps {
     }
   }
 
+#ifndef LLTM_EXT_STABLE_ABI
   // ---- autograd
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
@@ -299,6 +300,8 @@ struct SequenceOps {
                         algorithm, backward);
   }
 
+#endif
+
   // ---- registration
 
   static std::string qualified(const char* suffix) { return "lltm_ext::" + named<Op>(suffix); }
@@ -328,18 +331,20 @@ struct SequenceOps {
     def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + both_inputs +
                                        "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-    implement(m, named<Op>("_bidirectional").c_str(), Forward::both);
-    implement(m, named<Op>("_bidirectional_forward").c_str(), Forward::both_forward);
-    implement(m, named<Op>("_bidirectional_backward").c_str(), Backward::both_backward);
+    implement<Forward::both>(m, named<Op>("_bidirectional").c_str());
+    implement<Forward::both_forward>(m, named<Op>("_bidirectional_forward").c_str());
+    implement<Backward::both_backward>(m, named<Op>("_bidirectional_backward").c_str());
+    implement<Forward::sequence>(m, Op::name);
+    implement<Forward::sequence_forward>(m, named<Op>("_forward").c_str());
+    implement<Backward::sequence_backward>(m, named<Op>("_backward").c_str());
+    implement<algorithm_of>(m, named<Op>("_algorithm").c_str());
+#ifndef LLTM_EXT_STABLE_ABI
     implement_autograd(m, named<Op>("_bidirectional").c_str(), both_autograd);
     implement_autocast(m, named<Op>("_bidirectional").c_str(), both_autocast);
-    implement(m, Op::name, Forward::sequence);
-    implement(m, named<Op>("_forward").c_str(), Forward::sequence_forward);
-    implement(m, named<Op>("_backward").c_str(), Backward::sequence_backward);
-    implement(m, named<Op>("_algorithm").c_str(), algorithm_of);
     implement_autograd(m, Op::name, sequence_autograd);
     implement_autocast(m, Op::name, sequence_autocast);
     implement_autocast(m, named<Op>("_algorithm").c_str(), algorithm_autocast);
+#endif
   }
 };
 

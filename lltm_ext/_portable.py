@@ -1,0 +1,74 @@
+"""The portable library: the same kernels on torch's stable C ABI, for every Python and every newer torch.
+
+A native module is built for one torch and one Python. Where none fits what is here, and the wheel holds
+``_C/portable.so``, that one is loaded instead: all its ops in one file, and nothing of Python in it. What the
+stable ABI has no words for follows in Python: gradients, autocast, shapes of traced graphs and the types of
+errors in _portable_rules.py, the raw bindings in _portable_bindings.py. What cannot be said at all is left
+out, and LACKING says why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+PACKAGE = Path(__file__).resolve().parent
+LIBRARY = PACKAGE / "_C" / "portable.so"
+RECORD = PACKAGE / "_portable_record.json"
+OLDEST_TORCH = (2, 10)
+
+in_use = False
+
+LACKING = {
+    "elementwise": "NVRTC, which compiles its formulas, is another in each CUDA",
+    "fake_quantize": "its host code is not on the stable ABI yet",
+    "stochastic_round": "the stable ABI of torch 2.10 has no random generators",
+}
+
+
+def fits(torch: ModuleType) -> bool:
+    """Whether there is a portable library here, and this torch can load it."""
+    return LIBRARY.is_file() and RECORD.is_file() and _version(torch) >= OLDEST_TORCH
+
+
+def read() -> dict[str, Any]:
+    """What the library was built from."""
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    return record
+
+
+def load(torch: ModuleType) -> None:
+    """Loads the library, which registers its ops, and puts what stands for the modules into lltm_ext._C."""
+    global in_use
+    from lltm_ext import _C
+
+    torch.ops.load_library(str(LIBRARY))
+    from lltm_ext._portable_bindings import bindings
+
+    for op, functions in bindings().items():
+        module = ModuleType(f"{_C.__name__}.{op}", f"lltm_ext._C.{op}, of the portable library.")
+        vars(module).update(functions)
+        sys.modules[module.__name__] = module
+        setattr(_C, op, module)
+    for package in (_C, sys.modules["lltm_ext"]):
+        vars(package)["__getattr__"] = lacks
+    in_use = True
+
+
+def lacks(name: str) -> NoReturn:
+    """The __getattr__ of lltm_ext and lltm_ext._C: names what is not there, an op or another of its names."""
+    for op, why in LACKING.items():
+        if name.removesuffix("Function").lower() == op.replace("_", "") or name == op:
+            raise ImportError(
+                f"lltm_ext: the portable library, which is in use here, lacks {name}, because {why}. "
+                "A wheel for this torch and Python has it, and so have modules that the next import "
+                "builds: export LLTM_EXT_JIT=1"
+            )
+    raise AttributeError(f"module 'lltm_ext' has no attribute {name!r}")
+
+
+def _version(torch: ModuleType) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(torch.__version__).split(".")[:2])

@@ -1,0 +1,307 @@
+// torch's functions that the bindings call, on the stable C ABI.
+//
+// What has a Scalar in its schema cannot be called by name, so products that are added to something, and
+// sums, go through the functions that compiled models (AOTInductor) call.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "stable/tensor.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <cublas_v2.h>
+#include <cuda_runtime.h>
+#endif
+
+extern "C" {
+AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
+AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle a,
+                                        AtenTensorHandle b, double beta, double alpha);
+#ifdef LLTM_EXT_WITH_CUDA
+// Weak, so that the library loads beside a torch without CUDA too, and links to no cuBLAS: torch's answers.
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_mm_out(AtenTensorHandle out, AtenTensorHandle a,
+                                                            AtenTensorHandle b);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle x,
+                                                               AtenTensorHandle a, AtenTensorHandle b,
+                                                               double beta, double alpha);
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+__attribute__((weak)) AOTITorchError torch_get_current_cuda_blas_handle(void** handle);
+__attribute__((weak)) cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t* mode);
+#endif
+}
+
+namespace stable_torch {
+
+// ---- new tensors
+
+inline Tensor empty(IntArrayRef sizes, const TensorOptions& options) {
+  return call_op<Tensor>("aten::empty", "memory_format", sizes, std::optional(options.scalar_type),
+                         std::optional<Layout>(), std::optional(options.where), std::optional(options.pinned),
+                         std::optional<MemoryFormat>());
+}
+inline Tensor empty_symint(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options); }
+
+inline Tensor zeros(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options).zero_(); }
+
+inline Tensor empty_like(const Tensor& x, std::optional<MemoryFormat> format = std::nullopt) {
+  return call_op<Tensor>("aten::empty_like", "", x, std::optional<ScalarType>(), std::optional<Layout>(),
+                         std::optional<Device>(), std::optional<bool>(), format);
+}
+
+inline Tensor cat(const std::vector<Tensor>& tensors, int64_t dim = 0) {
+  return call_op<Tensor>("aten::cat", "", tensors, dim);
+}
+inline Tensor stack(const std::vector<Tensor>& tensors) {
+  return call_op<Tensor>("aten::stack", "", tensors, int64_t{0});
+}
+
+// ---- sums and products, of tensors on one device
+
+inline Tensor operator+(const Tensor& a, const Tensor& b) {
+  AtenTensorHandle sum = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_subtract_Tensor(a.handle().get(), b.handle().get(), -1., &sum));
+  return Tensor(::torch::stable::Tensor(sum));
+}
+inline Tensor Tensor::add_(const Tensor& x) const { return copy_(*this + x); }
+
+inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  const auto to = out.handle(), left = a.handle(), right = b.handle();
+#ifdef LLTM_EXT_WITH_CUDA
+  if (a.is_cuda()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(to.get(), left.get(), right.get()));
+    return;
+  }
+#endif
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
+}
+
+// out = x + a @ b
+inline void addmm_out(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b) {
+  const auto to = out.handle(), start = x.handle(), left = a.handle(), right = b.handle();
+#ifdef LLTM_EXT_WITH_CUDA
+  if (a.is_cuda()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(to.get(), start.get(), left.get(), right.get(), 1., 1.));
+    return;
+  }
+#endif
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(to.get(), start.get(), left.get(), right.get(), 1., 1.));
+}
+inline Tensor Tensor::addmm_(const Tensor& a, const Tensor& b) const {
+  addmm_out(*this, *this, a, b);
+  return *this;
+}
+
+inline Tensor mm(const Tensor& a, const Tensor& b) {
+  const Tensor product = empty({a.size(0), b.size(1)}, a.options());
+  mm_out(product, a, b);
+  return product;
+}
+// Of half types in float32: on CUDA without a rounding in between.
+inline Tensor mm(const Tensor& a, const Tensor& b, ScalarType type) {
+  if (a.is_cuda()) return call_op<Tensor>("aten::mm", "dtype", a, b, type);
+  return mm(a, b).to(type);
+}
+inline Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b) {
+  const Tensor sum = empty({a.size(0), b.size(1)}, a.options());
+  addmm_out(sum, x, a, b);
+  return sum;
+}
+
+inline void sum_out(const Tensor& out, const Tensor& x, int64_t dim) { out.copy_(x.sum(dim)); }
+
+inline std::vector<Tensor> split_with_sizes_copy(const Tensor& x, IntArrayRef sizes, int64_t dim) {
+  return call_op<std::vector<Tensor>>("aten::split_with_sizes_copy", "", x, sizes, dim);
+}
+
+inline ScalarType toOpMathType(ScalarType type) { return type == kHalf || type == kBFloat16 ? kFloat : type; }
+
+// ---- threads, devices
+
+template <typename F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  ::torch::stable::parallel_for(begin, end, grain, f);
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
+namespace cuda {
+
+inline cudaStream_t getCurrentCUDAStream(int device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline cublasHandle_t getCurrentCUDABlasHandle() {
+  void* handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  return static_cast<cublasHandle_t>(handle);
+}
+#define TORCH_CUDABLAS_CHECK(call) TORCH_CHECK((call) == CUBLAS_STATUS_SUCCESS, #call " failed")
+
+inline const cudaDeviceProp* getDeviceProperties(int device) {
+  static const std::vector<cudaDeviceProp> all = [] {
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    TORCH_CHECK(error == cudaSuccess, "lltm_ext: no CUDA device is usable: ", cudaGetErrorString(error));
+    std::vector<cudaDeviceProp> found(count);
+    for (int i = 0; i < count; ++i) cudaGetDeviceProperties(&found[i], i);
+    return found;
+  }();
+  return &all.at(device);
+}
+
+enum class CaptureStatus { None, Active };
+
+inline CaptureStatus currentStreamCaptureStatusMayInitCtx() {
+  int device = 0;
+  cudaGetDevice(&device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(getCurrentCUDAStream(device), &status);
+  return status == cudaStreamCaptureStatusNone ? CaptureStatus::None : CaptureStatus::Active;
+}
+
+}  // namespace cuda
+#endif
+
+// Makes a device current; the CPU needs none.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Device& device) {
+    if (device.is_cuda()) guard_.emplace(device.index());
+  }
+
+ private:
+  std::optional<::torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// The bindings' guard against recording and casting, as far as the ABI goes: gradients. Autocast is switched
+// off where the ops are entered (lltm_ext/_portable_rules.py).
+struct AutoDispatchBelowADInplaceOrView {
+  AutoDispatchBelowADInplaceOrView() : enabled(aoti_torch_grad_mode_is_enabled()) {
+    aoti_torch_grad_mode_set_enabled(false);
+  }
+  ~AutoDispatchBelowADInplaceOrView() { aoti_torch_grad_mode_set_enabled(enabled); }
+  AutoDispatchBelowADInplaceOrView(const AutoDispatchBelowADInplaceOrView&) = delete;
+  const bool enabled;
+};
+constexpr struct {
+} autocast_dispatch_keyset;
+namespace impl {
+struct ExcludeDispatchKeyGuard {
+  template <typename Keys>
+  ExcludeDispatchKeyGuard(const Keys&) {}
+};
+}  // namespace impl
+
+// ---- memory that operands share
+
+// Where the elements lie: [first, last) in bytes.
+inline std::pair<const char*, const char*> extent_of(const Tensor& x) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
+  const char* first = static_cast<const char*>(x.const_data_ptr());
+  return {first, first + (last + 1) * static_cast<int64_t>(x.element_size())};
+}
+
+inline void assert_no_internal_overlap(const Tensor& x) {
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    TORCH_CHECK(x.size(d) < 2 || x.stride(d) != 0,
+                "unsupported operation: more than one element of the written-to tensor refers to a single "
+                "memory location. Please clone() the tensor before performing the operation.");
+  }
+}
+
+inline void assert_no_partial_overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.is_non_overlapping_and_dense() ||
+      !b.is_non_overlapping_and_dense()) {
+    return;
+  }
+  const auto [a_first, a_last] = extent_of(a);
+  const auto [b_first, b_last] = extent_of(b);
+  const bool same = a_first == b_first && a_last == b_last && a.strides() == b.strides();
+  TORCH_CHECK(same || a_last <= b_first || b_last <= a_first,
+              "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+              "single memory location. Please clone() the tensor before performing the operation.");
+}
+
+namespace native {
+inline void resize_output_symint(const Tensor& x, IntArrayRef sizes) {
+  if (x.sizes() == sizes) return;
+  call_op<Tensor>("aten::resize_", "", x, sizes, std::optional<MemoryFormat>());
+}
+}  // namespace native
+
+// Operands of an elementwise op, broadcast to the first of them, the output, in as few dimensions as their
+// strides allow, the fastest of the output first.
+class TensorIterator {
+ public:
+  explicit TensorIterator(const std::vector<Tensor>& operands) : operands_(operands) {
+    const Tensor& output = operands_[0];
+    std::vector<int64_t> order;
+    for (int64_t d = output.dim(); d-- > 0;) {
+      if (output.size(d) != 1) order.push_back(d);
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return output.stride(a) < output.stride(b); });
+    strides_.resize(operands_.size());
+    for (const int64_t d : order) add_dimension(d);
+  }
+
+  int ndim() const { return static_cast<int>(shape_.size()); }
+  const DimVector& shape() const { return shape_; }
+  const DimVector& strides(int operand) const { return strides_[operand]; }  // in bytes
+  int64_t element_size(int operand) const { return static_cast<int64_t>(operands_[operand].element_size()); }
+  void* data_ptr(int operand) const { return const_cast<void*>(operands_[operand].const_data_ptr()); }
+
+ private:
+  int64_t stride_in(int operand, int64_t d) const {
+    const Tensor& x = operands_[operand];
+    const int64_t own = d - operands_[0].dim() + x.dim();
+    if (own < 0) return 0;
+    TORCH_CHECK(x.size(own) == 1 || x.size(own) == operands_[0].size(d), "output with shape ",
+                operands_[0].sizes(), " doesn't match the broadcast shape ", x.sizes());
+    return x.size(own) == 1 ? 0 : x.stride(own) * element_size(operand);
+  }
+
+  // As a part of the last dimension where every operand goes on there as it began.
+  void add_dimension(int64_t d) {
+    bool joins = !shape_.empty();
+    for (size_t p = 0; p < operands_.size() && joins; ++p) {
+      joins = stride_in(p, d) == strides_[p].back() * shape_.back();
+    }
+    if (joins) {
+      shape_.back() *= operands_[0].size(d);
+      return;
+    }
+    shape_.push_back(operands_[0].size(d));
+    for (size_t p = 0; p < operands_.size(); ++p) strides_[p].push_back(stride_in(p, d));
+  }
+
+  std::vector<Tensor> operands_;
+  DimVector shape_;
+  std::vector<DimVector> strides_;
+};
+
+class TensorIteratorConfig {
+ public:
+  TensorIteratorConfig& resize_outputs(bool) { return *this; }
+  TensorIteratorConfig& check_all_same_dtype(bool) { return *this; }
+  TensorIteratorConfig& add_output(const Tensor& x) { return add(x); }
+  TensorIteratorConfig& add_const_input(const Tensor& x) { return add(x); }
+  TensorIterator build() const { return TensorIterator(operands_); }
+
+ private:
+  TensorIteratorConfig& add(const Tensor& x) {
+    operands_.push_back(x);
+    return *this;
+  }
+  std::vector<Tensor> operands_;
+};
+
+}  // namespace stable_torch

@@ -1,0 +1,210 @@
+// Tensors as the bindings know them from ATen, on torch's stable C ABI: the members that they use, and no
+// more. A Tensor holds a handle of torch's own tensor, or nothing.
+#pragma once
+
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/Layout.h>
+#include <torch/headeronly/core/MemoryFormat.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "stable/array_ref.h"
+#include "stable/call.h"
+#include "stable/error.h"
+
+namespace stable_torch {
+
+using ::c10::BFloat16;
+using ::c10::Half;
+using std::string_view;
+using ::torch::headeronly::DeviceType;
+using ::torch::headeronly::Layout;
+using ::torch::headeronly::MemoryFormat;
+using ::torch::headeronly::ScalarType;
+using ::torch::stable::Device;
+
+constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat = ScalarType::Float,
+                     kDouble = ScalarType::Double, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16,
+                     kComplexFloat = ScalarType::ComplexFloat, kComplexDouble = ScalarType::ComplexDouble;
+constexpr Layout kStrided = Layout::Strided;
+
+// The stable ABI has no symbolic sizes: shapes of traced graphs are computed in Python
+// (lltm_ext/_portable_rules.py).
+using IntArrayRef = ArrayRef<int64_t>;
+using SymIntArrayRef = IntArrayRef;
+using OptionalIntArrayRef = std::optional<IntArrayRef>;
+using SymInt = int64_t;
+using DimVector = std::vector<int64_t>;
+using SymDimVector = DimVector;
+
+struct TensorOptions {
+  ScalarType scalar_type = kFloat;
+  Device where = Device(DeviceType::CPU);
+  bool pinned = false;
+
+  TensorOptions(ScalarType type) : scalar_type(type) {}
+  TensorOptions(ScalarType type, Device device) : scalar_type(type), where(device) {}
+  TensorOptions dtype(ScalarType type) const { return {type, where, pinned}; }
+  TensorOptions pinned_memory(bool pin) const { return {scalar_type, where, pin}; }
+
+ private:
+  TensorOptions(ScalarType type, Device device, bool pin) : scalar_type(type), where(device), pinned(pin) {}
+};
+
+template <>
+struct Crossing<Tensor> {
+  using Stable = ::torch::stable::Tensor;
+  using Held = Tensor;
+  static Stable out(const Tensor& x);
+  static Tensor in(Stable x);
+};
+
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(::torch::stable::Tensor handle) : handle_(std::move(handle)) {}
+
+  // torch's handle; of no tensor, that of an undefined one.
+  ::torch::stable::Tensor handle() const { return handle_ ? *handle_ : ::torch::stable::Tensor(); }
+
+  bool defined() const { return handle_ && handle_->defined(); }
+  int64_t dim() const { return handle_->dim(); }
+  int64_t numel() const { return handle_->numel(); }
+  int64_t size(int64_t d) const { return handle_->size(d); }
+  int64_t stride(int64_t d) const { return handle_->stride(d); }
+  int64_t sym_size(int64_t d) const { return size(d); }
+  IntArrayRef sizes() const { return handle_->sizes(); }
+  IntArrayRef strides() const { return handle_->strides(); }
+  IntArrayRef sym_sizes() const { return sizes(); }
+  ScalarType scalar_type() const { return handle_->scalar_type(); }
+  size_t element_size() const { return handle_->element_size(); }
+  Device device() const { return handle_->device(); }
+  int get_device() const { return handle_->get_device_index(); }
+  Layout layout() const { return handle_->layout(); }
+  TensorOptions options() const { return {scalar_type(), device()}; }
+  bool is_cpu() const { return handle_->is_cpu(); }
+  bool is_cuda() const { return handle_->is_cuda(); }
+  bool is_meta() const { return device().type() == DeviceType::Meta; }
+  bool is_contiguous() const { return handle_->is_contiguous(); }
+  bool is_non_overlapping_and_dense() const;
+  bool is_alias_of(const Tensor& other) const;
+
+  const void* const_data_ptr() const { return handle_->const_data_ptr(); }
+  void* mutable_data_ptr() const { return handle_->mutable_data_ptr(); }
+  template <typename T>
+  const T* const_data_ptr() const {
+    return static_cast<const T*>(const_data_ptr());
+  }
+  template <typename T>
+  T* mutable_data_ptr() const {
+    return static_cast<T*>(mutable_data_ptr());
+  }
+
+  Tensor alias() const { return call("aten::alias", ""); }
+  Tensor t() const { return call("aten::t", ""); }
+  Tensor mT() const { return transpose(-2, -1); }
+  Tensor transpose(int64_t a, int64_t b) const { return call("aten::transpose", "int", a, b); }
+  Tensor narrow(int64_t d, int64_t start, int64_t length) const {
+    return call("aten::narrow", "", d, start, length);
+  }
+  Tensor slice(int64_t d, int64_t start, int64_t end) const {
+    return call("aten::slice", "Tensor", d, std::optional(start), std::optional(end), int64_t{1});
+  }
+  Tensor slice(int64_t d, int64_t start) const { return slice(d, start, size(d)); }
+  Tensor operator[](int64_t i) const { return call("aten::select", "int", int64_t{0}, i); }
+  Tensor unsqueeze(int64_t d) const { return call("aten::unsqueeze", "", d); }
+  Tensor squeeze(int64_t d) const { return call("aten::squeeze", "dim", d); }
+  Tensor view(IntArrayRef sizes) const { return call("aten::view", "", sizes); }
+  Tensor view_symint(IntArrayRef sizes) const { return view(sizes); }
+  Tensor reshape(IntArrayRef sizes) const { return call("aten::reshape", "", sizes); }
+  Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const {
+    return call("aten::as_strided", "", sizes, strides, std::optional<int64_t>());
+  }
+
+  Tensor contiguous() const { return call("aten::contiguous", "", MemoryFormat::Contiguous); }
+  Tensor clone() const { return call("aten::clone", "", std::optional<MemoryFormat>()); }
+  Tensor clone(MemoryFormat format) const { return call("aten::clone", "", std::optional(format)); }
+  Tensor to(ScalarType type) const {
+    return call("aten::to", "dtype", type, /*non_blocking=*/false, /*copy=*/false,
+                std::optional<MemoryFormat>());
+  }
+  Tensor to(Device device, bool non_blocking) const {
+    return call("aten::to", "device", device, scalar_type(), non_blocking, /*copy=*/false,
+                std::optional<MemoryFormat>());
+  }
+  Tensor sum(IntArrayRef dims, bool keepdim = false) const {
+    return call("aten::sum", "dim_IntList", std::optional(dims), keepdim, std::optional<ScalarType>());
+  }
+
+  Tensor copy_(const Tensor& from) const { return call("aten::copy_", "", from, /*non_blocking=*/false); }
+  Tensor zero_() const { return call("aten::zero_", ""); }
+  Tensor add_(const Tensor& x) const;
+  Tensor addmm_(const Tensor& a, const Tensor& b) const;
+
+ private:
+  template <typename... Args>
+  Tensor call(const char* op, const char* overload, const Args&... args) const {
+    return call_op<Tensor>(op, overload, *this, args...);
+  }
+
+  std::optional<::torch::stable::Tensor> handle_;
+};
+
+using TensorList = ArrayRef<Tensor>;
+
+inline ::torch::stable::Tensor Crossing<Tensor>::out(const Tensor& x) { return x.handle(); }
+inline Tensor Crossing<Tensor>::in(::torch::stable::Tensor x) { return Tensor(std::move(x)); }
+
+// A list as the dispatcher hands it over.
+template <typename T>
+class List {
+ public:
+  explicit List(std::vector<T> items) : items_(std::move(items)) {}
+  size_t size() const { return items_.size(); }
+  const T& get(size_t i) const { return items_[i]; }
+
+ private:
+  std::vector<T> items_;
+};
+
+template <typename T>
+struct Crossing<List<T>> {
+  using Stable = typename Crossing<std::vector<T>>::Stable;
+  using Held = List<T>;
+  static Held in(Stable x) { return List<T>(Crossing<std::vector<T>>::in(std::move(x))); }
+};
+
+inline bool Tensor::is_non_overlapping_and_dense() const {
+  const IntArrayRef sizes = this->sizes(), strides = this->strides();
+  std::vector<size_t> dims;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1) dims.push_back(d);
+  }
+  std::sort(dims.begin(), dims.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  int64_t expected = 1;
+  for (const size_t d : dims) {
+    if (strides[d] != expected) return numel() < 2;
+    expected *= sizes[d];
+  }
+  return true;
+}
+
+// Where the tensor's memory as a whole begins.
+inline const char* storage_of(const Tensor& x) {
+  return static_cast<const char*>(x.const_data_ptr()) -
+         x.handle().storage_offset() * static_cast<int64_t>(x.element_size());
+}
+
+inline bool Tensor::is_alias_of(const Tensor& other) const { return storage_of(*this) == storage_of(other); }
+
+}  // namespace stable_torch

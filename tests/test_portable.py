@@ -1,0 +1,79 @@
+"""The portable library: that its bindings are the native ones, and that it loads where no native module fits.
+
+The ops themselves are tested by the other files, where the portable wheel is what is installed.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lltm_ext import _build, _build_portable, _portable, _record
+
+SRC = _build.source_folder()
+NATIVE_ONLY = pytest.mark.skipif(_portable.in_use, reason="the portable library is in use")
+PORTABLE_ONLY = pytest.mark.skipif(not _portable.in_use, reason="native modules are in use")
+
+
+class Torch:
+    """What the loader asks of torch."""
+
+    def __init__(self, version: str, cuda: str | None = None):
+        self.__version__, self.version = version, type("version", (), {"cuda": cuda})
+
+
+@pytest.fixture
+def portable(tmp_path, monkeypatch):
+    """A portable library beside the native modules, as far as the choice between them goes."""
+    monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "portable.so")
+    monkeypatch.setattr(_portable, "RECORD", tmp_path / "_portable_record.json")
+    _portable.LIBRARY.touch()
+    _portable.RECORD.write_text(
+        json.dumps({"version": "1", "torch": "2.10", "cuda": None, "python": "any", "portable": True})
+    )
+
+
+@NATIVE_ONLY
+def test_native_modules_come_first(portable):
+    assert "portable" not in _record.check(torch)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.10.1+cu128", "2.99.0", "3.0.0"])
+def test_where_they_do_not_fit_the_portable_library_serves_any_newer_torch(portable, version):
+    assert _record.check(Torch(version))["portable"]
+
+
+def test_an_older_torch_is_named(portable, tmp_path, monkeypatch):
+    monkeypatch.setattr(_record, "FILE", tmp_path / "none.json")
+    with pytest.raises(ImportError, match=r"built for torch 2\.10 and newer.* this is torch 2\.9\.1"):
+        _record.check(Torch("2.9.1"))
+
+
+def test_every_header_of_torch_that_a_binding_names_has_its_stand_in(tmp_path):
+    _build_portable.stand_in(SRC, tmp_path)
+    for name in ("ATen/core/Tensor.h", "c10/util/Exception.h", "torch/library.h"):
+        assert (tmp_path / name).read_text() == '#include "stable/torch.h"\n'
+    assert not list(tmp_path.glob("torch/csrc/stable/*"))  # which src/stable itself includes
+
+
+def test_all_ops_are_in_it_or_are_said_to_be_lacking():
+    built = {file.split("/")[-2] for file in _build_portable.sources(SRC, cuda=False)}
+    assert built | set(_portable.LACKING) == set(_build.ops(SRC))
+
+
+@PORTABLE_ONLY
+@pytest.mark.parametrize("name", ["fake_quantize", "FakeQuantize", "FakeQuantizeFunction", "StochasticRound"])
+def test_what_it_lacks_is_named_when_asked_for(name):
+    code = f"from lltm_ext import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"the portable library, which is in use here, lacks {name}, because" in done.stderr
+
+
+@PORTABLE_ONLY
+def test_it_links_to_no_cuda_library():
+    content = _portable.LIBRARY.read_bytes()
+    assert not [
+        name for name in (b"libcudart.so", b"libcublas", b"libtorch_cuda", b"libc10") if name in content
+    ]
