@@ -268,7 +268,7 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
   }
 
   // Sends what the block has collected. Each warp has a block, or a share of one, to send to: a warp's
-  // packets to one place travel together. A block alone keeps them, without a barrier that counts them.
+  // packets to one place travel together.
   __device__ __forceinline__ void flush() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;
@@ -279,13 +279,9 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
       for (int i = first_packet_; i < packets_; i += stride_) {
         const int input = i / kPackets % kIn, row = i / kPackets / kIn,
                   byte = first_byte_ + i % kPackets * 16;
-        if (byte >= input_bytes_) continue;
-        const uint4 packet = *reinterpret_cast<const uint4*>(own_ + i * 16);
-        const int place = row * row_bytes_ + input * input_bytes_ + byte;
-        if (members_ == 1) {
-          *reinterpret_cast<uint4*>(buffers_ + buffer * buffer_bytes_ + place) = packet;
-        } else {
-          send(packet, to + place, bar);
+        if (byte < input_bytes_) {
+          send(*reinterpret_cast<const uint4*>(own_ + i * 16),
+               to + row * row_bytes_ + input * input_bytes_ + byte, bar);
         }
       }
     }
@@ -317,7 +313,6 @@ class Exchanger<Exchange::kCluster, T, kIn, kChunks, kUnits, kSharers> {
   }
 
   __device__ __forceinline__ void wait() {
-    if (members_ == 1) return __syncthreads();
     const int buffer = step_ & 1, parity = (step_ - 1) >> 1 & 1;
     unsigned done = 0;
     for (int looks = 0; !done; ++looks) {
