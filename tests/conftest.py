@@ -5,9 +5,14 @@ import logging
 import pytest
 import torch
 
+from lltm_ext import _portable
+
 # torch's structured trace, pages of empty lines beside every failure that compiled something.
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
+
+# Tests of ops that are not there.
+collect_ignore = [f"test_{op}.py" for op in _portable.LACKING] if _portable.in_use else []
 
 DEVICES = [
     "cpu",

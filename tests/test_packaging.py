@@ -47,7 +47,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command with none of the variables that steer a build but those given."""
     steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH", "MAX_JOBS"}
-    steering |= {"LLTM_EXT_JIT"}
+    steering |= {"LLTM_EXT_JIT", "LLTM_EXT_PORTABLE"}
     env = {name: value for name, value in os.environ.items() if name not in steering} | variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
@@ -731,6 +731,77 @@ class TestSdist:
         assert isinstance(record, dict)
         assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
         assert record["source"] == _toolchain.source_revision(clean_target.checkout / "src")
+
+
+ASK_FOR_WHAT_IT_LACKS = """
+import lltm_ext
+from lltm_ext._portable import LACKING
+for op, why in LACKING.items():
+    for ask in (
+        lambda: getattr(lltm_ext, op),
+        lambda: getattr(lltm_ext._C, op),
+        lambda: exec(f"from lltm_ext import {op}"),
+    ):
+        try:
+            ask()
+        except ImportError as error:
+            assert f"lacks {op}, because {why}" in str(error), error
+            assert "export LLTM_EXT_JIT=1" in str(error), error
+        else:
+            raise AssertionError(f"{op} was found")
+print(*LACKING)
+"""
+
+
+@pytest.fixture(scope="module")
+def portable_wheel(target: Target) -> Path:
+    """Without kernels, which take minutes."""
+    folder = target.folder / "portable"
+    pip_wheel = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+    target.run(*pip_wheel, "-w", folder, ".", LLTM_EXT_PORTABLE="1", LLTM_EXT_CUDA="0")
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="class")
+def with_portable(target: Target, portable_wheel: Path) -> Iterator[Target]:
+    """The target with the portable wheel alone."""
+    target.run("-m", "pip", "install", "-q", "--no-deps", portable_wheel)
+    yield target
+    target.run("-m", "pip", "uninstall", "-q", "-y", "lltm_ext")
+
+
+@pytest.mark.packaging
+class TestPortable:
+    def test_it_is_for_every_python_and_passes_the_check(self, portable_wheel: Path) -> None:
+        assert portable_wheel.name.startswith(f"lltm_ext-{BASE_VERSION}-py3-none-")
+        assert "torch>=2.10" in metadata(portable_wheel).get_all("Requires-Dist", [])
+        assert load(ROOT / "tools/check_wheel.py").problems(portable_wheel) == []
+
+    def test_it_holds_one_library_in_the_place_of_modules(self, portable_wheel: Path) -> None:
+        held = contents(portable_wheel)
+        assert {name for name in held if name.endswith(".so")} == {"lltm_ext/_C/portable.so"}
+        assert {name for name in held if name.endswith(".json")} == {"lltm_ext/_portable_record.json"}
+        assert {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")} <= held
+
+    def test_its_selftest_passes(self, with_portable: Target) -> None:
+        done = run(with_portable.python, "-m", "lltm_ext", "selftest", cwd=with_portable.folder)
+        assert " 0 failed" in done.stdout
+        assert "FAILED" not in done.stdout
+        rows = {line.split()[0].rstrip(",") for line in done.stdout.splitlines() if "e-" in line}
+        assert rows >= {"sigmoid", "relu", "gemm", "lltm_cell", "lltm", "lstm"}
+
+    def test_its_doctor_says_that_all_is_well(self, with_portable: Target) -> None:
+        doctor = (with_portable.python, "-m", "lltm_ext", "doctor", "--json")
+        # For a CPU wheel a GPU that is in sight would be a finding.
+        found = json.loads(run(*doctor, cwd=with_portable.folder, CUDA_VISIBLE_DEVICES="").stdout)
+        assert (found["ok"], found["problems"]) == (True, [])
+        assert (found["record"]["portable"], found["record"]["python"]) == (True, "any")
+        assert found["imports"] == {"torch": None, "lltm_ext": None}
+
+    def test_what_it_lacks_is_said_with_the_reason(self, with_portable: Target) -> None:
+        done = run(with_portable.python, "-c", ASK_FOR_WHAT_IT_LACKS, cwd=with_portable.folder)
+        assert done.stdout.split() == ["elementwise", "fake_quantize", "stochastic_round"]
 
 
 @pytest.mark.packaging
