@@ -11,8 +11,9 @@ from lltm_ext import _portable
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
-# Tests of ops that are not there.
-collect_ignore = [f"test_{op}.py" for op in _portable.LACKING] if _portable.in_use else []
+# Where the portable library is in use: ops that it lacks, and native modules built from the sources.
+if _portable.in_use:
+    collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py"]
 
 DEVICES = [
     "cpu",

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _record, _toolchain
+from lltm_ext import _portable, _record, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
@@ -393,6 +393,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]
     """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
     monkeypatch.setattr(_record, "PACKAGE", tmp_path)
     monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
+    monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "_C/portable.so")  # which is not there
     (tmp_path / "_build_record.json").write_text(json.dumps(RECORD))
     return dict(RECORD)
 
@@ -452,8 +453,9 @@ def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
 def test_the_installed_record_says_what_was_built() -> None:
     record = _record.check(torch)
     assert record["version"] == importlib.metadata.version("lltm_ext") == lltm_ext.__version__
-    assert record["torch"] == torch.__version__
-    assert record["cuda"] in (CUDA, None)
+    if not _portable.in_use:
+        assert record["torch"] == torch.__version__
+        assert record["cuda"] in (CUDA, None)
     assert bool(record["architectures"]) == bool(record["compiler"]["nvcc"]) == bool(record["cuda"])
     assert record["compiler"]["cxx"]
     assert len(record["source"]) == 40
@@ -471,9 +473,8 @@ def test_the_import_stops_at_a_torch_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_the_import_from_an_unbuilt_source_folder_says_so(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "lltm_ext", tmp_path / "lltm_ext", ignore=shutil.ignore_patterns("*.so", "_build_record.json")
-    )
+    built = shutil.ignore_patterns("*.so", "_*_record.json")
+    shutil.copytree(ROOT / "lltm_ext", tmp_path / "lltm_ext", ignore=built)
     done = run(sys.executable, "-c", "import lltm_ext", cwd=tmp_path, fails=True)
     last = done.stderr.splitlines()[-1]
     assert f"{tmp_path}/lltm_ext is a source folder whose modules have not been built" in last
@@ -494,6 +495,7 @@ def test_the_package_works_where_there_is_no_gpu(tmp_path: Path) -> None:
     run(sys.executable, "-c", USE, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.mark.skipif(_portable.in_use, reason="the portable library's part in Python imports more of torch")
 def test_the_import_takes_less_than_100_ms_beside_torchs_own(tmp_path: Path) -> None:
     program = (
         "import time, torch; start = time.perf_counter(); import lltm_ext; print(time.perf_counter() - start)"
@@ -787,9 +789,7 @@ class TestPortable:
     def test_its_selftest_passes(self, with_portable: Target) -> None:
         done = run(with_portable.python, "-m", "lltm_ext", "selftest", cwd=with_portable.folder)
         assert " 0 failed" in done.stdout
-        assert "FAILED" not in done.stdout
-        rows = {line.split()[0].rstrip(",") for line in done.stdout.splitlines() if "e-" in line}
-        assert rows >= {"sigmoid", "relu", "gemm", "lltm_cell", "lltm", "lstm"}
+        assert int(done.stdout.rpartition(" passed, ")[0].split()[-1]) >= 67
 
     def test_its_doctor_says_that_all_is_well(self, with_portable: Target) -> None:
         doctor = (with_portable.python, "-m", "lltm_ext", "doctor", "--json")
