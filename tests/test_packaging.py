@@ -495,7 +495,6 @@ def test_the_package_works_where_there_is_no_gpu(tmp_path: Path) -> None:
     run(sys.executable, "-c", USE, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.skipif(_portable.in_use, reason="the portable library's part in Python imports more of torch")
 def test_the_import_takes_less_than_100_ms_beside_torchs_own(tmp_path: Path) -> None:
     program = (
         "import time, torch; start = time.perf_counter(); import lltm_ext; print(time.perf_counter() - start)"
