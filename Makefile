@@ -6,7 +6,8 @@ TORCH ?= torch==2.11.0
 COMPILER ?= "cuda-toolkit[nvcc,crt,nvvm,cccl]"
 
 # What `make wheels` builds, each with the pythonX.Y on PATH; one alone: make wheels WHEELS=3.12-torch2.11.
-WHEELS ?= 3.10-torch2.11 3.11-torch2.11 3.12-torch2.11 3.13-torch2.11 3.11-torch2.15
+# The portable one is for every Python from 3.10 and every torch from 2.10, whichever built it.
+WHEELS ?= 3.10-torch2.11 3.11-torch2.11 3.12-torch2.11 3.13-torch2.11 3.11-torch2.15 portable-torch2.11
 PLATFORM ?= auto
 
 BIN := .venv/bin

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._library import differentiable_gradients, ops
@@ -550,6 +549,9 @@ def check_devices(name: str, args: Sequence[Any]) -> None:
 
 def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
     """The library's own checks, so that a traced call raises the errors of a real one."""
+    # Not above: it brings sympy, half a second of an import. What traces has it already.
+    from torch.fx.experimental.symbolic_shapes import has_free_symbols
+
     check_devices(name, args)
     if any(has_free_symbols(x) for x in tensors_of(args)):
         return  # whose sizes the library cannot see; it checks them when it runs

@@ -5,9 +5,15 @@ import logging
 import pytest
 import torch
 
+from lltm_ext import _portable
+
 # torch's structured trace, pages of empty lines beside every failure that compiled something.
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
+
+# Where the portable library is in use: ops that it lacks, and native modules built from the sources.
+if _portable.in_use:
+    collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py"]
 
 DEVICES = [
     "cpu",

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _record, _toolchain
+from lltm_ext import _portable, _record, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
@@ -47,7 +47,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command with none of the variables that steer a build but those given."""
     steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH", "MAX_JOBS"}
-    steering |= {"LLTM_EXT_JIT"}
+    steering |= {"LLTM_EXT_JIT", "LLTM_EXT_PORTABLE"}
     env = {name: value for name, value in os.environ.items() if name not in steering} | variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
@@ -393,6 +393,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]
     """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
     monkeypatch.setattr(_record, "PACKAGE", tmp_path)
     monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
+    monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "_C/portable.so")  # which is not there
     (tmp_path / "_build_record.json").write_text(json.dumps(RECORD))
     return dict(RECORD)
 
@@ -452,8 +453,9 @@ def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
 def test_the_installed_record_says_what_was_built() -> None:
     record = _record.check(torch)
     assert record["version"] == importlib.metadata.version("lltm_ext") == lltm_ext.__version__
-    assert record["torch"] == torch.__version__
-    assert record["cuda"] in (CUDA, None)
+    if not _portable.in_use:
+        assert record["torch"] == torch.__version__
+        assert record["cuda"] in (CUDA, None)
     assert bool(record["architectures"]) == bool(record["compiler"]["nvcc"]) == bool(record["cuda"])
     assert record["compiler"]["cxx"]
     assert len(record["source"]) == 40
@@ -471,9 +473,8 @@ def test_the_import_stops_at_a_torch_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_the_import_from_an_unbuilt_source_folder_says_so(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "lltm_ext", tmp_path / "lltm_ext", ignore=shutil.ignore_patterns("*.so", "_build_record.json")
-    )
+    built = shutil.ignore_patterns("*.so", "_*_record.json")
+    shutil.copytree(ROOT / "lltm_ext", tmp_path / "lltm_ext", ignore=built)
     done = run(sys.executable, "-c", "import lltm_ext", cwd=tmp_path, fails=True)
     last = done.stderr.splitlines()[-1]
     assert f"{tmp_path}/lltm_ext is a source folder whose modules have not been built" in last
@@ -731,6 +732,75 @@ class TestSdist:
         assert isinstance(record, dict)
         assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
         assert record["source"] == _toolchain.source_revision(clean_target.checkout / "src")
+
+
+ASK_FOR_WHAT_IT_LACKS = """
+import lltm_ext
+from lltm_ext._portable import LACKING
+for op, why in LACKING.items():
+    for ask in (
+        lambda: getattr(lltm_ext, op),
+        lambda: getattr(lltm_ext._C, op),
+        lambda: exec(f"from lltm_ext import {op}"),
+    ):
+        try:
+            ask()
+        except ImportError as error:
+            assert f"lacks {op}, because {why}" in str(error), error
+            assert "export LLTM_EXT_JIT=1" in str(error), error
+        else:
+            raise AssertionError(f"{op} was found")
+print(*LACKING)
+"""
+
+
+@pytest.fixture(scope="module")
+def portable_wheel(target: Target) -> Path:
+    """Without kernels, which take minutes."""
+    folder = target.folder / "portable"
+    pip_wheel = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+    target.run(*pip_wheel, "-w", folder, ".", LLTM_EXT_PORTABLE="1", LLTM_EXT_CUDA="0")
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="class")
+def with_portable(target: Target, portable_wheel: Path) -> Iterator[Target]:
+    """The target with the portable wheel alone."""
+    target.run("-m", "pip", "install", "-q", "--no-deps", portable_wheel)
+    yield target
+    target.run("-m", "pip", "uninstall", "-q", "-y", "lltm_ext")
+
+
+@pytest.mark.packaging
+class TestPortable:
+    def test_it_is_for_every_python_and_passes_the_check(self, portable_wheel: Path) -> None:
+        assert portable_wheel.name.startswith(f"lltm_ext-{BASE_VERSION}-py3-none-")
+        assert "torch>=2.10" in metadata(portable_wheel).get_all("Requires-Dist", [])
+        assert load(ROOT / "tools/check_wheel.py").problems(portable_wheel) == []
+
+    def test_it_holds_one_library_in_the_place_of_modules(self, portable_wheel: Path) -> None:
+        held = contents(portable_wheel)
+        assert {name for name in held if name.endswith(".so")} == {"lltm_ext/_C/portable.so"}
+        assert {name for name in held if name.endswith(".json")} == {"lltm_ext/_portable_record.json"}
+        assert {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")} <= held
+
+    def test_its_selftest_passes(self, with_portable: Target) -> None:
+        done = run(with_portable.python, "-m", "lltm_ext", "selftest", cwd=with_portable.folder)
+        assert " 0 failed" in done.stdout
+        assert int(done.stdout.rpartition(" passed, ")[0].split()[-1]) >= 67
+
+    def test_its_doctor_says_that_all_is_well(self, with_portable: Target) -> None:
+        doctor = (with_portable.python, "-m", "lltm_ext", "doctor", "--json")
+        # For a CPU wheel a GPU that is in sight would be a finding.
+        found = json.loads(run(*doctor, cwd=with_portable.folder, CUDA_VISIBLE_DEVICES="").stdout)
+        assert (found["ok"], found["problems"]) == (True, [])
+        assert (found["record"]["portable"], found["record"]["python"]) == (True, "any")
+        assert found["imports"] == {"torch": None, "lltm_ext": None}
+
+    def test_what_it_lacks_is_said_with_the_reason(self, with_portable: Target) -> None:
+        done = run(with_portable.python, "-c", ASK_FOR_WHAT_IT_LACKS, cwd=with_portable.folder)
+        assert done.stdout.split() == ["elementwise", "fake_quantize", "stochastic_round"]
 
 
 @pytest.mark.packaging

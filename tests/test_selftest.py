@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 import lltm_ext
-from lltm_ext import __main__, _bench, _selftest
+from lltm_ext import __main__, _bench, _portable, _selftest
 
 CPU = torch.device("cpu")
+NATIVE_ONLY = pytest.mark.skipif(_portable.in_use, reason="the portable library lacks the op")
 
 
 def selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -51,11 +52,12 @@ def test_this_installation_passes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     passed, failed, _ = map(int, re.findall(r"(\d+) (?:passed|failed|can't run here)", done.stdout))
-    assert passed >= 77
+    assert passed >= (67 if _portable.in_use else 77)
     assert failed == 0
     assert "FAILED" not in done.stdout
 
 
+@NATIVE_ONLY
 def test_what_can_not_run_is_said(capsys: pytest.CaptureFixture[str], only: Callable[..., None]) -> None:
     only("elementwise, made now", "lltm, grid", "lstm, grid")
     status, text = selftest(capsys)
@@ -126,6 +128,7 @@ def test_a_wrong_op_fails(
     assert "\n0 passed, 4 failed, 0 can't run here, " in text
 
 
+@NATIVE_ONLY
 def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
 ) -> None:

@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +50,26 @@ def make_wheel(house: Path, torch: str, cuda: str, version: str = "0.1.0", pytho
     compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": f"{cuda}.88"}
     abi = f"cpython-{python.removeprefix('cp')}-x86_64-linux-gnu"
     record = {"version": version, "torch": f"{torch}.0", "cuda": cuda, "compiler": compiler, "python": abi}
+    return write_wheel(house, tag, "_build_record.json", record, f"torch=={torch}.*")
+
+
+def make_portable_wheel(house: Path, cuda: str | None = "13.0") -> Path:
+    compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": cuda and f"{cuda}.88"}
+    record = {"version": "0.1.0", "torch": "2.10", "cuda": cuda, "compiler": compiler, "python": "any"}
+    record |= {"portable": True}
+    return write_wheel(
+        house, "py3-none-manylinux_2_17_x86_64", "_portable_record.json", record, "torch>=2.10"
+    )
+
+
+def write_wheel(house: Path, tag: str, record_file: str, record: dict[str, Any], requires: str) -> Path:
+    version = record["version"]
     info = f"lltm_ext-{version}.dist-info"
     files = {
         "lltm_ext/__init__.py": "",
-        "lltm_ext/_build_record.json": json.dumps(record),
+        f"lltm_ext/{record_file}": json.dumps(record),
         f"{info}/METADATA": f"Metadata-Version: 2.4\nName: lltm_ext\nVersion: {version}\n"
-        f"License-Expression: BSD-3-Clause\nRequires-Python: >=3.10\nRequires-Dist: torch=={torch}.*\n",
+        f"License-Expression: BSD-3-Clause\nRequires-Python: >=3.10\nRequires-Dist: {requires}\n",
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n",
     }
     rows = [(name, f"sha256={url_sha256(text.encode())}", str(len(text))) for name, text in files.items()]
@@ -107,7 +122,7 @@ def user(tmp_path: Path) -> User:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """Wheels for three builds of torch, one in two versions, and one for another Python; published."""
+    """Three builds of torch, one in two versions; another Python; the portable wheel. Published."""
     pytest.importorskip("cyclonedx", reason="needs pip install --group wheels")
     folder = tmp_path / "house"
     folder.mkdir()
@@ -115,6 +130,7 @@ def house(tmp_path: Path) -> Path:
         make_wheel(folder, torch_, cuda)
     make_wheel(folder, "2.11", "13.0", python="cp39")
     make_wheel(folder, "2.15", "13.2", version="0.2.0")
+    make_portable_wheel(folder)
     wheels.publish(folder)
     return folder
 
@@ -141,6 +157,8 @@ def url(house: Path) -> Iterator[str]:
         ("cu130/torch2.11", "2.11.1", "0.1.0+cu130torch2.11"),
         ("cu128/torch2.11", "2.11.0+cu128", "0.1.0+cu128torch2.11"),
         ("cu132/torch2.15", "2.15.0", "0.2.0+cu132torch2.15"),
+        ("portable", "2.10.0+cu128", "0.1.0"),
+        ("portable", "2.15.0+cpu", "0.1.0"),
     ],
 )
 def test_pip_takes_the_wheel_for_the_torch_that_is_there_and_leaves_torch_alone(
@@ -160,6 +178,14 @@ def test_pip_refuses_the_wheel_of_another_torch_and_leaves_torch_alone(user: Use
     assert user.installed() == {"torch-2.15.0+cu132"}
 
 
+def test_pip_refuses_the_portable_wheel_beside_an_older_torch(user: User, url: str) -> None:
+    user.has_torch("2.9.1")
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/portable")
+    assert done.returncode != 0
+    assert "torch>=2.10" in done.stderr
+    assert user.installed() == {"torch-2.9.1"}
+
+
 def test_pip_refuses_a_wheel_that_is_not_the_one_of_the_index(user: User, house: Path, url: str) -> None:
     user.has_torch("2.11.0")
     (wheel,) = house.glob(f"*cu130torch2.11-{HERE}-*.whl")
@@ -175,8 +201,9 @@ def test_an_index_lists_its_project_and_forgets_wheels_that_are_gone(house: Path
     for wheel in house.glob("*cu132*"):
         wheel.unlink()
     wheels.publish(house)
-    pages = sorted(str(page.relative_to(house)) for page in house.glob("index/*/*/lltm-ext"))
-    assert pages == ["index/cu128/torch2.11/lltm-ext", "index/cu130/torch2.11/lltm-ext"]
+    pages = sorted(str(page.relative_to(house)) for page in house.glob("index/**/lltm-ext"))
+    natives = ["index/cu128/torch2.11/lltm-ext", "index/cu130/torch2.11/lltm-ext"]
+    assert pages == [*natives, "index/portable/lltm-ext"]
     assert not list(house.glob("*cu132*"))
 
 
@@ -209,6 +236,14 @@ def test_the_bill_of_materials_is_cyclonedx_and_says_what_was_built_for_and_with
     assert [(part["name"], part["version"]) for part in bill["components"]] == [("torch", "2.11.0")]
     tools = {(tool["name"], tool["version"]) for tool in bill["metadata"]["tools"]["components"]}
     assert tools >= {("cxx", "g++ (GCC) 13.3.0"), ("nvcc", "12.8.88")}
+
+
+def test_the_bill_of_a_portable_wheel_says_that_a_newer_torch_will_do(house: Path) -> None:
+    (file,) = house.glob("*-py3-none-*.cdx.json")
+    bill = json.loads(file.read_text())
+    assert bill["metadata"]["component"]["purl"] == "pkg:pypi/lltm-ext@0.1.0"
+    (part,) = bill["components"]
+    assert (part["name"], part["version"], part["description"]) == ("torch", "2.10", "2.10 or newer")
 
 
 def test_publishing_again_changes_nothing(house: Path) -> None:
@@ -246,6 +281,24 @@ def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: P
     assert "holds" not in found
 
 
+def test_the_check_knows_what_a_portable_wheel_has_in_place_of_modules(tmp_path: Path) -> None:
+    found = load("check_wheel").problems(make_portable_wheel(tmp_path))
+    assert [problem for problem in found if not problem.startswith("lacks ")] == []
+    assert [problem for problem in found if problem.endswith(".so")] == ["lacks lltm_ext/_C/portable.so"]
+
+
+def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_path: Path) -> None:
+    lying = tmp_path / f"lltm_ext-0.1.0-{HERE}-{HERE}-manylinux_2_17_x86_64.whl"
+    with zipfile.ZipFile(make_portable_wheel(tmp_path)) as good, zipfile.ZipFile(lying, "w") as bad:
+        for name in good.namelist():
+            bad.writestr(name, good.read(name).replace(b"torch>=2.10", b"torch==2.11.*"))
+        bad.writestr("lltm_ext/_C/relu.so", "")
+    found = "\n".join(load("check_wheel").problems(lying))
+    assert f"the file name says {HERE}, the record any" in found
+    assert "does not require torch>=2.10" in found
+    assert "holds lltm_ext/_C/relu.so, a module of no op" in found
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
@@ -270,12 +323,12 @@ def test_an_interpreter_that_does_not_run_is_named(
     assert message == f"wheels: the wheel for Python 3.99 needs python3.99, and {shim} does not run\n"
 
 
-@pytest.mark.parametrize("recipe", ["3.12", "3.12-2.11", "torch2.11", "2.7-torch2.11"])
+@pytest.mark.parametrize("recipe", ["3.12", "3.12-2.11", "torch2.11", "2.7-torch2.11", "portable"])
 def test_what_is_no_python_and_torch_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: str
 ) -> None:
     message = said(capsys, "build", recipe, "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
-    assert message == f"wheels: expected a Python and a torch such as 3.12-torch2.11, got {recipe!r}\n"
+    assert message == f"wheels: expected 3.12-torch2.11, portable-torch2.11 or their like, got {recipe!r}\n"
 
 
 def test_nothing_to_publish_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -287,6 +340,51 @@ def test_a_wheel_for_no_torch_in_particular_is_not_published(
 ) -> None:
     make_wheel(tmp_path, "2.11", "13.0").rename(tmp_path / f"lltm_ext-0.1.0-{HERE}-{HERE}-linux_x86_64.whl")
     assert "expected a version such as 0.1.0+cu130torch2.11" in said(capsys, "publish", tmp_path)
+
+
+def test_a_portable_wheel_without_kernels_is_not_published(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wheel = make_portable_wheel(tmp_path, cuda=None)
+    message = said(capsys, "publish", tmp_path)
+    assert message == f"wheels: {wheel.name} is for CPUs alone, which its name does not say\n"
+
+
+# ---- a recipe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("python,portable", [("portable", "1"), (HERE.replace("cp3", "3."), "0")])
+def test_a_recipe_builds_the_wheel_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, portable: str
+) -> None:
+    """Whatever the shell says. Of torch, which the recipe names too, and without what would take minutes."""
+    installed, built = [], []
+
+    def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
+        if "venv" in command:
+            Path(command[-1]).mkdir()
+        elif "install" in command:
+            installed.extend(command)
+        elif "wheel" in command:
+            Path(command[-2]).mkdir()
+            (Path(command[-2]) / "a.whl").touch()
+            built.append(variables)
+
+    monkeypatch.setenv("LLTM_EXT_PORTABLE", "1")
+    monkeypatch.setattr(wheels, "run", run)
+    monkeypatch.setattr(wheels, "repair", lambda wheel, folder, platform: wheel)
+    monkeypatch.setattr(wheels, "test", lambda *arguments: None)
+    monkeypatch.setattr(wheels.Recipe, "interpreter", lambda recipe: sys.executable)
+    recipe = wheels.Recipe.parse(f"{python}-torch2.11")
+    made = wheels.build(recipe, tmp_path / "lltm_ext-0.1.0.tar.gz", [], "auto", "")
+    assert made == tmp_path / "a.whl"
+    assert made.is_file()
+    assert "torch==2.11.*" in installed
+    assert built == [{"LLTM_EXT_PORTABLE": portable}]
+
+
+def test_the_portable_wheel_needs_no_python_in_particular() -> None:
+    assert wheels.Recipe.parse("portable-torch2.11").interpreter() == sys.executable
 
 
 # ---- two builds of one source ------------------------------------------------------------------------------
@@ -334,7 +432,7 @@ def build_small(folder: Path) -> Path:
     for entry in site.iterdir():
         if not entry.name.startswith(("lltm_ext", "__editable__")):
             (linked / entry.name).symlink_to(entry)
-    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "PYTHONPATH", "LLTM_EXT_JIT"}
+    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "PYTHONPATH", "LLTM_EXT_JIT", "LLTM_EXT_PORTABLE"}
     env = {name: value for name, value in os.environ.items() if name not in steering}
     env |= {"TORCH_CUDA_ARCH_LIST": "9.0", "SOURCE_DATE_EPOCH": wheels.EPOCH, "PYTHONPATH": str(linked)}
     env |= {"PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"}

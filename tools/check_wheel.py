@@ -14,6 +14,7 @@ from pathlib import Path
 LIMIT = 10_000_000
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
+RECORDS = {"lltm_ext/_build_record.json", "lltm_ext/_portable_record.json"}
 
 
 def problems(wheel: Path) -> list[str]:
@@ -22,9 +23,10 @@ def problems(wheel: Path) -> list[str]:
         names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel lists folders
         metadata_file = next(name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(metadata_file))
-        if "lltm_ext/_build_record.json" not in names:
-            return ["no build record"]
-        record = json.loads(archive.read("lltm_ext/_build_record.json"))
+        records = sorted(names & RECORDS)
+        if len(records) != 1:
+            return [f"holds {' and '.join(records)}" if records else "no build record"]
+        record = json.loads(archive.read(records[0]))
         dist_info = metadata_file.rpartition("/")[0]
         found = unlike_its_record(archive, f"{dist_info}/RECORD")
         tags = email.message_from_bytes(archive.read(f"{dist_info}/WHEEL")).get_all("Tag", [])
@@ -37,12 +39,13 @@ def problems(wheel: Path) -> list[str]:
         "METADATA": metadata["Version"],
         "record": record["version"],
     }
-    torch_pin = f"torch=={'.'.join(record['torch'].split('.')[:2])}.*"
+    portable = "portable" in record
+    torch_minor = ".".join(record["torch"].split(".")[:2])
+    required = f"torch>={torch_minor}" if portable else f"torch=={torch_minor}.*"
     ops = [folder.name for folder in SRC.iterdir() if (folder / f"{folder.name}.cpp").is_file()]
     wanted = {"lltm_ext/__init__.py", "lltm_ext/py.typed", licence}
-    wanted |= {f"lltm_ext/_C/{op}.{record['python']}.so" for op in ops} | {
-        f"lltm_ext/_C/{op}.pyi" for op in ops
-    }
+    built = {"portable.so"} if portable else {f"{op}.{record['python']}.so" for op in ops}
+    wanted |= {f"lltm_ext/_C/{name}" for name in built | {f"{op}.pyi" for op in ops}}
     wanted |= {f"lltm_ext/benchmarks/{script.name}" for script in (ROOT / "benchmarks").glob("*.py")}
     wanted |= {f"lltm_ext/_src/{file.relative_to(SRC)}" for file in SRC.rglob("*") if file.is_file()}
     modules = {name for name in names if name.endswith(".so")}
@@ -53,14 +56,14 @@ def problems(wheel: Path) -> list[str]:
     python, abi, platform = wheel.stem.split("-")[-3:]
     if set(tags) != {f"{python}-{abi}-{part}" for part in platform.split(".")}:
         found.append(f"the file name says {python}-{abi}-{platform}, WHEEL {' '.join(tags)}")
-    if not record["python"].startswith(f"cpython-{abi.removeprefix('cp')}-"):
+    if not record["python"].startswith("any" if abi == "none" else f"cpython-{abi.removeprefix('cp')}-"):
         found.append(f"the file name says {abi}, the record {record['python']}")
     if record["version"].partition("+")[2] != label(record):
         found.append(f"the version {record['version']} is of another build than the record, {label(record)}")
     if metadata["License-Expression"] != "BSD-3-Clause":
         found.append(f"its licence is {metadata['License-Expression']}")
-    if torch_pin not in metadata.get_all("Requires-Dist", []):
-        found.append(f"does not require {torch_pin}")
+    if required not in metadata.get_all("Requires-Dist", []):
+        found.append(f"does not require {required}")
     if wheel.stat().st_size >= LIMIT:
         found.append(f"{wheel.stat().st_size} bytes, {LIMIT} are the limit")
     found += [f"lacks {name}" for name in sorted(wanted - names)]
@@ -75,7 +78,9 @@ def problems(wheel: Path) -> list[str]:
 
 
 def label(record: dict[str, str]) -> str:
-    """What a version says of the build: cu130torch2.11."""
+    """What a version says of the build: cu130torch2.11. The portable one's says nothing."""
+    if "portable" in record:
+        return ""
     if record["cuda"] is None:
         return "cpu"
     return f"cu{record['cuda'].replace('.', '')}torch{'.'.join(record['torch'].split('.')[:2])}"

@@ -1,6 +1,7 @@
 """Makes the wheels that are given away; `make wheels` calls it for every Python and torch.
 
     python tools/wheels.py build 3.12-torch2.11 --sdist wheelhouse/lltm_ext-0.1.0.tar.gz
+    python tools/wheels.py build portable-torch2.11 --sdist …      for every Python, and this torch or another
     python tools/wheels.py publish wheelhouse         index, SBOMs, checksums
     python tools/wheels.py compare one.whl other.whl  what differs in two builds of one source
 
@@ -41,26 +42,37 @@ EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 # They come with the torch that the wheel requires. So does OpenMP: two of it would be two pools of threads.
 OF_TORCH = ("libc10*", "libtorch*", "libgomp*", "libcu*", "libnv*")
 
+RECORDS = ("lltm_ext/_build_record.json", "lltm_ext/_portable_record.json")
+
 
 class WheelError(Exception):
     """No wheel; the message says why."""
 
 
 class Recipe(NamedTuple):
-    """What a wheel is for: `3.12-torch2.11`."""
+    """What a wheel is for: `3.12-torch2.11`. `portable-torch2.11`: for any, from this torch's headers."""
 
     python: str
     torch: str
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        found = re.fullmatch(r"(3\.\d+)-torch(\d+\.\d+)", text)
+        found = re.fullmatch(r"(3\.\d+|portable)-torch(\d+\.\d+)", text)
         if found is None:
-            raise WheelError(f"expected a Python and a torch such as 3.12-torch2.11, got {text!r}")
+            raise WheelError(f"expected 3.12-torch2.11, portable-torch2.11 or their like, got {text!r}")
         return cls(*found.groups())
 
+    @property
+    def portable(self) -> bool:
+        return self.python == "portable"
+
     def interpreter(self) -> str:
-        """pythonX.Y of PATH. It has to run: a version manager's may only say that this version is off."""
+        """pythonX.Y of PATH, or for the portable wheel this one.
+
+        It has to run: a version manager's may only say that this version is off.
+        """
+        if self.portable:
+            return sys.executable
         found = shutil.which(f"python{self.python}")
         asked = [found or "", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         if found and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == self.python:
@@ -93,7 +105,8 @@ def build(recipe: Recipe, sdist: Path, beside: Sequence[str], platform: str, pyt
         tools = environment(interpreter, folder / "builder")
         group = f"{ROOT / 'pyproject.toml'}:build"
         run(tools / "pip", "install", "-q", f"torch=={recipe.torch}.*", *beside, "--group", group)
-        run(tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder / "built", sdist)
+        pip_wheel = (tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
+        run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(recipe.portable)))
         shutil.rmtree(folder / "builder")  # gigabytes, and the tests want as many
         wheel = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
         run(sys.executable, ROOT / "tools/check_wheel.py", wheel)
@@ -140,11 +153,15 @@ def publish(house: Path) -> None:
 
 
 def index_of(wheel: Path) -> str:
-    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl.
+    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl, index/portable of the portable wheel.
 
     Each torch and CUDA has an index of its own: on a common one pip would take the highest version, which is
     the newest torch's.
     """
+    if re.fullmatch(r"lltm_ext-[^-+]+-py3-none-.+\.whl", wheel.name):
+        if build_record(wheel)["cuda"] is None:
+            raise WheelError(f"{wheel.name} is for CPUs alone, which its name does not say")
+        return "index/portable"
     label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+|cpu)(torch[\d.]+)-.+\.whl", wheel.name)
     if label is None:
         raise WheelError(f"{wheel.name}: expected a version such as 0.1.0+cu130torch2.11")
@@ -156,9 +173,9 @@ def write_index(house: Path, wheels: Sequence[Path]) -> None:
     shutil.rmtree(house / "index", ignore_errors=True)
     links = defaultdict(list)
     for wheel in wheels:
-        python = html.escape(metadata(wheel)["Requires-Python"])
-        href = f"../../../../{quote(wheel.name)}#sha256={sha256(wheel)}"
-        links[index_of(wheel)].append(f'<a href="{href}" data-requires-python="{python}">{wheel.name}</a>')
+        index, python = index_of(wheel), html.escape(metadata(wheel)["Requires-Python"])
+        href = f"{os.path.relpath('.', f'{index}/lltm-ext')}/{quote(wheel.name)}#sha256={sha256(wheel)}"
+        links[index].append(f'<a href="{href}" data-requires-python="{python}">{wheel.name}</a>')
     for index, found in links.items():
         page = house / index / "lltm-ext"
         page.mkdir(parents=True)
@@ -189,13 +206,12 @@ def bill_of_materials(wheel: Path) -> str:
             name=name, version=version, type=kind, purl=purl, bom_ref=f"{name}=={version}", **more
         )
 
-    digest = sha256(wheel)
-    with zipfile.ZipFile(wheel) as archive:
-        record = json.loads(archive.read("lltm_ext/_build_record.json"))
+    digest, record = sha256(wheel), build_record(wheel)
     licence = DisjunctiveLicense(id=metadata(wheel)["License-Expression"])
     hashes = [HashType(alg=HashAlgorithm.SHA_256, content=digest)]
     whole = of_pypi("lltm-ext", record["version"], licenses=[licence], hashes=hashes)
-    torch = of_pypi("torch", record["torch"], scope=ComponentScope.REQUIRED)
+    newer = {"description": f"{record['torch']} or newer"} if "portable" in record else {}
+    torch = of_pypi("torch", record["torch"], scope=ComponentScope.REQUIRED, **newer)
     compilers = [
         Component(name=name, version=version, type=ComponentType.APPLICATION)
         for name, version in record["compiler"].items()
@@ -218,6 +234,13 @@ def metadata(wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(wheel) as archive:
         (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return email.message_from_bytes(archive.read(file))
+
+
+def build_record(wheel: Path) -> dict[str, Any]:
+    """What the modules, or the portable library, say that they were built from."""
+    with zipfile.ZipFile(wheel) as archive:
+        (file,) = (name for name in archive.namelist() if name in RECORDS)
+        return json.loads(archive.read(file))
 
 
 def sha256(file: Path) -> str:
@@ -255,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     build_ = commands.add_parser("build")
-    build_.add_argument("recipe", help="a Python and a torch: 3.12-torch2.11")
+    build_.add_argument("recipe", help="a Python, or portable, and a torch: 3.12-torch2.11")
     build_.add_argument("--sdist", type=Path, required=True)
     build_.add_argument(
         "--beside", nargs="*", default=[], help="what pip installs with torch: the CUDA compiler"
