@@ -137,7 +137,8 @@ def gemm(
         b: ``[K, N]`` or ``[B, K, N]``. A single matrix, or a batch of one, serves all of the other's batch.
         bias: ``[N]``, added to every row; or None.
         activation: None, ``"relu"``, ``"sigmoid"``, ``"tanh"``, ``"elu"``, ``"gelu"``, ``"gelu_tanh"`` (its
-            approximation by tanh) or ``"silu"``.
+            approximation by tanh) or ``"silu"``. At -inf the last three are NaN, as torch's; in half types on
+            Hopper they may be 0.
         precision: how float32 is multiplied. ``"ieee"``: products and sums in float32. ``"bf16x6"`` and
             ``"bf16x9"``: each value as the sum of three bfloat16, of whose products six or all nine are
             summed in float32; as exact as ``"ieee"`` for finite values (infinities may give NaN). ``"tf32"``:
