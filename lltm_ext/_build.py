@@ -70,6 +70,7 @@ def tools(torch: ModuleType) -> tuple[toolchain.Cuda | None, list[str]]:
     architectures = toolchain.architectures(cuda.nvcc) if cuda else []
     os.environ["PATH"] = toolchain.search_path()
     if cuda:
+        toolchain.fix_addresses()
         os.environ["CUDA_HOME"] = str(cuda.home)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(architectures))
     return cuda, architectures

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lltm_ext import _probe, _record, _toolchain
+from lltm_ext import _portable, _probe, _record, _toolchain
 
 SECONDS = 120  # that a question may take: a first import of torch from a slow disk takes tens
 VARIABLES = re.compile(
@@ -123,6 +123,8 @@ def look_at_modules(here: Here) -> None:
     if modules and here.record is not None and here.unfit is None:
         folder = _record.PACKAGE / "_C"
         portable = "portable" in here.record
+        if portable and not _portable.LIBRARY.is_file():
+            here.missing.append(str(_portable.LIBRARY))
         for op in [] if portable else sorted(stub.stem for stub in folder.glob("*.pyi")):
             file = folder / f"{op}.{here.record['python']}.so"
             if file.is_file():

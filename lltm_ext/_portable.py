@@ -30,8 +30,8 @@ LACKING = {
 
 
 def fits(torch: ModuleType) -> bool:
-    """Whether there is a portable library here, and this torch can load it."""
-    return LIBRARY.is_file() and RECORD.is_file() and _version(torch) >= OLDEST_TORCH
+    """Whether this is an install of the portable library, for which this torch is new enough."""
+    return RECORD.is_file() and _version(torch) >= OLDEST_TORCH
 
 
 def read() -> dict[str, Any]:
@@ -45,6 +45,10 @@ def load(torch: ModuleType) -> None:
     global in_use
     from lltm_ext import _C
 
+    if not LIBRARY.is_file():
+        raise ImportError(
+            f"lltm_ext lacks {LIBRARY}. Run: python -m pip install --force-reinstall --no-deps lltm_ext"
+        )
     torch.ops.load_library(str(LIBRARY))
     from lltm_ext._portable_bindings import bindings
 

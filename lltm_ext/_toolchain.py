@@ -5,6 +5,7 @@ Standard library only, and importable before the modules are built.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import NamedTuple
 # Code for x.y runs on every x.z from y on: 8.9 takes that for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
+ASK_PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # sys/personality.h
 PROBE = Path(__file__).with_name("_probe.py")
 
 # What a toolkit must hold, and where each part may stand.
@@ -46,6 +48,17 @@ class Cuda(NamedTuple):
     @property
     def nvcc(self) -> Path:
         return self.home / NVCC
+
+
+def fix_addresses() -> None:
+    """Has this process start programs whose memory lies at the same addresses every time.
+
+    nvcc's cicc sorts by address here and there: of one long kernel, 30 runs with random addresses made seven
+    kinds of machine code, 30 with fixed ones a single kind. A container may refuse this (seccomp); then all
+    works, but two builds of one source may differ.
+    """
+    libc = ctypes.CDLL(None)
+    libc.personality(libc.personality(ASK_PERSONALITY) | ADDR_NO_RANDOMIZE)
 
 
 def minor(version: str) -> str:

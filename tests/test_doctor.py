@@ -163,6 +163,13 @@ def test_a_missing_module(site: Site) -> None:
     assert site.problem() == (f"lltm_ext lacks {site.module}", REINSTALL)
 
 
+def test_a_missing_portable_library(site: Site) -> None:
+    (site.package / "_build_record.json").unlink()
+    record = RECORD | {"portable": True, "torch": "2.10", "python": "any"}
+    (site.package / "_portable_record.json").write_text(json.dumps(record))
+    assert site.problem() == (f"lltm_ext lacks {site.package}/_C/portable.so", REINSTALL)
+
+
 def test_a_spoilt_module(site: Site) -> None:
     site.module.write_bytes(b"\0" * 100)
     what, command = site.problem()

@@ -206,6 +206,19 @@ def test_the_linker_finds_a_runtime_library_that_has_a_version_alone(tmp_path: P
 # ---- what is built: CUDA or not, architectures, jobs -------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode != 0,
+    reason="addresses can't be fixed here: a container forbids it",
+)
+def test_what_a_build_starts_has_fixed_addresses() -> None:
+    code = (
+        "import subprocess; from lltm_ext import _toolchain; _toolchain.fix_addresses();"
+        "subprocess.run(['cat', '/proc/self/personality'])"
+    )
+    said = int(run(sys.executable, "-c", code, cwd=Path.cwd()).stdout, 16)
+    assert said & _toolchain.ADDR_NO_RANDOMIZE
+
+
 @pytest.mark.parametrize(
     "choice,torch_cuda,wanted",
     [
@@ -393,7 +406,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]
     """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
     monkeypatch.setattr(_record, "PACKAGE", tmp_path)
     monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
-    monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "_C/portable.so")  # which is not there
+    monkeypatch.setattr(_portable, "RECORD", tmp_path / "_portable_record.json")  # which is not there
     (tmp_path / "_build_record.json").write_text(json.dumps(RECORD))
     return dict(RECORD)
 

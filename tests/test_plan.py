@@ -220,6 +220,14 @@ def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
 
 
 @pytest.mark.parametrize(
+    "hidden,size,blocks", [(8, 2, 2), (32, 2, 2), (40, 2, 2), (8, 4, 2), (24, 4, 2), (72, 2, 3)]
+)
+def test_a_cluster_has_at_least_two_blocks(plan, hidden, size, blocks):
+    (found,) = plan({"hidden": hidden, "batch": 8, "size": size, "algorithm": "cluster"})
+    assert found[:2] == ("cluster", blocks)
+
+
+@pytest.mark.parametrize(
     "hidden,batch,more,grid",
     [
         (256, 16, {}, ("cluster", 8, 6, 3)),

@@ -51,6 +51,12 @@ def test_an_older_torch_is_named(portable, tmp_path, monkeypatch):
         _record.check(Torch("2.9.1"))
 
 
+def test_a_library_that_is_gone_is_named(portable):
+    _portable.LIBRARY.unlink()
+    with pytest.raises(ImportError, match=r"^lltm_ext lacks .*/portable\.so\. Run: .* --force-reinstall"):
+        _portable.load(torch)
+
+
 def test_every_header_of_torch_that_a_binding_names_has_its_stand_in(tmp_path):
     _build_portable.stand_in(SRC, tmp_path)
     for name in ("ATen/core/Tensor.h", "c10/util/Exception.h", "torch/library.h"):

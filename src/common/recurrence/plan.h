@@ -96,6 +96,8 @@ inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape
   if (!p.dense && !v.general) return false;
   grid.members = static_cast<int>((p.hidden + units - 1) / units);
   const bool cluster = v.algorithm == Algorithm::kCluster;
+  // A block alone is no cluster, and may not send to itself as to one: an idle one stands beside it.
+  if (cluster) grid.members = std::max(grid.members, 2);
   if (cluster && (grid.members > kClusterBlocks || chip.compute_capability < 90)) return false;
   // Clusters lie within a GPC, of which they rarely fill the last multiprocessors.
   const int blocks = cluster ? chip.multiprocessors / 11 * 10 : chip.multiprocessors;
