@@ -210,12 +210,12 @@ def test_the_linker_finds_a_runtime_library_that_has_a_version_alone(tmp_path: P
     subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode != 0,
     reason="addresses can't be fixed here: a container forbids it",
 )
-def test_what_a_build_starts_has_fixed_addresses() -> None:
+def test_what_a_build_starts_has_fixed_addresses(tmp_path: Path) -> None:
     code = (
         "import subprocess; from lltm_ext import _toolchain; _toolchain.fix_addresses();"
         "subprocess.run(['cat', '/proc/self/personality'])"
     )
-    said = int(run(sys.executable, "-c", code, cwd=Path.cwd()).stdout, 16)
+    said = int(run(sys.executable, "-c", code, cwd=tmp_path).stdout, 16)
     assert said & _toolchain.ADDR_NO_RANDOMIZE
 
 

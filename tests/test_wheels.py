@@ -153,19 +153,19 @@ def url(house: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "index,torch_,takes",
     [
-        ("cu130/torch2.11", "2.11.0+cu130", "0.1.0+cu130torch2.11"),
-        ("cu130/torch2.11", "2.11.1", "0.1.0+cu130torch2.11"),
-        ("cu128/torch2.11", "2.11.0+cu128", "0.1.0+cu128torch2.11"),
-        ("cu132/torch2.15", "2.15.0", "0.2.0+cu132torch2.15"),
-        ("portable", "2.10.0+cu128", "0.1.0"),
-        ("portable", "2.15.0+cpu", "0.1.0"),
+        ("index/cu130/torch2.11", "2.11.0+cu130", "0.1.0+cu130torch2.11"),
+        ("index/cu130/torch2.11", "2.11.1", "0.1.0+cu130torch2.11"),
+        ("index/cu128/torch2.11", "2.11.0+cu128", "0.1.0+cu128torch2.11"),
+        ("index/cu132/torch2.15", "2.15.0", "0.2.0+cu132torch2.15"),
+        ("index", "2.10.0+cu128", "0.1.0"),
+        ("index", "2.15.0+cpu", "0.1.0"),
     ],
 )
 def test_pip_takes_the_wheel_for_the_torch_that_is_there_and_leaves_torch_alone(
     user: User, url: str, index: str, torch_: str, takes: str
 ) -> None:
     user.has_torch(torch_)
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/{index}")
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/{index}")
     assert done.returncode == 0, done.stderr
     assert user.installed() == {f"torch-{torch_}", f"lltm_ext-{takes}"}
 
@@ -180,7 +180,7 @@ def test_pip_refuses_the_wheel_of_another_torch_and_leaves_torch_alone(user: Use
 
 def test_pip_refuses_the_portable_wheel_beside_an_older_torch(user: User, url: str) -> None:
     user.has_torch("2.9.1")
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/portable")
+    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index")
     assert done.returncode != 0
     assert "torch>=2.10" in done.stderr
     assert user.installed() == {"torch-2.9.1"}
@@ -203,7 +203,7 @@ def test_an_index_lists_its_project_and_forgets_wheels_that_are_gone(house: Path
     wheels.publish(house)
     pages = sorted(str(page.relative_to(house)) for page in house.glob("index/**/lltm-ext"))
     natives = ["index/cu128/torch2.11/lltm-ext", "index/cu130/torch2.11/lltm-ext"]
-    assert pages == [*natives, "index/portable/lltm-ext"]
+    assert pages == [*natives, "index/lltm-ext"]
     assert not list(house.glob("*cu132*"))
 
 

@@ -153,7 +153,7 @@ def publish(house: Path) -> None:
 
 
 def index_of(wheel: Path) -> str:
-    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl, index/portable of the portable wheel.
+    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel.
 
     Each torch and CUDA has an index of its own: on a common one pip would take the highest version, which is
     the newest torch's.
@@ -161,7 +161,7 @@ def index_of(wheel: Path) -> str:
     if re.fullmatch(r"lltm_ext-[^-+]+-py3-none-.+\.whl", wheel.name):
         if build_record(wheel)["cuda"] is None:
             raise WheelError(f"{wheel.name} is for CPUs alone, which its name does not say")
-        return "index/portable"
+        return "index"
     label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+|cpu)(torch[\d.]+)-.+\.whl", wheel.name)
     if label is None:
         raise WheelError(f"{wheel.name}: expected a version such as 0.1.0+cu130torch2.11")
