@@ -233,8 +233,9 @@ def precisions(axes: Any, rows: list[dict[str, Any]]) -> None:
             points = series(here, "n", f"{name} TFLOP/s")
             axes.plot(*points, style, color=color(name, names), marker=".", label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_title(PRECISION, loc="left")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.set_title(f"{PRECISION}: TFLOP/s", loc="left")
     axes.set_xlabel("M = N = K")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.25), ncols=2, handlelength=3.5)
 
@@ -247,7 +248,7 @@ def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
             return f"{row['m']} x {row['n']}"
         if part == ODD:
             return row["shape"]
-        return f"{row['activation']}{', backward' if row['backward'] else ''}, K {row['k']}"
+        return f"{row['activation']}{', training' if row['backward'] else ''}, K {row['k']}"
 
     labels = list(dict.fromkeys(map(label, rows)))
     for dtype, marker in zip(HALF, ("o", "x"), strict=True):
@@ -257,7 +258,7 @@ def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
             axes.plot(*points, marker, color=color(OURS, ["torch", OURS]), markersize=4, label=dtype)
     axes.axhline(1, color=color("torch", ["torch", OURS]), linewidth=1)
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(row["ours / torch"] for row in rows))
     axes.set_title(f"{part}: x torch's rate", loc="left")
     axes.legend(fontsize=7)
 

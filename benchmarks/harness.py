@@ -4,8 +4,7 @@
     python benchmarks/harness.py plot         # every picture again, from benchmarks/results; needs no GPU
 
 A peer runs beside ours in the same process, call by call in turn, because clocks and machines vary: what
-counts is the ratio of two medians of one run. Inputs are random and rotate through more memory than the L2
-cache holds.
+counts is the ratio of two medians of one run. Inputs are random.
 """
 
 from __future__ import annotations

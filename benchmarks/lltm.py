@@ -548,7 +548,7 @@ def draw(record: dict[str, Any]) -> Any:
         panels = lines[2].subgridspec(1, len(batches)).subplots(sharey=True)
         for axes, batch in zip(panels, batches, strict=True):
             draw_algorithms(axes, [row for row in parts["algorithm"] if row["B"] == batch])
-        panels[0].set_title(f"LLTM by algorithm: {panels[0].get_title(loc='left')}", loc="left")
+        panels[0].set_title(f"LLTM: {panels[0].get_title(loc='left')}", loc="left")
         outer_labels(panels)
     return figure
 
@@ -577,7 +577,7 @@ def draw_step(axes: Any, rows: list[Row]) -> None:
         )
         axes.bar_label(drawn, [f"{what} {value:.0f}" for value in values], padding=3, fontsize=8, color=INK)
     axes.set_yticks(range(len(names)), names)
-    axes.margins(x=0.4)
+    axes.margins(x=0.6)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("host time, us")

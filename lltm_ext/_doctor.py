@@ -30,7 +30,9 @@ SECONDS = 120  # that a question may take: a first import of torch from a slow d
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-OLDEST_DRIVER = {"12": "550", "13": "580"}  # that runs the modules of a CUDA major version
+# The oldest driver that runs the modules of a CUDA major version, and what it says that it runs: code is
+# compressed in a way that drivers read from CUDA 12.4 on.
+OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
 
 class Finding(NamedTuple):
@@ -257,13 +259,16 @@ def of_the_package(here: Here) -> Iterator[Finding]:
 def of_the_driver(here: Here) -> Iterator[Finding]:
     built = (here.record or {}).get("cuda")
     if here.driver_error:
-        yield Finding(f"the NVIDIA driver does not work: {here.driver_error}", "nvidia-smi && reboot")
-    if built and here.driver_cuda and int(major(here.driver_cuda)) < int(major(built)):
-        oldest = OLDEST_DRIVER.get(major(built))
+        what = f"the NVIDIA driver does not work: {here.driver_error} (if nvidia-smi fails too, reboot)"
+        yield Finding(what, "nvidia-smi")
+    if not built or not here.driver_cuda:
+        return
+    driver, cuda = OLDEST_DRIVER.get(major(built), (None, major(built)))
+    if number(here.driver_cuda) < number(cuda):
         yield Finding(
             f"the NVIDIA driver ({here.driver}) runs CUDA {here.driver_cuda} at most, "
-            f"lltm_ext is built with CUDA {built}",
-            f"apt-get install nvidia-driver-{oldest}" if oldest else None,
+            f"lltm_ext is built with CUDA {built}" + (f" and needs {cuda}" if driver else ""),
+            f"apt-get install nvidia-driver-{driver}" if driver else None,
         )
 
 

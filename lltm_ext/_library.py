@@ -145,10 +145,25 @@ def differentiable_gradients(
     return tuple(gradients)
 
 
+def check_sequence(
+    name: str, input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The arguments of a sequence, which are tensors, as the dispatcher takes them."""
+    h0, c0 = check_pair(name, hx)
+    check_tensor(name, "input", input)
+    check_tensor(name, "weight_ih", weight_ih)
+    check_tensor(name, "weight_hh", weight_hh)
+    if bias is not None:
+        check_tensor(name, "bias", bias)
+    return input, h0, c0, weight_ih, weight_hh, bias
+
+
 def check_pair(name: str, hx: Any) -> State:
     """hx as (h0, c0)."""
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
         raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
+    check_tensor(name, "h0", hx[0])
+    check_tensor(name, "c0", hx[1])
     return hx[0], hx[1]
 
 
@@ -156,7 +171,6 @@ def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
     """hx as (h0, c0), tensors of the shape that a layer expects."""
     pair = check_pair(name, hx)
     for argument, state in zip(("h0", "c0"), pair, strict=True):
-        check_tensor(name, argument, state)
         if state.shape != shape:
             raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
     return pair

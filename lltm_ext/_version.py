@@ -1,3 +1,3 @@
-"""The version, kept here alone. A wheel adds what it was built for: ``0.1.0+cu130torch2.11``."""
+"""The version, kept here alone. A wheel adds what it was built for: ``0.2.0+cu130torch2.11``."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -26,10 +26,19 @@ def _number(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
+def _check_grid(name: str, scale: Any, quant_min: int, quant_max: int) -> None:
+    if quant_min > quant_max:
+        raise ValueError(
+            f"{name}: expected quant_min not above quant_max, "
+            f"got quant_min = {quant_min}, quant_max = {quant_max}"
+        )
+    if isinstance(scale, (int, float)) and not scale > 0:
+        raise ValueError(f"{name}: expected scale above 0, got {scale}")
+
+
 def _parameters(scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
     """Scale and zero point as tensors. A tensor on the CPU without dimensions goes with any device."""
-    if isinstance(scale, (int, float)) and not scale > 0:
-        raise ValueError(f"fake_quantize: expected scale above 0, got {scale}")
+    _check_grid("fake_quantize", scale, quant_min, quant_max)
     if isinstance(zero_point, (int, float)) and not quant_min <= zero_point <= quant_max:
         raise ValueError(
             f"fake_quantize: expected zero_point from quant_min = {quant_min} to quant_max = {quant_max}, "
@@ -260,6 +269,9 @@ class FakeQuantize(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_grid("FakeQuantize", scale, quant_min, quant_max)
+        if num_channels is not None and num_channels < 1:
+            raise ValueError(f"FakeQuantize: expected num_channels to be positive, got {num_channels}")
         self.quant_min, self.quant_max = quant_min, quant_max
         self.num_channels, self.axis, self.grad_factor = num_channels, axis, grad_factor
         for name, value, learnt in (

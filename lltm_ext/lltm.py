@@ -23,7 +23,7 @@ from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
     State,
     check_hx,
-    check_pair,
+    check_sequence,
     check_tensor,
     differentiable_gradients,
     is_plain,
@@ -150,6 +150,8 @@ def lltm_cell(
     """
     for name, x in (("input", input), ("weights", weights), ("old_h", old_h), ("old_cell", old_cell)):
         check_tensor("lltm_cell", name, x)
+    if bias is not None:
+        check_tensor("lltm_cell", "bias", bias)
     arguments = (input, weights, bias, old_h, old_cell)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)
@@ -194,9 +196,8 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    check_tensor("lltm", "input", input)
-    h0, c0 = check_pair("lltm", hx)
-    output, h_n, c_n = _sequence(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
+    tensors = check_sequence("lltm", input, hx, weight_ih, weight_hh, bias)
+    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
     return output, (h_n, c_n)
 
 
@@ -213,13 +214,11 @@ def lltm_algorithm(
     """The algorithm that :func:`lltm` takes for these arguments: "stepwise", "cluster" or "grid".
 
     Args:
-        backward: whether to say it of the backward pass, which may take another than the forward.
+        backward: True for that of the backward pass, which may differ from the forward's.
 
     The other arguments and all errors are those of :func:`lltm`.
     """
-    check_tensor("lltm_algorithm", "input", input)
-    h0, c0 = check_pair("lltm_algorithm", hx)
-    tensors = (input, h0, c0, weight_ih, weight_hh, bias)
+    tensors = check_sequence("lltm_algorithm", input, hx, weight_ih, weight_hh, bias)
     return ops.lltm_algorithm(*tensors, algorithm=algorithm, backward=backward)
 
 
@@ -302,7 +301,7 @@ class LLTM(SequenceLayer):
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
         bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). On a
-            GPU with room for both directions they run side by side, in the time of one.
+            GPU with room for both directions they run side by side.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];

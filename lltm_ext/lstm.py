@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import State, check_pair, check_tensor, ops
+from lltm_ext._library import State, check_sequence, ops
 from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
 
 
@@ -67,9 +67,8 @@ def lstm(
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    check_tensor("lstm", "input", input)
-    h0, c0 = check_pair("lstm", hx)
-    output, h_n, c_n = _sequence(input, h0, c0, weight_ih, weight_hh, bias, algorithm=algorithm)
+    tensors = check_sequence("lstm", input, hx, weight_ih, weight_hh, bias)
+    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
     return output, (h_n, c_n)
 
 
@@ -84,9 +83,7 @@ def lstm_algorithm(
     backward: bool = False,
 ) -> str:
     """The algorithm that :func:`lstm` takes for these arguments; see :func:`lltm_ext.lltm_algorithm`."""
-    check_tensor("lstm_algorithm", "input", input)
-    h0, c0 = check_pair("lstm_algorithm", hx)
-    tensors = (input, h0, c0, weight_ih, weight_hh, bias)
+    tensors = check_sequence("lstm_algorithm", input, hx, weight_ih, weight_hh, bias)
     return ops.lstm_algorithm(*tensors, algorithm=algorithm, backward=backward)
 
 

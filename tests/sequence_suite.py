@@ -136,6 +136,7 @@ def sequence_bad_calls(op, gates):
             f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
             for name in ("input", "h0", "c0", "weight_ih", "weight_hh")
         },
+        "bias a number": refused(TypeError, "bias to be a Tensor, got float", bias=lambda x: 0.5),
         "no states": no_pair(None, "NoneType"),
         "one state": no_pair(torch.zeros(4, 5), "(Fake)?Tensor"),
         "three states": no_pair((torch.zeros(4, 5),) * 3, "tuple"),

@@ -399,17 +399,36 @@ def test_a_cpu_build_where_there_is_a_gpu(capsys: pytest.CaptureFixture[str]) ->
     assert doctor(machine(H200, record=cpu, torch_cuda=None), capsys)[0] == 0  # torch's choice too
 
 
-def test_a_driver_that_is_too_old(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = doctor(machine(H200, driver="550.54.14", driver_cuda="12.4"), capsys)
+@pytest.mark.parametrize(
+    "driver,runs,built,needed,oldest",
+    [("550.54.14", "12.4", "13.0", "13.0", "580"), ("535.54.03", "12.2", "12.8", "12.4", "550")],
+)
+def test_a_driver_that_is_too_old(
+    capsys: pytest.CaptureFixture[str], driver: str, runs: str, built: str, needed: str, oldest: str
+) -> None:
+    record = RECORD | {"cuda": built}
+    status, text = doctor(machine(H200, record=record, driver=driver, driver_cuda=runs), capsys)
     assert status == 1
-    assert "the NVIDIA driver (550.54.14) runs CUDA 12.4 at most, lltm_ext is built with CUDA 13.0\n" in text
-    assert "    apt-get install nvidia-driver-580\n" in text
+    assert (
+        f"the NVIDIA driver ({driver}) runs CUDA {runs} at most, lltm_ext is built with CUDA {built} "
+        f"and needs {needed}\n    apt-get install nvidia-driver-{oldest}\n"
+    ) in text
+
+
+def test_a_driver_older_than_the_wheels_cuda_of_the_same_major_version(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = machine(H200, record=RECORD | {"cuda": "12.8"}, driver="550.54.14", driver_cuda="12.4")
+    assert doctor(found, capsys)[0] == 0
 
 
 def test_a_driver_that_does_not_work(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = doctor(machine(driver_error="unknown error (CUDA error 999)"), capsys)
     assert status == 1
-    assert "wrong: the NVIDIA driver does not work: unknown error (CUDA error 999)\n    nvidia-smi" in text
+    assert (
+        "the NVIDIA driver does not work: unknown error (CUDA error 999) (if nvidia-smi fails too, reboot)\n"
+        in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -481,6 +481,18 @@ class TestModules(ModuleSuite):
         ),
     }
 
+    @pytest.mark.parametrize(
+        "arguments,options,expectation",
+        [
+            ((7, -8), {}, "quant_min not above quant_max, got quant_min = 7, quant_max = -8"),
+            (RANGE, {"scale": -1.0}, r"scale above 0, got -1\.0"),
+            (RANGE, {"num_channels": 0}, "num_channels to be positive, got 0"),
+        ],
+    )
+    def test_bad_options_are_refused_when_it_is_made(self, arguments, options, expectation):
+        with pytest.raises(ValueError, match=rf"^FakeQuantize: expected {expectation}"):
+            lltm_ext.FakeQuantize(*arguments, **options)
+
     def test_what_is_not_learnt_is_a_buffer(self):
         module = lltm_ext.FakeQuantize(0, 255, 0.1, 128, num_channels=5, learn_scale=False)
         assert not list(module.parameters())

@@ -82,6 +82,7 @@ class TestLLTMCellFunction(SmoothSuite):
             f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
             for name in ("input", "weights", "old_h", "old_cell")
         },
+        "bias a number": refused(TypeError, "bias to be a Tensor, got float", bias=lambda x: 0.5),
         "integers": refused(TypeError, f"input of dtype {FLOATING}, got int64", input=torch.Tensor.long),
         "weights in float64": refused(
             TypeError, "weights of dtype float32, got float64", weights=torch.Tensor.double

@@ -71,9 +71,9 @@ def test_all_ops_are_in_it_or_are_said_to_be_lacking():
 
 @PORTABLE_ONLY
 @pytest.mark.parametrize("name", ["fake_quantize", "FakeQuantize", "FakeQuantizeFunction", "StochasticRound"])
-def test_what_it_lacks_is_named_when_asked_for(name):
+def test_what_it_lacks_is_named_when_asked_for(name, tmp_path):
     code = f"from lltm_ext import {name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert f"the portable library, which is in use here, lacks {name}, because" in done.stderr
 
 

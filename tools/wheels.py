@@ -162,7 +162,7 @@ def index_of(wheel: Path) -> str:
         if build_record(wheel)["cuda"] is None:
             raise WheelError(f"{wheel.name} is for CPUs alone, which its name does not say")
         return "index"
-    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+|cpu)(torch[\d.]+)-.+\.whl", wheel.name)
+    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel.name)
     if label is None:
         raise WheelError(f"{wheel.name}: expected a version such as 0.1.0+cu130torch2.11")
     return f"index/{label[1]}/{label[2]}"

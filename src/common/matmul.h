@@ -2,7 +2,7 @@
 //
 // On CUDA cuBLAS itself gives the product of half types in float32, which at::mm rounds: over thousands of
 // steps that is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; from some size on
-// oneDNN, to which torch.compile goes through the op below, is up to 1.4 times as fast.
+// oneDNN, to which torch.compile goes through the op below, is 1.4 to 2.3 times as fast.
 // (benchmarks/NOTES.md has the figures.)
 #pragma once
 
@@ -50,11 +50,12 @@ inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear(
 
 inline bool onednn_pays(const at::Tensor& a, const at::Tensor& b) {
   return a.is_cpu() && a.scalar_type() == at::kFloat && a.size(0) >= 8 &&
-         a.numel() * b.size(1) >= (int64_t{1} << 21) && a.is_contiguous() &&
-         (b.is_contiguous() || b.t().is_contiguous()) && at::globalContext().userEnabledMkldnn();
+         a.numel() * b.size(1) >= (int64_t{1} << 21) && (b.is_contiguous() || b.t().is_contiguous()) &&
+         at::globalContext().userEnabledMkldnn();
 }
 
-// a [M, K] @ b [K, N] (+ bias [N]) by oneDNN where that pays; else undefined.
+// a [M, K] @ b [K, N] (+ bias [N]) by oneDNN where that pays; else undefined. It copies an a that is not
+// contiguous.
 inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias = std::nullopt) {
   static const auto linear = find_onednn_linear();
@@ -240,6 +241,16 @@ inline bool allows_tf32(const at::Tensor& x) {
 inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
   if (const at::Tensor product = onednn_product(a, b, bias); product.defined()) return product;
   return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+}
+
+// to [M, N] += a [K, M]^T @ b [K, N], as weights get their gradient. oneDNN gives the transposed product, for
+// which it copies b: that is narrower.
+inline void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
+  if (const at::Tensor product = onednn_product(b.t(), a); product.defined()) {
+    to.add_(product.t());
+  } else {
+    to.addmm_(a.t(), b);
+  }
 }
 
 // Multiplies matrices on one device, on the stream that is current when this is made.

@@ -74,11 +74,11 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
   if (runs.size() > 2) {  // a packed sequence; a dense one has no more than two, and needs no copy
-    gradient.addmm_(grad_gates.t(), at::cat(sources));
+    add_weight_gradient(gradient, grad_gates, at::cat(sources));
     return;
   }
   for (size_t i = 0; i < runs.size(); ++i) {
-    gradient.addmm_(grad_gates.narrow(0, runs[i].row, runs[i].rows).t(), sources[i]);
+    add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
   }
 }
 
@@ -248,7 +248,7 @@ struct SequenceBackward {
   static void add_gradients(const RetreatChunk& part, const at::Tensor& input_rows) {
     const auto& [of, chunk, grad_gates] = part;
     const int64_t count = chunk.end - chunk.begin;
-    of.grad_weight_ih.addmm_(grad_gates.t(), input_rows.narrow(0, chunk.begin, count));
+    add_weight_gradient(of.grad_weight_ih, grad_gates, input_rows.narrow(0, chunk.begin, count));
     add_weight_hh_gradient(of.grad_weight_hh, grad_gates, of.output, of.direction.h0, of.steps, chunk);
     if (!of.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(of.grad_input).narrow(0, chunk.begin, count);
