@@ -24,6 +24,10 @@ def gemm_into(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def gemm_backward(grad_c: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    if a.dim() != b.dim():
+        raise RuntimeError(
+            f"gemm.backward: expected a and b of as many dimensions, got {a.dim()} and {b.dim()}"
+        )
     return [ops.gemm(grad_c, b.mT), ops.gemm(a.mT, grad_c)]
 
 

@@ -193,7 +193,7 @@ def binarize_backward(
 ) -> Tensor:
     half = (high - low) / 2
     if grad == "clipped":
-        return grad_output * ((input - threshold).abs() <= half)
+        return grad_output.masked_fill(~((input - threshold).abs() <= half), 0)
     if grad == "tanh":
         return grad_output * (1 - torch.tanh((input - threshold) / half).square())
     return grad_output.view_as(grad_output)
@@ -201,8 +201,6 @@ def binarize_backward(
 
 def derivative(activation: str, x: Tensor) -> Tensor:
     """Of an activation of gemm, from its output, or for gelu, gelu_tanh and silu from its input."""
-    if activation == "relu":
-        return torch.where(x <= 0, 0.0, 1.0).to(x.dtype)
     if activation == "sigmoid":
         return x * (1 - x)
     if activation == "tanh":
@@ -221,6 +219,8 @@ def derivative(activation: str, x: Tensor) -> Tensor:
 
 
 def gemm_activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
+    if activation == "relu":  # a choice: of an infinite gradient too
+        return relu_backward(grad_output, saved)
     return grad_output * derivative(activation, saved)
 
 
@@ -374,22 +374,30 @@ def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) ->
         _library.impl(name, kernel, key)
 
 
-def all_but(*positions: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Casts all arguments but these: cell states, which float32 serves best."""
-    return lambda args: [x if i in positions else cast(x) for i, x in enumerate(args)]
+def cast_cell(x: Any) -> Any:
+    """A cell state stays, which float32 serves best, unless it is of the other half type."""
+    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if half and x.dtype != torch.get_autocast_dtype(x.device.type) else x
+
+
+def all_with(*cells: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Casts all arguments, those at these places as cell states."""
+    return lambda args: [cast_cell(x) if i in cells else cast(x) for i, x in enumerate(args)]
 
 
 def of_directions(args: Sequence[Any]) -> Sequence[Any]:
     defaults: list[Any] = [None, "auto"]
     input, *directions, batch_sizes, algorithm = [*args, *defaults[len(args) - 3 :]]
-    lists = [[x if i == 1 else cast(x) for i, x in enumerate(direction)] for direction in directions]
+    lists = [
+        [cast_cell(x) if i == 1 else cast(x) for i, x in enumerate(direction)] for direction in directions
+    ]
     return cast(input), *lists, batch_sizes, algorithm
 
 
 _CAST = {
-    "gemm": all_but(),
-    "lltm_cell": all_but(4),
-    **{name: all_but(2) for name in ("lltm", "lstm", "lltm_algorithm", "lstm_algorithm")},
+    "gemm": all_with(),
+    "lltm_cell": all_with(4),
+    **{name: all_with(2) for name in ("lltm", "lstm", "lltm_algorithm", "lstm_algorithm")},
     **dict.fromkeys(("lltm_bidirectional", "lstm_bidirectional"), of_directions),
 }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, ops, transforms_active, vmap_elementwise, vmap_loop
+from lltm_ext._library import check_tensor, is_lazy, ops, transforms_active, vmap_elementwise, vmap_loop
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -168,6 +168,8 @@ def gemm(
         check_tensor("gemm", "bias", bias)
     if out is not None:
         check_tensor("gemm", "out", out)
+        if is_lazy(out):
+            return out.copy_(gemm(a, b, bias=bias, activation=activation, precision=precision))
         ops.gemm_out(a, b, bias, activation, precision, out)
         return out
     if transforms_active():

@@ -419,6 +419,17 @@ class SequenceSuite(SmoothSuite):
             outputs = self.call("63", torch.float32, device).run(self.function)
         assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
+    def test_autocast_takes_the_cell_state_of_the_other_half_type(self, device):
+        with torch.autocast(device, torch.bfloat16):
+            outputs = self.call("63", torch.float16, device).run(self.function)
+        assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+    def test_a_gradient_to_differentiate_of_no_steps_is_zero_too(self, device):
+        call = sample(self.gates, 0, 4, 3, 5)(Make(DOUBLE, device)).leaves()
+        output, h_n, _ = call.run(self.function)
+        found = torch.autograd.grad(output.sum() + h_n.sum(), call.tensors, create_graph=True)
+        assert [int(g.count_nonzero()) for g in found] == [0, h_n.numel(), 0, 0, 0, 0]
+
     def test_nan_stays_in_its_row_and_after_its_step(self, device):
         call = sample(self.gates, 6, 4, 3, 5)(Make(device=device))
         good, _ = self.function(*call.args)

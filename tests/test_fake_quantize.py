@@ -101,6 +101,11 @@ class TestFakeQuantize(ElementwiseSuite):
             ValueError,
             "^fake_quantize: expected fewer than 2.22 integers from quant_min to quant_max, got",
         ),
+        "the widest range": (
+            lambda make: Call(make(3), 1.0, 0, -(2**63), 2**63 - 1),
+            ValueError,
+            "^fake_quantize: expected fewer than 2.22 integers from quant_min to quant_max, got",
+        ),
         "axis": (
             lambda make: Call(make(3, 5), axis=2),
             ValueError,

@@ -25,7 +25,7 @@ from op_suite import (
 )
 
 import lltm_ext
-from lltm_ext import _C
+from lltm_ext import _C, _portable
 from lltm_ext.gemm import _ACTIVATIONS, _SAVE_INPUT, gemm_reference
 
 ACTIVATIONS = (None, "relu", "sigmoid", "tanh", "elu", "gelu", "gelu_tanh", "silu")
@@ -323,6 +323,19 @@ class TestGemm(SmoothSuite):
             torch.testing.assert_close(c[7], expected[7], equal_nan=True)
             others = torch.arange(len(a), device=device) != 7
             assert_same_bits([c[others]], [good[others]])
+
+    def test_out_may_be_a_view_that_memory_holds_negated(self, device):
+        a, b = operands(Make(device=device), 4, 3, 5)
+        out = torch.zeros(4, 5, dtype=torch.complex64, device=device).conj().imag
+        assert lltm_ext.gemm(a, b, out=out) is out
+        assert_near(out.resolve_neg(), a.double() @ b.double(), FORWARD[torch.float32])
+
+    @pytest.mark.parametrize("create_graph", [False, True])
+    def test_a_dead_unit_of_relu_passes_no_gradient_on_not_even_an_infinite_one(self, create_graph, device):
+        a = torch.tensor([[-1.0], [1.0]], device=device, requires_grad=True)
+        y = lltm_ext.gemm(a, torch.ones(1, 1, device=device), activation="relu")
+        (found,) = torch.autograd.grad(y, a, torch.full_like(y, torch.inf), create_graph=create_graph)
+        assert found.flatten().tolist() == [0, torch.inf]
 
     def test_float32_is_not_computed_in_tf32(self, device):
         """Products of 1 + 2^-12 with themselves: ten bits of mantissa would lose the difference."""
@@ -787,6 +800,32 @@ class TestRawBindings:
             assert _C.gemm.gemm(c, a, b) is None
             assert c.data_ptr() == address
             assert_near(c, a.double() @ b.double(), FORWARD[dtype])
+
+    def test_c_may_not_lie_in_an_operand(self, device):
+        a = Make(device=device)(3, 3)
+        for operands in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
+            with pytest.raises(
+                RuntimeError, match=r"^gemm(\.gemm)?: expected c to share no memory with a or b"
+            ):
+                _C.gemm.gemm(a, *operands)
+
+    def test_a_backward_of_matrices_and_a_batch_is_refused(self, device):
+        make = Make(device=device)
+        for a, b in ((make(3, 4), make(2, 4, 5)), (make(2, 3, 4), make(4, 5))):
+            with pytest.raises(
+                RuntimeError, match=r"^gemm\.backward: expected a and b of as many dimensions, got"
+            ):
+                _C.gemm.backward(make(2, 3, 5), a, b)
+
+    @pytest.mark.skipif(
+        _portable.in_use, reason="the dispatcher resolves such views for the portable library"
+    )
+    def test_they_refuse_a_view_that_memory_holds_negated(self, device):
+        a = Make(device=device)(3, 3)
+        with pytest.raises(
+            RuntimeError, match=r"^gemm\.forward: expected a as it lies in memory, got a lazily"
+        ):
+            _C.gemm.forward(torch._neg_view(a), a)
 
     def test_autograd_learns_that_c_has_changed(self, device):
         a, b = operands(Make(device=device), 4, 3, 4)

@@ -147,6 +147,12 @@ class TestLLTMCellFunction(SmoothSuite):
             new_h, new_cell = lltm_ext.lltm_cell(*cell_arguments(Make(device=device), 4, 3, 5))
         assert (new_h.dtype, new_cell.dtype) == (torch.bfloat16, torch.float32)
 
+    def test_autocast_takes_a_cell_of_the_other_half_type(self, device):
+        cell, x = lltm_ext.LLTMCell(3, 5, device=device).half(), Make(torch.float16, device)(4, 3)
+        with torch.autocast(device, torch.bfloat16):
+            new_h, new_cell = cell(x)
+        assert (new_h.dtype, new_cell.dtype) == (torch.bfloat16, torch.float32)
+
     def test_saturated_gates(self, dtype, device):
         """Far out, gates are 0 or 1 and the candidate -1 or the pre-activation; gradients stay finite."""
         gates = torch.tensor(

@@ -36,6 +36,11 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& x) {
   check_strided(op, name, x);
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
+#ifndef LLTM_EXT_STABLE_ABI
+  // Raw bindings read memory as it is; the dispatcher resolves such views.
+  TORCH_CHECK(!x.is_neg() && !x.is_conj(), op, ": expected ", name,
+              " as it lies in memory, got a lazily negated or conjugated view");
+#endif
 }
 
 enum class Types { kFloating, kFloatingOrComplex };

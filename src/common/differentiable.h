@@ -2,6 +2,7 @@
 #pragma once
 
 #ifndef LLTM_EXT_STABLE_ABI
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
 namespace lltm_ext {
@@ -29,7 +30,9 @@ torch::autograd::variable_list differentiable_gradients(F&& composed,
                             /*allow_unused=*/true);
   torch::autograd::variable_list gradients(inputs.size());
   for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
-    if (inputs[i].defined() && inputs[i].requires_grad()) gradients[i] = found[next++];
+    if (!inputs[i].defined() || !inputs[i].requires_grad()) continue;
+    gradients[i] = found[next].defined() ? found[next] : at::zeros_like(inputs[i]);
+    ++next;
   }
   return gradients;
 }

@@ -40,6 +40,7 @@ T* mutable_pointer(const at::Tensor& x) {
 
 #ifdef LLTM_EXT_WITH_CUDA
 inline void check_launch(const char* kernel, cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();  // else the next launch of another would report it once more
   TORCH_CHECK(error == cudaSuccess, "lltm_ext: launch of ", kernel, " failed: ", cudaGetErrorString(error),
               " (", cudaGetErrorName(error), ")");
 }

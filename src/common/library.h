@@ -52,6 +52,11 @@ class AutocastInputs {
   std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& x) const {
     return x ? std::optional(at::autocast::cached_cast(dtype_, *x, device_)) : std::nullopt;
   }
+  // Float32 serves a cell state best: it stays, unless it is of the other half type.
+  at::Tensor cell(const at::Tensor& x) const {
+    const bool half = x.defined() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
+    return half && x.scalar_type() != dtype_ ? x.to(at::kFloat) : x;
+  }
 
  private:
   at::DeviceType device_;

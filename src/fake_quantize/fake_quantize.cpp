@@ -79,7 +79,9 @@ Axis check(const char* op, const at::Tensor& input, const at::Tensor& scale, con
   TORCH_CHECK_VALUE(quant_min <= quant_max, op,
                     ": expected quant_min not above quant_max, got quant_min = ", quant_min,
                     ", quant_max = ", quant_max);
-  TORCH_CHECK_VALUE(quant_max - quant_min < int64_t{1} << 22, op,
+  // Unsigned: the difference of the greatest and the least overflows.
+  const uint64_t steps = static_cast<uint64_t>(quant_max) - static_cast<uint64_t>(quant_min);
+  TORCH_CHECK_VALUE(steps < uint64_t{1} << 22, op,
                     ": expected fewer than 2^22 integers from quant_min to quant_max, got quant_min = ",
                     quant_min, ", quant_max = ", quant_max);
   return check_channels(op, input, scale, zero_point, axis);

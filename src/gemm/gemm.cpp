@@ -344,11 +344,10 @@ std::tuple<at::Tensor, at::Tensor> call_activation_bias_backward(const at::Tenso
   return op.call(grad_output, saved, activation);
 }
 
-// An activation's derivative in torch's differentiable ops, from its output or input (saves_output).
+// An activation's derivative in torch's differentiable ops, from its output or input (saves_output). relu's
+// is a choice: see activation_backward_autograd.
 at::Tensor composed_derivative(Activation activation, const at::Tensor& saved) {
   switch (activation) {
-    case Activation::kRelu:
-      return at::where(saved <= 0, at::zeros_like(saved), at::ones_like(saved));
     case Activation::kSigmoid:
       return saved * (1 - saved);
     case Activation::kTanh:
@@ -368,6 +367,7 @@ at::Tensor composed_derivative(Activation activation, const at::Tensor& saved) {
       const at::Tensor y = at::sigmoid(saved);
       return y * (1 + saved * (1 - y));
     }
+    case Activation::kRelu:
     case Activation::kNone:
       break;
   }
@@ -487,7 +487,9 @@ at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at:
                                         string_view activation) {
   if (any_needs_grad(grad_output, saved)) {
     check_gradient("gemm_activation_backward", grad_output, saved);
-    return grad_output * composed_derivative(activation_of("gemm_activation_backward", activation), saved);
+    const Activation f = activation_of("gemm_activation_backward", activation);
+    if (f == Activation::kRelu) return grad_output.masked_fill(saved <= 0, 0);  // of an infinite one too
+    return grad_output * composed_derivative(f, saved);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_activation_backward(grad_output, saved, activation);
@@ -552,7 +554,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           CHECK_INPUT("gemm.gemm", c);
           check_operands("gemm.gemm", a, b);
           CHECK_SAME("gemm.gemm", c, a);
-          check_shape("gemm.gemm", "c", c, output_sizes(a, b), a.dim() == 3 ? "[B, M, N]" : "[M, N]");
+          check_shape("gemm.gemm", "c", c, output_sizes(a, b), c.dim() == 3 ? "[B, M, N]" : "[M, N]");
+          TORCH_CHECK(!c.is_alias_of(a) && !c.is_alias_of(b),
+                      "gemm.gemm: expected c to share no memory with a or b");
           const KernelGuard guard(a);
           run(a, b, at::Tensor(), {Activation::kNone, Precision::kIeee}, c);
           // Autograd, which may have saved c, learns that it has changed.
@@ -572,6 +576,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
               CHECK_INPUT("gemm.backward", a);
               CHECK_INPUT("gemm.backward", b);
               check_operands("gemm.backward", a, b);
+              TORCH_CHECK(a.dim() == b.dim(), "gemm.backward: expected a and b of as many dimensions, got ",
+                          a.dim(), " and ", b.dim());
               CHECK_SAME("gemm.backward", grad_c, a);
               check_shape("gemm.backward", "grad_c", grad_c, output_sizes(a, b),
                           a.dim() == 3 ? "[B, M, N]" : "[M, N]");

@@ -343,12 +343,11 @@ std::tuple<at::Tensor, at::Tensor> cell_autograd(const at::Tensor& input, const 
   return call_cell(input, weights, bias, old_h, old_cell);
 }
 
-// Everything but the cell state, which float32 serves best.
 std::tuple<at::Tensor, at::Tensor> cell_autocast(const at::Tensor& input, const at::Tensor& weights,
                                                  const OptionalTensor& bias, const at::Tensor& old_h,
                                                  const at::Tensor& old_cell) {
   const AutocastInputs cast(input);
-  return call_cell(cast(input), cast(weights), cast(bias), cast(old_h), old_cell);
+  return call_cell(cast(input), cast(weights), cast(bias), cast(old_h), cast.cell(old_cell));
 }
 #endif
 

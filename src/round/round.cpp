@@ -93,7 +93,7 @@ at::Tensor binarize_backward_autograd(const at::Tensor& grad_output, const at::T
       case Through::kIdentity:
         return grad_output.alias();
       case Through::kClipped:
-        return grad_output * ((input - threshold).abs() <= half);
+        return grad_output.masked_fill(((input - threshold).abs() <= half).logical_not(), 0);
       case Through::kTanh:
         return grad_output * (1 - at::tanh((input - threshold) / half).square());
     }

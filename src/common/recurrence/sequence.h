@@ -56,6 +56,7 @@ struct SequenceOps {
                                   c10::string_view algorithm, bool backward) {
     const std::string op = named<Op>("_algorithm");
     check_inputs(op.c_str(), Cell::kGates, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    const KernelGuard guard(input);
     const Plan plan =
         plan_for<Cell>(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
     switch (plan.algorithm) {
@@ -260,7 +261,7 @@ struct SequenceOps {
     const auto cast_all = [&](at::TensorList direction) {
       variable_list found;
       for (size_t i = 0; i < direction.size(); ++i) {
-        found.push_back(i == 1 ? direction[i] : cast(direction[i]));  // c0 stays, as below
+        found.push_back(i == 1 ? cast.cell(direction[i]) : cast(direction[i]));
       }
       return found;
     };
@@ -280,14 +281,13 @@ struct SequenceOps {
     return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
   }
 
-  // Everything but the cell state, which float32 serves best.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autocast(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm) {
     const AutocastInputs cast(input);
-    return call_sequence(cast(input), cast(h0), c0, cast(weight_ih), cast(weight_hh), cast(bias), batch_sizes,
-                         reverse, algorithm);
+    return call_sequence(cast(input), cast(h0), cast.cell(c0), cast(weight_ih), cast(weight_hh), cast(bias),
+                         batch_sizes, reverse, algorithm);
   }
 
   // What a call under autocast takes, which sees the tensors that it casts.
@@ -296,8 +296,8 @@ struct SequenceOps {
                                         const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                                         c10::string_view algorithm, bool backward) {
     const AutocastInputs cast(input);
-    return algorithm_of(cast(input), cast(h0), c0, cast(weight_ih), cast(weight_hh), cast(bias), batch_sizes,
-                        algorithm, backward);
+    return algorithm_of(cast(input), cast(h0), cast.cell(c0), cast(weight_ih), cast(weight_hh), cast(bias),
+                        batch_sizes, algorithm, backward);
   }
 
 #endif
