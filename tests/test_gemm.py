@@ -801,12 +801,11 @@ class TestRawBindings:
             assert c.data_ptr() == address
             assert_near(c, a.double() @ b.double(), FORWARD[dtype])
 
+    @pytest.mark.skipif(_portable.in_use, reason="the portable library's takes a copy")
     def test_c_may_not_lie_in_an_operand(self, device):
         a = Make(device=device)(3, 3)
         for operands in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
-            with pytest.raises(
-                RuntimeError, match=r"^gemm(\.gemm)?: expected c to share no memory with a or b"
-            ):
+            with pytest.raises(RuntimeError, match=r"^gemm\.gemm: expected c to share no memory with a or b"):
                 _C.gemm.gemm(a, *operands)
 
     def test_a_backward_of_matrices_and_a_batch_is_refused(self, device):
