@@ -54,8 +54,8 @@ def fix_addresses() -> None:
     """Has this process start programs whose memory lies at the same addresses every time.
 
     nvcc's cicc sorts by address here and there: of one long kernel, 30 runs with random addresses made seven
-    kinds of machine code, 30 with fixed ones a single kind. A container may refuse this (seccomp); then all
-    works, but two builds of one source may differ.
+    kinds of machine code, 30 with fixed ones a single kind, all in one folder; another folder may still make
+    another. A container may refuse this (seccomp); then all works, and builds vary more.
     """
     libc = ctypes.CDLL(None)
     libc.personality(libc.personality(ASK_PERSONALITY) | ADDR_NO_RANDOMIZE)
