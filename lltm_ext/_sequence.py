@@ -29,6 +29,10 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weight_ih, weight_hh, bias
 
 
+def _stack(states: list[Tensor]) -> Tensor:
+    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # the one without a copy
+
+
 def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Function]:
     """The Function of the op ``lltm_ext::<name>``, with its arguments.
 
@@ -227,7 +231,7 @@ class SequenceLayer(nn.Module):
             c_n += [c for _, _, c in found]
             if self.dropout > 0 and layer < self.num_layers - 1:
                 input = F.dropout(input, self.dropout, self.training)
-        return input, torch.stack(h_n), torch.stack(c_n)
+        return input, _stack(h_n), _stack(c_n)
 
     @property
     def _name(self) -> str:

@@ -24,6 +24,8 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lltm_ext import _portable
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
 
@@ -859,6 +861,18 @@ class FormsSuite:
         x = Make(device=device)(1, 3).expand(4, 3)
         with pytest.raises(RuntimeError, match="single memory location"):
             self.in_place(x)
+
+    @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
+    def test_an_inference_tensor_is_written_in_inference_mode_alone(self, device):
+        with torch.inference_mode():
+            call = self.call("63", DOUBLE, device).map(torch.clone)
+            (out,) = call.run(self.function)
+            self.function(*call.args, **call.kwargs, out=out)
+            self.in_place(*call.args, **call.kwargs)
+        with pytest.raises(RuntimeError, match="expected input to be no inference tensor"):
+            self.in_place(*call.args, **call.kwargs)
+        with pytest.raises(RuntimeError, match="expected out to be no inference tensor"):
+            self.function(*call.args, **call.kwargs, out=out)
 
     @pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped", "misaligned"])
     def test_out_is_written(self, layout, dtype, device):

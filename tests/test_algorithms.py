@@ -227,7 +227,7 @@ def lengths_and_batches(hidden, device):
     if device == "cpu":
         return [(1, 9), (2, 16), (3, 1), (17, 3)]
     if hidden == 2048:
-        return [(1, 1), (3, 3), (2, 8), (2, 9)]
+        return [(1, 1), (3, 3), (2, 8), (2, 9), (4, 64), (5, 67), (4, 128)]
     few_steps = [(length, batch) for length in (1, 2, 3) for batch in BATCHES[length - 1 :: 3]]
     many_rows = [(2, 520)] if hidden in (64, 512, 1024) else []
     return [(17, batch) for batch in BATCHES] + few_steps + many_rows
@@ -747,6 +747,14 @@ def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
     f = functools.partial(op, algorithm=algorithm)
     for length, batch, hidden in ((50, 67, 128), (50, 9, 64)) if device == "cuda" else ((5, 9, 24),):
         assert_same_bits_five_times(f, op.call(Make(dtype, device), length, batch, hidden))
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("batch,hidden", [(64, 2048), (128, 2048), (200, 768)])
+def test_five_runs_of_steps_with_much_weight_give_the_same_bits(op, batch, hidden):
+    call = op.call(Make(torch.float16, "cuda"), 20, batch, hidden)
+    assert_same_bits_five_times(functools.partial(op, algorithm="stepwise"), call)
 
 
 @ops

@@ -308,6 +308,15 @@ class TestGemm(SmoothSuite):
         with pytest.raises(exception, match=f"^gemm: expected {message}"):
             lltm_ext.gemm(*operands(Make(), 4, 3, 5), out=out)
 
+    @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
+    def test_an_inference_tensor_is_written_in_inference_mode_alone(self, device):
+        a, b = operands(Make(device=device), 4, 3, 5)
+        with torch.inference_mode():
+            out = lltm_ext.gemm(a, b)
+            lltm_ext.gemm(a, b, out=out)
+        with pytest.raises(RuntimeError, match=r"^gemm: expected out to be no inference tensor"):
+            lltm_ext.gemm(a, b, out=out)
+
     @activations
     @pytest.mark.parametrize("sizes", [(20, 9, 20), (20, 16, 24), (200, 16, 200)], ids=str)
     def test_nan_and_infinity_reach_their_row_and_column_alone(self, sizes, activation, dtype, device):
@@ -643,6 +652,16 @@ def test_precisions_are_as_exact_as_they_say(precision, layout, scaled, device):
 def test_sums_beyond_float32_are_infinite(precision, device):
     a, b = (torch.full(shape, 1.5e18, device=device) for shape in ((70, 256), (256, 130)))
     assert lltm_ext.gemm(a, b, precision=precision).isposinf().all()  # though none of the products is
+
+
+@devices
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_largest_values_are_multiplied_like_others(precision, device):
+    make = Make(torch.float32, device)
+    a, b = operands(make, 70, 256, 130)
+    a = 3.4e38 * (1 - 0.01 * a.abs() / a.abs().max())  # where bfloat16 would round to infinity, and below
+    b = 1e-38 * b
+    assert error_of(lltm_ext.gemm(a, b, precision=precision), a, b) <= (1e-3 if precision == "tf32" else 1e-6)
 
 
 @devices

@@ -270,10 +270,15 @@ def test_two_sequences_run_one_after_the_other(plan, problem):
         (1024, 256, False, (128, 2)),
         (2048, 128, False, (128, 2)),
         (32, 16, False, (64, 1)),
+        (4096, 256, False, (0, 0)),  # much of the product a block
         (512, 512, True, (64, 2)),
         (1024, 64, True, (64, 4)),
-        (1024, 256, True, (0, 0)),  # much of the product a block
-        (4096, 256, False, (0, 0)),
+        (768, 256, True, (64, 4)),  # on some multiprocessors two blocks
+        (2048, 64, True, (64, 4)),
+        (2048, 128, True, (128, 8)),
+        (2160, 128, True, (128, 8)),
+        (2168, 128, True, (0, 0)),  # a cluster more than run at once
+        (1024, 256, True, (0, 0)),
     ],
 )
 def test_steps_in_one_kernel_share_out_the_product(plan, hidden, batch, backward, tile):

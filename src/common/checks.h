@@ -3,6 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#ifndef LLTM_EXT_STABLE_ABI
+#include <c10/core/InferenceMode.h>
+#endif
 #include <c10/util/Exception.h>
 
 namespace lltm_ext {
@@ -40,6 +43,14 @@ inline void check_contiguous(const char* op, const char* name, const at::Tensor&
   // Raw bindings read memory as it is; the dispatcher resolves such views.
   TORCH_CHECK(!x.is_neg() && !x.is_conj(), op, ": expected ", name,
               " as it lies in memory, got a lazily negated or conjugated view");
+#endif
+}
+
+// As torch's own ops in place: an inference tensor has no version by which autograd learns of a change.
+inline void check_writable(const char* op, const char* name, const at::Tensor& x) {
+#ifndef LLTM_EXT_STABLE_ABI
+  TORCH_CHECK(!x.is_inference() || x.is_meta() || c10::InferenceMode::is_enabled(), op, ": expected ", name,
+              " to be no inference tensor, since it is written outside of inference mode; clone it first");
 #endif
 }
 

@@ -133,6 +133,12 @@ class Chosen {
     check(cublasLtMatrixLayoutCreate(&to_, cuda_type(out.scalar_type()), m, n, to.ld));
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference));
+    const uint32_t alignment = kAlignment;  // 256 bytes if it is not said
+    for (const auto operand :
+         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+      check(cublasLtMatmulPreferenceSetAttribute(preference, operand, &alignment, sizeof(alignment)));
+    }
     const size_t room = at::cuda::getCUDABlasLtWorkspaceSize();
     check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room,
                                                sizeof(room)));
@@ -168,6 +174,8 @@ class Chosen {
             static_cast<int64_t>(left.scalar_type())};
   }
   bool is_for(const Key& key) const { return usable_ && key == key_; }
+  static constexpr uint32_t kAlignment = 16;  // bytes, of the operands that it takes
+  static bool is_aligned(const Operand& x) { return reinterpret_cast<uintptr_t>(x.data) % kAlignment == 0; }
 
   void run(const Operand& a, const Operand& b, void* to, bool accumulate, cudaStream_t stream) const {
     const float one = 1, some = accumulate;
@@ -193,7 +201,8 @@ inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tenso
   const auto to = operand(out), left = operand(a), right = operand(b);
   if (!to || to->op != CUBLAS_OP_N || !left || !right) return false;
   if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
-  if (a.element_size() == 2) {
+  if (a.element_size() == 2 && Chosen::is_aligned(*to) && Chosen::is_aligned(*left) &&
+      Chosen::is_aligned(*right)) {
     const Chosen::Key key = Chosen::key(*to, *left, *right, out, a, b);
     if (key == last && !(chosen && chosen->is_for(key))) {
       chosen = std::make_unique<Chosen>(*to, *left, *right, out, a, b);
@@ -243,13 +252,19 @@ inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::op
   return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
 }
 
-// to [M, N] += a [K, M]^T @ b [K, N], as weights get their gradient. oneDNN gives the transposed product, for
-// which it copies b: that is narrower.
+// to [M, N] += a [K, M]^T @ b [K, N], as weights get their gradient; if it is undefined yet, that product.
+// oneDNN gives the transposed product, for which it copies b: that is narrower.
 inline void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
   if (const at::Tensor product = onednn_product(b.t(), a); product.defined()) {
-    to.add_(product.t());
-  } else {
+    if (to.defined()) {
+      to.add_(product.t());
+    } else {
+      to = product.t().contiguous();
+    }
+  } else if (to.defined()) {
     to.addmm_(a.t(), b);
+  } else {
+    to = at::mm(a.t(), b);
   }
 }
 

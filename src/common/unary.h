@@ -43,6 +43,7 @@ struct UnaryOps {
 
   static void in_place(at::Tensor input, P... parameters) {
     check(input, parameters...);
+    check_writable(Op::kName, "input", input);
     const KernelGuard guard(input);
     if (!input.is_meta()) at::assert_no_internal_overlap(input);
     Op::run(input, input, parameters...);
@@ -51,6 +52,7 @@ struct UnaryOps {
   static void forward_out(const at::Tensor& input, P... parameters, at::Tensor out) {
     check(input, parameters...);
     CHECK_SAME(Op::kName, out, input);
+    check_writable(Op::kName, "out", out);
     const KernelGuard guard(input);
     at::native::resize_output_symint(out, input.sym_sizes());
     if (!out.is_meta()) at::assert_no_internal_overlap(out);

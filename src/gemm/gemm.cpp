@@ -104,6 +104,13 @@ c10::SymDimVector output_sizes(const at::Tensor& a, const at::Tensor& b) {
   return sizes;
 }
 
+// A tensor that has the shape of a @ b.
+void check_result(const char* op, const char* name, const at::Tensor& c, const at::Tensor& a,
+                  const at::Tensor& b) {
+  const c10::SymDimVector sizes = output_sizes(a, b);
+  check_shape(op, name, c, sizes, sizes.size() == 3 ? "[B, M, N]" : "[M, N]");
+}
+
 void check_bias(const char* op, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b) {
   if (!bias.defined()) return;
   check_same_device(op, "bias", bias, a);
@@ -238,7 +245,8 @@ void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor&
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const How how = check(a, b, bias, activation, precision);
   CHECK_SAME("gemm", out, a);
-  check_shape("gemm", "out", out, output_sizes(a, b), out.dim() == 3 ? "[B, M, N]" : "[M, N]");
+  check_result("gemm", "out", out, a, b);
+  check_writable("gemm", "out", out);
   const KernelGuard guard(a);
   const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
   if (out.is_contiguous() && !overlaps) {
@@ -554,7 +562,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           CHECK_INPUT("gemm.gemm", c);
           check_operands("gemm.gemm", a, b);
           CHECK_SAME("gemm.gemm", c, a);
-          check_shape("gemm.gemm", "c", c, output_sizes(a, b), c.dim() == 3 ? "[B, M, N]" : "[M, N]");
+          check_result("gemm.gemm", "c", c, a, b);
+          check_writable("gemm.gemm", "c", c);
           TORCH_CHECK(!c.is_alias_of(a) && !c.is_alias_of(b),
                       "gemm.gemm: expected c to share no memory with a or b");
           const KernelGuard guard(a);
@@ -579,8 +588,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
               TORCH_CHECK(a.dim() == b.dim(), "gemm.backward: expected a and b of as many dimensions, got ",
                           a.dim(), " and ", b.dim());
               CHECK_SAME("gemm.backward", grad_c, a);
-              check_shape("gemm.backward", "grad_c", grad_c, output_sizes(a, b),
-                          a.dim() == 3 ? "[B, M, N]" : "[M, N]");
+              check_result("gemm.backward", "grad_c", grad_c, a, b);
               const KernelGuard guard(a);
               return std::vector<at::Tensor>{forward(grad_c, b.transpose(-2, -1), {}, {}, "ieee"),
                                              forward(a.transpose(-2, -1), grad_c, {}, {}, "ieee")};

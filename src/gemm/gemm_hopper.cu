@@ -178,9 +178,9 @@ cudaError_t launch_fewest_rows(const Call<T>& call, cudaStream_t stream) {
 }  // namespace hopper
 
 template <typename T>
-bool hopper_takes(const GemmArgs<T>& args, int compute_capability) {
+bool hopper_takes(const GemmArgs<T>& args) {
   using namespace hopper;
-  return compute_capability == 90 && args.m > 0 && args.n > 0 && args.k > 0 &&
+  return args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
          // tiles, which kernels count in an int
          int64_t{tiles_of(args.n, 16)} * args.batch <= INT32_MAX / 2 / tiles_of(args.m, 64) &&
@@ -226,9 +226,9 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
   return b.swapped ? run(No(), Yes()) : run(No(), No());
 }
 
-#define INSTANTIATE(T)                                                         \
-  template bool hopper_takes(const GemmArgs<T>& args, int compute_capability); \
-  template int64_t hopper_workspace_bytes(const GemmArgs<T>&, int);            \
+#define INSTANTIATE(T)                                              \
+  template bool hopper_takes(const GemmArgs<T>& args);              \
+  template int64_t hopper_workspace_bytes(const GemmArgs<T>&, int); \
   template cudaError_t gemm_on_hopper(const GemmArgs<T>&, int, cudaStream_t);
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)

@@ -7,7 +7,7 @@ namespace lltm_ext {
 
 // Whether it takes this: what the copy engine reads, on compute capability 9.0.
 template <typename T>
-bool hopper_takes(const GemmArgs<T>& args, int compute_capability);
+bool hopper_takes(const GemmArgs<T>& args);
 
 // What it wants of workspace for that.
 template <typename T>

@@ -127,9 +127,9 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
 
 }  // namespace hopper
 
-bool hopper_takes(const GemmArgs<float>& args, int compute_capability) {
-  return args.precision != Precision::kIeee && compute_capability == 90 && args.m > 0 && args.n > 0 &&
-         args.k > 0 && std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= 65535 &&
+bool hopper_takes(const GemmArgs<float>& args) {
+  return args.precision != Precision::kIeee && args.m > 0 && args.n > 0 && args.k > 0 &&
+         std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= 65535 &&
          args.k <= 65535 * 64;  // copies of the operands have a row of blocks for each 64 of K
 }
 

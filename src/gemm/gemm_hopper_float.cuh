@@ -31,13 +31,14 @@ struct Apart {
 };
 
 __device__ __forceinline__ void put_apart(__nv_bfloat16* to, int64_t part, float x, float y) {
+  constexpr float kMost = 0x1.fep127f;  // that bfloat16 has: beyond it rounding would make infinities
   float rest[2] = {x, y};
 #pragma unroll
   for (int p = 0; p < 3; ++p) {
     Vec<__nv_bfloat16, 2> rounded;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      rounded.data[e] = __float2bfloat16_rn(rest[e]);
+      rounded.data[e] = __float2bfloat16_rn(p == 0 ? fminf(fmaxf(rest[e], -kMost), kMost) : rest[e]);
       rest[e] -= __bfloat162float(rounded.data[e]);
     }
     *reinterpret_cast<Vec<__nv_bfloat16, 2>*>(to + p * part) = rounded;

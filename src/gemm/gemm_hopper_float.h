@@ -6,7 +6,7 @@
 namespace lltm_ext {
 
 // Whether it takes this: another precision than IEEE, on compute capability 9.0.
-bool hopper_takes(const GemmArgs<float>& args, int compute_capability);
+bool hopper_takes(const GemmArgs<float>& args);
 
 // What it wants of workspace for that.
 int64_t hopper_workspace_bytes(const GemmArgs<float>& args, int multiprocessors);

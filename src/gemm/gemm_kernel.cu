@@ -14,7 +14,9 @@
 namespace lltm_ext {
 
 struct Chip {
-  int compute_capability, multiprocessors;
+  int compute_capability;  // of the code in use
+  int multiprocessors;
+  bool hopper;  // and the device is one: code for it alone is in use too
 };
 
 cudaError_t current_chip(Chip& chip) {
@@ -24,6 +26,9 @@ cudaError_t current_chip(Chip& chip) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&chip.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
+  int major = 0;  // PTX of 9.0 serves later devices too, which lack wgmma
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  chip.hopper = chip.compute_capability == 90 && major == 9;
   return error;
 }
 
@@ -100,14 +105,14 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const bool large = fills(chip, args, 128, 128);
 #ifdef LLTM_EXT_SM90A
-    if (hopper_takes(args, chip.compute_capability)) {
+    if (chip.hopper && hopper_takes(args)) {
       return gemm_on_hopper(args, chip.multiprocessors, stream);
     }
 #endif
     return large ? launch_tensor<128>(args, stream) : launch_tensor<64>(args, stream);
   } else if constexpr (sizeof(T) == 4) {
 #ifdef LLTM_EXT_SM90A
-    if (hopper_takes(args, chip.compute_capability)) {
+    if (chip.hopper && hopper_takes(args)) {
       return gemm_on_hopper(args, chip.multiprocessors, stream);
     }
 #endif
@@ -122,7 +127,7 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
 #ifdef LLTM_EXT_SM90A
   Chip chip;
   if constexpr (sizeof(T) <= 4) {
-    if (current_chip(chip) == cudaSuccess && hopper_takes(args, chip.compute_capability)) {
+    if (current_chip(chip) == cudaSuccess && chip.hopper && hopper_takes(args)) {
       return hopper_workspace_bytes(args, chip.multiprocessors);
     }
   }

@@ -81,11 +81,15 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;"
-               :
-               :
-               : "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // The value at the same place of another block's shared memory.
@@ -196,6 +200,7 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LLTM_R48 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define LLTM_R44 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43"
+#define LLTM_R72 LLTM_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define LLTM_R128                                                                                     \
   LLTM_R64                                                                                            \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
@@ -209,6 +214,7 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
 #define LLTM_F64(i) LLTM_F32(i), LLTM_F32(i + 32)
 #define LLTM_F44(i) LLTM_F32(i), LLTM_F8(i + 32), LLTM_F4(i + 40)
 #define LLTM_F48(i) LLTM_F32(i), LLTM_F16(i + 32)
+#define LLTM_F72(i) LLTM_F64(i), LLTM_F8(i + 64)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
 // d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory where their descriptors say. kSwapA and
@@ -236,6 +242,7 @@ struct Product;
   LLTM_PRODUCT(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")  \
   LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
   LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
+  LLTM_PRODUCT(TYPE, NAME, 144, 72, "72", "73", "74", "75", "76") \
   LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
 // Of float32, whose last 13 bits the multipliers leave out: with K side by side.
 #define LLTM_PRODUCT_TF32(N, COUNT, A, B, KEEP)                                                        \

@@ -2,6 +2,7 @@
 // INSTANTIATE_RECURRENCE(Cell, T).
 #pragma once
 
+#include "common/launch.cuh"
 #include "common/recurrence/backward.cuh"
 #include "common/recurrence/engine.h"
 #include "common/recurrence/forward.cuh"
@@ -106,6 +107,12 @@ size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, in
 }
 
 template <class Cell, typename T>
+cudaError_t recurrence_compute_capability(int& capability) {
+  using Any = KernelOf<Cell, T, 0, false>;
+  return compute_capability<recurrence_forward_kernel<typename Any::type, T, Any::kOnHopperOnly>>(capability);
+}
+
+template <class Cell, typename T>
 cudaError_t recurrence_forward(const Sequences<ForwardSequence<T>>& sequences, const Plan& plan,
                                cudaStream_t stream) {
   if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
@@ -151,6 +158,7 @@ cudaError_t recurrence_backward(const Sequences<BackwardSequence<T>>& sequences,
 
 #define INSTANTIATE_RECURRENCE(Cell, T)                                                                    \
   template size_t lltm_ext::recurrence_shared_bytes<Cell, T>(const Variant&, const GridShape&, int, bool); \
+  template cudaError_t lltm_ext::recurrence_compute_capability<Cell, T>(int&);                             \
   template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const Sequences<ForwardSequence<T>>&,         \
                                                              const Plan&, cudaStream_t);                   \
   template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const Sequences<BackwardSequence<T>>&,       \

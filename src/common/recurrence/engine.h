@@ -20,6 +20,10 @@ using cudaStream_t = void*;
 template <class Cell, typename T>
 size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward);
 
+// Of the code in use on the current device (common/launch.cuh).
+template <class Cell, typename T>
+cudaError_t recurrence_compute_capability(int& capability);
+
 // Runs a plan that is by_engine(), for as many sequences. Fills the memory through which blocks exchange
 // values first. Fails with cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU
 // has no room for it.

@@ -54,7 +54,8 @@ constexpr Variant kFloatVariants[] = {
 struct StepTile {
   int rows = 0, parts = 0;
 };
-constexpr int kForwardUnits = 32, kBackwardUnits = 64;
+constexpr int kForwardUnits = 32;
+constexpr int backward_units(int rows) { return rows > 64 ? 144 : 64; }
 
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
@@ -135,22 +136,43 @@ inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const Gri
   return grid.rows <= kTileRows * tiles;
 }
 
+// Four parts, two or one, each with some of K.
+inline int parts_of(bool four, bool two, int64_t k) {
+  int parts = four ? 4 : two ? 2 : 1;
+  while (parts > 1 && parts * 64 > k) parts /= 2;
+  return parts;
+}
+
 // Tiles of many rows read the weights less often, ones of few make more blocks. Four parts if all blocks then
 // have a multiprocessor of their own, two if a half. A block that has much of the product has few others
 // beside it that read the same rows: there a library's product and a kernel for the cell are faster. So are
 // they where a tile has 128 rows of more than three gates.
+inline StepTile forward_tile(const Problem& p, const Chip& chip) {
+  const int64_t columns = tiles_of(p.hidden, kForwardUnits), of_64 = tiles_of(p.batch, 64) * columns;
+  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * of_64 <= chip.multiprocessors;
+  const int rows = few ? 64 : 128;
+  const int64_t tiles = tiles_of(p.batch, rows) * columns;
+  const int parts = parts_of(4 * tiles <= chip.multiprocessors, tiles <= chip.multiprocessors, p.hidden);
+  if (p.hidden > 1024 * parts || (rows > 64 && p.gates > 3)) return {};
+  return {rows, parts};
+}
+
+// K is longer here by the gates. Four parts even where some multiprocessors have two blocks. Large tiles in
+// clusters of eight if all of these run at once.
+inline StepTile backward_tile(const Problem& p, const Chip& chip) {
+  const int64_t k = p.gates * p.hidden;
+  const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, backward_units(64));
+  const int parts = parts_of(8 * tiles <= 3 * chip.multiprocessors, tiles <= chip.multiprocessors, k);
+  if (k <= (parts == 4 ? 8192 : 1024 * parts)) return {64, parts};
+  const int64_t large = tiles_of(p.batch, 128) * tiles_of(p.hidden, backward_units(128));
+  if (kClusterBlocks * large <= chip.multiprocessors / 11 * 10) return {128, kClusterBlocks};
+  return {};
+}
+
 inline StepTile step_tile(const Problem& p, const Chip& chip) {
   if (!chip.hopper || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2 || p.sequences > 1) return {};
-  const int64_t columns = tiles_of(p.hidden, p.backward ? kBackwardUnits : kForwardUnits);
-  const int64_t of_64 = tiles_of(p.batch, 64) * columns;
-  const bool few = p.backward || p.batch <= 64 || p.hidden <= 512 || 2 * of_64 <= chip.multiprocessors;
-  const int rows = few ? 64 : 128;
-  const int64_t tiles = tiles_of(p.batch, rows) * columns, k = p.backward ? p.gates * p.hidden : p.hidden;
-  int parts = 4 * tiles <= chip.multiprocessors ? 4 : tiles <= chip.multiprocessors ? 2 : 1;
-  while (parts > 1 && parts * 64 > k) parts /= 2;
-  if (k > 1024 * parts || (rows > 64 && p.gates > 3)) return {};
-  return {rows, parts};
+  return p.backward ? backward_tile(p, chip) : forward_tile(p, chip);
 }
 
 inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {

@@ -129,7 +129,8 @@ struct SequenceBackward {
     std::vector<Chunk> chunks;
     at::Tensor grad_h, grad_c;  // [B, H] from after a chunk's steps to before them
     at::Tensor grad_bias;       // [B, G * H], whose sum is the bias's gradient; or undefined
-    at::Tensor grad_input, grad_weight_ih, grad_weight_hh;
+    at::Tensor grad_input, grad_weight_ih,
+        grad_weight_hh;  // those of weights undefined until the first chunk
     // For the engine: weight_hh transposed, and grad_output with nothing between its rows.
     at::Tensor weight_hh_t, dense_grad_output;
 
@@ -141,9 +142,7 @@ struct SequenceBackward {
           gates(aligned(flatten_rows(saved.gates))),
           extra(aligned(flatten_rows(saved.extra))),
           steps(rows.steps(direction.reverse)),
-          chunks(chunks_of(steps, output.size(0))),
-          grad_weight_ih(at::zeros(direction.weight_ih.sizes(), direction.weight_ih.options())),
-          grad_weight_hh(at::zeros(direction.weight_hh.sizes(), direction.weight_hh.options())) {
+          chunks(chunks_of(steps, output.size(0))) {
       const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
       grad_h = at::zeros({rows.batch, rows.hidden}, direction.h0.options());
       grad_c = at::zeros({rows.batch, rows.hidden}, state_options);
@@ -255,6 +254,10 @@ struct SequenceBackward {
     Matmul{input_rows}(grad_rows, grad_gates, of.direction.weight_ih);
   }
 
+  static at::Tensor or_zeros(const at::Tensor& gradient, const at::Tensor& of) {
+    return gradient.defined() ? gradient : at::zeros(of.sizes(), of.options());
+  }
+
   // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
   // and grad_bias are empty unless they are needed.
   static variable_list checked_backward(const at::Tensor& input, Directions directions,
@@ -293,7 +296,8 @@ struct SequenceBackward {
     for (const Retreat& of : retreats) {
       const Direction& d = of.direction;
       append(found, {input_needs_grad ? of.grad_input : at::empty({0}, input.options()), of.grad_h,
-                     of.grad_c.to(d.c0.scalar_type()), of.grad_weight_ih, of.grad_weight_hh,
+                     of.grad_c.to(d.c0.scalar_type()), or_zeros(of.grad_weight_ih, d.weight_ih),
+                     or_zeros(of.grad_weight_hh, d.weight_hh),
                      bias_needs_grad ? of.grad_bias.sum(0).to(d.weight_hh.scalar_type())
                                      : at::empty({0}, input.options())});
     }

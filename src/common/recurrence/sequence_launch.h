@@ -20,17 +20,21 @@
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
+// Calls f(Type<T>{}) for the types that the engine takes, of which float64 is none.
+template <typename F>
+auto with_engine_type(at::ScalarType type, F&& f) {
+  if (type == at::kHalf) return f(Type<__half>{});
+  if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
+  return f(Type<float>{});
+}
+
+// The device's, or the engine's code's where that is PTX of an older one.
 template <class Cell>
-size_t shared_bytes(at::ScalarType type, const Variant& variant, const GridShape& grid, int hidden,
-                    bool backward) {
-  switch (type) {
-    case at::kHalf:
-      return recurrence_shared_bytes<Cell, __half>(variant, grid, hidden, backward);
-    case at::kBFloat16:
-      return recurrence_shared_bytes<Cell, __nv_bfloat16>(variant, grid, hidden, backward);
-    default:
-      return recurrence_shared_bytes<Cell, float>(variant, grid, hidden, backward);
-  }
+int engine_compute_capability(at::ScalarType type, const cudaDeviceProp& chip) {
+  int of_code = 0;
+  with_engine_type(
+      type, [&](auto t) { return recurrence_compute_capability<Cell, typename decltype(t)::type>(of_code); });
+  return std::min(of_code, chip.major * 10 + chip.minor);
 }
 #endif
 
@@ -47,14 +51,18 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
     const auto has_room = [&](const Variant& variant, const GridShape& grid) {
-      return shared_bytes<Cell>(input.scalar_type(), variant, grid, static_cast<int>(hidden), backward) <=
-             chip->sharedMemPerBlockOptin;
+      return with_engine_type(input.scalar_type(), [&](auto type) {
+        using T = typename decltype(type)::type;
+        return recurrence_shared_bytes<Cell, T>(variant, grid, static_cast<int>(hidden), backward) <=
+               chip->sharedMemPerBlockOptin;
+      });
     };
-    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()),
-                            Cell::kGates, static_cast<int>(sequences), allows_tf32(input)},
-                           {chip->major * 10 + chip->minor, chip->multiProcessorCount,
-                            kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
-                           wanted, has_room);
+    plan = plan_recurrence(
+        {hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates,
+         static_cast<int>(sequences), allows_tf32(input)},
+        {engine_compute_capability<Cell>(input.scalar_type(), *chip), chip->multiProcessorCount,
+         kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
+        wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -114,16 +122,14 @@ auto together(Type type, size_t count, F&& sequence_of) {
   return sequences;
 }
 
-// Calls f(Type<T>{}, stream) for the types that the engine takes.
+// Calls f(Type<T>{}, stream), which launches what was planned. False if there is no room for it, and a way
+// without.
 template <typename F>
 bool launch_at_once(const char* kernel, const at::Tensor& like, const Plan& plan, c10::string_view algorithm,
                     size_t sequences, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  cudaError_t error = cudaErrorInvalidValue;
-  if (like.scalar_type() == at::kFloat) error = f(Type<float>{}, stream);
-  if (like.scalar_type() == at::kHalf) error = f(Type<__half>{}, stream);
-  if (like.scalar_type() == at::kBFloat16) error = f(Type<__nv_bfloat16>{}, stream);
+  const cudaError_t error = with_engine_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
   const bool no_room = error == cudaErrorCooperativeLaunchTooLarge ||
                        error == cudaErrorInvalidConfiguration || error == cudaErrorInvalidValue ||
                        error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize ||

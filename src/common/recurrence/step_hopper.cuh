@@ -3,8 +3,10 @@
 // it ends.
 //
 // A block has a tile of [rows of the batch, units] with all gates of its units, so that the cell finds what
-// it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K. Two
-// blocks fit a multiprocessor: that of the next step waits beside that of this one, with its weights there.
+// it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K. Of
+// most tiles two blocks fit a multiprocessor: that of the next step waits beside that of this one, with its
+// weights there. Backward, weights of many units come faster to larger tiles, each with a multiprocessor of
+// its own: what the L2 cache gives a second is the limit there, and large tiles read the least.
 #pragma once
 
 #include "common/hopper/launch.cuh"
@@ -17,12 +19,13 @@ namespace lltm_ext {
 namespace hopper {
 
 constexpr int kHalfOfShared = 113 * 1024;
+constexpr int shared_of(int blocks) { return 2 * kHalfOfShared / blocks; }
 
-// As many stages as half a multiprocessor's shared memory has room for.
-template <typename T, int kRows, int kColumns>
+// As many stages as there is room for in one of the blocks that share a multiprocessor.
+template <typename T, int kRows, int kColumns, int kBlocks>
 using StepOperands =
-    Operands<T, kRows, kColumns, (kHalfOfShared - kBarrierBytes) / ((kRows + kColumns) * kLineBytes), false,
-             false>;
+    Operands<T, kRows, kColumns, (shared_of(kBlocks) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes),
+             false, false>;
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
@@ -45,8 +48,8 @@ template <class Cell, typename T_, int kRows_>
 struct ForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kRows_, kUnits = kForwardUnits;
-  using Operands = StepOperands<T, kRows, kGates * kUnits>;
+  static constexpr int kRows = kRows_, kUnits = kForwardUnits, kBlocks = 2;
+  using Operands = StepOperands<T, kRows, kGates * kUnits, kBlocks>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -123,12 +126,12 @@ struct ForwardStep {
 
 // grad_gates of the step after @ weight, which is the gradient of this step's h, and the cell backward. From
 // the last step, which finds that gradient in memory, to the one before the first, which leaves it there.
-template <class Cell, typename T_>
+template <class Cell, typename T_, int kRows_>
 struct BackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = 64, kUnits = kBackwardUnits;
-  using Operands = StepOperands<T, kRows, kUnits>;
+  static constexpr int kRows = kRows_, kUnits = backward_units(kRows), kBlocks = kRows > 64 ? 1 : 2;
+  using Operands = StepOperands<T, kRows, kUnits, kBlocks>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -208,12 +211,12 @@ struct BackwardStep {
   }
 
  private:
+  // No other thread adds there in this step: nothing to wait for.
   __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
-    const Four<float> before = load(to);
-    float sum[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] = before.data[e] + x[e];
-    store(to, sum);
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
   }
 };
 
@@ -223,10 +226,10 @@ struct StepKernel {
   using Arguments = typename Step::Arguments;
   using Sums = Parts<Step::kRows, Operands::kTileN>;
   static constexpr int kMultipliers = 128 * Operands::kConsumers;  // threads; one more warp fetches
-  static constexpr int kThreads = kMultipliers + 32;
+  static constexpr int kThreads = kMultipliers + 32, kBlocks = Step::kBlocks;
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
   static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
-  static_assert(kShared <= kHalfOfShared);
+  static_assert(kShared <= shared_of(Step::kBlocks));
 
   __device__ static void run(const Arguments& args, int step) {
     unsigned char* shared = aligned_shared();
@@ -257,8 +260,12 @@ struct StepKernel {
       if (!fetches) sums.write(d, threadIdx.x / 128);
       cluster_sync();
     }
-    if (!fetches) cells.run(sums, tiles > 0);
-    cluster_sync();  // the others have read this block's part
+    if (!fetches) {
+      cells.run(sums, tiles > 0);
+    } else {
+      cluster_arrive();
+    }
+    cluster_wait();  // the others have read this block's part
   }
 
  private:
@@ -279,9 +286,9 @@ struct StepKernel {
     }
   }
 
-  // The cell, for this block's share of the tile's rows, two pieces of four units a thread at a time.
+  // The cell, for this block's share of the tile's rows, a few pieces of four units a thread at a time.
   class Finish {
-    static constexpr int kPerRow = Step::kUnits / 4;
+    static constexpr int kPerRow = Step::kUnits / 4, kAtOnce = kBlocks == 1 ? 3 : 2;
 
    public:
     __device__ Finish(const Arguments& args, int step, int row, int unit, int part, int parts)
@@ -295,17 +302,17 @@ struct StepKernel {
 
     __device__ __forceinline__ void load(int begin) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
         const Piece p = piece(begin, i);
         if (p.valid) inputs_[i].load_from(args_, step_, row_ + p.row, unit_ + p.unit);
       }
     }
     __device__ __forceinline__ void run(const Sums& sums, bool any_products) {
-      for (int begin = 0; begin < pieces_; begin += 2 * kMultipliers) {
+      for (int begin = 0; begin < pieces_; begin += kAtOnce * kMultipliers) {
         if (begin > 0) load(begin);
-        float products[2][Step::kProducts][4];
+        float products[kAtOnce][Step::kProducts][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kAtOnce; ++i) {
           const Piece p = piece(begin, i);
 #pragma unroll
           for (int g = 0; g < Step::kProducts; ++g) {
@@ -315,8 +322,9 @@ struct StepKernel {
             products[i][g][2] = sum.z, products[i][g][3] = sum.w;
           }
         }
+        if (begin + kAtOnce * kMultipliers >= pieces_) cluster_arrive();  // has read the others' parts
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kAtOnce; ++i) {
           const Piece p = piece(begin, i);
           if (p.valid) Step::finish(args_, step_, row_ + p.row, unit_ + p.unit, inputs_[i], products[i]);
         }
@@ -336,12 +344,12 @@ struct StepKernel {
 
     const Arguments& args_;
     const int step_, row_, unit_, parts_, first_, pieces_;
-    typename Step::Inputs inputs_[2];
+    typename Step::Inputs inputs_[kAtOnce];
   };
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 2)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     recurrence_product_step_kernel(const __grid_constant__ typename Kernel::Arguments args, int step) {
   LLTM_HOPPER(Kernel::run(args, step));
 }
@@ -357,6 +365,8 @@ cudaError_t launch_steps(const typename Step::Arguments& args, int first, int la
   for (int step = first; error == cudaSuccess && step != last + by; step += by) {
     error = launch_clusters(kernel, grid, dim3(1, 1, parts), Kernel::kThreads, Kernel::kShared,
                             /*early=*/step != first, stream, args, step);
+    // Not for want of room, which the first had: what has run can't be run again another way.
+    if (error != cudaSuccess && step != first) return cudaErrorLaunchFailure;
   }
   return error;
 }
@@ -401,7 +411,9 @@ cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, const StepTile
 template <class Cell, typename T>
 cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, const StepTile& tile,
                                       cudaStream_t stream) {
-  return hopper::run_backward<hopper::BackwardStep<Cell, T>>(s, tile.parts, stream);
+  using namespace hopper;
+  if (tile.rows == 128) return run_backward<BackwardStep<Cell, T, 128>>(s, tile.parts, stream);
+  return run_backward<BackwardStep<Cell, T, 64>>(s, tile.parts, stream);
 }
 
 }  // namespace lltm_ext
