@@ -141,9 +141,9 @@ def gemm(
             Hopper they may be 0.
         precision: how float32 is multiplied. ``"ieee"``: products and sums in float32. ``"bf16x6"`` and
             ``"bf16x9"``: each value as the sum of three bfloat16, of whose products six or all nine are
-            summed in float32; as exact as ``"ieee"`` for finite values (infinities may give NaN). ``"tf32"``:
-            values cut to 11 bits. Where the chip has no kernel for it (all but Hopper), and for other
-            dtypes, as ``"ieee"``.
+            summed in float32; as exact as ``"ieee"`` for finite values from 1e-33 on (smaller ones
+            lose their last bits, infinities may give NaN). ``"tf32"``: values cut to 11 bits.
+            Where the chip has no kernel for it (all but Hopper), and for other dtypes, as ``"ieee"``.
         out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
         Any strides: a transposed or expanded operand is read where it lies, without a copy. (On Hopper one in

@@ -4,9 +4,9 @@
 //
 // A block has a tile of [rows of the batch, units] with all gates of its units, so that the cell finds what
 // it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K. Of
-// most tiles two blocks fit a multiprocessor: that of the next step waits beside that of this one, with its
-// weights there. Backward, weights of many units come faster to larger tiles, each with a multiprocessor of
-// its own: what the L2 cache gives a second is the limit there, and large tiles read the least.
+// 64 rows two blocks fit a multiprocessor: that of the next step waits beside that of this one, with its
+// weights there. Of 128 rows a block has a multiprocessor of its own, for more of a long K to be on its way:
+// what the L2 cache gives a second is the limit there, and large tiles read the least.
 #pragma once
 
 #include "common/hopper/launch.cuh"
@@ -18,13 +18,14 @@
 namespace lltm_ext {
 namespace hopper {
 
-constexpr int kHalfOfShared = 113 * 1024;
-constexpr int shared_of(int blocks) { return 2 * kHalfOfShared / blocks; }
+// How many blocks share a multiprocessor, and the shared memory that each has.
+constexpr int blocks_beside(int rows) { return rows > 64 ? 1 : 2; }
+constexpr int shared_of(int rows) { return 226 * 1024 / blocks_beside(rows); }
 
-// As many stages as there is room for in one of the blocks that share a multiprocessor.
-template <typename T, int kRows, int kColumns, int kBlocks>
+// As many stages as a block has room for.
+template <typename T, int kRows, int kColumns>
 using StepOperands =
-    Operands<T, kRows, kColumns, (shared_of(kBlocks) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes),
+    Operands<T, kRows, kColumns, (shared_of(kRows) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes),
              false, false>;
 
 template <typename T>
@@ -48,8 +49,8 @@ template <class Cell, typename T_, int kRows_>
 struct ForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kRows_, kUnits = kForwardUnits, kBlocks = 2;
-  using Operands = StepOperands<T, kRows, kGates * kUnits, kBlocks>;
+  static constexpr int kRows = kRows_, kUnits = kForwardUnits;
+  using Operands = StepOperands<T, kRows, kGates * kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -130,8 +131,8 @@ template <class Cell, typename T_, int kRows_>
 struct BackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kRows_, kUnits = backward_units(kRows), kBlocks = kRows > 64 ? 1 : 2;
-  using Operands = StepOperands<T, kRows, kUnits, kBlocks>;
+  static constexpr int kRows = kRows_, kUnits = backward_units(kRows);
+  using Operands = StepOperands<T, kRows, kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
@@ -226,10 +227,10 @@ struct StepKernel {
   using Arguments = typename Step::Arguments;
   using Sums = Parts<Step::kRows, Operands::kTileN>;
   static constexpr int kMultipliers = 128 * Operands::kConsumers;  // threads; one more warp fetches
-  static constexpr int kThreads = kMultipliers + 32, kBlocks = Step::kBlocks;
+  static constexpr int kThreads = kMultipliers + 32, kBlocks = blocks_beside(Step::kRows);
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
   static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
-  static_assert(kShared <= shared_of(Step::kBlocks));
+  static_assert(kShared <= shared_of(Step::kRows));
 
   __device__ static void run(const Arguments& args, int step) {
     unsigned char* shared = aligned_shared();
