@@ -15,6 +15,8 @@ import os
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,6 +120,41 @@ def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, archi
     )
 
 
+@contextmanager
+def at_the_same_place(command: Any, src: Path, cuda: toolchain.Cuda | None) -> Iterator[None]:
+    """Has the command build_ext compile for a wheel so that two builds of one source are one, byte for byte.
+
+    An editable install, whose errors are to name the files that one edits, is built where they stand.
+    """
+    if cuda is None or command.editable_mode:
+        yield
+        return
+    from torch.utils import cpp_extension
+
+    kept = command.extensions, command.build_temp, cpp_extension.CUDA_HOME
+    with toolchain.same_place(src, cuda, Path(command.build_temp)) as place:
+        command.extensions = [_moved(extension, src, place) for extension in command.extensions]
+        command.build_temp = str(place / "objects")
+        cpp_extension.CUDA_HOME = str(place / "cuda")
+        try:
+            yield
+        finally:
+            command.extensions, command.build_temp, cpp_extension.CUDA_HOME = kept
+
+
+def _moved(extension: Any, src: Path, place: Path) -> Any:
+    moved = copy.copy(extension)
+    moved.sources = [str(place / "src" / Path(file).relative_to(src)) for file in extension.sources]
+    moved.include_dirs = [str(place / "src"), str(place / "cuda/include"), *extension.include_dirs]
+    compile_args = extension.extra_compile_args
+    moved.extra_compile_args = {
+        "cxx": [*compile_args["cxx"], f"-ffile-prefix-map={place}/="],
+        # Else the names of intermediate files have the process's number in them.
+        "nvcc": [*compile_args["nvcc"], "--objdir-as-tempdir"],
+    }
+    return moved
+
+
 def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     """The arguments of setup() that build the modules of `src` against this torch."""
     cuda, architectures = tools(torch)
@@ -155,7 +192,8 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
         def build_extensions(self) -> None:
             folder = toolchain.cudart_folder(cuda.home, Path(self.build_temp).resolve()) if cuda else None
             self.compiler.library_dirs += [str(folder)] if folder else []
-            super().build_extensions()
+            with at_the_same_place(self, src, cuda):
+                super().build_extensions()
 
         def build_extension(self, ext: Any) -> None:
             """In a thread of its own, and so in a folder of its own: torch writes a build.ninja there."""

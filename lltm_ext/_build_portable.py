@@ -62,7 +62,8 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             stand_in(src, headers)
             for extension in self.extensions:
                 extension.include_dirs.insert(0, str(headers))
-            super().build_extensions()
+            with _build.at_the_same_place(self, src, cuda):
+                super().build_extensions()
 
         def run(self) -> None:
             super().run()

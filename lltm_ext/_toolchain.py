@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +56,31 @@ def fix_addresses() -> None:
     """Has this process start programs whose memory lies at the same addresses every time.
 
     nvcc's cicc sorts by address here and there: of one long kernel, 30 runs with random addresses made seven
-    kinds of machine code, 30 with fixed ones a single kind, all in one folder; another folder may still make
-    another. A container may refuse this (seccomp); then all works, and builds vary more.
+    kinds of machine code. A container may refuse this (seccomp); then all works, and builds vary.
     """
     libc = ctypes.CDLL(None)
     libc.personality(libc.personality(ASK_PERSONALITY) | ADDR_NO_RANDOMIZE)
+
+
+@contextmanager
+def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
+    """A folder where the sources (src), the compiler (cuda) and what `build` holds (objects) have paths of one
+    length, wherever they stand themselves.
+
+    Names of files lie in cicc's memory, and move what comes after them: with paths of other lengths, four
+    compilations made up to four kinds of machine code, addresses fixed or not.
+    """
+    name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()[:16]
+    place = Path(tempfile.gettempdir(), f"lltm_ext-{name}")
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(src, place / "src")  # a copy, since nvcc follows links; times go with it, for ninja
+    build.mkdir(parents=True, exist_ok=True)
+    (place / "objects").symlink_to(build.resolve())
+    (place / "cuda").symlink_to(cuda.home)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
 
 
 def minor(version: str) -> str:
