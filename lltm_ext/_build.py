@@ -190,9 +190,10 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             (package / "_build_record.json").write_text(json.dumps(built, indent=2) + "\n")
 
         def build_extensions(self) -> None:
-            folder = toolchain.cudart_folder(cuda.home, Path(self.build_temp).resolve()) if cuda else None
-            self.compiler.library_dirs += [str(folder)] if folder else []
             with at_the_same_place(self, src, cuda):
+                temp = Path(self.build_temp).resolve()
+                folder = toolchain.cudart_folder(cuda.home, temp) if cuda else None
+                self.compiler.library_dirs += [str(folder)] if folder else []
                 super().build_extensions()
 
         def build_extension(self, ext: Any) -> None:

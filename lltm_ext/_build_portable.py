@@ -58,11 +58,11 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             return f"{Path(*name.split('.'))}.so"  # of no Python in particular
 
         def build_extensions(self) -> None:
-            headers = Path(self.build_temp, "torch").resolve()
-            stand_in(src, headers)
-            for extension in self.extensions:
-                extension.include_dirs.insert(0, str(headers))
             with _build.at_the_same_place(self, src, cuda):
+                headers = Path(self.build_temp, "torch").resolve()
+                stand_in(src, headers)
+                for extension in self.extensions:
+                    extension.include_dirs.insert(0, str(headers))
                 super().build_extensions()
 
         def run(self) -> None:

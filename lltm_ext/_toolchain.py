@@ -64,22 +64,23 @@ def fix_addresses() -> None:
 
 @contextmanager
 def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
-    """A folder where the sources (src), the compiler (cuda) and what `build` holds (objects) have paths of one
-    length, wherever they stand themselves.
+    """A folder where the sources (src), the compiler (cuda) and what `build` holds (objects) have paths of
+    one length, wherever they stand else.
 
-    Names of files lie in cicc's memory, and move what comes after them: with paths of other lengths, four
-    compilations made up to four kinds of machine code, addresses fixed or not.
+    Names of files and folders lie in cicc's memory, and move what comes after them: in four folders one file
+    became up to four kinds of machine code, addresses fixed. Links do not help, since nvcc follows them.
     """
     name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()[:16]
     place = Path(tempfile.gettempdir(), f"lltm_ext-{name}")
     shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(src, place / "src")  # a copy, since nvcc follows links; times go with it, for ninja
-    build.mkdir(parents=True, exist_ok=True)
-    (place / "objects").symlink_to(build.resolve())
+    shutil.copytree(src, place / "src")  # with its times, by which ninja knows what to compile again
     (place / "cuda").symlink_to(cuda.home)
+    build.mkdir(parents=True, exist_ok=True)
+    shutil.move(build, place / "objects")
     try:
         yield place
     finally:
+        shutil.move(place / "objects", build)
         shutil.rmtree(place)
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _portable, _record, _toolchain
+from lltm_ext import _build, _portable, _record, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
@@ -217,6 +217,48 @@ def test_what_a_build_starts_has_fixed_addresses(tmp_path: Path) -> None:
     )
     said = int(run(sys.executable, "-c", code, cwd=tmp_path).stdout, 16)
     assert said & _toolchain.ADDR_NO_RANDOMIZE
+
+
+@pytest.fixture
+def build_ext(tmp_path: Path) -> tuple[SimpleNamespace, Path, _toolchain.Cuda]:
+    """A command build_ext of one source, the folder of its sources, and its compiler."""
+    src = tmp_path / "src"
+    (src / "x").mkdir(parents=True)
+    (src / "x/x.cu").touch()
+    extension = SimpleNamespace(
+        sources=[str(src / "x/x.cu")],
+        include_dirs=[str(src)],
+        extra_compile_args={"cxx": ["-O3"], "nvcc": ["-O3"]},
+    )
+    command = SimpleNamespace(extensions=[extension], build_temp=str(tmp_path / "build"), editable_mode=False)
+    return command, src, _toolchain.Cuda(make_toolkit(tmp_path / "cu13"), "13.0.88")
+
+
+def test_a_wheel_is_compiled_at_paths_of_one_length(build_ext, tmp_path: Path) -> None:
+    command, src, cuda = build_ext
+    (extension,) = command.extensions
+    lengths = []
+    for build in ("build", "another/folder/of/a/longer/name"):
+        command.build_temp = str(tmp_path / build)
+        with _build.at_the_same_place(command, src, cuda):
+            (moved,) = command.extensions
+            paths = [*moved.sources, *moved.include_dirs[:2], command.build_temp]
+            lengths.append([len(path) for path in paths])
+            (tmp_path / "cu13/include").mkdir(exist_ok=True)
+            assert all(Path(path).exists() for path in paths)
+            assert moved.extra_compile_args["nvcc"] == ["-O3", "--objdir-as-tempdir"]
+        assert not any(Path(path).exists() for path in paths[:-1])
+        assert (command.extensions, command.build_temp) == ([extension], str(tmp_path / build))
+    assert lengths[0] == lengths[1]
+    assert extension.sources == [str(src / "x/x.cu")]
+
+
+def test_an_editable_install_is_compiled_where_its_sources_stand(build_ext) -> None:
+    command, src, cuda = build_ext
+    command.editable_mode = True
+    kept = command.extensions
+    with _build.at_the_same_place(command, src, cuda):
+        assert command.extensions is kept
 
 
 @pytest.mark.parametrize(
