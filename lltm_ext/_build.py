@@ -122,7 +122,7 @@ def _extension(make: Any, src: Path, op: str, cuda: toolchain.Cuda | None, archi
 
 @contextmanager
 def at_the_same_place(command: Any, src: Path, cuda: toolchain.Cuda | None) -> Iterator[None]:
-    """Has the command build_ext compile a wheel at paths on which nvcc's code does not depend.
+    """Has the command build_ext compile a wheel at paths of one length, on which nvcc's code depends.
 
     An editable install, whose errors are to name the files that one edits, is built where they stand.
     """
