@@ -73,6 +73,7 @@ def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
     name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()[:16]
     place = Path(tempfile.gettempdir(), f"lltm_ext-{name}")
     shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)  # and fails where another user holds the name
     shutil.copytree(src, place / "src")  # with its times, by which ninja knows what to compile again
     (place / "cuda").symlink_to(cuda.home)
     build.mkdir(parents=True, exist_ok=True)

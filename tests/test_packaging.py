@@ -244,8 +244,8 @@ def test_a_wheel_is_compiled_at_paths_of_one_length(build_ext, tmp_path: Path) -
             (moved,) = command.extensions
             paths = [*moved.sources, *moved.include_dirs[:2], command.build_temp]
             lengths.append([len(path) for path in paths])
-            (tmp_path / "cu13/include").mkdir(exist_ok=True)
             assert all(Path(path).exists() for path in paths)
+            assert Path(moved.sources[0]).parents[2].stat().st_mode & 0o777 == 0o700  # nobody else's
             assert moved.extra_compile_args["nvcc"] == ["-O3", "--objdir-as-tempdir"]
         assert not any(Path(path).exists() for path in paths[:-1])
         assert (command.extensions, command.build_temp) == ([extension], str(tmp_path / build))
