@@ -44,14 +44,15 @@ cudaError_t compute_capability(int& capability) {
 // early: the kernel may begin before the launch before it has ended, and calls wait_for_launch_before itself;
 // compute capability 9.0 and later.
 template <class F, class... Args>
-cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, bool early, cudaStream_t stream,
-                          const Args&... args) {
+cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes, bool early,
+                          cudaStream_t stream, const Args&... args) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;

@@ -144,14 +144,15 @@ template <int V, typename T>
 cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool early, cudaStream_t stream) {
   const BiasGrid grid(args.rows, args.columns, V);
   acc_t<T>* const sums = static_cast<acc_t<T>*>(args.workspace);
-  const cudaError_t error = launch_kernel(gemm_bias_backward_kernel<V, T>, grid.blocks, grid.threads, early,
-                                          stream, args.grad_output, args.saved, args.grad_input, sums,
-                                          args.activation, args.rows, args.columns, grid.rows);
+  const cudaError_t error =
+      launch_kernel(gemm_bias_backward_kernel<V, T>, grid.blocks, grid.threads,
+                    /*shared_bytes=*/0, early, stream, args.grad_output, args.saved, args.grad_input, sums,
+                    args.activation, args.rows, args.columns, grid.rows);
   if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
-  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), early, stream,
-                       static_cast<const acc_t<T>*>(sums), args.grad_bias, static_cast<int>(grid.blocks.y),
-                       args.columns);
+  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0, early,
+                       stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
+                       static_cast<int>(grid.blocks.y), args.columns);
 }
 
 }  // namespace lltm_ext

@@ -159,6 +159,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   using SliceB = typename Ring::B;
   extern __shared__ __align__(128) double ring[];  // kStages slices of a and b
 
+  wait_for_launch_before();
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsAcross * WM, warp_column = warp % Tile::kWarpsAcross * WN;
   const TilePosition at = position(tiles, BM, BN);
@@ -229,6 +230,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     }
   }
 
+  let_next_launch_begin();
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
   for (int part = 0; part < BM / WM; ++part) {
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 }
 
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
-cudaError_t launch_double(const GemmArgs<double>& args, cudaStream_t stream) {
+cudaError_t launch_double(const GemmArgs<double>& args, bool early, cudaStream_t stream) {
   const auto kernel = gemm_double_kernel<Tile, A_K_MAJOR, B_K_MAJOR>;
   constexpr int kShared = DoubleRing<Tile, A_K_MAJOR, B_K_MAJOR>::kBytes;
   const cudaError_t error =
@@ -264,23 +266,21 @@ cudaError_t launch_double(const GemmArgs<double>& args, cudaStream_t stream) {
     return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
                           : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
   };
-  return launch_tiles(tiles_of(args, Tile::BM, Tile::BN), [&](unsigned blocks, const Tiles& tiles) {
-    kernel<<<blocks, Tile::kThreads, kShared, stream>>>(args, tiles, vectors(args.a, A_K_MAJOR),
-                                                        vectors(args.b, !B_K_MAJOR));
-  });
+  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, kShared, early, stream,
+                      args, vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
 }
 
 template <class Tile>
-cudaError_t launch_double(const GemmArgs<double>& args, cudaStream_t stream) {
+cudaError_t launch_double(const GemmArgs<double>& args, bool early, cudaStream_t stream) {
   // Where neither stride is 1 the smaller one runs along the lines.
   const bool a_k_major = args.a.column_stride <= args.a.row_stride;
   const bool b_k_major = args.b.row_stride < args.b.column_stride;
   if (a_k_major) {
-    return b_k_major ? launch_double<Tile, true, true>(args, stream)
-                     : launch_double<Tile, true, false>(args, stream);
+    return b_k_major ? launch_double<Tile, true, true>(args, early, stream)
+                     : launch_double<Tile, true, false>(args, early, stream);
   }
-  return b_k_major ? launch_double<Tile, false, true>(args, stream)
-                   : launch_double<Tile, false, false>(args, stream);
+  return b_k_major ? launch_double<Tile, false, true>(args, early, stream)
+                   : launch_double<Tile, false, false>(args, early, stream);
 }
 
 }  // namespace lltm_ext

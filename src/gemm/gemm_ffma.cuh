@@ -313,9 +313,8 @@ cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, cuda
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
     if (error != cudaSuccess) return error;
   }
-  return launch_tiles(tiles_of(args, Tile::BM, Tile::BN), [&](unsigned blocks, const Tiles& tiles) {
-    kernel<<<blocks, Tile::kThreads, Tile::kBytes, stream>>>(args, tiles, a, b);
-  });
+  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, Tile::kBytes,
+                      /*early=*/false, stream, args, a, b);
 }
 
 // PARTS: those of Hopper's kernels for operands in vectors or dense along K; 0 to take the one for all.

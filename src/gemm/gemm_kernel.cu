@@ -81,20 +81,23 @@ cudaError_t launch_float64(const GemmArgs<double>& args, const Chip& chip, cudaS
   if (!has_double_unit(chip.compute_capability)) {
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
   }
+  // Where all blocks run at once, the launch begins early: a next launch would take the places of a round to
+  // come, which is then longer.
+  const bool early = chip.compute_capability >= 90;
   // A warp for each part of nearly all multiprocessors, and as much of K on its way as they need.
   using Narrow = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
   if (chip.compute_capability == 90 && tiles_of(args, Narrow::BM, Narrow::BN).total <= chip.multiprocessors) {
-    return launch_double<Narrow>(args, stream);
+    return launch_double<Narrow>(args, early, stream);
   }
   using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
   using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
   using SmallAndDeep = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // where a third block a multiprocessor is idle
   if (tiles_of(args, Tall::BM, Tall::BN).total >= int64_t{chip.multiprocessors} * 32) {
-    return launch_double<Tall>(args, stream);
+    return launch_double<Tall>(args, /*early=*/false, stream);
   }
   return tiles_of(args, Small::BM, Small::BN).total <= int64_t{chip.multiprocessors} * 2
-             ? launch_double<SmallAndDeep>(args, stream)
-             : launch_double<Small>(args, stream);
+             ? launch_double<SmallAndDeep>(args, early, stream)
+             : launch_double<Small>(args, /*early=*/false, stream);
 }
 
 template <typename T>

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
 template <class Kernel, typename T>
 cudaError_t launch_rows(const FewRows<T>& problem, int batch, cudaStream_t stream) {
   return launch_kernel(gemm_rows_kernel<Kernel, T>, dim3(problem.tiles * batch), dim3(Kernel::kThreads),
-                       /*early=*/true, stream, problem);
+                       /*shared_bytes=*/0, /*early=*/true, stream, problem);
 }
 
 }  // namespace hopper

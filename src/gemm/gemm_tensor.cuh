@@ -158,10 +158,9 @@ cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
     return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
                           : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
   };
-  return launch_tiles(tiles_of(args, SIDE, SIDE), [&](unsigned blocks, const Tiles& tiles) {
-    gemm_tensor_kernel<T, SIDE, A_K_MAJOR, B_K_MAJOR><<<blocks, kTensorThreads, 0, stream>>>(
-        args, tiles, vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
-  });
+  return launch_tiles(gemm_tensor_kernel<T, SIDE, A_K_MAJOR, B_K_MAJOR>, tiles_of(args, SIDE, SIDE),
+                      kTensorThreads, /*shared_bytes=*/0, /*early=*/false, stream, args,
+                      vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
 }
 
 template <int SIDE, typename T>

@@ -29,13 +29,16 @@ Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns) {
   return {rows, columns, args.batch * rows * columns};
 }
 
-// Calls launch(blocks, tiles) for all tiles: once, unless there are more than a grid may have blocks.
-template <typename Launch>
-cudaError_t launch_tiles(Tiles tiles, Launch launch) {
+// A block for each tile, in one launch, unless there are more than a grid may have blocks. how_a and how_b:
+// how the kernel reads the operands.
+template <class F, typename T, typename How>
+cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, bool early,
+                         cudaStream_t stream, const GemmArgs<T>& args, How how_a, How how_b) {
   cudaError_t error = cudaSuccess;
   for (; tiles.first < tiles.total && error == cudaSuccess; tiles.first += INT32_MAX) {
-    launch(static_cast<unsigned>(std::min<int64_t>(tiles.total - tiles.first, INT32_MAX)), tiles);
-    error = cudaGetLastError();
+    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.total - tiles.first, INT32_MAX)));
+    error =
+        launch_kernel(kernel, blocks, dim3(threads), shared_bytes, early, stream, args, tiles, how_a, how_b);
   }
   return error;
 }

@@ -23,7 +23,7 @@ cudaError_t launch_step(const Step& step, cudaStream_t stream) {
   const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
   return launch_kernel(kKernel, dim3(blocks_for(step.batch * step.hidden)), dim3(kThreads),
-                       /*early=*/capability >= 90, stream, step);
+                       /*shared_bytes=*/0, /*early=*/capability >= 90, stream, step);
 }
 
 template <class Cell, typename T>
