@@ -553,7 +553,7 @@ def test_activations_round_right_at_every_value(rows, columns, dtype, activation
 
 # Kernels for few rows begin before the launch before has ended.
 @needs_cuda
-@pytest.mark.parametrize("rows", [8, 32, 64])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
 def test_weights_may_be_what_the_launch_before_has_just_written(rows):
     make = Make(torch.bfloat16, "cuda")
     x, b = make(rows, 2048), make(64, 2048)
@@ -689,7 +689,17 @@ halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @halves
 @pytest.mark.parametrize(
     "k, columns",
-    [(8, 17), (40, 1), (520, 2049), (1000, 523), (4104, 264), (72, 11_008), (24, 14_335)],
+    [
+        (8, 17),
+        (40, 1),
+        (520, 2049),
+        (264, 2500),
+        (136, 4001),
+        (1000, 523),
+        (4104, 264),
+        (72, 11_008),
+        (24, 14_335),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("rows", FEW_ROWS)
@@ -712,7 +722,7 @@ def test_few_rows_give_every_sum(rows, k, columns, dtype, device):
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_few_rows_take_activations_and_leave_what_backward_needs(rows, activation, dtype, device):
     make = Make(dtype, device)
-    x, weight, bias = make(rows, 136, scale=136**-0.5), make(267, 136), make(267)
+    x, weight, bias = make(rows, 136, scale=136**-0.5), make(1123, 136), make(1123)
     outputs, gradients = forward_and_gradients(
         lltm_ext.gemm, Call(x, weight.T, bias=bias, activation=activation)
     )
@@ -727,7 +737,7 @@ def test_few_rows_take_activations_and_leave_what_backward_needs(rows, activatio
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_few_rows_take_batches_and_views(rows, dtype, device):
     make = Make(dtype, device)
-    x, weight = make(3, rows, 1008, scale=1008**-0.5), make(3, 70, 1008)
+    x, weight = make(3, rows, 1008, scale=1008**-0.5), make(3, 710, 1008)
     cases = [(x, weight), (x[:1], weight), (x, weight[0]), (x[0], weight)]
     cases += [
         (x[:, :, :1001], weight[:, :, :1001]),
@@ -745,7 +755,7 @@ def test_few_rows_take_batches_and_views(rows, dtype, device):
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_of_few_rows_nan_reaches_its_row_and_column_alone(rows, dtype, device):
     make = Make(dtype, device)
-    x, weight = make(rows, 264), make(523, 264)
+    x, weight = make(rows, 264), make(1523, 264)
     good = lltm_ext.gemm(x, weight.T)
     x[-1, 3] = weight[-1, 263] = torch.nan
     found = lltm_ext.gemm(x, weight.T)

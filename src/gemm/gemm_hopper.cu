@@ -159,9 +159,17 @@ cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream
   return run(Operands<T, kFewRows, 128, 9, false, false>());
 }
 
-// Up to 8 rows and a K of which loads of 16 bytes leave nothing over.
+// Whether ordinary loads read the weights fastest: of up to 8 rows always, of up to 32 where each block has
+// but one tile, and half the multiprocessors have one.
 template <typename T>
-cudaError_t launch_fewest_rows(const Call<T>& call, cudaStream_t stream) {
+bool few_rows_by_loads(const GemmArgs<T>& args, int multiprocessors) {
+  if (args.k % 8 != 0) return false;  // loads of 16 bytes leave nothing over
+  const int64_t tiles = int64_t{tiles_of(args.n, kRowsColumns)} * args.batch;
+  return args.m <= 8 || (args.m <= 32 && tiles * 2 >= multiprocessors && tiles <= multiprocessors * 2);
+}
+
+template <typename T>
+cudaError_t launch_rows_by_loads(const Call<T>& call, int multiprocessors, cudaStream_t stream) {
   const auto stride = [&](const Layout& x) { return x.batch > 1 ? x.batch_stride : 0; };
   const FewRows<T> problem = {static_cast<const T*>(call.a.data),
                               static_cast<const T*>(call.b.data),
@@ -170,9 +178,18 @@ cudaError_t launch_fewest_rows(const Call<T>& call, cudaStream_t stream) {
                               stride(call.a),
                               stride(call.b),
                               call.k,
-                              tiles_of(call.n, RowsKernel<T>::kColumns),
+                              tiles_of(call.n, kRowsColumns),
                               call.epilogue};
-  return launch_rows<RowsKernel<T>>(problem, call.batch, stream);
+  const auto run = [&](auto kernel, int shared_bytes) {
+    return launch_rows<decltype(kernel)>(problem, call.batch, shared_bytes, stream);
+  };
+  if (call.m > 16) return run(RowsKernel<T, 4, 2>(), 0);
+  if (call.m > 8) return run(RowsKernel<T, 2, 4>(), 0);
+  const int64_t tiles = int64_t{problem.tiles} * call.batch;
+  if (tiles <= multiprocessors || tiles > multiprocessors * 2) return run(RowsKernel<T, 1, 8>(), 0);
+  // One or two blocks a multiprocessor, which has places for three, and the next launch's blocks wait in what
+  // is left. Where that is not all of them some multiprocessors would get three: two places, then.
+  return run(RowsKernel<T, 1, 4>(), tiles * 2 > multiprocessors * 3 ? 72 << 10 : 0);
 }
 
 }  // namespace hopper
@@ -201,9 +218,9 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
   using namespace hopper;
   Operand a = operand_a(args), b = operand_b(args);
   const bool straight = !a.swapped && !b.swapped;
-  const bool fewest = straight && args.m <= RowsKernel<T>::kRows && args.k % 8 == 0;
+  const bool by_loads = straight && few_rows_by_loads(args, multiprocessors);
   const bool one_tile = straight && args.m > kFewColumns && args.m <= kFewRows;
-  const bool transposed = args.m <= kFewRows && !fewest && !one_tile;
+  const bool transposed = args.m <= kFewRows && !by_loads && !one_tile;
   if (transposed) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Call<T> call = {a.layout,
@@ -214,7 +231,7 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStr
                         static_cast<int>(args.batch),
                         {args.bias, args.bias_stride, args.c, args.before, m, n, args.activation},
                         args.workspace};
-  if (fewest) return launch_fewest_rows(call, stream);
+  if (by_loads) return launch_rows_by_loads(call, multiprocessors, stream);
   if (one_tile) return launch_few_rows(call, multiprocessors, stream);
   const auto run = [&](auto swap_a, auto swap_b) {
     return transposed ? launch_few_columns<T, swap_a, swap_b>(call, multiprocessors, stream)

@@ -129,8 +129,7 @@ struct SequenceBackward {
     std::vector<Chunk> chunks;
     at::Tensor grad_h, grad_c;  // [B, H] from after a chunk's steps to before them
     at::Tensor grad_bias;       // [B, G * H], whose sum is the bias's gradient; or undefined
-    at::Tensor grad_input, grad_weight_ih,
-        grad_weight_hh;  // those of weights undefined until the first chunk
+    at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
     // For the engine: weight_hh transposed, and grad_output with nothing between its rows.
     at::Tensor weight_hh_t, dense_grad_output;
 
