@@ -159,13 +159,14 @@ cudaError_t launch_few_rows(const Call<T>& call, int multiprocessors, cudaStream
   return run(Operands<T, kFewRows, 128, 9, false, false>());
 }
 
-// Whether ordinary loads read the weights fastest: of up to 8 rows always, of up to 32 where each block has
-// but one tile, and half the multiprocessors have one.
+// Whether ordinary loads read the weights fastest: of up to 8 rows always, of more where all tiles are under
+// way at once, and K is not so long that the copy engine's kernel, which shares it out, is ahead.
 template <typename T>
 bool few_rows_by_loads(const GemmArgs<T>& args, int multiprocessors) {
   if (args.k % 8 != 0) return false;  // loads of 16 bytes leave nothing over
   const int64_t tiles = int64_t{tiles_of(args.n, kRowsColumns)} * args.batch;
-  return args.m <= 8 || (args.m <= 32 && tiles * 2 >= multiprocessors && tiles <= multiprocessors * 2);
+  const bool one_round = tiles <= multiprocessors * 2 && (tiles * 2 >= multiprocessors || args.k <= 1024);
+  return args.m <= 8 || (one_round && (args.m <= 16 || (args.m <= 32 && args.k <= 4096)));
 }
 
 template <typename T>
