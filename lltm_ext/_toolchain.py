@@ -62,16 +62,20 @@ def fix_addresses() -> None:
     libc.personality(libc.personality(ASK_PERSONALITY) | ADDR_NO_RANDOMIZE)
 
 
+PLACE_LENGTH = 30
+
+
 @contextmanager
 def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
     """A folder where the sources (src), the compiler (cuda) and what `build` holds (objects) have paths of
-    one length, wherever they stand else.
+    one length, wherever they stand else, unless $TMPDIR is long.
 
     Names of files and folders lie in cicc's memory, and move what comes after them: in four folders one file
     became up to four kinds of machine code, addresses fixed. Links do not help, since nvcc follows them.
     """
-    name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()[:16]
-    place = Path(tempfile.gettempdir(), f"lltm_ext-{name}")
+    prefix = f"{tempfile.gettempdir()}/lltm_ext-"
+    name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()
+    place = Path(prefix + name[: max(8, PLACE_LENGTH - len(prefix))])
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)  # and fails where another user holds the name
     shutil.copytree(src, place / "src")  # with its times, by which ninja knows what to compile again

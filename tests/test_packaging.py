@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
@@ -234,12 +235,13 @@ def build_ext(tmp_path: Path) -> tuple[SimpleNamespace, Path, _toolchain.Cuda]:
     return command, src, _toolchain.Cuda(make_toolkit(tmp_path / "cu13"), "13.0.88")
 
 
-def test_a_wheel_is_compiled_at_paths_of_one_length(build_ext, tmp_path: Path) -> None:
+def test_a_wheel_is_compiled_at_paths_of_one_length(build_ext, tmp_path: Path, monkeypatch) -> None:
     command, src, cuda = build_ext
     (extension,) = command.extensions
     lengths = []
-    for build in ("build", "another/folder/of/a/longer/name"):
+    for build, temporary in (("build", "/tmp"), ("another/folder/of/a/longer/name", "/var/tmp")):
         command.build_temp = str(tmp_path / build)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
         with _build.at_the_same_place(command, src, cuda):
             (moved,) = command.extensions
             paths = [*moved.sources, *moved.include_dirs[:2], command.build_temp]
