@@ -19,6 +19,7 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 HALF = ("bfloat16", "float16")
 SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
 PRECISION = "float32 by matrix units"
+CEILING = "units alone"
 COMPILED = "torch.compile"  # which tries kernels of its own beside cuBLAS's, and keeps the fastest
 # M, K, N
 ODD_SHAPES = {
@@ -162,12 +163,17 @@ def main() -> None:
                 measure(bench, PRECISION, "float32", layout, (n, n, n), calls, **more) for layout in LAYOUTS
             ]
     found = ["m", "k", "n", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s", "ours / torch"]
+    if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 0):
+        from ceiling import ceiling
+
+        rows += [{"part": CEILING, **ceiling(bench, dtype)} for dtype in (*DTYPES, "tf32")]
     columns = {
         SQUARE: ["dtype", "layout", *found],
         FEW_ROWS: ["dtype", *found],
         ODD: ["dtype", "shape", *found],
         FUSED: ["activation", "backward", *found, f"{COMPILED} ms"],
         PRECISION: ["precision", "layout", *found, f"{OURS} error", "torch error"],
+        CEILING: ["dtype", "TFLOP/s"],
     }
     finish("gemm", args, rows, columns, claims(rows))
 
@@ -186,7 +192,9 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
     for name, ratios in ratios_of.items():
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         found.append(f"{name}: {mean:.3f} x torch's rate (geometric mean), {min(ratios):.3f} at the worst")
-    return found
+    return found + [
+        f"{CEILING}, {row['dtype']}: {row['TFLOP/s']:.1f} TFLOP/s" for row in rows if row["part"] == CEILING
+    ]
 
 
 def draw(record: dict[str, Any]) -> Any:
@@ -197,6 +205,8 @@ def draw(record: dict[str, Any]) -> Any:
     square = [row for row in record["rows"] if row["part"] == SQUARE]
     dtypes = list(dict.fromkeys(row["dtype"] for row in square))
     styles = {"NN": "-", "NT": ":", "TN": "-.", "TT": "--"}
+    ceilings = {row["dtype"]: row["TFLOP/s"] for row in record["rows"] if row["part"] == CEILING}
+    roof = {"color": INK, "linewidth": 0.8, "label": CEILING}
     figure, grid = plt.subplots(
         2, max(len(dtypes), 3), figsize=(3.4 * max(len(dtypes), 3), 6.6), layout="constrained", squeeze=False
     )
@@ -206,6 +216,8 @@ def draw(record: dict[str, Any]) -> Any:
                 here = [row for row in square if (row["dtype"], row["layout"]) == (dtype, layout)]
                 points = series(here, "n", f"{name} TFLOP/s")
                 axes.plot(*points, style, color=color(name, names), marker=".", linewidth=1.3)
+        if dtype in ceilings:
+            axes.axhline(ceilings[dtype], **roof)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_title(dtype, loc="left")
@@ -217,6 +229,7 @@ def draw(record: dict[str, Any]) -> Any:
         precisions(axes, [row for row in record["rows"] if row["part"] == PRECISION])
     handles = [Line2D([], [], color=color(name, names), linewidth=3, label=name) for name in names]
     handles += [Line2D([], [], color=INK, linestyle=style, label=layout) for layout, style in styles.items()]
+    handles += [Line2D([], [], **roof)] if ceilings else []
     figure.legend(handles=handles, loc="outside right upper")
     return figure
 
