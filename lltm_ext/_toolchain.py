@@ -28,12 +28,13 @@ PROBE = Path(__file__).with_name("_probe.py")
 
 # What a toolkit must hold, and where each part may stand.
 NVCC = "bin/nvcc"
+CICC = ("nvvm/bin/cicc", "lib/nvidia-cuda-toolkit/bin/cicc")
 HEADER = "include/cuda_runtime.h"
 PARTS = (
     (HEADER,),
     ("include/crt/host_config.h",),
     ("include/nv/target", "include/cccl/nv/target"),
-    ("nvvm/bin/cicc", "lib/nvidia-cuda-toolkit/bin/cicc"),
+    CICC,
 )
 
 
@@ -65,13 +66,29 @@ def fix_addresses() -> None:
 PLACE_LENGTH = 30
 
 
+def mirror(home: Path, place: Path, files: list[Path]) -> None:
+    """Links to all that `home` holds, but for `files`: these stand in `place` themselves."""
+    place.mkdir()
+    for entry in home.iterdir():
+        inside = [file for file in files if file.is_relative_to(entry)]
+        if entry in inside:
+            try:
+                os.link(entry.resolve(), place / entry.name)
+            except OSError:  # another disk, or another's file
+                shutil.copy2(entry, place / entry.name)
+        elif inside:
+            mirror(entry, place / entry.name, inside)
+        else:
+            (place / entry.name).symlink_to(entry)
+
+
 @contextmanager
 def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
     """A folder where the sources (src), the compiler (cuda) and what `build` holds (objects) have paths of
     one length, wherever they stand else, unless $TMPDIR is long.
 
     Names of files and folders lie in cicc's memory, and move what comes after them: in four folders one file
-    became up to four kinds of machine code, addresses fixed. Links do not help, since nvcc follows them.
+    became up to four kinds of machine code, addresses fixed. The path of cicc itself, too, links followed.
     """
     prefix = f"{tempfile.gettempdir()}/lltm_ext-"
     name = hashlib.sha256(str(build.resolve()).encode()).hexdigest()
@@ -79,7 +96,8 @@ def same_place(src: Path, cuda: Cuda, build: Path) -> Iterator[Path]:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)  # and fails where another user holds the name
     shutil.copytree(src, place / "src")  # with its times, by which ninja knows what to compile again
-    (place / "cuda").symlink_to(cuda.home)
+    programs = [cuda.home / program for program in (NVCC, *CICC)]
+    mirror(cuda.home, place / "cuda", [program for program in programs if program.is_file()])
     build.mkdir(parents=True, exist_ok=True)
     shutil.move(build, place / "objects")
     try:

@@ -247,7 +247,11 @@ def test_a_wheel_is_compiled_at_paths_of_one_length(build_ext, tmp_path: Path, m
             paths = [*moved.sources, *moved.include_dirs[:2], command.build_temp]
             lengths.append([len(path) for path in paths])
             assert all(Path(path).exists() for path in paths)
-            assert Path(moved.sources[0]).parents[2].stat().st_mode & 0o777 == 0o700  # nobody else's
+            place = Path(moved.sources[0]).parents[2]
+            assert place.stat().st_mode & 0o777 == 0o700  # nobody else's
+            for program in ("bin/nvcc", "nvvm/bin/cicc"):  # which know by which path they are run
+                found = place / "cuda" / program
+                assert found.is_file() and found.resolve() == place.resolve() / "cuda" / program
             assert moved.extra_compile_args["nvcc"] == ["-O3", "--objdir-as-tempdir"]
         assert not any(Path(path).exists() for path in paths[:-1])
         assert (command.extensions, command.build_temp) == ([extension], str(tmp_path / build))
