@@ -135,6 +135,10 @@ def main() -> None:
     bench = Bench(args.device, args.seconds)
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
+    if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 0):
+        from ceiling import ceiling  # which wants Triton, and so before all that takes minutes
+
+        rows += [{"part": CEILING, **ceiling(bench, dtype)} for dtype in (*DTYPES, "tf32")]
     sizes = (256,) if args.quick else (256, 512) if args.small else (512, 1024, 2048, 4096, 8192)
     for dtype in DTYPES:
         for n in sizes:
@@ -163,10 +167,6 @@ def main() -> None:
                 measure(bench, PRECISION, "float32", layout, (n, n, n), calls, **more) for layout in LAYOUTS
             ]
     found = ["m", "k", "n", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s", "ours / torch"]
-    if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 0):
-        from ceiling import ceiling
-
-        rows += [{"part": CEILING, **ceiling(bench, dtype)} for dtype in (*DTYPES, "tf32")]
     columns = {
         SQUARE: ["dtype", "layout", *found],
         FEW_ROWS: ["dtype", *found],

@@ -63,7 +63,7 @@ def fix_addresses() -> None:
     libc.personality(libc.personality(ASK_PERSONALITY) | ADDR_NO_RANDOMIZE)
 
 
-PLACE_LENGTH = 30
+PLACE_LENGTH = 30  # of same_place's path: /tmp/lltm_ext- and 16 digits
 
 
 def mirror(home: Path, place: Path, files: list[Path]) -> None:
