@@ -65,7 +65,7 @@ SMALL_ALGORITHM_GRID: list[Shape] = [(1, 16, 32), (4, 16, 32)]
 # The least that a step of a persistent kernel takes, us: what its blocks need to exchange h, without any
 # arithmetic. Measured on an H200: a cluster's all-to-all, of up to 8 blocks and of 16, and a grid's barrier.
 CLUSTER_FLOORS, GRID_FLOOR = {8: 0.36, 16: 0.47}, 0.93
-CLUSTER_BLOCKS = 8  # at most: kClusterBlocks in src/common/recurrence/plan.h
+CLUSTER_BLOCKS = 8  # at most: kClusterBlocks in src/recurrence/plan.h
 FLOORS = {"cluster": CLUSTER_FLOORS[CLUSTER_BLOCKS], "grid": GRID_FLOOR}
 
 

@@ -14,7 +14,7 @@ ASK = """
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include "common/recurrence/plan.h"
+#include "recurrence/plan.h"
 
 using namespace lltm_ext;
 

@@ -97,7 +97,7 @@ LLTM_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
 }
 
-// The functions of cells and activations, exact to a few units in the last place (common/recurrence has
+// The functions of cells and activations, exact to a few units in the last place (src/recurrence has
 // faster ones).
 struct ExactMath {
   template <typename T>

@@ -5,7 +5,7 @@
 #include "gemm/gemm.h"
 
 #ifdef __CUDACC__
-#include "common/recurrence/math.cuh"
+#include "common/activations.cuh"
 #endif
 
 namespace lltm_ext {

@@ -1,8 +1,8 @@
 // The way of results out of a block on Hopper: bias, activation, rounding, and stores.
 #pragma once
 
+#include "common/activations.cuh"
 #include "common/hopper/ptx.cuh"
-#include "common/recurrence/math.cuh"
 #include "gemm/gemm.h"
 
 namespace lltm_ext {

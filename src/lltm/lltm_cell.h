@@ -1,4 +1,4 @@
-// The LLTM's cell, for the engine of common/recurrence: an LSTM without a forget gate.
+// The LLTM's cell, for the engine of src/recurrence: an LSTM without a forget gate.
 //   i, o, z = gates;  c' = c + elu(z) * sigmoid(i);  h' = tanh(c') * sigmoid(o)
 #pragma once
 

@@ -1,6 +1,6 @@
 // lltm on the CPU: the pointwise half of one step.
-#include "common/recurrence/units_cpu.h"
 #include "lltm/lltm.h"
+#include "recurrence/step/units_cpu.h"
 
 namespace lltm_ext {
 namespace {

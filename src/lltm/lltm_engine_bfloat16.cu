@@ -1,6 +1,6 @@
 // lltm, whole sequences in bfloat16: the persistent kernels for its cell.
-#include "common/recurrence/engine.cuh"
 #include "lltm/lltm_cell.h"
+#include "recurrence/persistent/launch.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_RECURRENCE(LltmCell, __nv_bfloat16)

@@ -1,7 +1,7 @@
 // lltm on CUDA: the pointwise half of one step, forward and backward, a thread a unit or, backward, a few
 // rows of one. The other half, the gates' matrix product, is the binding's.
+#include "common/activations.cuh"
 #include "common/launch.cuh"
-#include "common/recurrence/math.cuh"
 #include "lltm/lltm.h"
 
 namespace lltm_ext {

@@ -1,7 +1,7 @@
 // lltm, a whole sequence: the dispatcher ops lltm_ext::lltm, lltm_forward, lltm_backward and lltm_algorithm.
-#include "common/recurrence/sequence.h"
 #include "lltm/lltm_cell.h"
 #include "lltm/lltm_step.h"
+#include "recurrence/tensors/op.h"
 
 namespace lltm_ext {
 namespace {

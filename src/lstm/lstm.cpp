@@ -4,8 +4,8 @@
 #include <ATen/ops/tanh.h>
 
 #include "common/python.h"
-#include "common/recurrence/sequence.h"
 #include "lstm/lstm_cell.h"
+#include "recurrence/tensors/op.h"
 
 namespace lltm_ext {
 namespace {

@@ -1,4 +1,4 @@
-// The LSTM's cell, for the engine of common/recurrence; gates in the order of torch.nn.LSTM.
+// The LSTM's cell, for the engine of src/recurrence; gates in the order of torch.nn.LSTM.
 //   i, f, g, o = gates;  c' = sigmoid(f) * c + sigmoid(i) * tanh(g);  h' = sigmoid(o) * tanh(c')
 #pragma once
 

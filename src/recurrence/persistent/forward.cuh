@@ -11,7 +11,7 @@
 // of rows have a loop of their own, with all that does not change from step to step in registers.
 #pragma once
 
-#include "common/recurrence/block.cuh"
+#include "recurrence/persistent/block.cuh"
 
 namespace lltm_ext {
 

@@ -2,8 +2,8 @@
 // cell.
 #pragma once
 
-#include "common/recurrence/step.h"
-#include "common/recurrence/units_cpu.h"
+#include "recurrence/step/step.h"
+#include "recurrence/step/units_cpu.h"
 
 namespace lltm_ext {
 namespace step_cpu {

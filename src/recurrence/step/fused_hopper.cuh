@@ -9,11 +9,11 @@
 // what the L2 cache gives a second is the limit there, and large tiles read the least.
 #pragma once
 
+#include "common/activations.cuh"
 #include "common/hopper/launch.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
-#include "common/recurrence/engine.h"
-#include "common/recurrence/math.cuh"
+#include "recurrence/persistent/launch.h"
 
 namespace lltm_ext {
 namespace hopper {

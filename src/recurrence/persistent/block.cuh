@@ -8,10 +8,10 @@
 #include <cuda_runtime.h>
 
 #include "common/portable.h"
-#include "common/recurrence/cell.h"
-#include "common/recurrence/exchange.cuh"
-#include "common/recurrence/pair.cuh"
-#include "common/recurrence/product.cuh"
+#include "recurrence/cell.h"
+#include "recurrence/persistent/exchange.cuh"
+#include "recurrence/persistent/pair.cuh"
+#include "recurrence/persistent/product.cuh"
 
 namespace lltm_ext {
 

@@ -16,8 +16,8 @@
 
 #include "common/dispatch.h"
 #include "common/matmul.h"
-#include "common/recurrence/sequence_launch.h"
-#include "common/recurrence/step.h"
+#include "recurrence/step/step.h"
+#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 

@@ -3,7 +3,7 @@
 // exchange the gradients of the gates, of which every unit's h needs all of the step after.
 #pragma once
 
-#include "common/recurrence/block.cuh"
+#include "recurrence/persistent/block.cuh"
 
 namespace lltm_ext {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "common/recurrence/cell.h"
+#include "recurrence/cell.h"
 
 namespace lltm_ext {
 

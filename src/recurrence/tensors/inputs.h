@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "common/checks.h"
-#include "common/recurrence/plan.h"
+#include "recurrence/plan.h"
 
 namespace lltm_ext {
 

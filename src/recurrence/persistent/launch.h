@@ -1,8 +1,8 @@
 // The persistent kernels as the bindings see them.
 #pragma once
 
-#include "common/recurrence/cell.h"
-#include "common/recurrence/plan.h"
+#include "recurrence/cell.h"
+#include "recurrence/plan.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <cuda_runtime_api.h>

@@ -9,8 +9,8 @@
 //   next()           at the item's end
 #pragma once
 
-#include "common/recurrence/pair.cuh"
-#include "common/recurrence/product.cuh"
+#include "recurrence/persistent/pair.cuh"
+#include "recurrence/persistent/product.cuh"
 
 namespace lltm_ext {
 

@@ -8,9 +8,9 @@
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/matmul.h"
-#include "common/recurrence/engine.h"
-#include "common/recurrence/plan.h"
-#include "common/recurrence/sequence_inputs.h"
+#include "recurrence/persistent/launch.h"
+#include "recurrence/plan.h"
+#include "recurrence/tensors/inputs.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>

@@ -2,11 +2,11 @@
 // INSTANTIATE_RECURRENCE(Cell, T).
 #pragma once
 
+#include "common/activations.cuh"
 #include "common/launch.cuh"
-#include "common/recurrence/backward.cuh"
-#include "common/recurrence/engine.h"
-#include "common/recurrence/forward.cuh"
-#include "common/recurrence/math.cuh"
+#include "recurrence/persistent/backward.cuh"
+#include "recurrence/persistent/forward.cuh"
+#include "recurrence/persistent/launch.h"
 
 namespace lltm_ext {
 

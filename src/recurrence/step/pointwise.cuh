@@ -1,9 +1,9 @@
 // One step of a cell on CUDA, a thread a unit (step.h).
 #pragma once
 
+#include "common/activations.cuh"
 #include "common/launch.cuh"
-#include "common/recurrence/math.cuh"
-#include "common/recurrence/step.h"
+#include "recurrence/step/step.h"
 
 namespace lltm_ext {
 

@@ -38,8 +38,8 @@
 
 #include "common/differentiable.h"
 #include "common/library.h"
-#include "common/recurrence/sequence_backward.h"
-#include "common/recurrence/sequence_forward.h"
+#include "recurrence/tensors/backward.h"
+#include "recurrence/tensors/forward.h"
 
 namespace lltm_ext {
 

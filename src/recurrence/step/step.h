@@ -6,7 +6,7 @@
 // cell state and its gradient are acc_t<T>.
 #pragma once
 
-#include "common/recurrence/cell.h"
+#include "recurrence/cell.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <cuda_runtime_api.h>
