@@ -1128,7 +1128,7 @@ def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
     found = kernels_of(functions)
     assert len(found) == len(cases)
     for kernels, (direction, named, what) in zip(found, cases, strict=True):
-        at_once = any(f"recurrence_{direction}_kernel" in name for name in kernels)
+        at_once = any(f"recurrence_persistent_{direction}_kernel" in name for name in kernels)
         stepwise = any("step_kernel" in name for name in kernels)
         assert (at_once, stepwise) == (named != "stepwise", named == "stepwise"), (what, named, kernels)
 
@@ -1149,7 +1149,7 @@ def test_both_directions_are_one_launch(op, dtype, profiler_sees_kernels):
         for direction, found in zip(
             ("forward", "backward"), kernels_of([lambda call=call: call.run(op.both), backward]), strict=True
         ):
-            assert sum(f"recurrence_{direction}_kernel" in name for name in found) == 1, (sizes, found)
+            assert sum(f"recurrence_persistent_{direction}_kernel" in name for name in found) == 1, (sizes, found)
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ struct Problem {
   Epilogue<T> epilogue;
   int tiles_of_k;
   bool batched_a, batched_b;  // else the one matrix serves all of the batch
-  bool by_engine;             // whether results can leave that way
+  bool is_fused;              // whether results can leave that way
 };
 
 template <class Operands>
@@ -83,7 +83,7 @@ struct Persistent {
         float d[Operands::kTileN / 2];
         out.fetch_bias(problem.epilogue, tile.column);
         pipeline.multiply(d, problem.tiles_of_k, warpgroup);
-        out.run(d, problem.epilogue, problem.by_engine ? c : nullptr, problem.by_engine ? before : nullptr,
+        out.run(d, problem.epilogue, problem.is_fused ? c : nullptr, problem.is_fused ? before : nullptr,
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
       out.end();

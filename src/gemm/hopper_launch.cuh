@@ -42,12 +42,12 @@ cudaError_t launch_persistent(const Call<T>& call, int multiprocessors, cudaStre
   cudaError_t error = describe_operands<Operands>(a, b, call);
   const Layout results = result_layout(call, call.epilogue.c),
                inputs = result_layout(call, call.epilogue.before);
-  const bool by_engine = engine_takes(results, sizeof(T)) && engine_takes(inputs, sizeof(T));
-  if (error == cudaSuccess && by_engine) error = describe<T>(c, results, 64);
-  if (error == cudaSuccess && by_engine && inputs.data) error = describe<T>(before, inputs, 64);
+  const bool is_fused = engine_takes(results, sizeof(T)) && engine_takes(inputs, sizeof(T));
+  if (error == cudaSuccess && is_fused) error = describe<T>(c, results, 64);
+  if (error == cudaSuccess && is_fused && inputs.data) error = describe<T>(before, inputs, 64);
   if (error != cudaSuccess) return error;
   const Problem<T> problem = {call.epilogue, tiles_of(call.k, kTileK), call.a.batch > 1, call.b.batch > 1,
-                              by_engine};
+                              is_fused};
   constexpr int kShare = Operands::kShare;
   const Schedule schedule = {tiles_of(call.m, Operands::kTileM * kShare), tiles_of(call.n, Operands::kTileN),
                              call.batch};

@@ -52,7 +52,7 @@ struct GridShape {
 
 // All steps forward.
 template <typename T>
-struct ForwardSequence {
+struct SequenceForwardArguments {
   StepOrder steps;
   int64_t rows;  // N
   int hidden;
@@ -68,7 +68,7 @@ struct ForwardSequence {
 
 // Steps [begin, end) backward.
 template <typename T>
-struct BackwardSequence {
+struct SequenceBackwardArguments {
   StepOrder steps;
   int begin, end;
   int64_t first_row, rows;  // of these steps
@@ -85,10 +85,10 @@ struct BackwardSequence {
 
 // Sequences of the same sizes that one launch runs side by side, each with a grid of its own (blockIdx.y):
 // the directions of a layer.
-constexpr int kMaxSequences = 2;
+constexpr int kMaxDirections = 2;
 template <class Sequence>
-struct Sequences {
-  Sequence of[kMaxSequences];
+struct PerDirection {
+  Sequence of[kMaxDirections];
   int count;
 };
 

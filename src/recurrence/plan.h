@@ -64,7 +64,7 @@ struct Plan {
   StepTile step = {};   // if stepwise
   std::string why_not;  // the algorithm that was asked for can't run
 
-  bool by_engine() const { return algorithm != Algorithm::kStepwise || step.parts > 0; }
+  bool is_fused() const { return algorithm != Algorithm::kStepwise || step.parts > 0; }
 };
 
 struct Problem {

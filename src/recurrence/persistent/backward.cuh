@@ -28,7 +28,8 @@ class Backward {
   using Memory = BlockMemory<Sums, Warp, Weights, Exchanger, kGeneral ? kUnits : 0>;
   static constexpr int kArchitecture = kWay == Exchange::kCluster ? 900 : 800;  // and above
 
-  __device__ Backward(const BackwardSequence<T>& sequence, const GridShape& grid, const Memory& memory)
+  __device__ Backward(const SequenceBackwardArguments<T>& sequence, const GridShape& grid,
+                      const Memory& memory)
       : s_(sequence),
         H_(sequence.hidden),
         place_(grid, sequence.steps.batch, H_),
@@ -319,7 +320,7 @@ class Backward {
     }
   }
 
-  const BackwardSequence<T>& s_;
+  const SequenceBackwardArguments<T>& s_;
   const int H_;
   const Place<Shape, kChunks> place_;
   float* const sums_;     // of two tiles, in turn
@@ -333,9 +334,8 @@ class Backward {
 };
 
 template <class Backward, typename T, bool kOnHopperOnly>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    recurrence_backward_kernel(const __grid_constant__ Sequences<BackwardSequence<T>> sequences,
-                               const GridShape grid) {
+__global__ void __launch_bounds__(kBlockThreads, 1) recurrence_persistent_backward_kernel(
+    const __grid_constant__ PerDirection<SequenceBackwardArguments<T>> sequences, const GridShape grid) {
 #ifdef __CUDA_ARCH__
   if constexpr (kIsCompiled<Backward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];

@@ -34,7 +34,7 @@ class Forward {
   using Memory = BlockMemory<Sums, Warp, Weights, Exchanger, kGeneral ? kUnits : 0>;
   static constexpr int kArchitecture = kWay == Exchange::kCluster ? 900 : 800;  // and above
 
-  __device__ Forward(const ForwardSequence<T>& sequence, const GridShape& grid, const Memory& memory)
+  __device__ Forward(const SequenceForwardArguments<T>& sequence, const GridShape& grid, const Memory& memory)
       : s_(sequence),
         H_(sequence.hidden),
         place_(grid, sequence.steps.batch, H_),
@@ -245,7 +245,7 @@ class Forward {
     }
   }
 
-  const ForwardSequence<T>& s_;
+  const SequenceForwardArguments<T>& s_;
   const int H_;
   const Place<Shape, kChunks> place_;
   float* const sums_;     // of two tiles, in turn
@@ -258,9 +258,8 @@ class Forward {
 };
 
 template <class Forward, typename T, bool kOnHopperOnly>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    recurrence_forward_kernel(const __grid_constant__ Sequences<ForwardSequence<T>> sequences,
-                              const GridShape grid) {
+__global__ void __launch_bounds__(kBlockThreads, 1) recurrence_persistent_forward_kernel(
+    const __grid_constant__ PerDirection<SequenceForwardArguments<T>> sequences, const GridShape grid) {
 #ifdef __CUDA_ARCH__
   if constexpr (kIsCompiled<Forward, kOnHopperOnly, __CUDA_ARCH__>) {
     extern __shared__ __align__(128) float shared[];

@@ -32,7 +32,7 @@ constexpr int gates_in_registers(const Variant& v, int gates, int pieces) {
 }
 
 template <class Kernel, class Sequence>
-cudaError_t launch_persistent(Kernel* kernel, const Sequences<Sequence>& sequences, const Plan& plan,
+cudaError_t launch_persistent(Kernel* kernel, const PerDirection<Sequence>& sequences, const Plan& plan,
                               size_t shared_bytes, cudaStream_t stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(shared_bytes));
@@ -100,66 +100,69 @@ auto with_kernel(const Variant& wanted, F&& f) {
 }
 
 template <class Cell, typename T>
-size_t recurrence_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward) {
+size_t persistent_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward) {
   const GroupPlace group = {hidden, grid.members, 0, grid.rows};
   const auto bytes = [&](auto found) { return decltype(found)::type::Memory::bytes(group); };
   return backward ? with_kernel<Cell, T, true>(variant, bytes) : with_kernel<Cell, T, false>(variant, bytes);
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_compute_capability(int& capability) {
+cudaError_t persistent_compute_capability(int& capability) {
   using Any = KernelOf<Cell, T, 0, false>;
-  return compute_capability<recurrence_forward_kernel<typename Any::type, T, Any::kOnHopperOnly>>(capability);
+  return compute_capability<recurrence_persistent_forward_kernel<typename Any::type, T, Any::kOnHopperOnly>>(
+      capability);
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_forward(const Sequences<ForwardSequence<T>>& sequences, const Plan& plan,
-                               cudaStream_t stream) {
-  if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step.parts > 0) return recurrence_steps_forward<Cell>(sequences.of[0], plan.step, stream);
+cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
+                                    const Plan& plan, cudaStream_t stream) {
+  if constexpr (kHasFusedSteps && sizeof(T) == 2) {
+    if (plan.step.parts > 0) return launch_fused_steps_forward<Cell>(sequences.of[0], plan.step, stream);
   }
   for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
-    const ForwardSequence<T>& sequence = sequences.of[i];
+    const SequenceForwardArguments<T>& sequence = sequences.of[i];
     const size_t bytes = sequence.rows * sequence.hidden * sizeof(T);
     const cudaError_t error = cudaMemsetAsync(sequence.output, kUnwrittenByte, bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const size_t shared_bytes =
-      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/false);
+      persistent_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/false);
   return with_kernel<Cell, T, false>(plan.variant, [&](auto found) {
     using Found = decltype(found);
-    return launch_persistent(recurrence_forward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
-                             sequences, plan, shared_bytes, stream);
+    return launch_persistent(
+        recurrence_persistent_forward_kernel<typename Found::type, T, Found::kOnHopperOnly>, sequences, plan,
+        shared_bytes, stream);
   });
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_backward(const Sequences<BackwardSequence<T>>& sequences, const Plan& plan,
-                                cudaStream_t stream) {
-  if constexpr (kHasStepsForHopper && sizeof(T) == 2) {
-    if (plan.step.parts > 0) return recurrence_steps_backward<Cell>(sequences.of[0], plan.step, stream);
+cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
+                                     const Plan& plan, cudaStream_t stream) {
+  if constexpr (kHasFusedSteps && sizeof(T) == 2) {
+    if (plan.step.parts > 0) return launch_fused_steps_backward<Cell>(sequences.of[0], plan.step, stream);
   }
   for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
-    const BackwardSequence<T>& sequence = sequences.of[i];
+    const SequenceBackwardArguments<T>& sequence = sequences.of[i];
     const size_t bytes = sequence.rows * Cell::kGates * sequence.hidden * sizeof(T);
     const cudaError_t error = cudaMemsetAsync(sequence.grad_gates, kUnwrittenByte, bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const size_t shared_bytes =
-      recurrence_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/true);
+      persistent_shared_bytes<Cell, T>(plan.variant, plan.grid, sequences.of[0].hidden, /*backward=*/true);
   return with_kernel<Cell, T, true>(plan.variant, [&](auto found) {
     using Found = decltype(found);
-    return launch_persistent(recurrence_backward_kernel<typename Found::type, T, Found::kOnHopperOnly>,
-                             sequences, plan, shared_bytes, stream);
+    return launch_persistent(
+        recurrence_persistent_backward_kernel<typename Found::type, T, Found::kOnHopperOnly>, sequences, plan,
+        shared_bytes, stream);
   });
 }
 
 }  // namespace lltm_ext
 
 #define INSTANTIATE_RECURRENCE(Cell, T)                                                                    \
-  template size_t lltm_ext::recurrence_shared_bytes<Cell, T>(const Variant&, const GridShape&, int, bool); \
-  template cudaError_t lltm_ext::recurrence_compute_capability<Cell, T>(int&);                             \
-  template cudaError_t lltm_ext::recurrence_forward<Cell, T>(const Sequences<ForwardSequence<T>>&,         \
-                                                             const Plan&, cudaStream_t);                   \
-  template cudaError_t lltm_ext::recurrence_backward<Cell, T>(const Sequences<BackwardSequence<T>>&,       \
-                                                              const Plan&, cudaStream_t);
+  template size_t lltm_ext::persistent_shared_bytes<Cell, T>(const Variant&, const GridShape&, int, bool); \
+  template cudaError_t lltm_ext::persistent_compute_capability<Cell, T>(int&);                             \
+  template cudaError_t lltm_ext::launch_sequence_forward<Cell, T>(                                         \
+      const PerDirection<SequenceForwardArguments<T>>&, const Plan&, cudaStream_t);                        \
+  template cudaError_t lltm_ext::launch_sequence_backward<Cell, T>(                                        \
+      const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);

@@ -54,7 +54,7 @@ struct ForwardStep {
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
-    ForwardSequence<T> s;
+    SequenceForwardArguments<T> s;
     CUtensorMap h0, output, weight;
   };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
@@ -68,7 +68,7 @@ struct ForwardStep {
     Four<float> c;
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
-      const ForwardSequence<T>& s = args.s;
+      const SequenceForwardArguments<T>& s = args.s;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
       for (int g = 0; g < kGates; ++g) gates[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
@@ -99,7 +99,7 @@ struct ForwardStep {
   static constexpr int kProducts = kGates;  // a unit
   __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
                                                 const Inputs& inputs, const float (&products)[kGates][4]) {
-    const ForwardSequence<T>& s = args.s;
+    const SequenceForwardArguments<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
     float c[4], h[4], saved[Cell::kSaved][4];
 #pragma unroll
@@ -136,7 +136,7 @@ struct BackwardStep {
   using Stage = typename Pipeline<Operands>::Stage;
 
   struct Arguments {
-    BackwardSequence<T> s;
+    SequenceBackwardArguments<T> s;
     CUtensorMap grad_gates, weight_t;
   };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
@@ -149,7 +149,7 @@ struct BackwardStep {
     Four<float> grad_c;
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
-      const BackwardSequence<T>& s = args.s;
+      const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
       if (step < s.begin) return;
@@ -181,7 +181,7 @@ struct BackwardStep {
   static constexpr int kProducts = 1;  // a unit
   __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
                                                 const Inputs& inputs, const float (&product)[1][4]) {
-    const BackwardSequence<T>& s = args.s;
+    const SequenceBackwardArguments<T>& s = args.s;
     const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
     float grad_h[4], grad_c[4], grad_gates[kGates][4];
 #pragma unroll
@@ -351,7 +351,7 @@ struct StepKernel {
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    recurrence_product_step_kernel(const __grid_constant__ typename Kernel::Arguments args, int step) {
+    recurrence_fused_step_kernel(const __grid_constant__ typename Kernel::Arguments args, int step) {
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
@@ -360,7 +360,7 @@ template <class Step>
 cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int parts,
                          cudaStream_t stream) {
   using Kernel = StepKernel<Step>;
-  const auto kernel = recurrence_product_step_kernel<Kernel>;
+  const auto kernel = recurrence_fused_step_kernel<Kernel>;
   const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), parts);
   cudaError_t error = allow_shared(kernel, Kernel::kShared);
   for (int step = first; error == cudaSuccess && step != last + by; step += by) {
@@ -373,7 +373,7 @@ cudaError_t launch_steps(const typename Step::Arguments& args, int first, int la
 }
 
 template <class Step, typename T>
-cudaError_t run_forward(const ForwardSequence<T>& s, int parts, cudaStream_t stream) {
+cudaError_t run_forward(const SequenceForwardArguments<T>& s, int parts, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}, {}};
   const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
   cudaError_t error = describe<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
@@ -387,7 +387,7 @@ cudaError_t run_forward(const ForwardSequence<T>& s, int parts, cudaStream_t str
 }
 
 template <class Step, typename T>
-cudaError_t run_backward(const BackwardSequence<T>& s, int parts, cudaStream_t stream) {
+cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int parts, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}};
   const int64_t width = Step::kGates * s.hidden, batch = s.steps.batch, length = s.end - s.begin;
   cudaError_t error =
@@ -401,7 +401,8 @@ cudaError_t run_backward(const BackwardSequence<T>& s, int parts, cudaStream_t s
 }  // namespace hopper
 
 template <class Cell, typename T>
-cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, const StepTile& tile, cudaStream_t stream) {
+cudaError_t launch_fused_steps_forward(const SequenceForwardArguments<T>& s, const StepTile& tile,
+                                       cudaStream_t stream) {
   using namespace hopper;
   if constexpr (Cell::kGates <= 3) {
     if (tile.rows == 128) return run_forward<ForwardStep<Cell, T, 128>>(s, tile.parts, stream);
@@ -410,8 +411,8 @@ cudaError_t recurrence_steps_forward(const ForwardSequence<T>& s, const StepTile
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, const StepTile& tile,
-                                      cudaStream_t stream) {
+cudaError_t launch_fused_steps_backward(const SequenceBackwardArguments<T>& s, const StepTile& tile,
+                                        cudaStream_t stream) {
   using namespace hopper;
   if (tile.rows == 128) return run_backward<BackwardStep<Cell, T, 128>>(s, tile.parts, stream);
   return run_backward<BackwardStep<Cell, T, 64>>(s, tile.parts, stream);
@@ -419,8 +420,8 @@ cudaError_t recurrence_steps_backward(const BackwardSequence<T>& s, const StepTi
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                      \
-  template cudaError_t lltm_ext::recurrence_steps_forward<Cell, T>(const ForwardSequence<T>&,      \
-                                                                   const StepTile&, cudaStream_t); \
-  template cudaError_t lltm_ext::recurrence_steps_backward<Cell, T>(const BackwardSequence<T>&,    \
-                                                                    const StepTile&, cudaStream_t);
+#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                              \
+  template cudaError_t lltm_ext::launch_fused_steps_forward<Cell, T>(const SequenceForwardArguments<T>&,   \
+                                                                     const StepTile&, cudaStream_t);       \
+  template cudaError_t lltm_ext::launch_fused_steps_backward<Cell, T>(const SequenceBackwardArguments<T>&, \
+                                                                      const StepTile&, cudaStream_t);

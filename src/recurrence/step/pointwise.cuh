@@ -9,7 +9,7 @@ namespace lltm_ext {
 
 // It may begin before the product that it takes is there.
 template <class Cell, class Step, typename T>
-__global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
+__global__ void __launch_bounds__(kThreads) recurrence_pointwise_step_kernel(Step step) {
   wait_for_launch_before();
   CUDA_KERNEL_LOOP(i, step.batch * step.hidden) {
     step_unit<Cell, typename MathOf<T>::type>(step, i / step.hidden, i % step.hidden);
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_step_kernel(Step step) {
 
 template <class Cell, typename T, class Step>
 cudaError_t launch_step(const Step& step, cudaStream_t stream) {
-  constexpr auto* kKernel = recurrence_step_kernel<Cell, Step, T>;
+  constexpr auto* kKernel = recurrence_pointwise_step_kernel<Cell, Step, T>;
   int capability = 0;
   const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
@@ -27,16 +27,16 @@ cudaError_t launch_step(const Step& step, cudaStream_t stream) {
 }
 
 template <class Cell, typename T>
-cudaError_t recurrence_step(const StepForward<T>& step, cudaStream_t stream) {
+cudaError_t recurrence_step(const StepForwardArguments<T>& step, cudaStream_t stream) {
   return launch_step<Cell, T>(step, stream);
 }
 template <class Cell, typename T>
-cudaError_t recurrence_step(const StepBackward<T>& step, cudaStream_t stream) {
+cudaError_t recurrence_step(const StepBackwardArguments<T>& step, cudaStream_t stream) {
   return launch_step<Cell, T>(step, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP(Cell, T)                                                    \
-  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepForward<T>&, cudaStream_t); \
-  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepBackward<T>&, cudaStream_t);
+#define INSTANTIATE_RECURRENCE_STEP(Cell, T)                                                             \
+  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepForwardArguments<T>&, cudaStream_t); \
+  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepBackwardArguments<T>&, cudaStream_t);

@@ -17,7 +17,7 @@ T* saved_at(T* gates, T* extra, int v, int64_t hidden, int64_t row, int64_t unit
 }
 
 template <class Cell, typename T>
-void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
+void step_block(const StepForwardArguments<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
   const auto place = [&](int v) { return saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit); };
@@ -46,7 +46,7 @@ void step_block(const StepForward<T>& s, int64_t row, int64_t unit, int n) {
 }
 
 template <class Cell, typename T>
-void step_block(const StepBackward<T>& s, int64_t row, int64_t unit, int n) {
+void step_block(const StepBackwardArguments<T>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
@@ -82,14 +82,14 @@ void step_block(const StepBackward<T>& s, int64_t row, int64_t unit, int n) {
 }  // namespace step_cpu
 
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step) {
+void recurrence_step(const StepForwardArguments<T>& step) {
   step_cpu::for_each_block<T>(step.batch, step.hidden, [&](int64_t row, int64_t unit, int n) {
     step_cpu::step_block<Cell>(step, row, unit, n);
   });
 }
 
 template <class Cell, typename T>
-void recurrence_step(const StepBackward<T>& step) {
+void recurrence_step(const StepBackwardArguments<T>& step) {
   step_cpu::for_each_block<T>(step.batch, step.hidden, [&](int64_t row, int64_t unit, int n) {
     step_cpu::step_block<Cell>(step, row, unit, n);
   });
@@ -97,9 +97,9 @@ void recurrence_step(const StepBackward<T>& step) {
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                           \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForward<T>&); \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepBackward<T>&);
+#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                                    \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForwardArguments<T>&); \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepBackwardArguments<T>&);
 #define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)          \
   INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, float)     \
   INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, double)    \

@@ -15,7 +15,7 @@
 namespace lltm_ext {
 
 template <typename T>
-struct StepForward {
+struct StepForwardArguments {
   int64_t batch, hidden;
   T* gates;  // [B, G, H] the input's part of the gates; if `extra` is given, what backward needs replaces it
   const acc_t<T>* product;  // [B, G, H] the other part: h times the recurrent weight
@@ -26,7 +26,7 @@ struct StepForward {
 };
 
 template <typename T>
-struct StepBackward {
+struct StepBackwardArguments {
   int64_t batch, hidden;
   const T* gates;                   // [B, G, H] as the forward left them
   const T* extra;                   // [B, E, H]
@@ -39,20 +39,20 @@ struct StepBackward {
 };
 
 template <class Cell, typename T>
-void recurrence_step(const StepForward<T>& step);
+void recurrence_step(const StepForwardArguments<T>& step);
 template <class Cell, typename T>
-void recurrence_step(const StepBackward<T>& step);
+void recurrence_step(const StepBackwardArguments<T>& step);
 
 #ifdef LLTM_EXT_WITH_CUDA
 template <class Cell, typename T>
-cudaError_t recurrence_step(const StepForward<T>& step, cudaStream_t stream);
+cudaError_t recurrence_step(const StepForwardArguments<T>& step, cudaStream_t stream);
 template <class Cell, typename T>
-cudaError_t recurrence_step(const StepBackward<T>& step, cudaStream_t stream);
+cudaError_t recurrence_step(const StepBackwardArguments<T>& step, cudaStream_t stream);
 #endif
 
 // Unit j of row b, forward.
 template <class Cell, class Math, typename T>
-LLTM_HOST_DEVICE void step_unit(const StepForward<T>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T>& s, int64_t b, int64_t j) {
   constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using A = acc_t<T>;
   A gates[kGates], saved[Cell::kSaved];
@@ -73,7 +73,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForward<T>& s, int64_t b, int64_t j) {
 
 // Unit j of row b, backward.
 template <class Cell, class Math, typename T>
-LLTM_HOST_DEVICE void step_unit(const StepBackward<T>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T>& s, int64_t b, int64_t j) {
   constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   using A = acc_t<T>;
   A saved[Cell::kSaved], grad_gates[kGates];

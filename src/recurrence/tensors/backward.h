@@ -170,7 +170,7 @@ struct SequenceBackward {
   // other.
   static void backward_steps(at::ArrayRef<RetreatChunk> parts, const Rows& rows, c10::string_view algorithm) {
     const Plan plan = rows.plan<Op>(parts[0].of.gates, /*backward=*/true, algorithm, parts.size());
-    if (plan.by_engine() && backward_at_once(parts, rows, plan, algorithm)) return;
+    if (plan.is_fused() && backward_at_once(parts, rows, plan, algorithm)) return;
     if (parts.size() == 1) return backward_stepwise(parts[0]);
     for (size_t i = 0; i < parts.size(); ++i) backward_steps(parts.slice(i, 1), rows, algorithm);
   }
@@ -189,23 +189,24 @@ struct SequenceBackward {
       // In steps, or in rows.
       const int64_t dy_at =
           !dy.defined() ? 0 : (dy.dim() == 3 ? first_row / batch : first_row) * dy.stride(0);
-      launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
-        using T = typename decltype(type)::type;
-        const StepBackward<T> step = {
-            .batch = n,
-            .hidden = hidden,
-            .gates = pointer<T>(gates) + first_row * kGates * hidden,
-            .extra = pointer<T>(extra) + first_row * kExtra * hidden,
-            .grad_output = dy.defined() ? pointer<T>(dy) + dy_at : nullptr,
-            .output_row = dy.defined() ? dy.stride(-2) : 0,
-            .output_unit = dy.defined() ? dy.stride(-1) : 0,
-            .grad_h = pointer<T>(grad_h),
-            .grad_c = mutable_pointer<acc_t<T>>(grad_c),
-            .grad_gates = mutable_pointer<T>(step_grad_gates),
-            .grad_bias = mutable_pointer<acc_t<T>>(grad_bias),
-        };
-        return recurrence_step<Cell>(step, stream...);
-      });
+      launch("recurrence_pointwise_step", gates,
+             [&, first_row = first_row, n = n](auto type, auto... stream) {
+               using T = typename decltype(type)::type;
+               const StepBackwardArguments<T> step = {
+                   .batch = n,
+                   .hidden = hidden,
+                   .gates = pointer<T>(gates) + first_row * kGates * hidden,
+                   .extra = pointer<T>(extra) + first_row * kExtra * hidden,
+                   .grad_output = dy.defined() ? pointer<T>(dy) + dy_at : nullptr,
+                   .output_row = dy.defined() ? dy.stride(-2) : 0,
+                   .output_unit = dy.defined() ? dy.stride(-1) : 0,
+                   .grad_h = pointer<T>(grad_h),
+                   .grad_c = mutable_pointer<acc_t<T>>(grad_c),
+                   .grad_gates = mutable_pointer<T>(step_grad_gates),
+                   .grad_bias = mutable_pointer<acc_t<T>>(grad_bias),
+               };
+               return recurrence_step<Cell>(step, stream...);
+             });
       matmul(first_rows(grad_h, n), step_grad_gates, weight_hh);
     }
   }
@@ -219,7 +220,7 @@ struct SequenceBackward {
     const auto sequence_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
       const auto& [of, chunk, grad_gates] = parts[i];
-      return BackwardSequence<T>{
+      return SequenceBackwardArguments<T>{
           .steps = rows.order(of.direction.reverse, first_rows),
           .begin = static_cast<int>(chunk.first),
           .end = static_cast<int>(chunk.last),
@@ -237,8 +238,8 @@ struct SequenceBackward {
       };
     };
     return launch_at_once(
-        "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
-          return recurrence_backward<Cell>(together(type, parts.size(), sequence_of), plan, stream);
+        "recurrence_persistent_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
+          return launch_sequence_backward<Cell>(together(type, parts.size(), sequence_of), plan, stream);
         });
   }
 

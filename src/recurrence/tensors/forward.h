@@ -57,7 +57,7 @@ struct SequenceForward {
   static void forward_steps(Directions directions, at::ArrayRef<Outputs> outs, const Rows& rows,
                             c10::string_view algorithm) {
     const Plan plan = rows.plan<Op>(outs[0].output, /*backward=*/false, algorithm, directions.size());
-    if (plan.by_engine() && forward_at_once(directions, outs, rows, plan, algorithm)) return;
+    if (plan.is_fused() && forward_at_once(directions, outs, rows, plan, algorithm)) return;
     if (directions.size() == 1) {
       return forward_stepwise(outs[0], directions[0].weight_hh, rows.steps(directions[0].reverse));
     }
@@ -81,21 +81,22 @@ struct SequenceForward {
         product = first_rows(products, n);
         matmul(product, h_rows, weight_hh_t);
       }
-      launch("recurrence_step", gates, [&, first_row = first_row, n = n](auto type, auto... stream) {
-        using T = typename decltype(type)::type;
-        const StepForward<T> step = {
-            .batch = n,
-            .hidden = hidden,
-            .gates = mutable_pointer<T>(gates) + first_row * kGates * hidden,
-            .product = pointer<acc_t<T>>(product),
-            .extra =
-                out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden : nullptr,
-            .c = mutable_pointer<acc_t<T>>(c),
-            .h = mutable_pointer<T>(h),
-            .output = mutable_pointer<T>(out.output) + first_row * hidden,
-        };
-        return recurrence_step<Cell>(step, stream...);
-      });
+      launch("recurrence_pointwise_step", gates,
+             [&, first_row = first_row, n = n](auto type, auto... stream) {
+               using T = typename decltype(type)::type;
+               const StepForwardArguments<T> step = {
+                   .batch = n,
+                   .hidden = hidden,
+                   .gates = mutable_pointer<T>(gates) + first_row * kGates * hidden,
+                   .product = pointer<acc_t<T>>(product),
+                   .extra = out.extra.defined() ? mutable_pointer<T>(out.extra) + first_row * kExtra * hidden
+                                                : nullptr,
+                   .c = mutable_pointer<acc_t<T>>(c),
+                   .h = mutable_pointer<T>(h),
+                   .output = mutable_pointer<T>(out.output) + first_row * hidden,
+               };
+               return recurrence_step<Cell>(step, stream...);
+             });
     }
   }
 
@@ -111,7 +112,7 @@ struct SequenceForward {
     const auto sequence_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
       const Outputs& out = outs[i];
-      return ForwardSequence<T>{
+      return SequenceForwardArguments<T>{
           .steps = rows.order(directions[i].reverse, first_rows),
           .rows = out.output.numel() / rows.hidden,
           .hidden = static_cast<int>(rows.hidden),
@@ -125,10 +126,10 @@ struct SequenceForward {
           .c_n = mutable_pointer<float>(out.c_n),
       };
     };
-    return launch_at_once("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
+    return launch_at_once("recurrence_persistent_forward", outs[0].output, plan, algorithm, directions.size(),
                           [&](auto type, auto stream) {
-                            return recurrence_forward<Cell>(together(type, directions.size(), sequence_of),
-                                                            plan, stream);
+                            return launch_sequence_forward<Cell>(
+                                together(type, directions.size(), sequence_of), plan, stream);
                           });
   }
 

@@ -33,7 +33,7 @@ template <class Cell>
 int engine_compute_capability(at::ScalarType type, const cudaDeviceProp& chip) {
   int of_code = 0;
   with_engine_type(
-      type, [&](auto t) { return recurrence_compute_capability<Cell, typename decltype(t)::type>(of_code); });
+      type, [&](auto t) { return persistent_compute_capability<Cell, typename decltype(t)::type>(of_code); });
   return std::min(of_code, chip.major * 10 + chip.minor);
 }
 #endif
@@ -53,16 +53,16 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
     const auto has_room = [&](const Variant& variant, const GridShape& grid) {
       return with_engine_type(input.scalar_type(), [&](auto type) {
         using T = typename decltype(type)::type;
-        return recurrence_shared_bytes<Cell, T>(variant, grid, static_cast<int>(hidden), backward) <=
+        return persistent_shared_bytes<Cell, T>(variant, grid, static_cast<int>(hidden), backward) <=
                chip->sharedMemPerBlockOptin;
       });
     };
-    plan = plan_recurrence(
-        {hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates,
-         static_cast<int>(sequences), allows_tf32(input)},
-        {engine_compute_capability<Cell>(input.scalar_type(), *chip), chip->multiProcessorCount,
-         kHasStepsForHopper && chip->major == 9 && chip->minor == 0},
-        wanted, has_room);
+    plan =
+        plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates,
+                         static_cast<int>(sequences), allows_tf32(input)},
+                        {engine_compute_capability<Cell>(input.scalar_type(), *chip),
+                         chip->multiProcessorCount, kHasFusedSteps && chip->major == 9 && chip->minor == 0},
+                        wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -115,8 +115,8 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
 // sequence_of(type, 0), (type, 1), ... as one launch takes them.
 template <typename Type, typename F>
 auto together(Type type, size_t count, F&& sequence_of) {
-  Sequences<decltype(sequence_of(type, 0))> sequences = {};
-  TORCH_INTERNAL_ASSERT(count <= kMaxSequences);
+  PerDirection<decltype(sequence_of(type, 0))> sequences = {};
+  TORCH_INTERNAL_ASSERT(count <= kMaxDirections);
   sequences.count = static_cast<int>(count);
   for (size_t i = 0; i < count; ++i) sequences.of[i] = sequence_of(type, i);
   return sequences;
