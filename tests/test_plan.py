@@ -27,13 +27,15 @@ int main(int count, char** questions) {
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11], n[12] != 0};
-    const auto has_room = [&](const Variant& v, const GridShape&) { return v.chunks <= n[10]; };
-    const Chip chip = {n[6], n[7], n[8] != 0};
-    const Plan plan = plan_recurrence(problem, chip, static_cast<Algorithm>(n[9]), has_room);
-    const GridShape& grid = plan.grid;
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.members,
-                grid.groups, grid.rows, plan.why_not.c_str(), plan.variant.on_hopper_only, plan.variant.tf32,
-                plan.step.rows, plan.step.parts);
+    const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
+    const auto has_room = [&](int variant, const GroupGrid&) { return variants[variant].chunks <= n[10]; };
+    const DeviceInfo device = {n[6], n[7], n[8] != 0};
+    const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[9]), has_room);
+    const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
+    const GroupGrid& grid = plan.grid;
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.group_blocks,
+                grid.groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
+                plan.fused_step.rows, plan.fused_step.split_k);
   }
 }
 """

@@ -4,7 +4,7 @@
 #include "recurrence/step/fused_hopper.cuh"
 
 namespace lltm_ext {
-INSTANTIATE_RECURRENCE_STEPS(LstmCell, __half)
-INSTANTIATE_RECURRENCE_STEPS(LstmCell, __nv_bfloat16)
+INSTANTIATE_FUSED_STEPS(LstmCell, __half)
+INSTANTIATE_FUSED_STEPS(LstmCell, __nv_bfloat16)
 }  // namespace lltm_ext
 #endif

@@ -1,85 +1,42 @@
-// Which kernel runs a sequence, and how its grid shares out the work. Host code without torch.
+// The planner: which kernel runs a sequence, and how its grid divides the work. Host code without torch.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
-#include "recurrence/cell.h"
+#include "common/device.h"
+#include "recurrence/persistent/variants.h"
 
 namespace lltm_ext {
 
-enum class Algorithm { kAuto, kStepwise, kCluster, kGrid };
-
-// A persistent kernel: how its blocks exchange values, and the share of the weights that a block holds.
-struct Variant {
-  Algorithm algorithm;
-  bool general;    // whether a group may have several tiles of rows, and steps may differ in theirs
-  int unit_tiles;  // of 16 hidden units, a block
-  int chunks;      // of 64 bytes, of the reduction, a warp
-  bool on_hopper_only = false;
-  bool tf32 = false;  // rounds the float32 that it multiplies
+// The output tile of a fused step, which multiplies and applies the cell in one kernel: `rows` of the batch
+// by fused_*_units units, whose K is split over a cluster of `split_k` blocks. 0: the step is not fused, and
+// a library's product precedes the pointwise kernel.
+struct FusedStepTile {
+  int rows = 0, split_k = 0;
 };
-
-// The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
-// one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md)
-// on Hopper. Variants that others can stand in for are compiled for it only: for all chips they were a fifth
-// of the wheel.
-constexpr Variant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},
-    {Algorithm::kGrid, false, 1, 4, true}, {Algorithm::kGrid, false, 2, 8, true},
-    {Algorithm::kGrid, false, 1, 8},       {Algorithm::kCluster, false, 4, 8},
-    {Algorithm::kGrid, true, 2, 4},        {Algorithm::kGrid, true, 2, 8},
-};
-constexpr Variant kFloatVariants[] = {
-    // on tensor cores, if TF32 is allowed
-    {Algorithm::kGrid, false, 1, 2, true, true},
-    {Algorithm::kGrid, false, 2, 4, true, true},
-    {Algorithm::kGrid, false, 1, 4, true, true},
-    {Algorithm::kGrid, false, 2, 8, true, true},
-    {Algorithm::kGrid, false, 1, 8, true, true},
-    {Algorithm::kGrid, true, 2, 8, true, true},
-    {Algorithm::kGrid, true, 1, 8, true, true},
-    // IEEE
-    {Algorithm::kGrid, false, 1, 2, true},
-    {Algorithm::kGrid, false, 1, 4, true},
-    {Algorithm::kGrid, false, 1, 8, true},
-    {Algorithm::kGrid, true, 1, 4},
-    {Algorithm::kGrid, true, 1, 8},
-    {Algorithm::kCluster, false, 1, 2},
-};
-
-// A step's product and cell in one kernel: so many rows of the batch a block, and so many blocks that share
-// out the product of a tile. No parts: that kernel does not run, a product and a pointwise kernel do.
-struct StepTile {
-  int rows = 0, parts = 0;
-};
-constexpr int kForwardUnits = 32;
-constexpr int backward_units(int rows) { return rows > 64 ? 144 : 64; }
+constexpr int kFusedForwardUnits = 32;
+constexpr int fused_backward_units(int rows) { return rows > 64 ? 144 : 64; }
 
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
-  Variant variant = {};
-  GridShape grid = {};
-  StepTile step = {};   // if stepwise
-  std::string why_not;  // the algorithm that was asked for can't run
+  int variant = -1;  // of a persistent kernel, its index in kHalfVariants or kFloatVariants
+  GroupGrid grid = {};
+  FusedStepTile fused_step = {};  // of a stepwise plan
+  std::string why_not;            // why the requested algorithm can't run
 
-  bool is_fused() const { return algorithm != Algorithm::kStepwise || step.parts > 0; }
+  bool is_fused() const { return algorithm != Algorithm::kStepwise || fused_step.split_k > 0; }
 };
 
 struct Problem {
   int64_t hidden, batch;
-  bool dense;  // every step has all of the batch
+  bool dense;  // every step has the whole batch
   bool backward;
   int element_size, gates;
-  int sequences = 1;  // of these sizes, side by side in one launch
-  bool tf32 = false;  // products of float32 may be rounded to it
-};
-
-struct Chip {
-  int compute_capability;  // major * 10 + minor
-  int multiprocessors;
-  bool hopper;  // and the build has code for just that: step_hopper.cuh, all variants
+  int sequences = 1;  // of these sizes, run side by side in one launch
+  bool tf32 = false;  // float32 operands may be rounded to TF32
 };
 
 namespace plan_detail {
@@ -88,140 +45,145 @@ constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
 
 inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-// Whether a variant can run the problem; the plan's grid, if so.
-inline bool fits(const Variant& v, const Problem& p, const Chip& chip, GridShape& grid) {
+// Whether a variant can run the problem; sets the grid if so.
+inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo& device, GroupGrid& grid) {
   const int units = 16 * v.unit_tiles;
-  if (v.on_hopper_only && !chip.hopper) return false;
+  if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > kWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
-  if (!p.dense && !v.general) return false;
-  grid.members = static_cast<int>((p.hidden + units - 1) / units);
+  if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
-  // A block alone is no cluster, and may not send to itself as to one: an idle one stands beside it.
-  if (cluster) grid.members = std::max(grid.members, 2);
-  if (cluster && (grid.members > kClusterBlocks || chip.compute_capability < 90)) return false;
-  // Clusters lie within a GPC, of which they rarely fill the last multiprocessors.
-  const int blocks = cluster ? chip.multiprocessors / 11 * 10 : chip.multiprocessors;
-  const int resident = blocks / (p.sequences * grid.members);
+  grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));
+  // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
+  if (cluster) grid.group_blocks = std::max(grid.group_blocks, 2);
+  if (cluster && (grid.group_blocks > kClusterBlocks || device.compute_capability < 90)) return false;
+  const int multiprocessors =
+      cluster ? multiprocessors_for_clusters(device.multiprocessors) : device.multiprocessors;
+  const int resident = multiprocessors / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
-  int64_t rows = (p.batch + resident - 1) / resident;
+  int64_t rows = tiles_of(p.batch, resident);
   if (rows > kTileRows) {
     if (cluster) {
-      rows = kTileRows;  // further clusters wait
-    } else if (v.general) {
-      rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
+      rows = kTileRows;  // the other clusters wait for a place
+    } else if (v.any_rows) {
+      rows = tiles_of(rows, kTileRows) * kTileRows;
     } else {
       return false;
     }
   }
-  // The cell states of a group's rows stay in shared memory, beside what fills nearly all of it.
+  // The cell states of a group's rows share what the weights leave of shared memory.
   if (rows * units * 4 > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
-  grid.groups = static_cast<int>((p.batch + rows - 1) / rows);
+  grid.groups = static_cast<int>(tiles_of(p.batch, rows));
   return true;
 }
 
-// Whether a variant that fits is faster than stepwise and than the variants after it: up to some number of
-// clusters that wait for others to end, or of tiles that a group works through one after the other. Several
-// sequences at once: where they are faster so than one after the other.
-inline bool pays(const Variant& v, const Problem& p, const Chip& chip, const GridShape& grid,
-                 const StepTile& step) {
+// Whether a variant that fits is faster than the stepwise loop and than all later variants. It is up to a
+// number of waves of clusters, or of row tiles a group. Several sequences: if it is faster than running them
+// one after the other.
+inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
+                     const GroupGrid& grid, const FusedStepTile& fused_step) {
   if (v.algorithm == Algorithm::kCluster) {
-    const int rounds = p.backward || p.sequences > 1 ? 1 : 9;
-    return p.sequences * grid.groups <= rounds * (chip.multiprocessors / 11 * 10 / grid.members);
+    const int waves = p.backward || p.sequences > 1 ? 1 : 9;
+    return p.sequences * grid.groups <=
+           waves * (multiprocessors_for_clusters(device.multiprocessors) / grid.group_blocks);
   }
-  // A second tile, beyond the size up to which clusters take one sequence after the other.
+  // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
   if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
-  const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (step.parts > 0 ? 2 : 0);
+  const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);
   return grid.rows <= kTileRows * tiles;
 }
 
-// Four parts, two or one, each with some of K.
-inline int parts_of(bool four, bool two, int64_t k) {
-  int parts = four ? 4 : two ? 2 : 1;
-  while (parts > 1 && parts * 64 > k) parts /= 2;
-  return parts;
+// 4, 2 or 1, with at least 64 of K in each part.
+inline int split_k_of(bool four, bool two, int64_t k) {
+  int split_k = four ? 4 : two ? 2 : 1;
+  while (split_k > 1 && split_k * 64 > k) split_k /= 2;
+  return split_k;
 }
 
-// Tiles of many rows read the weights less often, ones of few make more blocks. Four parts if all blocks then
-// have a multiprocessor of their own, two if a half. A block that has much of the product has few others
-// beside it that read the same rows: there a library's product and a kernel for the cell are faster. So are
-// they where a tile has 128 rows of more than three gates.
-inline StepTile forward_tile(const Problem& p, const Chip& chip) {
-  const int64_t columns = tiles_of(p.hidden, kForwardUnits), of_64 = tiles_of(p.batch, 64) * columns;
-  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * of_64 <= chip.multiprocessors;
+// Tiles of many rows read the weights less often; tiles of few rows make more blocks. K is split in four if
+// every block then has a multiprocessor of its own, in two if every tile has. A library's product and a
+// pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows,
+// and where a tile has 128 rows of more than three gates.
+inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& device) {
+  const int64_t columns = tiles_of(p.hidden, kFusedForwardUnits),
+                tiles_of_64 = tiles_of(p.batch, 64) * columns;
+  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * tiles_of_64 <= device.multiprocessors;
   const int rows = few ? 64 : 128;
   const int64_t tiles = tiles_of(p.batch, rows) * columns;
-  const int parts = parts_of(4 * tiles <= chip.multiprocessors, tiles <= chip.multiprocessors, p.hidden);
-  if (p.hidden > 1024 * parts || (rows > 64 && p.gates > 3)) return {};
-  return {rows, parts};
+  const int split_k =
+      split_k_of(4 * tiles <= device.multiprocessors, tiles <= device.multiprocessors, p.hidden);
+  if (p.hidden > 1024 * split_k || (rows > 64 && p.gates > 3)) return {};
+  return {rows, split_k};
 }
 
-// K is longer here by the gates. Four parts even where some multiprocessors have two blocks. Large tiles in
-// clusters of eight if all of these run at once.
-inline StepTile backward_tile(const Problem& p, const Chip& chip) {
+// K is the gates' here, and so longer: it is split in four even if some multiprocessors then have two blocks.
+// Large tiles run in clusters of eight if all clusters are resident.
+inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& device) {
   const int64_t k = p.gates * p.hidden;
-  const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, backward_units(64));
-  const int parts = parts_of(8 * tiles <= 3 * chip.multiprocessors, tiles <= chip.multiprocessors, k);
-  if (k <= (parts == 4 ? 8192 : 1024 * parts)) return {64, parts};
-  const int64_t large = tiles_of(p.batch, 128) * tiles_of(p.hidden, backward_units(128));
-  if (kClusterBlocks * large <= chip.multiprocessors / 11 * 10) return {128, kClusterBlocks};
+  const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, fused_backward_units(64));
+  const int split_k = split_k_of(8 * tiles <= 3 * device.multiprocessors, tiles <= device.multiprocessors, k);
+  if (k <= (split_k == 4 ? 8192 : 1024 * split_k)) return {64, split_k};
+  const int64_t large_tiles = tiles_of(p.batch, 128) * tiles_of(p.hidden, fused_backward_units(128));
+  if (kClusterBlocks * large_tiles <= multiprocessors_for_clusters(device.multiprocessors))
+    return {128, kClusterBlocks};
   return {};
 }
 
-inline StepTile step_tile(const Problem& p, const Chip& chip) {
-  if (!chip.hopper || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
+  if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2 || p.sequences > 1) return {};
-  return p.backward ? backward_tile(p, chip) : forward_tile(p, chip);
+  return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 
-inline std::string why_not(const Problem& p, const Chip& chip, Algorithm wanted) {
+inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
     return "needs a hidden_size that is a multiple of 8, got " + std::to_string(p.hidden);
-  const int needed = wanted == Algorithm::kCluster ? 90 : 80;
+  const int needed = requested == Algorithm::kCluster ? 90 : 80;
   const auto dotted = [](int x) { return std::to_string(x / 10) + "." + std::to_string(x % 10); };
-  if (chip.compute_capability < needed) {
-    return "needs compute capability " + dotted(needed) + ", got " + dotted(chip.compute_capability);
+  if (device.compute_capability < needed) {
+    return "needs compute capability " + dotted(needed) + ", got " + dotted(device.compute_capability);
   }
-  if (wanted == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
+  if (requested == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
   return "has no room on this GPU for hidden_size = " + std::to_string(p.hidden) +
          " and batch = " + std::to_string(p.batch);
 }
 
 }  // namespace plan_detail
 
-// Plans `wanted`, or for kAuto what is fastest. Stepwise runs everything. `has_room(variant, grid)` says
-// whether a multiprocessor has the shared memory for a block.
+// Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
+// `has_room(variant, grid)`, of a variant's index, says whether its blocks fit in shared memory.
 template <class HasRoom>
-Plan plan_recurrence(const Problem& problem, const Chip& chip, Algorithm wanted, HasRoom&& has_room) {
-  const StepTile step = plan_detail::step_tile(problem, chip);
+Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested,
+                     HasRoom&& has_room) {
   Plan plan;
-  plan.step = step;
-  if (wanted == Algorithm::kStepwise) return plan;
-  const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
-                        problem.batch > 0 && chip.compute_capability >= 80;
+  plan.fused_step = plan_detail::fused_step_tile(problem, device);
+  if (requested == Algorithm::kStepwise) return plan;
   const auto choose = [&](const auto& variants) {
-    for (const Variant& v : variants) {
-      GridShape grid;
-      if (wanted != Algorithm::kAuto && wanted != v.algorithm) continue;
-      // Backward, weights of four gates, gradients of all and no tensor cores are more than a multiprocessor
-      // holds. Who asks for the forward by name wants both.
+    for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {
+      const PersistentVariant& v = variants[i];
+      GroupGrid grid;
+      if (requested != Algorithm::kAuto && requested != v.algorithm) continue;
+      // In IEEE float32 the weights of four gates and all their gradients exceed a multiprocessor backward. A
+      // user who names the algorithm for forward wants it for both.
       const bool only_forward = problem.element_size == 4 && !v.tf32 && problem.gates > 3 && v.chunks > 4;
-      if (only_forward && (problem.backward || wanted != Algorithm::kAuto)) continue;
-      if (!plan_detail::fits(v, problem, chip, grid)) continue;
-      if (wanted == Algorithm::kAuto && !plan_detail::pays(v, problem, chip, grid, step)) continue;
-      if (!has_room(v, grid)) continue;
-      plan.algorithm = v.algorithm;
-      plan.step = {};
-      plan.variant = v;
-      plan.grid = grid;
+      if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
+      if (!plan_detail::fits(v, problem, device, grid)) continue;
+      if (requested == Algorithm::kAuto &&
+          !plan_detail::pays_off(v, problem, device, grid, plan.fused_step)) {
+        continue;
+      }
+      if (!has_room(i, grid)) continue;
+      plan = {v.algorithm, i, grid};
       return;
     }
   };
+  const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
+                        problem.batch > 0 && device.compute_capability >= 80;
   if (possible) problem.element_size == 2 ? choose(kHalfVariants) : choose(kFloatVariants);
-  if (wanted != Algorithm::kAuto && plan.algorithm != wanted) {
-    plan.why_not = plan_detail::why_not(problem, chip, wanted);
+  if (requested != Algorithm::kAuto && plan.algorithm != requested) {
+    plan.why_not = plan_detail::why_not(problem, device, requested);
   }
   return plan;
 }

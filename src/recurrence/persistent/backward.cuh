@@ -1,210 +1,60 @@
-// Steps of a sequence backward, in one kernel: the gradients of the gates, from which those of input and
-// weights follow by matrix products outside. Laid out as the forward is (forward.cuh); the group's blocks
-// exchange the gradients of the gates, of which every unit's h needs all of the step after.
+// The persistent kernel backward: steps of a sequence in one launch (steps.cuh). It computes the gradients of
+// the gates, from which matrix products after it give those of the input and the weights. Blocks exchange the
+// gradients of the gates, all of which every unit's gradient of h needs.
 #pragma once
 
-#include "recurrence/persistent/block.cuh"
+#include "recurrence/persistent/steps.cuh"
 
 namespace lltm_ext {
 
-template <class Cell, class Math, class Product, Exchange kWay, int kUnitTiles, int kChunks, int kInRegisters,
-          bool kGeneral>
-class Backward {
-  using T = typename Product::Type;
-  static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  using Shape = BlockShape<T, kUnitTiles, kChunks>;
-  static constexpr int kPairs = Shape::kPairsPerThread;
-  static constexpr int kUnits = Shape::kUnits;
-  using Exchanger = lltm_ext::Exchanger<kWay, T, kGates, kChunks, kUnits,
-                                        sharing_warps(kGeneral, kUnitTiles, kChunks, kGates)>;
-  static constexpr int kInputs = Exchanger::kInputsAtOnce;                // that are read at once,
-  static constexpr int kTogether = Product::kNeedsScratch ? 1 : kInputs;  // and multiplied
-  using Weights = WarpWeights<kGates, kChunks, kInRegisters>;
-  using Warp = WarpProduct<Product, 1, kTogether, kChunks>;
-  using Sums = TileSums<Shape, 1>;
-  using Ahead = Prefetcher<Shape, T, kGates + kExtra + 1 + (kWay != Exchange::kCluster ? kGates : 0)>;
+template <class Config>
+constexpr int kBackwardPlanes =
+    Config::kGates + Config::kExtra + 1 + (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
+
+template <class Config>
+class PersistentBackward
+    : public PersistentSteps<PersistentBackward<Config>, Config, kBackwardPlanes<Config>> {
+  using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
+  friend Base;
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::cell, Base::has_pair, Base::kExtra,
+      Base::kGates, Base::kPairs;
+  using typename Base::Cell, typename Base::Exchange, typename Base::T;
 
  public:
-  using Memory = BlockMemory<Sums, Warp, Weights, Exchanger, kGeneral ? kUnits : 0>;
-  static constexpr int kArchitecture = kWay == Exchange::kCluster ? 900 : 800;  // and above
+  using Arguments = SequenceBackwardArguments<T>;
 
-  __device__ Backward(const SequenceBackwardArguments<T>& sequence, const GridShape& grid,
-                      const Memory& memory)
-      : s_(sequence),
-        H_(sequence.hidden),
-        place_(grid, sequence.steps.batch, H_),
-        sums_(memory.sums()),
-        scratch_(memory.scratch()),
-        weights_(memory.weights()),
-        grad_cells_(memory.cells()),
-        exchanger_(memory.exchanged(grid.rows), place_.in_group(grid, H_)) {
-    load_weights<Product, Shape, kGates, kChunks>(
-        weights_, place_, H_, static_cast<size_t>(8) * kGates * H_,
-        [&](int gate, int unit) { return s_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * H_; });
-    typename Ahead::template Adder<Place<Shape, kChunks>> adder(ahead_, place_, H_);
-    adder.add(s_.gates, kGates);
-    adder.add(s_.extra, kExtra);
-    adder.add(s_.grad_output, 1);
-    if (Exchanger::kThroughMemory) adder.add(s_.grad_gates - s_.first_row * kGates * H_, kGates);
-  }
-
-  __device__ __forceinline__ void run() {
-    if constexpr (kGeneral) {
-      run_general();
-    } else {
-      run_dense();
-    }
-    if (s_.grad_bias) store_grad_bias();
-    exchanger_.finish();
+  __device__ PersistentBackward(const Arguments& arguments, const GroupGrid& grid,
+                                const typename Base::Storage& storage)
+      : Base(grid, arguments.steps.batch, arguments.hidden, storage), args_(arguments) {
+    load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * kGates * hidden_,
+                         [&](int gate, int unit) {
+                           return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * hidden_;
+                         });
+    typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
+    arrays.add(args_.gates, kGates);
+    arrays.add(args_.extra, kExtra);
+    arrays.add(args_.grad_output, 1);
+    if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * hidden_, kGates);
   }
 
  private:
-  // What a pair's step needs of the forward.
-  struct Saved {
-    Pair<T> values[Cell::kSaved], grad_output;
-  };
+  static constexpr bool kSendsLastStep = true;  // the gradient of h before the first step needs it
 
-  // One tile of rows, and every step has all of the batch.
-  __device__ __forceinline__ void run_dense() {
-    const int batch = s_.steps.batch;
-    const int64_t first = s_.steps.at(s_.end - 1).first, to_next = s_.steps.reverse ? batch : -batch;
-    const int row = place_.first_row + place_.g;
-    const bool has_row = row < place_.end_row;
-    Source<T> source = {nullptr, 0, false, place_.element, place_.g};
-    const T* gradients = grad_gates(first + row) + place_.element;
-
-    bool exists[kPairs];
-    int64_t at[kPairs];  // of the pair in [B, H]
-    T* grad_gates_at[kPairs];
-    float2 grad_c[kPairs], carried[kPairs];
-    SavedAt from[kPairs];
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int b = place_.first_row + place_.pair_row(i), j = place_.first_unit + place_.pair_unit(i);
-      exists[i] = place_.has_pair(i, H_) && b < place_.end_row;
-      at[i] = static_cast<int64_t>(b) * H_ + j;
-      from[i] = saved_at(first + b, j);
-      grad_gates_at[i] = grad_gates(first + b) + j;
-      grad_c[i] = carried[i] = make_float2(0, 0);
-      if (exists[i]) {
-        grad_c[i] = read_pair(s_.grad_c + at[i]).widen();
-        carried[i] = read_pair(s_.grad_h + at[i]).widen();
-        fetch(saved_[i], from[i]);
-      }
-    }
-    for (int k = s_.end - 1; k >= s_.begin; --k) {
-      exchanger_.begin(source);
-      float* const sums = sums_ + (k & 1) * Sums::kSize;
-      float products[1][4] = {};
-      multiply(products, source);
-      Sums::write(sums, products, place_);
-      __syncthreads();
-      source = {gradients, has_row ? place_.valid : 0, true, place_.element, place_.g};
-      gradients += to_next * kGates * H_;
-      float grads[kPairs][2][kGates];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        if (!warp_has_pair(i)) continue;
-        const float2 sum = Sums::read(sums, 0, place_.pair_row(i), place_.pair_unit(i));
-        retreat(i, make_float2(sum.x + carried[i].x, sum.y + carried[i].y), grad_c[i], grads[i]);
-#pragma unroll
-        for (int gate = 0; gate < kGates; ++gate) {
-          exchanger_.publish(grad_gates_at[i] + gate * H_, grads[i][0][gate], grads[i][1][gate], exists[i],
-                             place_.pair_row(i), gate, place_.pair_unit(i));
-        }
-      }
-      exchanger_.flush();
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        if (!warp_has_pair(i)) continue;
-        carried[i] = make_float2(0, 0);
-        add_grad_bias(i, grads[i]);
-        grad_gates_at[i] += to_next * kGates * H_;
-        from[i].move(to_next * H_);
-        if (exists[i] && k > s_.begin) fetch(saved_[i], from[i]);
-      }
-      if (k - kStepsAhead >= s_.begin) ahead_.fetch(s_.steps.at(k - kStepsAhead), 0, place_.end_row);
-      exchanger_.next();
-      if (Exchanger::kThroughMemory) __syncthreads();  // who looks in vain is in the way of what he waits for
-    }
-    // The gradient of h before the first of these steps.
-    exchanger_.begin(source);
-    float* const sums = sums_ + ((s_.begin - 1) & 1) * Sums::kSize;
-    float products[1][4] = {};
-    multiply(products, source);
-    Sums::write(sums, products, place_);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (!exists[i]) continue;
-      const float2 sum = Sums::read(sums, 0, place_.pair_row(i), place_.pair_unit(i));
-      write_pair(s_.grad_h + at[i], sum.x, sum.y);
-      write_pair(s_.grad_c + at[i], grad_c[i].x, grad_c[i].y);
-    }
-  }
-
-  // Any number of tiles, and of rows in a step.
-  __device__ __forceinline__ void run_general() {
-    for_own_cells([&](int i, int b) { *grad_cell(i, b) = read_pair(grad_c(i, b)).widen(); });
-    int buffer = 0;
-    StepRows after = {0, 0}, now = s_.steps.at(s_.end - 1);
-    fetch_saved(now, 0);
-    Source<T> source = source_of(after, 0);
-    exchanger_.begin(source);
-    // One turn more than there are steps: the last only carries the gradient of h to before the first of
-    // them.
-    for (int k = s_.end - 1; k >= s_.begin - 1; --k) {
-      const StepRows before = k > s_.begin ? s_.steps.at(k - 1) : StepRows{0, 0};
-      for (int tile = 0; tile < place_.tiles; ++tile, buffer ^= 1) {
-        float* const sums = sums_ + buffer * Sums::kSize;
-        float products[1][4] = {};
-        multiply(products, source);
-        // The next tile's gradients are on their way while the cell is at work on this one.
-        const bool last = tile + 1 == place_.tiles;
-        source = last ? source_of(now, 0) : source_of(after, tile + 1);
-        exchanger_.begin(source);
-        Sums::write(sums, products, place_);
-        __syncthreads();
-        retreat_rows(sums, now, after, tile);
-        if (k - kStepsAhead >= s_.begin) ahead_.fetch(s_.steps.at(k - kStepsAhead), tile, place_.end_row);
-        fetch_saved(last ? before : now, last ? 0 : tile + 1);
-        exchanger_.next();
-      }
-      after = now;
-      now = before;
-    }
-    for_own_cells([&](int i, int b) {
-      const float2 c = *grad_cell(i, b);
-      write_pair(grad_c(i, b), c.x, c.y);
-    });
-  }
-
-  __device__ __forceinline__ int unit(int i) const { return place_.first_unit + place_.pair_unit(i); }
-  __device__ __forceinline__ int row(int i, int tile) const {
-    return place_.first_row + tile * kRowTile + place_.pair_row(i);
-  }
-  __device__ __forceinline__ float* grad_c(int i, int b) const {
-    return s_.grad_c + static_cast<int64_t>(b) * H_ + unit(i);
-  }
-  __device__ __forceinline__ float2* grad_cell(int i, int b) const {
-    return reinterpret_cast<float2*>(grad_cells_ + (b - place_.first_row) * kUnits + place_.pair_unit(i));
-  }
-  template <class F>
-  __device__ __forceinline__ void for_own_cells(F&& f) const {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      for (int b = row(i, 0); b < place_.end_row && place_.has_pair(i, H_); b += kRowTile) f(i, b);
-    }
-  }
-  __device__ __forceinline__ static bool warp_has_pair(int i) {
-    return Shape::kPairs % kBlockThreads == 0 || i * kBlockThreads + (threadIdx.x & ~31u) < Shape::kPairs;
+  __device__ __forceinline__ int steps() const { return args_.end - args_.begin; }
+  // The last turn only computes the gradient of h before the first step.
+  __device__ __forceinline__ int turns() const { return steps() + 1; }
+  __device__ __forceinline__ StepRows rows_of(int n) const {
+    return n < steps() ? args_.steps.at(args_.end - 1 - n) : StepRows{0, 0};
   }
   __device__ __forceinline__ T* grad_gates(int64_t row) const {
-    return s_.grad_gates + (row - s_.first_row) * kGates * H_;
+    return args_.grad_gates + (row - args_.first_row) * kGates * hidden_;
   }
 
-  // Where a pair's saved values lie.
-  struct SavedAt {
+  // What backward needs of a pair in a step, and where it is.
+  struct Inputs {
+    Pair<T> saved[Cell::kSaved], grad_output;
+  };
+  struct InputAddresses {
     const T *gates, *extra, *grad_output;
     __device__ __forceinline__ void move(int64_t elements) {
       gates += elements * kGates;
@@ -212,61 +62,165 @@ class Backward {
       grad_output += elements;
     }
   };
-  __device__ __forceinline__ SavedAt saved_at(int64_t row, int j) const {
-    return {s_.gates + row * kGates * H_ + j, s_.extra + row * kExtra * H_ + j,
-            s_.grad_output + row * H_ + j};
+  __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
+    return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
+            args_.grad_output + row * hidden_ + j};
   }
-  __device__ __forceinline__ void fetch(Saved& saved, const SavedAt& at) const {
+  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      saved.values[v] = read_pair(v < kGates ? at.gates + v * H_ : at.extra + (v - kGates) * H_);
+      inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
     }
-    saved.grad_output = s_.grad_output ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
+    inputs.grad_output = args_.grad_output ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
   }
 
-  __device__ __forceinline__ void fetch_saved(const StepRows& rows, int tile) {
+  // ---- one row tile
+
+  struct OneTilePair {
+    bool exists;
+    int64_t at;  // in [B, H]
+    T* grad_gates;
+    InputAddresses inputs;
+    float2 grad_c, grad_h;  // grad_h: of the state after the last step, then 0
+    float grads[2][kGates];
+  };
+
+  __device__ __forceinline__ RowSource<T> begin_one_tile() {
+    const int64_t first = args_.steps.at(args_.end - 1).first;
+    to_next_ = args_.steps.reverse ? args_.steps.batch : -args_.steps.batch;
+    gradients_ = grad_gates(first + map_.first_row + map_.g) + map_.element;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      OneTilePair& p = pairs_[i];
+      const int b = row(i, 0), j = unit(i);
+      p.exists = has_pair(i, b);
+      p.at = static_cast<int64_t>(b) * hidden_ + j;
+      p.inputs = inputs_at(first + b, j);
+      p.grad_gates = grad_gates(first + b) + j;
+      p.grad_c = p.grad_h = make_float2(0, 0);
+      if (!p.exists) continue;
+      p.grad_c = read_pair(args_.grad_c + p.at).widen();
+      p.grad_h = read_pair(args_.grad_h + p.at).widen();
+      load(inputs_[i], p.inputs);
+    }
+    return {nullptr, 0, false, map_.element, map_.g};
+  }
+
+  __device__ __forceinline__ RowSource<T> next_source(const RowSource<T>&) {
+    const T* const row = gradients_;
+    gradients_ += to_next_ * kGates * hidden_;
+    const bool has_row = map_.first_row + map_.g < map_.end_row;
+    return {row, has_row ? map_.vectors : 0, true, map_.element, map_.g};
+  }
+
+  __device__ __forceinline__ void step_pair(int i, const float* sums) {
+    OneTilePair& p = pairs_[i];
+    const float2 sum = Base::total(sums, 0, i);
+    run_cell(i, make_float2(sum.x + p.grad_h.x, sum.y + p.grad_h.y), p.grad_c, p.grads);
+    exchange_gates(p.grad_gates, p.grads, p.exists, i);
+  }
+
+  // Moves on to step n.
+  __device__ __forceinline__ void prepare_pair(int i, int n) {
+    OneTilePair& p = pairs_[i];
+    p.grad_h = make_float2(0, 0);
+    add_grad_bias(i, p.grads);
+    p.grad_gates += to_next_ * kGates * hidden_;
+    p.inputs.move(to_next_ * hidden_);
+    if (p.exists && n < steps()) load(inputs_[i], p.inputs);
+  }
+
+  // The gradients of the states before the first step.
+  __device__ __forceinline__ void end_one_tile(const RowSource<T>& source) {
+    const float* const sums = Base::multiply_tile(steps() & 1, source);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const OneTilePair& p = pairs_[i];
+      if (!p.exists) continue;
+      const float2 sum = Base::total(sums, 0, i);
+      write_pair(args_.grad_h + p.at, sum.x, sum.y);
+      write_pair(args_.grad_c + p.at, p.grad_c.x, p.grad_c.y);
+    }
+    store_grad_bias();
+  }
+
+  // ---- any number of rows
+
+  __device__ __forceinline__ float* grad_c(int i, int b) const {
+    return args_.grad_c + static_cast<int64_t>(b) * hidden_ + unit(i);
+  }
+  __device__ __forceinline__ void load_cells() {
+    Base::for_all_cells([&](int i, int b) { *cell(i, b) = read_pair(grad_c(i, b)).widen(); });
+  }
+  __device__ __forceinline__ void store_cells() {
+    Base::for_all_cells([&](int i, int b) { write_pair(grad_c(i, b), cell(i, b)->x, cell(i, b)->y); });
+    store_grad_bias();
+  }
+
+  __device__ __forceinline__ void load_inputs(const StepRows& rows, int tile) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
-      if (place_.has_pair(i, H_) && b < min(place_.end_row, rows.count)) {
-        fetch(saved_[i], saved_at(rows.first + b, unit(i)));
+      if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
+        load(inputs_[i], inputs_at(rows.first + b, unit(i)));
       }
     }
   }
 
-  __device__ __forceinline__ Source<T> source_of(const StepRows& after, int tile) const {
-    const int b = place_.first_row + tile * kRowTile + place_.g;
-    const bool exchanged = b < min(place_.end_row, after.count);
-    return {grad_gates(after.first + b) + place_.element, exchanged ? place_.valid : 0, exchanged,
-            place_.element, b - place_.first_row};
+  __device__ __forceinline__ RowSource<T> source_of(const StepRows& previous, const StepRows&,
+                                                    int tile) const {
+    const int b = map_.first_row + tile * kRowTile + map_.g;
+    const bool exchanged = b < min(map_.end_row, previous.count);
+    return {grad_gates(previous.first + b) + map_.element, exchanged ? map_.vectors : 0, exchanged,
+            map_.element, b - map_.first_row};
   }
 
-  // The warp's share of the gradient of h that comes from the step after, of a tile.
-  __device__ __forceinline__ void multiply(float (&products)[1][4], const Source<T>& source) {
+  // A row that `previous` lacks takes its gradient of h from memory, and leaves it there if `current` lacks
+  // it.
+  __device__ __forceinline__ void step_rows(const float* sums, const StepRows& previous,
+                                            const StepRows& current, const StepRows&, int tile) {
 #pragma unroll
-    for (int input = 0; input < kGates; input += kInputs) {
-      uint4 gradients[kInputs][kChunks];
-      exchanger_.read(gradients, input, source);
-#pragma unroll
-      for (int i = 0; i < kInputs; i += kTogether) {
-        const auto& some = reinterpret_cast<const uint4(&)[kTogether][kChunks]>(gradients[i]);
-        Warp::multiply(products, weights_, input + i, some, scratch_);
+    for (int i = 0; i < kPairs; ++i) {
+      const int b = row(i, tile), j = unit(i);
+      if (!has_pair(i, b)) continue;
+      T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
+      const float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
+      if (b >= current.count) {
+        if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
+        continue;
       }
+      float grads[2][kGates];
+      float2 c = *cell(i, b);
+      run_cell(i, grad_h, c, grads);
+      *cell(i, b) = c;
+      exchange_gates(grad_gates(current.first + b) + j, grads, true, i);
+      add_grad_bias(i, grads);
     }
   }
 
-  // The cell backward, for a pair: the gradients of its gates.
-  __device__ __forceinline__ void retreat(int i, float2 grad_h, float2& grad_c, float (&grads)[2][kGates]) {
+  // ---- a pair
+
+  // Updates grad_c and computes the gradients of the gates.
+  __device__ __forceinline__ void run_cell(int i, float2 grad_h, float2& grad_c, float (&grads)[2][kGates]) {
     float saved[2][Cell::kSaved];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      const float2 value = saved_[i].values[v].widen();
+      const float2 value = inputs_[i].saved[v].widen();
       saved[0][v] = value.x;
       saved[1][v] = value.y;
     }
-    const float2 grad_output = saved_[i].grad_output.widen();
+    using Math = typename Config::Math;
+    const float2 grad_output = inputs_[i].grad_output.widen();
     Cell::template backward<Math>(saved[0], grad_h.x + grad_output.x, grad_c.x, grads[0]);
     Cell::template backward<Math>(saved[1], grad_h.y + grad_output.y, grad_c.y, grads[1]);
+  }
+
+  __device__ __forceinline__ void exchange_gates(T* address, const float (&grads)[2][kGates], bool exists,
+                                                 int i) {
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      Base::exchange(address + gate * hidden_, grads[0][gate], grads[1][gate], exists, i, gate);
+    }
   }
 
   __device__ __forceinline__ void add_grad_bias(int i, const float (&grads)[2][kGates]) {
@@ -277,73 +231,35 @@ class Backward {
     }
   }
 
-  __device__ __forceinline__ void retreat_rows(const float* tile_sums, const StepRows& now,
-                                               const StepRows& after, int tile) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int b = row(i, tile), j = unit(i);
-      if (!place_.has_pair(i, H_) || b >= place_.end_row) continue;
-      T* const carried = s_.grad_h + static_cast<int64_t>(b) * H_ + j;
-      const float2 grad_h = b < after.count
-                                ? Sums::read(tile_sums, 0, place_.pair_row(i), place_.pair_unit(i))
-                                : read_pair(carried).widen();
-      if (b >= now.count) {
-        if (b < after.count) write_pair(carried, grad_h.x, grad_h.y);
-        continue;
-      }
-      float grads[2][kGates];
-      float2 c = *grad_cell(i, b);
-      retreat(i, grad_h, c, grads);
-      *grad_cell(i, b) = c;
-      T* const gradients = grad_gates(now.first + b) + j;
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        exchanger_.publish(gradients + gate * H_, grads[0][gate], grads[1][gate], true, place_.pair_row(i),
-                           gate, place_.pair_unit(i));
-      }
-      add_grad_bias(i, grads);
-    }
-  }
-
   __device__ void store_grad_bias() const {
+    if (!args_.grad_bias) return;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, 0);
-      if (!place_.has_pair(i, H_) || b >= place_.end_row) continue;
-      float* const sums = s_.grad_bias + static_cast<int64_t>(b) * kGates * H_ + unit(i);
+      if (!has_pair(i, b)) continue;
+      float* const sums = args_.grad_bias + static_cast<int64_t>(b) * kGates * hidden_ + unit(i);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        float2* sum = reinterpret_cast<float2*>(sums + gate * H_);
+        float2* sum = reinterpret_cast<float2*>(sums + gate * hidden_);
         sum->x += grad_bias_[i][gate].x;
         sum->y += grad_bias_[i][gate].y;
       }
     }
   }
 
-  const SequenceBackwardArguments<T>& s_;
-  const int H_;
-  const Place<Shape, kChunks> place_;
-  float* const sums_;     // of two tiles, in turn
-  float* const scratch_;  // of the warp
-  Weights weights_;
-  float* const grad_cells_;  // [rows of the group, kUnits]
-  Exchanger exchanger_;
-  Saved saved_[kPairs];  // of the item to come
-  Ahead ahead_;
+  const Arguments& args_;
+  int64_t to_next_;     // rows to the next step's
+  const T* gradients_;  // the lane's row of the exchanged gradients
+  OneTilePair pairs_[kPairs];
+  Inputs inputs_[kPairs];  // of the tile to come
   float2 grad_bias_[kPairs][kGates] = {};
 };
 
-template <class Backward, typename T, bool kOnHopperOnly>
+template <class Config>
 __global__ void __launch_bounds__(kBlockThreads, 1) recurrence_persistent_backward_kernel(
-    const __grid_constant__ PerDirection<SequenceBackwardArguments<T>> sequences, const GridShape grid) {
-#ifdef __CUDA_ARCH__
-  if constexpr (kIsCompiled<Backward, kOnHopperOnly, __CUDA_ARCH__>) {
-    extern __shared__ __align__(128) float shared[];
-    Backward(sequences.of[blockIdx.y], grid, typename Backward::Memory(shared)).run();
-  } else {
-    __trap();
-  }
-#endif
+    const __grid_constant__ PerDirection<SequenceBackwardArguments<typename Config::T>> sequences,
+    const GroupGrid grid) {
+  run_persistent<PersistentBackward<Config>>(sequences, grid);
 }
 
 }  // namespace lltm_ext

@@ -1,4 +1,4 @@
-// The persistent kernels as the bindings see them.
+// Launches of a planned sequence, as the bindings see them.
 #pragma once
 
 #include "recurrence/cell.h"
@@ -11,22 +11,28 @@
 namespace lltm_ext {
 
 #ifndef LLTM_EXT_WITH_CUDA
-// Stand-ins, so that code which is generic over the device reads the same. Nothing calls what names them.
+// Stand-ins, so that code which is generic over the device compiles. Nothing calls functions of these types.
 using cudaError_t = int;
 using cudaStream_t = void*;
 #endif
 
-// What a block of a variant takes of shared memory, for these groups.
-template <class Cell, typename T>
-size_t persistent_shared_bytes(const Variant& variant, const GridShape& grid, int hidden, bool backward);
+#ifdef LLTM_EXT_SM90A
+constexpr bool kHasSm90a = true;
+#else
+constexpr bool kHasSm90a = false;
+#endif
 
-// Of the code in use on the current device (common/launch.cuh).
+// The dynamic shared memory of a block of a variant's kernel.
+template <class Cell, typename T>
+size_t persistent_shared_bytes(int variant, const GroupGrid& grid, int hidden, bool backward);
+
+// The compute capability of the persistent kernels' code in use on the current device (common/launch.cuh).
 template <class Cell, typename T>
 cudaError_t persistent_compute_capability(int& capability);
 
-// Runs a plan that is is_fused(), for as many sequences. Fills the memory through which blocks exchange
-// values first. Fails with cudaErrorCooperativeLaunchTooLarge and the like, and has run nothing, if the GPU
-// has no room for it.
+// Runs a fused plan: persistent kernels, which take all directions in one launch, or fused steps, which take
+// one sequence. Fills the memory through which blocks exchange values first. If the GPU has no room for the
+// kernel (does_not_fit in tensors/launch.h), nothing has run.
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream);
@@ -34,18 +40,12 @@ template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream);
 
-// Those of a plan that is stepwise: step_hopper.cuh.
+// The fused steps (step/fused_hopper.cuh).
 template <class Cell, typename T>
-cudaError_t launch_fused_steps_forward(const SequenceForwardArguments<T>& sequence, const StepTile& tile,
-                                       cudaStream_t stream);
+cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& sequence, const FusedStepTile& tile,
+                               cudaStream_t stream);
 template <class Cell, typename T>
-cudaError_t launch_fused_steps_backward(const SequenceBackwardArguments<T>& sequence, const StepTile& tile,
-                                        cudaStream_t stream);
-
-#ifdef LLTM_EXT_SM90A
-constexpr bool kHasFusedSteps = true;
-#else
-constexpr bool kHasFusedSteps = false;
-#endif
+cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
+                               cudaStream_t stream);
 
 }  // namespace lltm_ext

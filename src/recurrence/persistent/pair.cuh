@@ -1,4 +1,4 @@
-// Two neighbouring values: what a thread reads, computes and writes of a row at once.
+// Two adjacent values of a row, which a thread loads, computes and stores together.
 #pragma once
 
 #include "common/types.h"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_pair(T* address, float a, float b) {
   *reinterpret_cast<Pair<T>*>(address) = Pair<T>::of(a, b);
 }
 
-__device__ __forceinline__ void prefetch(const void* address) {
+__device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 

@@ -1,11 +1,11 @@
-// The product of the recurrent weight with the state, a warp at a time.
+// A warp's product of the recurrent weight and the state.
 //
 // A warp holds 16 rows of the weight in registers and multiplies them by the states of 8 rows of the batch.
-// The reduction is cut in chunks of 64 bytes a row. Of each chunk lane (g, t) = (lane / 4, lane % 4) holds
-// bytes [16 t, 16 t + 16) of rows g and g + 8 of the weight and of row g of the state: one 16-byte access
-// each. Which element stands where in the reduction does not matter, so long as both sides agree.
+// K is divided into chunks of 64 bytes a row. Lane (g, t) = (lane / 4, lane % 4) holds bytes [16 t, 16 t +
+// 16) of a chunk of rows g and g + 8 of the weight and of row g of the state, each in one 16-byte access.
+// This permutes K compared with mma.sync's layout, but both operands alike.
 //
-// The result is spread as tensor cores spread it: lane (g, t) has
+// The result has mma.sync's accumulator layout: lane (g, t) has
 //   {row g, batch 2t}, {row g, batch 2t + 1}, {row g + 8, batch 2t}, {row g + 8, batch 2t + 1}.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace lltm_ext {
 
-constexpr int kRowTile = 8;      // rows of the batch that a warp multiplies at once
-constexpr int kChunkBytes = 64;  // of a row, a warp's step through the reduction
+constexpr int kRowTile = 8;      // rows of the batch in a product
+constexpr int kChunkBytes = 64;  // of a row, a warp's step through K
 
 // Rows g and g + 8 of one chunk of the weight.
 struct WeightChunk {
@@ -26,10 +26,10 @@ struct WeightChunk {
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                               \
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 
-// bfloat16 on tensor cores, exact products summed in float32.
+// bfloat16 on tensor cores: exact products, accumulated in float32.
 struct Bfloat16Product {
   using Type = __nv_bfloat16;
-  static constexpr bool kNeedsScratch = false, kRounds = false;
+  static constexpr bool kNeedsScratch = false, kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
@@ -38,17 +38,17 @@ struct Bfloat16Product {
 
 struct Float16Product {
   using Type = __half;
-  static constexpr bool kNeedsScratch = false, kRounds = false;
+  static constexpr bool kNeedsScratch = false, kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
   }
 };
 
-// float32 rounded to TF32, to 10 bits of its mantissa, on tensor cores. These would cut the bits off.
+// float32 on tensor cores, rounded to TF32 first: the tensor cores themselves truncate.
 struct Tf32Product {
   using Type = float;
-  static constexpr bool kNeedsScratch = false, kRounds = true;  // the weights, once
+  static constexpr bool kNeedsScratch = false, kRoundsWeights = true;
   __device__ static uint4 round(const uint4& x) {
     return make_uint4(round(x.x), round(x.y), round(x.z), round(x.w));
   }
@@ -68,13 +68,14 @@ struct Tf32Product {
 
 #undef LLTM_MMA
 
-// float32 as IEEE has it, by fused multiply-adds.
+// IEEE float32, by fused multiply-adds.
 struct IeeeProduct {
   using Type = float;
-  static constexpr bool kNeedsScratch = true, kRounds = false;
+  static constexpr bool kNeedsScratch = true, kRoundsWeights = false;
 };
 
-// A warp's rows of the weights of kCount gates: what registers have no room for lies in shared memory.
+// A warp's rows of the weights of kCount gates, the first kInRegisters in registers and the others in shared
+// memory.
 template <int kCount, int kChunks, int kInRegisters>
 struct WarpWeights {
   static constexpr int kShared = (kCount - kInRegisters) * kChunks * 2 * 32 * 4;  // floats
@@ -100,35 +101,35 @@ struct WarpWeights {
   }
 };
 
-// sums[i] += weights[first + i * kIn + j] @ x[j] over all j < kIn, for a warp. `scratch` is the warp's own
-// shared memory, of kScratch floats.
+// sums[i] += weights[first + i * kIn + j] @ x[j] over all j < kIn, by a warp. `scratch` is kScratch floats of
+// shared memory for this warp.
 template <class Product, int kOut, int kIn, int kChunks>
 struct WarpProduct {
   static constexpr int kScratch = 0;
   template <class Weights>
   __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
                                                   const uint4 (&x)[kIn][kChunks], float*) {
-    // Independent chains: one after the other, products wait for each other's sums.
-    float chains[kOut * kIn][4] = {};
+    // Independent accumulators, so that products don't wait for each other.
+    float accumulators[kOut * kIn][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int i = 0; i < kOut * kIn; ++i)
-        Product::multiply(chains[i], weights.get(first + i, c), x[i % kIn][c]);
+        Product::multiply(accumulators[i], weights.get(first + i, c), x[i % kIn][c]);
     }
 #pragma unroll
     for (int i = 0; i < kOut * kIn; ++i) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) sums[i / kIn][r] += chains[i][r];
+      for (int r = 0; r < 4; ++r) sums[i / kIn][r] += accumulators[i][r];
     }
   }
 };
 
-// Here lane (g, t) sums over its own quarter of the reduction for all 8 rows of the batch, which it reads
-// from `scratch`; then the four lanes of a row exchange their sums.
+// Lane (g, t) sums over its quarter of K for all 8 rows of the batch, which it reads from `scratch`. Then the
+// four lanes of a row exchange their sums.
 template <int kOut, int kIn, int kChunks>
 struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
-  static constexpr int kStride = kIn * kChunks * 16 + (kIn * kChunks % 2 ? 0 : 16);  // free of bank conflicts
+  static constexpr int kStride = kIn * kChunks * 16 + (kIn * kChunks % 2 ? 0 : 16);  // avoids bank conflicts
   static constexpr int kScratch = kRowTile * kStride;
 
   template <class Weights>
@@ -166,7 +167,7 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
     sum = fmaf(__uint_as_float(w.w), h.w, sum);
   }
 
-  // Each lane ends with the whole sums of batch rows 2t and 2t + 1.
+  // Leaves each lane with the total sums of batch rows 2t and 2t + 1.
   __device__ static void exchange(float (&sum)[4], const float (&wide)[2][kRowTile], int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

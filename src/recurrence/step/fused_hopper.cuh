@@ -1,12 +1,12 @@
-// A step of a sequence as one kernel, for half types on Hopper: the product of h with the recurrent weight by
-// TMA and wgmma, and the cell right behind it. A launch a step, each of which prepares while the one before
-// it ends.
+// A step of a sequence in one kernel, for half types on Hopper: the product of h and the recurrent weight by
+// TMA and wgmma, with the cell as its epilogue. One launch a step; each prepares while the one before it
+// finishes (programmatic dependent launch).
 //
-// A block has a tile of [rows of the batch, units] with all gates of its units, so that the cell finds what
-// it needs in one place. Where there are few tiles, the blocks of a cluster share out the product's K. Of
-// 64 rows two blocks fit a multiprocessor: that of the next step waits beside that of this one, with its
-// weights there. Of 128 rows a block has a multiprocessor of its own, for more of a long K to be on its way:
-// what the L2 cache gives a second is the limit there, and large tiles read the least.
+// A block has a tile of [rows of the batch, units] and all gates of its units, so that the epilogue has all
+// that the cell needs. If there are few tiles, K is split over a cluster. Two blocks of 64 rows fit a
+// multiprocessor: that of the next step waits there with its weights loaded. A block of 128 rows has a
+// multiprocessor and more stages to itself: for a long K the bandwidth of L2 is the limit, and large tiles
+// read the least.
 #pragma once
 
 #include "common/activations.cuh"
@@ -18,15 +18,15 @@
 namespace lltm_ext {
 namespace hopper {
 
-// How many blocks share a multiprocessor, and the shared memory that each has.
-constexpr int blocks_beside(int rows) { return rows > 64 ? 1 : 2; }
-constexpr int shared_of(int rows) { return 226 * 1024 / blocks_beside(rows); }
+constexpr int blocks_per_multiprocessor(int rows) { return rows > 64 ? 1 : 2; }
+constexpr int shared_bytes_per_block(int rows) { return 226 * 1024 / blocks_per_multiprocessor(rows); }
 
-// As many stages as a block has room for.
+// As many stages as fit in shared memory.
 template <typename T, int kRows, int kColumns>
 using StepOperands =
-    Operands<T, kRows, kColumns, (shared_of(kRows) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes),
-             false, false>;
+    Operands<T, kRows, kColumns,
+             (shared_bytes_per_block(kRows) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes), false,
+             false>;
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
@@ -44,12 +44,13 @@ __device__ __forceinline__ void store(T* to, const float (&x)[4]) {
   *reinterpret_cast<Four<T>*>(to) = rounded;
 }
 
-// h @ weight^T and the cell forward. Columns of the product: the tile's units of one gate, then of the next.
+// h @ weight^T and the cell forward. The product's columns are the tile's units of the first gate, then those
+// of the next.
 template <class Cell, typename T_, int kRows_>
-struct ForwardStep {
+struct FusedForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kRows_, kUnits = kForwardUnits;
+  static constexpr int kRows = kRows_, kUnits = kFusedForwardUnits;
   using Operands = StepOperands<T, kRows, kGates * kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
@@ -62,7 +63,7 @@ struct ForwardStep {
     prefetch_map(&args.output);
   }
 
-  // Four units from `unit` of a row: what the cell needs beside their products.
+  // What the cell needs, besides the products, of four units of a row.
   struct Inputs {
     Four<T> gates[kGates];
     Four<float> c;
@@ -79,15 +80,15 @@ struct ForwardStep {
   __device__ static __forceinline__ int tiles_of_k(const Arguments& args, int) {
     return (args.s.hidden + kTileK - 1) / kTileK;
   }
-  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit,
-                                                       int k) {
+  __device__ static __forceinline__ void load_weights(const Arguments& args, const Stage& to, int unit,
+                                                      int k) {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       copy_in(to.b + g * kUnits * kLineBytes, &args.weight, k, unit, g, to.full);
     }
   }
-  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row,
-                                                    int k) {
+  __device__ static __forceinline__ void load_rows(const Arguments& args, const Stage& to, int step, int row,
+                                                   int k) {
     const StepOrder& steps = args.s.steps;
     if (step == 0) {
       copy_in(to.a, &args.h0, k, row, 0, to.full);
@@ -97,8 +98,8 @@ struct ForwardStep {
   }
 
   static constexpr int kProducts = kGates;  // a unit
-  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
-                                                const Inputs& inputs, const float (&products)[kGates][4]) {
+  __device__ static __forceinline__ void epilogue(const Arguments& args, int step, int row, int unit,
+                                                  const Inputs& inputs, const float (&products)[kGates][4]) {
     const SequenceForwardArguments<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
     float c[4], h[4], saved[Cell::kSaved][4];
@@ -125,13 +126,13 @@ struct ForwardStep {
   }
 };
 
-// grad_gates of the step after @ weight, which is the gradient of this step's h, and the cell backward. From
-// the last step, which finds that gradient in memory, to the one before the first, which leaves it there.
+// grad_gates of the later step @ weight, which is the gradient of this step's h, and the cell backward. The
+// last step finds that gradient in memory, and a launch after the first step stores it.
 template <class Cell, typename T_, int kRows_>
-struct BackwardStep {
+struct FusedBackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kRows = kRows_, kUnits = backward_units(kRows);
+  static constexpr int kRows = kRows_, kUnits = fused_backward_units(kRows);
   using Operands = StepOperands<T, kRows, kUnits>;
   using Stage = typename Pipeline<Operands>::Stage;
 
@@ -168,19 +169,19 @@ struct BackwardStep {
   __device__ static __forceinline__ int tiles_of_k(const Arguments& args, int step) {
     return step == args.s.end - 1 ? 0 : (kGates * args.s.hidden + kTileK - 1) / kTileK;
   }
-  __device__ static __forceinline__ void fetch_weights(const Arguments& args, const Stage& to, int unit,
-                                                       int k) {
+  __device__ static __forceinline__ void load_weights(const Arguments& args, const Stage& to, int unit,
+                                                      int k) {
     copy_in(to.b, &args.weight_t, k, unit, 0, to.full);
   }
-  __device__ static __forceinline__ void fetch_rows(const Arguments& args, const Stage& to, int step, int row,
-                                                    int k) {
+  __device__ static __forceinline__ void load_rows(const Arguments& args, const Stage& to, int step, int row,
+                                                   int k) {
     const int64_t first = args.s.steps.at(step + 1).first - args.s.first_row;
     copy_in(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
   }
 
   static constexpr int kProducts = 1;  // a unit
-  __device__ static __forceinline__ void finish(const Arguments& args, int step, int row, int unit,
-                                                const Inputs& inputs, const float (&product)[1][4]) {
+  __device__ static __forceinline__ void epilogue(const Arguments& args, int step, int row, int unit,
+                                                  const Inputs& inputs, const float (&product)[1][4]) {
     const SequenceBackwardArguments<T>& s = args.s;
     const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
     float grad_h[4], grad_c[4], grad_gates[kGates][4];
@@ -212,7 +213,8 @@ struct BackwardStep {
   }
 
  private:
-  // No other thread adds there in this step: nothing to wait for.
+  // A reduction rather than a load and a store, to have nothing to wait for. It is not a race: in a step
+  // every address has one writer, so the sums and their order are fixed.
   __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  :
@@ -221,131 +223,135 @@ struct BackwardStep {
   }
 };
 
+// The kernel's body. Step is one of the above.
 template <class Step>
-struct StepKernel {
+struct FusedStepKernel {
   using Operands = typename Step::Operands;
   using Arguments = typename Step::Arguments;
   using Sums = Parts<Step::kRows, Operands::kTileN>;
-  static constexpr int kMultipliers = 128 * Operands::kConsumers;  // threads; one more warp fetches
-  static constexpr int kThreads = kMultipliers + 32, kBlocks = blocks_beside(Step::kRows);
+  static constexpr int kConsumerThreads = 128 * Operands::kConsumers;
+  static constexpr int kThreads = kConsumerThreads + 32,  // and a producer warp
+      kBlocks = blocks_per_multiprocessor(Step::kRows);
   static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
   static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
-  static_assert(kShared <= shared_of(Step::kRows));
+  static_assert(kShared <= shared_bytes_per_block(Step::kRows));
 
   __device__ static void run(const Arguments& args, int step) {
     unsigned char* shared = aligned_shared();
     Pipeline<Operands> pipeline(
         shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsOrSums));
     if (threadIdx.x == 0) pipeline.init();
-    if (threadIdx.x == kMultipliers) Step::prefetch_maps(args);
+    if (threadIdx.x == kConsumerThreads) Step::prefetch_maps(args);
     __syncthreads();
 
-    const int parts = gridDim.z, part = blockIdx.z;
+    const int split_k = gridDim.z, part = blockIdx.z;
     const int row = blockIdx.y * Step::kRows, unit = blockIdx.x * Step::kUnits;
     const int tiles = Step::tiles_of_k(args, step);
-    const int begin = tiles * part / parts, end = tiles * (part + 1) / parts;
-    const bool fetches = threadIdx.x >= kMultipliers;
+    const int begin = tiles * part / split_k, end = tiles * (part + 1) / split_k;
+    const bool is_producer = threadIdx.x >= kConsumerThreads;
     float d[Operands::kTileN / 2];
     Sums sums(shared);
-    Finish cells(args, step, row, unit, part, parts);
-    if (fetches) {
-      if (threadIdx.x == kMultipliers) fetch(pipeline, args, step, row, unit, begin, end);
+    Epilogue epilogue(args, step, row, unit, part, split_k);
+    if (is_producer) {
+      if (threadIdx.x == kConsumerThreads) produce(pipeline, args, step, row, unit, begin, end);
       __syncwarp();
     } else {
       wait_for_launch_before();
-      cells.load(0);  // while the product is under way
+      epilogue.load(0);  // while the product runs
       if (tiles > 0) pipeline.multiply(d, end - begin, threadIdx.x / 128);
     }
     if (tiles > 0) {
-      __syncthreads();  // nobody multiplies from the stages any more: the sums take their place
-      if (!fetches) sums.write(d, threadIdx.x / 128);
+      __syncthreads();  // the stages are free: the partial sums replace them
+      if (!is_producer) sums.write(d, threadIdx.x / 128);
       cluster_sync();
     }
-    if (!fetches) {
-      cells.run(sums, tiles > 0);
+    if (!is_producer) {
+      epilogue.run(sums, tiles > 0);
     } else {
       cluster_arrive();
     }
-    cluster_wait();  // the others have read this block's part
+    cluster_wait();  // the other blocks have read this block's partial sums
   }
 
  private:
-  // What no step writes comes while the step before still runs.
-  __device__ static __forceinline__ void fetch(Pipeline<Operands>& pipeline, const Arguments& args, int step,
-                                               int row, int unit, int begin, int end) {
+  // Weights, which no step writes, are loaded while the step before still runs.
+  __device__ static __forceinline__ void produce(Pipeline<Operands>& pipeline, const Arguments& args,
+                                                 int step, int row, int unit, int begin, int end) {
     const int early = end - begin < Operands::kStages ? end : begin + Operands::kStages;
-    for (int i = begin; i < early; ++i) Step::fetch_weights(args, pipeline.next(), unit, i * kTileK);
+    for (int i = begin; i < early; ++i) Step::load_weights(args, pipeline.next(), unit, i * kTileK);
     wait_for_launch_before();
     let_next_launch_begin();
     for (int i = begin; i < early; ++i) {
-      Step::fetch_rows(args, pipeline.stage(i - begin), step, row, i * kTileK);
+      Step::load_rows(args, pipeline.stage(i - begin), step, row, i * kTileK);
     }
     for (int i = early; i < end; ++i) {
       const auto to = pipeline.next();
-      Step::fetch_weights(args, to, unit, i * kTileK);
-      Step::fetch_rows(args, to, step, row, i * kTileK);
+      Step::load_weights(args, to, unit, i * kTileK);
+      Step::load_rows(args, to, step, row, i * kTileK);
     }
   }
 
-  // The cell, for this block's share of the tile's rows, a few pieces of four units a thread at a time.
-  class Finish {
-    static constexpr int kPerRow = Step::kUnits / 4, kAtOnce = kBlocks == 1 ? 3 : 2;
+  // The cell, for this block's share of the tile's rows. A thread takes a few vectors of four units at a
+  // time.
+  class Epilogue {
+    static constexpr int kPerRow = Step::kUnits / 4, kVectorsAtOnce = kBlocks == 1 ? 3 : 2;
 
    public:
-    __device__ Finish(const Arguments& args, int step, int row, int unit, int part, int parts)
+    __device__ Epilogue(const Arguments& args, int step, int row, int unit, int part, int split_k)
         : args_(args),
           step_(step),
           row_(row),
           unit_(unit),
-          parts_(parts),
-          first_(Step::kRows / parts * part),
-          pieces_(Step::kRows / parts * kPerRow) {}
+          split_k_(split_k),
+          first_(Step::kRows / split_k * part),
+          vectors_(Step::kRows / split_k * kPerRow) {}
 
     __device__ __forceinline__ void load(int begin) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const Piece p = piece(begin, i);
-        if (p.valid) inputs_[i].load_from(args_, step_, row_ + p.row, unit_ + p.unit);
+      for (int i = 0; i < kVectorsAtOnce; ++i) {
+        const Vector v = vector(begin, i);
+        if (v.valid) inputs_[i].load_from(args_, step_, row_ + v.row, unit_ + v.unit);
       }
     }
     __device__ __forceinline__ void run(const Sums& sums, bool any_products) {
-      for (int begin = 0; begin < pieces_; begin += kAtOnce * kMultipliers) {
+      for (int begin = 0; begin < vectors_; begin += kVectorsAtOnce * kConsumerThreads) {
         if (begin > 0) load(begin);
-        float products[kAtOnce][Step::kProducts][4];
+        float products[kVectorsAtOnce][Step::kProducts][4];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const Piece p = piece(begin, i);
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+          const Vector v = vector(begin, i);
 #pragma unroll
           for (int g = 0; g < Step::kProducts; ++g) {
-            if (!p.valid || !any_products) continue;
-            const float4 sum = sums.sum(p.row, g * Step::kUnits + p.unit, parts_);
+            if (!v.valid || !any_products) continue;
+            const float4 sum = sums.sum(v.row, g * Step::kUnits + v.unit, split_k_);
             products[i][g][0] = sum.x, products[i][g][1] = sum.y;
             products[i][g][2] = sum.z, products[i][g][3] = sum.w;
           }
         }
-        if (begin + kAtOnce * kMultipliers >= pieces_) cluster_arrive();  // has read the others' parts
+        if (begin + kVectorsAtOnce * kConsumerThreads >= vectors_)
+          cluster_arrive();  // this block has read the other partial sums
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const Piece p = piece(begin, i);
-          if (p.valid) Step::finish(args_, step_, row_ + p.row, unit_ + p.unit, inputs_[i], products[i]);
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+          const Vector v = vector(begin, i);
+          if (v.valid) Step::epilogue(args_, step_, row_ + v.row, unit_ + v.unit, inputs_[i], products[i]);
         }
       }
     }
 
    private:
-    struct Piece {
+    struct Vector {
       int row, unit;  // in the tile
       bool valid;
     };
-    __device__ __forceinline__ Piece piece(int begin, int i) const {
-      const int at = begin + i * kMultipliers + threadIdx.x;
+    __device__ __forceinline__ Vector vector(int begin, int i) const {
+      const int at = begin + i * kConsumerThreads + threadIdx.x;
       const int row = first_ + at / kPerRow, unit = at % kPerRow * 4;
-      return {row, unit, at < pieces_ && row_ + row < args_.s.steps.batch && unit_ + unit < args_.s.hidden};
+      return {row, unit, at < vectors_ && row_ + row < args_.s.steps.batch && unit_ + unit < args_.s.hidden};
     }
 
     const Arguments& args_;
-    const int step_, row_, unit_, parts_, first_, pieces_;
-    typename Step::Inputs inputs_[kAtOnce];
+    const int step_, row_, unit_, split_k_, first_, vectors_;
+    typename Step::Inputs inputs_[kVectorsAtOnce];
   };
 };
 
@@ -355,25 +361,25 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
-// Steps first, first + by, ... and last.
+// Launches steps first, first + by, ... and last.
 template <class Step>
-cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int parts,
+cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int split_k,
                          cudaStream_t stream) {
-  using Kernel = StepKernel<Step>;
+  using Kernel = FusedStepKernel<Step>;
   const auto kernel = recurrence_fused_step_kernel<Kernel>;
-  const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), parts);
+  const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), split_k);
   cudaError_t error = allow_shared(kernel, Kernel::kShared);
   for (int step = first; error == cudaSuccess && step != last + by; step += by) {
-    error = launch_clusters(kernel, grid, dim3(1, 1, parts), Kernel::kThreads, Kernel::kShared,
+    error = launch_clusters(kernel, grid, dim3(1, 1, split_k), Kernel::kThreads, Kernel::kShared,
                             /*early=*/step != first, stream, args, step);
-    // Not for want of room, which the first had: what has run can't be run again another way.
+    // Later steps can't fall back to another algorithm: earlier ones have overwritten their inputs.
     if (error != cudaSuccess && step != first) return cudaErrorLaunchFailure;
   }
   return error;
 }
 
 template <class Step, typename T>
-cudaError_t run_forward(const SequenceForwardArguments<T>& s, int parts, cudaStream_t stream) {
+cudaError_t run_forward(const SequenceForwardArguments<T>& s, int split_k, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}, {}};
   const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
   cudaError_t error = describe<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
@@ -383,11 +389,11 @@ cudaError_t run_forward(const SequenceForwardArguments<T>& s, int parts, cudaStr
   error = describe<T>(args.weight, {s.weight, hidden, hidden, Step::kGates, hidden, hidden * hidden},
                       Step::kUnits);
   if (error != cudaSuccess) return error;
-  return launch_steps<Step>(args, 0, s.steps.length - 1, 1, parts, stream);
+  return launch_steps<Step>(args, 0, s.steps.length - 1, 1, split_k, stream);
 }
 
 template <class Step, typename T>
-cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int parts, cudaStream_t stream) {
+cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int split_k, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}};
   const int64_t width = Step::kGates * s.hidden, batch = s.steps.batch, length = s.end - s.begin;
   cudaError_t error =
@@ -395,33 +401,33 @@ cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int parts, cudaS
   if (error != cudaSuccess) return error;
   error = describe<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
   if (error != cudaSuccess) return error;
-  return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, parts, stream);
+  return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, split_k, stream);
 }
 
 }  // namespace hopper
 
 template <class Cell, typename T>
-cudaError_t launch_fused_steps_forward(const SequenceForwardArguments<T>& s, const StepTile& tile,
-                                       cudaStream_t stream) {
+cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& s, const FusedStepTile& tile,
+                               cudaStream_t stream) {
   using namespace hopper;
   if constexpr (Cell::kGates <= 3) {
-    if (tile.rows == 128) return run_forward<ForwardStep<Cell, T, 128>>(s, tile.parts, stream);
+    if (tile.rows == 128) return run_forward<FusedForwardStep<Cell, T, 128>>(s, tile.split_k, stream);
   }
-  return run_forward<ForwardStep<Cell, T, 64>>(s, tile.parts, stream);
+  return run_forward<FusedForwardStep<Cell, T, 64>>(s, tile.split_k, stream);
 }
 
 template <class Cell, typename T>
-cudaError_t launch_fused_steps_backward(const SequenceBackwardArguments<T>& s, const StepTile& tile,
-                                        cudaStream_t stream) {
+cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& s, const FusedStepTile& tile,
+                               cudaStream_t stream) {
   using namespace hopper;
-  if (tile.rows == 128) return run_backward<BackwardStep<Cell, T, 128>>(s, tile.parts, stream);
-  return run_backward<BackwardStep<Cell, T, 64>>(s, tile.parts, stream);
+  if (tile.rows == 128) return run_backward<FusedBackwardStep<Cell, T, 128>>(s, tile.split_k, stream);
+  return run_backward<FusedBackwardStep<Cell, T, 64>>(s, tile.split_k, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEPS(Cell, T)                                                              \
-  template cudaError_t lltm_ext::launch_fused_steps_forward<Cell, T>(const SequenceForwardArguments<T>&,   \
-                                                                     const StepTile&, cudaStream_t);       \
-  template cudaError_t lltm_ext::launch_fused_steps_backward<Cell, T>(const SequenceBackwardArguments<T>&, \
-                                                                      const StepTile&, cudaStream_t);
+#define INSTANTIATE_FUSED_STEPS(Cell, T)                                                          \
+  template cudaError_t lltm_ext::launch_fused_steps<Cell, T>(const SequenceForwardArguments<T>&,  \
+                                                             const FusedStepTile&, cudaStream_t); \
+  template cudaError_t lltm_ext::launch_fused_steps<Cell, T>(const SequenceBackwardArguments<T>&, \
+                                                             const FusedStepTile&, cudaStream_t);

@@ -50,19 +50,18 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
     const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
-    const auto has_room = [&](const Variant& variant, const GridShape& grid) {
+    const auto has_room = [&](int variant, const GroupGrid& grid) {
       return with_engine_type(input.scalar_type(), [&](auto type) {
         using T = typename decltype(type)::type;
         return persistent_shared_bytes<Cell, T>(variant, grid, static_cast<int>(hidden), backward) <=
                chip->sharedMemPerBlockOptin;
       });
     };
-    plan =
-        plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()), Cell::kGates,
-                         static_cast<int>(sequences), allows_tf32(input)},
-                        {engine_compute_capability<Cell>(input.scalar_type(), *chip),
-                         chip->multiProcessorCount, kHasFusedSteps && chip->major == 9 && chip->minor == 0},
-                        wanted, has_room);
+    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()),
+                            Cell::kGates, static_cast<int>(sequences), allows_tf32(input)},
+                           {engine_compute_capability<Cell>(input.scalar_type(), *chip),
+                            chip->multiProcessorCount, kHasSm90a && chip->major == 9 && chip->minor == 0},
+                           wanted, has_room);
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {

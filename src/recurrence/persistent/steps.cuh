@@ -1,0 +1,185 @@
+// The loops over the steps of a sequence, for both directions. The kernels derive from PersistentSteps and
+// add what a pair does in a step (forward.cuh, backward.cuh).
+//
+// Rows of the batch don't depend on each other, so the grid is divided into groups of blocks that never
+// communicate: a group has some rows of the batch, and its blocks divide the hidden units. A block keeps the
+// recurrent weights of its units on the chip for the whole sequence. In every step it multiplies them by the
+// values that the group's blocks exchange (exchange.cuh), and adds its own.
+//
+// The blocks of a group must be resident at the same time: the launch guarantees it or fails.
+#pragma once
+
+#include "recurrence/persistent/block.cuh"
+
+namespace lltm_ext {
+
+template <class Derived, class Config_, int kPrefetchedPlanes>
+class PersistentSteps {
+ public:
+  using Config = Config_;
+  using Storage = SharedStorage<Config>;
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Config::kAnyRows) {
+      run_any_rows();
+    } else {
+      run_one_tile();
+    }
+    exchange_.finish();
+  }
+
+ protected:
+  using T = typename Config::T;
+  using Cell = typename Config::Cell;
+  using Exchange = typename Config::Exchange;
+  using Sums = PartialSums<Config>;
+  using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
+  static constexpr int kGates = Config::kGates, kExtra = Config::kExtra;
+  static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
+
+  __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
+      : hidden_(hidden),
+        map_(grid, batch, hidden),
+        sums_(storage.sums()),
+        scratch_(storage.scratch()),
+        weights_(storage.weights()),
+        cells_(storage.cells()),
+        exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
+
+  __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
+  __device__ __forceinline__ int row(int i, int tile) const {
+    return map_.first_row + tile * kRowTile + map_.pair_row(i);
+  }
+  __device__ __forceinline__ bool has_pair(int i, int b) const {
+    return map_.has_pair(i, hidden_) && b < map_.end_row;
+  }
+  __device__ __forceinline__ float2 total(const float* sums, int out, int i) const {
+    return Sums::total(sums, out, map_.pair_row(i), map_.pair_unit(i));
+  }
+  __device__ __forceinline__ void exchange(T* address, float a, float b, bool exists, int i, int input) {
+    exchange_.store(address, a, b, exists, map_.pair_row(i), input, map_.pair_unit(i));
+  }
+
+  // The cell state, or its gradient, of a pair in row b: in shared memory if a group may have several tiles.
+  __device__ __forceinline__ float2* cell(int i, int b) const {
+    return reinterpret_cast<float2*>(cells_ + (b - map_.first_row) * kUnits + map_.pair_unit(i));
+  }
+  template <class F>
+  __device__ __forceinline__ void for_all_cells(F&& f) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      for (int b = row(i, 0); has_pair(i, b); b += kRowTile) f(i, b);
+    }
+  }
+
+  // The block's product of a tile, as partial sums that all threads may then read.
+  __device__ __forceinline__ void multiply(float (&products)[Config::kOutputs][4],
+                                           const RowSource<T>& source) {
+    constexpr int kPerLoad = Exchange::kInputsPerLoad, kPerProduct = Config::kInputsPerProduct;
+#pragma unroll
+    for (int input = 0; input < Config::kInputs; input += kPerLoad) {
+      uint4 vectors[kPerLoad][Config::kChunks];
+      exchange_.load(vectors, input, source);
+#pragma unroll
+      for (int i = 0; i < kPerLoad; i += kPerProduct) {
+        const auto& factors = reinterpret_cast<const uint4(&)[kPerProduct][Config::kChunks]>(vectors[i]);
+        Config::WarpProduct::multiply(products, weights_, input + i, factors, scratch_);
+      }
+    }
+  }
+  __device__ __forceinline__ const float* multiply_tile(int buffer, const RowSource<T>& source) {
+    exchange_.start(source);
+    float* const sums = sums_ + buffer * Sums::kSize;
+    float products[Config::kOutputs][4] = {};
+    multiply(products, source);
+    Sums::write(sums, products, map_);
+    __syncthreads();
+    return sums;
+  }
+
+  const int hidden_;
+  const ThreadMap<Config> map_;
+  float* const sums_;     // two buffers, in turn
+  float* const scratch_;  // of the warp
+  typename Config::Weights weights_;
+  float* const cells_;  // [rows of the group, kUnits]
+  Exchange exchange_;
+  Prefetcher prefetcher_;
+
+ private:
+  __device__ __forceinline__ Derived& derived() { return static_cast<Derived&>(*this); }
+
+  // Groups of one row tile, if every step has the whole batch. A step takes about a microsecond, most of it
+  // dependent instructions. So this loop keeps all addresses and states in registers, which the loop below
+  // can't.
+  __device__ __forceinline__ void run_one_tile() {
+    Derived& self = derived();
+    RowSource<T> source = self.begin_one_tile();
+    for (int n = 0; n < self.steps(); ++n) {
+      const float* const sums = multiply_tile(n & 1, source);
+      source = self.next_source(source);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if (map_.warp_has_pair(i)) self.step_pair(i, sums);
+      }
+      if (Derived::kSendsLastStep || n + 1 < self.steps()) exchange_.send();
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if (map_.warp_has_pair(i)) self.prepare_pair(i, n + 1);
+      }
+      prefetcher_.fetch(self.rows_of(n + kStepsAhead), 0, map_.end_row);
+      exchange_.advance();
+      // Polling before the data can be there slows the traffic that brings it.
+      if (Exchange::kThroughL2) __syncthreads();
+    }
+    self.end_one_tile(source);
+  }
+
+  // Any number of row tiles a group, and of rows in a step.
+  __device__ __forceinline__ void run_any_rows() {
+    Derived& self = derived();
+    self.load_cells();
+    int buffer = 0;
+    StepRows previous = {0, 0}, current = self.rows_of(0);
+    self.load_inputs(current, 0);
+    RowSource<T> source = self.source_of(previous, current, 0);
+    exchange_.start(source);
+    for (int n = 0; n < self.turns(); ++n) {
+      const StepRows next = self.rows_of(n + 1);
+      for (int tile = 0; tile < map_.tiles; ++tile, buffer ^= 1) {
+        float* const sums = sums_ + buffer * Sums::kSize;
+        float products[Config::kOutputs][4] = {};
+        multiply(products, source);
+        // The loads of the next tile are in flight while the cell runs on this one.
+        const bool last = tile + 1 == map_.tiles;
+        source = last ? self.source_of(current, next, 0) : self.source_of(previous, current, tile + 1);
+        exchange_.start(source);
+        Sums::write(sums, products, map_);
+        __syncthreads();
+        self.step_rows(sums, previous, current, next, tile);
+        prefetcher_.fetch(self.rows_of(n + kStepsAhead), tile, map_.end_row);
+        self.load_inputs(last ? next : current, last ? 0 : tile + 1);
+        exchange_.advance();
+      }
+      previous = current;
+      current = next;
+    }
+    self.store_cells();
+  }
+};
+
+// The body of a kernel, for the architectures that have it.
+template <class Steps>
+__device__ __forceinline__ void run_persistent(const PerDirection<typename Steps::Arguments>& sequences,
+                                               const GroupGrid& grid) {
+#ifdef __CUDA_ARCH__
+  if constexpr (Steps::Config::is_compiled(__CUDA_ARCH__)) {
+    extern __shared__ __align__(128) float shared[];
+    Steps(sequences.of[blockIdx.y], grid, typename Steps::Storage(shared)).run();
+  } else {
+    __trap();
+  }
+#endif
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,51 @@
+// The persistent kernels that are compiled, and the shape of their grids. For host and device.
+#pragma once
+
+namespace lltm_ext {
+
+enum class Algorithm { kAuto, kStepwise, kCluster, kGrid };
+
+// A persistent kernel: how its blocks exchange states, and the share of the weights that a block holds.
+struct PersistentVariant {
+  Algorithm algorithm;
+  bool any_rows;   // several row tiles a group, and steps of different numbers of rows
+  int unit_tiles;  // of 16 hidden units, in a block
+  int chunks;      // of 64 bytes, that a warp multiplies of K
+  bool on_hopper_only = false;
+  bool tf32 = false;  // rounds float32 operands to TF32
+};
+
+// The planner takes the first that fits and pays off. Small blocks mean many blocks and a slow exchange,
+// large ones much work in a step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
+// another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
+constexpr PersistentVariant kHalfVariants[] = {
+    {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},
+    {Algorithm::kGrid, false, 1, 4, true}, {Algorithm::kGrid, false, 2, 8, true},
+    {Algorithm::kGrid, false, 1, 8},       {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},        {Algorithm::kGrid, true, 2, 8},
+};
+constexpr PersistentVariant kFloatVariants[] = {
+    // TF32 on tensor cores, if it is allowed
+    {Algorithm::kGrid, false, 1, 2, true, true},
+    {Algorithm::kGrid, false, 2, 4, true, true},
+    {Algorithm::kGrid, false, 1, 4, true, true},
+    {Algorithm::kGrid, false, 2, 8, true, true},
+    {Algorithm::kGrid, false, 1, 8, true, true},
+    {Algorithm::kGrid, true, 2, 8, true, true},
+    {Algorithm::kGrid, true, 1, 8, true, true},
+    // IEEE
+    {Algorithm::kGrid, false, 1, 2, true},
+    {Algorithm::kGrid, false, 1, 4, true},
+    {Algorithm::kGrid, false, 1, 8, true},
+    {Algorithm::kGrid, true, 1, 4},
+    {Algorithm::kGrid, true, 1, 8},
+    {Algorithm::kCluster, false, 1, 2},
+};
+
+// `groups` groups of blocks, each with `rows` rows of the batch. The blocks of a group share the hidden units
+// and exchange states; different groups never communicate.
+struct GroupGrid {
+  int group_blocks, groups, rows;
+};
+
+}  // namespace lltm_ext
