@@ -22,7 +22,7 @@ struct Variant {
 };
 
 // The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
-// one of many units for much work a step. The order and the limits below are measured (benchmarks/NOTES.md)
+// one of many units for much work a step. The order and the limits below are measured (docs/design/recurrence.md)
 // on Hopper. Variants that others can stand in for are compiled for it only: for all chips they were a fifth
 // of the wheel.
 constexpr Variant kHalfVariants[] = {
