@@ -22,9 +22,9 @@ struct Variant {
 };
 
 // The first that fits and pays is the fastest. A block of few units makes for many blocks, and slow exchange;
-// one of many units for much work a step. The order and the limits below are measured (docs/design/recurrence.md)
-// on Hopper. Variants that others can stand in for are compiled for it only: for all chips they were a fifth
-// of the wheel.
+// one of many units for much work a step. The order and the limits below are measured
+// (docs/design/recurrence.md) on Hopper. Variants that others can stand in for are compiled for it only: for
+// all chips they were a fifth of the wheel.
 constexpr Variant kHalfVariants[] = {
     {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},
     {Algorithm::kGrid, false, 1, 4, true}, {Algorithm::kGrid, false, 2, 8, true},
