@@ -3,7 +3,7 @@
 // On CUDA cuBLAS itself gives the product of half types in float32, which at::mm rounds: over thousands of
 // steps that is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; from some size on
 // oneDNN, to which torch.compile goes through the op below, is 1.4 to 2.3 times as fast.
-// (benchmarks/NOTES.md has the figures.)
+// (docs/design/archive.md has the figures.)
 #pragma once
 
 #include <ATen/Context.h>
