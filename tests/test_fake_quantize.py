@@ -408,7 +408,7 @@ class TestLikeTorch:
     @pytest.mark.parametrize("zero_point", [-(2**21), 0, 2**21 - 1])
     @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
     def test_the_widest_range_clamps_values_far_beyond_it(self, zero_point, dtype, device):
-        # Rounding adds a constant, which is exact only up to 2^22. Larger values must not wrap into the range.
+        # Rounding adds a constant, which is exact only up to 2^22. Larger values must not wrap around.
         sizes = [2.0**21, 2.0**22, 2.0**23, 2.0**24, 2.0**25]
         edges = [size + step / 4 for size in sizes for step in range(-8, 9)]
         x = torch.tensor(

@@ -379,7 +379,7 @@ class TestOnCuda:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = lltm_ext.stochastic_round(x, half)
-        # The start of a capture also writes the seed, on a stream that no replay waits for. So does torch.rand's.
+        # The start of a capture also writes the seed, on a stream that no replay waits for.
         torch.cuda.synchronize()
         torch.cuda.manual_seed(3)
         graph.replay()
