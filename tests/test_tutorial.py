@@ -61,7 +61,7 @@ functions = pytest.mark.parametrize("function", [LLTMFunction, HandWrittenFuncti
 biases = pytest.mark.parametrize("bias_shape", [(3 * STATE,), (1, 3 * STATE)], ids=str)
 
 
-def step_of(rnn, device, dtype):
+def random_step(device, dtype):
     make = Make(dtype, device)
     return make(BATCH, FEATURES), (make(BATCH, STATE), make(BATCH, STATE))
 
@@ -70,7 +70,7 @@ def step_of(rnn, device, dtype):
 @biases
 def test_one_step_equals_the_reference(function, bias_shape, dtype, device):
     rnn = LLTM(FEATURES, STATE, function, bias_shape).to(device, dtype)
-    x, (h, c) = step_of(rnn, device, dtype)
+    x, (h, c) = random_step(device, dtype)
     leaves = [x.requires_grad_(), h.requires_grad_(), c.requires_grad_(), rnn.weights, rnn.bias]
     new_h, new_c = rnn(x, (h, c))
     gradients = torch.autograd.grad((new_h, new_c), leaves, cotangents((new_h, new_c)))
@@ -110,7 +110,7 @@ def test_a_tutorial_checkpoint_loads_into_the_cell(bias_shape, tmp_path, device)
     state_dict = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     cell.load_state_dict(state_dict)
     assert state_dict["bias"].shape == bias_shape  # loading does not change the caller's dict
-    x, state = step_of(rnn, device, torch.float32)
+    x, state = random_step(device, torch.float32)
     assert_same_bits(cell(x, state), rnn(x, state))
 
 
