@@ -26,7 +26,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 OPS = sorted({path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling", "tutorial_extension"})
-IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # results don't belong into an installed package
+IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # results don't belong in an installed package
 OURS = "lltm_ext"
 DTYPES = {
     "float32": torch.float32,

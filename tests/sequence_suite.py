@@ -94,6 +94,17 @@ def state_in_float32(gates):
     return changed(gates, c0=lambda c0: c0 if c0.dtype == DOUBLE else c0.float())
 
 
+def single_gradients(function, call):
+    """The gradient of each tensor of the call if no other one requires a gradient."""
+    gradients = []
+    for i in range(len(call.tensors)):
+        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
+        outputs = call.with_tensors(tensors).run(function)
+        used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
+        gradients += torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+    return gradients
+
+
 def for_any_algorithm(reference):
     """The reference with the function's signature. It ignores `algorithm`."""
     return lambda *args, algorithm="auto": reference(*args)
@@ -348,12 +359,7 @@ class SequenceSuite(SmoothSuite):
     def test_a_gradient_of_both_directions_is_the_same_whichever_others_are_required(self, device):
         call = Call(*bidirectional_arguments(Make(DOUBLE, device), self.gates, 4, 4, 3, 5))
         _, gradients = forward_and_gradients(self.bidirectional, call)
-        for i in range(len(gradients)):
-            tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
-            ys = call.with_tensors(tensors).run(self.bidirectional)
-            used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
-            found = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-            assert_same_bits(found, [gradients[i]])
+        assert_same_bits(single_gradients(self.bidirectional, call), gradients)
 
     @pytest.mark.parametrize("used", range(6))
     def test_gradients_of_one_output_of_both_directions(self, used, device):

@@ -32,6 +32,7 @@ from op_suite import (
     stepped,
     transposed,
 )
+from sequence_suite import single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
@@ -572,12 +573,7 @@ def test_a_gradient_is_the_same_whichever_others_are_required(op, dtype, device,
     f = functools.partial(op, algorithm=algorithm)
     outputs, gradients = forward_and_gradients(f, call)
     assert_same_bits(call.run(f), outputs)
-    for i in range(len(NAMES)):
-        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
-        ys = call.with_tensors(tensors).run(f)
-        used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
-        found = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-        assert_same_bits(found, [gradients[i]])
+    assert_same_bits(single_gradients(f, call), gradients)
 
 
 @ops
@@ -1145,8 +1141,8 @@ def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_ker
         (2560, 256, None, False),  # a block would have too much of the product
     ],
 )
-def test_the_kernel_of_a_step(op, dtype, hidden, batch, sizes, fused, profiler_sees_kernels):
-    """Hopper fuses the product and the cell where that is faster: sizes far from the limits of plan.h."""
+def test_a_step_is_fused_where_that_is_faster(op, dtype, hidden, batch, sizes, fused, profiler_sees_kernels):
+    """Product and cell in one kernel, on Hopper. These sizes are far from the limits in plan.h."""
     call = op.call(Make(dtype, "cuda"), 3, batch, hidden, sizes=sizes)
     f = functools.partial(op, sizes=sizes, algorithm="stepwise")
     expected = FUSED if fused and may_be_fused(dtype, hidden, sizes) else POINTWISE
