@@ -1,4 +1,4 @@
-"""Elementwise ops: GB/s over sizes, and microseconds of host time, ours beside torch's and a plain copy."""
+"""Elementwise ops: GB/s over sizes and host time, ours against torch's and a plain copy."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import lltm_ext
 
 COPY = "copy"
 DEVICE, HOST, RUNTIME, FIRST = "device time", "host time", "made at run time", "first call"
-LARGE = 2**24  # from here on a copy is limited by memory alone
+LARGE = 2**24  # from this size a copy is limited by memory only
 aten, ops = torch.ops.aten, torch.ops.lltm_ext
 Function = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
-    """Ours and torch's way, of ``inputs`` random tensors, of which ``moved`` are read or written at least."""
+    """Our op and torch's, on ``inputs`` random tensors. At least ``moved`` tensors are read or written."""
 
     ours: Function
     torchs: Function
     inputs: int = 1
     moved: float = 2
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    eager: tuple[str, ...] = ()  # what no graph takes: torch's waits for the GPU, to look at the parameters
+    eager: tuple[str, ...] = ()  # can't be captured: torch's reads its parameters back from the GPU
 
 
 def training(function: Function) -> Function:
@@ -47,7 +47,7 @@ def training(function: Function) -> Function:
 
 
 def straight_through(step: Function) -> Function:
-    """The usual way to say it in PyTorch."""
+    """The usual PyTorch idiom."""
     return lambda x: x + (step(x) - x).detach()
 
 
@@ -74,13 +74,13 @@ RANGE = (-128, 127)
 
 @functools.cache
 def scales(channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scales and zero points."""
+    """(scales, zero points)"""
     scale = torch.full((channels,), 0.02, device=device)
     return scale, torch.zeros(channels, dtype=torch.int32, device=device)
 
 
 @functools.cache
-def learnt(device: torch.device) -> tuple[Tensor, Tensor]:
+def learned(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.full((1,), 0.02, device=device), torch.zeros(1, device=device)
 
 
@@ -100,17 +100,17 @@ def learning(function: Callable[..., Tensor]) -> Function:
     """Forward and backward, to the input, the scale and the zero point."""
 
     def step(x: Tensor, grad_output: Tensor) -> Any:
-        leaves = [p.detach().requires_grad_() for p in (x, *learnt(x.device))]
+        leaves = [p.detach().requires_grad_() for p in (x, *learned(x.device))]
         return torch.autograd.grad(function(*leaves), leaves, grad_output)
 
     return step
 
 
-def ours_learnt(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def ours_learned(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return lltm_ext.fake_quantize(x, scale, zero_point, *RANGE)
 
 
-def torch_learnt(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def torch_learned(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero_point, *RANGE, 1.0)
 
 
@@ -146,9 +146,9 @@ CASES: Mapping[str, Case] = {
         4,
         eager=("torch",),
     ),
-    # torch's learns in float32 alone.
+    # torch's learns in float32 only.
     "… learning the scale": Case(
-        learning(ours_learnt), learning(torch_learnt), 2, 5, ("float32",), eager=("torch",)
+        learning(ours_learned), learning(torch_learned), 2, 5, ("float32",), eager=("torch",)
     ),
     # torch has no such op: its rounding to nearest.
     "stochastic_round": Case(
@@ -159,7 +159,7 @@ CASES: Mapping[str, Case] = {
         ("float32",),
     ),
 }
-# Whose host time is measured, without a gradient and with one.
+# Host time is measured of these, with and without a gradient.
 CALLED = ("sigmoid", "relu", "round", "binarize")
 
 
@@ -173,7 +173,7 @@ def measure(bench: Bench, name: str, dtype: str, n: int) -> dict[str, Any]:
     ]
     calls = {OURS: case.ours, "torch": case.torchs, COPY: lambda x, *_: x.clone()}
     row: dict[str, Any] = {"part": DEVICE, "op": name, "dtype": dtype, "n": n}
-    # In a graph a large copy goes another, slower way.
+    # In a graph a large copy takes a slower path.
     eager = [*case.eager, *([COPY] if n >= LARGE else [])]
     for candidate, milliseconds in bench.device_milliseconds(calls, inputs, eager).items():
         moved = (2 if candidate == COPY else case.moved) * n * size
@@ -212,7 +212,7 @@ print(json.dumps((time.perf_counter() - start) * 1e3))
 """
 
 
-def ways_to_relu() -> dict[str, Function]:
+def relus() -> dict[str, Function]:
     return {
         "run time": lltm_ext.elementwise("T relu(T x)", FORMULA, backward=SLOPE),
         "ahead of time": lltm_ext.relu,
@@ -229,17 +229,17 @@ def measure_runtime(bench: Bench, dtype: str, n: int) -> dict[str, Any]:
     sets = sets_beyond_cache(2 * n * size, bench.device)
     inputs = [(torch.randn(n, device=bench.device, dtype=DTYPES[dtype]),) for _ in range(sets)]
     row: dict[str, Any] = {"part": RUNTIME, "dtype": dtype, "n": n}
-    times = bench.device_milliseconds(ways_to_relu(), inputs)
+    times = bench.device_milliseconds(relus(), inputs)
     row |= {f"{name} GB/s": 2 * n * size / milliseconds / 1e6 for name, milliseconds in times.items()}
     if n == 1024:
         x = inputs[0][0]
-        calls = {name: functools.partial(way, x) for name, way in ways_to_relu().items()}
+        calls = {name: functools.partial(relu, x) for name, relu in relus().items()}
         row |= {f"{name} us": us for name, us in bench.host_microseconds(calls).items()}
     return row
 
 
 def measure_first_call() -> dict[str, Any]:
-    """Of an op in a new process: compiled, and then read from the disk."""
+    """The first call in a new process: compiled, and then read from disk."""
     with tempfile.TemporaryDirectory() as folder:
         times = [
             json.loads(
@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[str]:
-    """Of each op: its share of a copy's rate where that is limited by memory, its rate beside torch's."""
+    """For each op: its rate against a copy's where that is limited by memory, and against torch's."""
     found = []
     for name in CASES:
         here = [row for row in rows if row["part"] == DEVICE and row["op"] == name]
@@ -291,7 +291,7 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
         ratios = [row["torch / ours"] for row in here]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         worst = min(here, key=lambda row: row["torch / ours"])
-        copied = f"at least {min(large):.3f} x the copy's rate from 2^24 elements on; " if large else ""
+        copied = f"at least {min(large):.3f} x the copy's rate from 2^24 elements; " if large else ""
         found.append(
             f"{name}: {copied}{mean:.2f} x torch's rate (geometric mean of all sizes), at worst "
             f"{worst['torch / ours']:.2f} x ({worst['dtype']}, 2^{worst['n'].bit_length() - 1})"
@@ -305,15 +305,15 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
             )
         if row["part"] == RUNTIME and "run time us" in row:
             more = row["run time us"] - row["ahead of time us"]
-            found.append(f"relu made at run time: {more:+.1f} us of host time beside lltm_ext.relu")
+            found.append(f"relu made at run time: {more:+.1f} us of host time compared with lltm_ext.relu")
         if row["part"] == FIRST:
             found.append(
                 f"an op made at run time: first call {row['compiled ms']:.0f} ms, "
-                f"from the disk {row['from disk ms']:.1f} ms"
+                f"from disk {row['from disk ms']:.1f} ms"
             )
         if row["part"] == HOST:
-            how = "with a gradient to come" if row["grad"] else "without gradient"
-            found.append(f"{row['op']}, {how}: {row['ours - torch us']:+.1f} us of host time beside torch's")
+            how = "with a gradient" if row["grad"] else "without gradient"
+            found.append(f"{row['op']}, {how}: {row['ours - torch us']:+.1f} us of host time against torch's")
     return found
 
 

@@ -1,10 +1,10 @@
-"""What the benchmarks share: timing, the environment's record, tables, pictures.
+"""Shared by the benchmarks: timing, the environment's record, tables, pictures.
 
-    python benchmarks/harness.py run          # every op, here; of a wheel: python -m lltm_ext bench
-    python benchmarks/harness.py plot         # every picture again, from benchmarks/results; needs no GPU
+    python benchmarks/harness.py run          # every op (from a wheel: python -m lltm_ext bench)
+    python benchmarks/harness.py plot         # redraws every picture from benchmarks/results; needs no GPU
 
-A peer runs beside ours in the same process, call by call in turn, because clocks and machines vary: what
-counts is the ratio of two medians of one run. Inputs are random.
+Ours and its peers take turns, call by call, in one process, because clocks and machines vary: the result is
+the ratio of two medians of one run. Inputs are random.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-OPS = sorted({path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling"})  # parts of the others
-IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # else they are installed, where no result belongs
+OPS = sorted({path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling", "tutorial_extension"})
+IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # results don't belong in an installed package
 OURS = "lltm_ext"
 DTYPES = {
     "float32": torch.float32,
@@ -43,7 +43,7 @@ Call = Callable[[], Any]
 
 
 class Bench:
-    """Times calls on one device. ``seconds`` is what each candidate of a comparison may take."""
+    """Times calls on one device. Each candidate of a comparison may take ``seconds``."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.device, self.seconds = device, seconds
@@ -54,11 +54,10 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def milliseconds(self, calls: Mapping[str, Call], *, follows_itself: bool = True) -> dict[str, float]:
-        """The median time of a call on the device (on the CPU: of the call), the candidates taking turns.
+        """The median device time of each call (on the CPU: its wall time). The candidates take turns.
 
-        A short call is measured several at a time, so that the clock's own grain does not show. On a GPU
-        each turn begins with a call outside its time, unless ``follows_itself`` is False: who begins on an
-        idle device waits for the host, who follows another's work does not.
+        Short calls are timed several at once, against the clock's resolution. On a GPU an untimed call starts
+        each turn, unless ``follows_itself`` is False: a call on an idle device would also wait for the host.
         """
         once = {name: self._estimate(call) for name, call in calls.items()}
         inner = {name: max(1, min(50, int(5e-4 / seconds))) for name, seconds in once.items()}
@@ -92,7 +91,7 @@ class Bench:
         return (time.perf_counter() - start) * 1e3
 
     def _estimate(self, call: Call) -> float:
-        """Seconds of a call, after a warm-up in which libraries choose algorithms and allocate."""
+        """Seconds of a call after a warm-up, in which libraries choose algorithms and allocate."""
         times = []
         for _ in range(5):
             start = time.perf_counter()
@@ -107,25 +106,25 @@ class Bench:
         argument_sets: Sequence[tuple[Any, ...]],
         eager: Sequence[str] = (),
     ) -> dict[str, float]:
-        """The same without the host's share: CUDA graphs of a call for each set of arguments.
+        """As ``milliseconds``, without host time: a CUDA graph replays a call for each set of arguments.
 
-        But for those named ``eager``: of long calls the host's share does not show.
+        Calls named in ``eager`` are not captured: they must be so long that host time does not show.
         """
         if not self.cuda:
             return self.milliseconds({name: rotating(call, argument_sets) for name, call in calls.items()})
-        of_all_sets = {
+        over_all_sets = {
             name: each_of(call, argument_sets) if name in eager else in_graph(call, argument_sets)
             for name, call in calls.items()
         }
-        found = self.milliseconds(of_all_sets, follows_itself=False)  # graphs: the host is far ahead
+        found = self.milliseconds(over_all_sets, follows_itself=False)  # the host is far ahead of graphs
         return {name: time / len(argument_sets) for name, time in found.items()}
 
     def host_microseconds(
         self, calls: Mapping[str, Call], *, before: Call | None = None, wait: bool = False, rounds: int = 300
     ) -> dict[str, float]:
-        """The median time until a call returns, of an idle device; with ``wait``, until the device is done.
+        """The median time until a call returns, on an idle device; with ``wait``, until the device is done.
 
-        ``before`` is run ahead of each call and outside its time; its value, if any, is passed to the call.
+        ``before`` runs before each call, untimed; its result is passed to the call.
         """
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(20 + rounds):
@@ -141,10 +140,10 @@ class Bench:
         return {name: statistics.median(times[20:]) for name, times in samples.items()}
 
     def peak_mib(self, call: Call, clear: Call) -> float | None:
-        """Device memory that a call takes at its height, above what ``clear`` leaves."""
+        """A call's peak device memory, above what ``clear`` leaves allocated."""
         if not self.cuda:
             return None
-        call()  # workspaces that stay are not the call's
+        call()  # permanent workspaces don't count
         clear()
         self.synchronize()
         before = torch.cuda.memory_allocated(self.device)
@@ -155,16 +154,16 @@ class Bench:
 
 
 def in_graph(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> Call:
-    """Replays a graph of a call for each set of arguments."""
+    """Replays a graph that calls with each set of arguments."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # where autograd is to be captured, it must have run
+    with torch.cuda.stream(side):  # autograd must have run before it is captured
         for _ in range(2):
             call(*argument_sets[0])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [call(*arguments) for arguments in argument_sets]  # kept: each has memory of its own
+        results = [call(*arguments) for arguments in argument_sets]  # kept, so that each has its own memory
 
     def replay(results: Any = results) -> None:
         graph.replay()
@@ -180,7 +179,7 @@ def each_of(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) 
 def rotating(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> Call:
     """Calls with one set of arguments after the other, so that they are not in cache.
 
-    As many results are kept, for the same reason; on the CPU one, whose allocator would else map fresh pages.
+    Keeps as many results for the same reason; on the CPU only one, to spare its allocator fresh pages.
     """
     results: deque[Any] = deque(maxlen=len(argument_sets) if argument_sets[0][0].is_cuda else 1)
     turn = 0
@@ -194,7 +193,7 @@ def rotating(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]])
 
 
 def sets_beyond_cache(bytes_per_set: int, device: torch.device) -> int:
-    """How many argument sets are more than the caches hold; at most 64: small calls always hit."""
+    """How many argument sets exceed the caches; at most 64, because small calls always hit."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 * 2**20
     return max(1, min(64, -(-4 * cache // bytes_per_set)))
 
@@ -216,7 +215,7 @@ def parse(description: str) -> argparse.Namespace:
         args.device = torch.device("cuda", torch.cuda.current_device())
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    # Sizes are a GPU's; a CPU gets the small ones.
+    # The large sizes are for a GPU.
     args.small = args.quick or args.device.type == "cpu"
     args.out = args.out or default_folder(args.quick)
     if args.seconds is None:
@@ -239,7 +238,7 @@ def finish(
 ) -> None:
     """Writes the JSON, prints the table and draws the picture.
 
-    Where ``columns`` is a mapping, each of its keys is a table of the rows whose "part" it is.
+    A mapping as ``columns`` makes a table for each key, of the rows with that "part".
     """
     record = {"op": op, "environment": environment(args.device), "claims": list(claims), "rows": rows}
     path = args.out / "results" / slug(args.device) / f"{op}.json"
@@ -256,7 +255,7 @@ def finish(
 
 
 def slug(device: torch.device) -> str:
-    """'nvidia-h200': the name of a GPU, or 'cpu', as a folder's name."""
+    """A folder name for the device: 'nvidia-h200', 'cpu'."""
     return "-".join(torch.cuda.get_device_name(device).lower().split()) if device.type == "cuda" else "cpu"
 
 
@@ -283,7 +282,7 @@ def environment(device: torch.device) -> Row:
 
 
 def cpu_name() -> str:
-    """'AMD EPYC 9654 (AVX512)': as the system calls it, and the instructions that torch takes."""
+    """The system's name and the instructions that torch uses: 'AMD EPYC 9654 (AVX512)'."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -348,7 +347,7 @@ PEERS = ("#e08a2c", "#8a8a8a", "#b5525c")
 
 
 def plot(result: Path) -> Path:
-    """Draws <op>.png from <op>.json, by the `draw` function of the op's benchmark."""
+    """Draws <op>.png from <op>.json with the `draw` function of the op's benchmark."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -393,25 +392,25 @@ def series(rows: Iterable[Row], x: str, y: str) -> tuple[list[Any], list[Any]]:
 
 
 def color(name: str, names: Sequence[str]) -> str:
-    """Ours is always blue; peers take theirs in the order of ``names``."""
+    """Blue for ours; the peers' colors follow the order of ``names``."""
     peers = [n for n in names if not n.startswith(OURS)]
     return OUR_COLOR if name.startswith(OURS) else PEERS[peers.index(name) % len(PEERS)]
 
 
-# ---- all of them ---------------------------------------------------------------------------------
+# ---- run and plot --------------------------------------------------------------------------------
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run every benchmark, or draw every picture again.")
+    parser = argparse.ArgumentParser(description="Run every benchmark, or redraw every picture.")
     parser.add_argument("what", choices=("run", "plot"))
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="what holds results/ (plot)")
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="the folder of results/ (plot)")
     args, rest = parser.parse_known_args()
     if args.what == "plot":
         for result in sorted(args.folder.glob("results/*/*.json")):
             print(plot(result))
         return 0
     statuses = [subprocess.run([sys.executable, FOLDER / f"{op}.py", *rest]).returncode for op in OPS]
-    return int(any(statuses))  # one that a signal ended has a negative one
+    return int(any(statuses))  # a signal gives a negative status
 
 
 if __name__ == "__main__":

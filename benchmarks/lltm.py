@@ -1,4 +1,4 @@
-"""LLTM: a step as the tutorials run it, the layers against nn.LSTM and against a Python loop over cells."""
+"""LLTM: one step against a tutorial-style extension, layers against nn.LSTM and a Python loop over cells."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import tutorial_extension
 from harness import DTYPES, INK, OUR_COLOR, OURS, PEERS, Bench, Row, color, finish, parse, series
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,9 +17,11 @@ from torch.nn import functional as F
 import lltm_ext
 from lltm_ext._C import lltm as _C
 
-COMPOSED, TUTORIAL, CELLS = "PyTorch's ops", "tutorial's extension", "loop over LLTMCell"
-LOOP = "loop over PyTorch's ops"
+COMPOSED, TUTORIAL = "PyTorch's ops", "tutorial-style extension"  # tutorial_extension.py
+BINDINGS = f"{OURS} raw bindings"  # in a Function of the user's, as the tutorial calls its extension
 FUNCTION, CELL = f"{OURS}.LLTMFunction", f"{OURS}.lltm_cell"
+STEP_PEERS = (COMPOSED, TUTORIAL)
+LOOP, CELLS = "loop over PyTorch's ops", "loop over LLTMCell"
 LLTM, LSTM, PEER = f"{OURS}.LLTM", f"{OURS}.LSTM", "nn.LSTM"
 MODES = ("forward", "training")  # without gradients; forward and backward
 STEP = {"batch": 16, "features": 32, "state": 128}
@@ -38,10 +41,10 @@ GRID: tuple[Shape, ...] = (
 SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
 BIDIRECTIONAL_GRID: tuple[Shape, ...] = ((1, 1000, 256), (16, 1000, 256), (64, 512, 512), (32, 512, 1024))
 CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
-# Of each group, all layers take turns.
+# All layers of a group take turns.
 GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
 
-# One of the three varies, the other two stay.
+# One of the three varies.
 SWEEPS: dict[str, list[Shape]] = {
     "H": [(16, 256, h) for h in (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)],
     "B": [(2**n, 256, 256) for n in range(10)],
@@ -62,8 +65,8 @@ ALGORITHMS = ("cluster", "grid", "stepwise")
 ALGORITHM_GRID: list[Shape] = [(b, 128, h) for b in (1, 16, 64, 256) for h in (128, 256, 512, 1024, 2048)]
 SMALL_ALGORITHM_GRID: list[Shape] = [(1, 16, 32), (4, 16, 32)]
 
-# The least that a step of a persistent kernel takes, us: what its blocks need to exchange h, without any
-# arithmetic. Measured on an H200: a cluster's all-to-all, of up to 8 blocks and of 16, and a grid's barrier.
+# The shortest possible step of a persistent kernel, us: the time its blocks need to exchange h, without any
+# arithmetic. Measured on an H200: a cluster's all-to-all of up to 8 blocks and of 16, and a grid's barrier.
 CLUSTER_FLOORS, GRID_FLOOR = {8: 0.36, 16: 0.47}, 0.93
 CLUSTER_BLOCKS = 8  # at most: kClusterBlocks in src/recurrence/plan.h
 FLOORS = {"cluster": CLUSTER_FLOORS[CLUSTER_BLOCKS], "grid": GRID_FLOOR}
@@ -75,26 +78,29 @@ FLOORS = {"cluster": CLUSTER_FLOORS[CLUSTER_BLOCKS], "grid": GRID_FLOOR}
 def composed_cell(
     input: Tensor, weights: Tensor, bias: Tensor, old_h: Tensor, old_cell: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The cell as one writes it in Python."""
+    """The cell in PyTorch's ops."""
     i, o, z = F.linear(torch.cat([old_h, input], dim=1), weights, bias).chunk(3, dim=1)
     new_cell = old_cell + F.elu(z) * torch.sigmoid(i)
     return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
 
 
-class TutorialFunction(torch.autograd.Function):
-    """The way of the tutorials: raw bindings in a Function of one's own."""
+def user_function(extension: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A user's Function over an extension's `forward` and `backward`, as the tutorial writes it."""
 
-    @staticmethod
-    def forward(ctx, input, weights, bias, old_h, old_cell):
-        outputs = _C.forward(input, weights, bias, old_h, old_cell)
-        ctx.save_for_backward(*outputs[1:], weights)
-        return outputs[0], outputs[1]
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, input, weights, bias, old_h, old_cell):
+            outputs = extension.forward(input, weights, bias, old_h, old_cell)
+            ctx.save_for_backward(*outputs[1:], weights)
+            return outputs[0], outputs[1]
 
-    @staticmethod
-    def backward(ctx, grad_h, grad_cell):
-        gradients = _C.backward(grad_h.contiguous(), grad_cell.contiguous(), *ctx.saved_tensors)
-        d_old_h, d_input, d_weights, d_bias, d_old_cell = gradients[:5]
-        return d_input, d_weights, d_bias, d_old_h, d_old_cell
+        @staticmethod
+        def backward(ctx, grad_h, grad_cell):
+            gradients = extension.backward(grad_h.contiguous(), grad_cell.contiguous(), *ctx.saved_tensors)
+            d_old_h, d_input, d_weights, d_bias, d_old_cell = gradients
+            return d_input, d_weights, d_bias, d_old_h, d_old_cell
+
+    return Function.apply
 
 
 class ComposedCell(nn.Module):
@@ -107,7 +113,7 @@ class ComposedCell(nn.Module):
 
 
 class Loop(nn.Module):
-    """A cell called once a step, from Python."""
+    """A Python loop that calls a cell for each step."""
 
     def __init__(self, cell: nn.Module, hidden_size: int):
         super().__init__()
@@ -122,17 +128,22 @@ class Loop(nn.Module):
         return torch.stack(outputs), (h, c)
 
 
-# ---- (a) the tutorial's step ---------------------------------------------------------------------
+# ---- (a) one step --------------------------------------------------------------------------------
 
 
 def measure_step(bench: Bench, rounds: int) -> list[Row]:
-    """Host time of one training step, as the tutorials measure it, without and with waiting for the GPU."""
+    """Host time of one training step, as the tutorial measures it, without and with waiting for the GPU."""
     cells: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         COMPOSED: composed_cell,
-        TUTORIAL: TutorialFunction.apply,
+        BINDINGS: user_function(_C),
         FUNCTION: lltm_ext.LLTMFunction.apply,
         CELL: lltm_ext.lltm_cell,
     }
+    left_out: Row = {}
+    try:
+        cells[TUTORIAL] = user_function(tutorial_extension.build(bench.device))
+    except (RuntimeError, OSError) as error:
+        left_out[f"{TUTORIAL} error"] = str(error).split("\n")[0]
     batch, features, state = STEP.values()
     like = {"device": bench.device}
     parameters = [
@@ -154,6 +165,12 @@ def measure_step(bench: Bench, rounds: int) -> list[Row]:
     def backward_of_sums(outputs: tuple[Tensor, Tensor]) -> None:
         (outputs[0].sum() + outputs[1].sum()).backward()
 
+    for name in cells:  # all compute the same step
+        outputs, expected = forward(name), forward(COMPOSED)
+        found = torch.autograd.grad(outputs, parameters, (grad_h, grad_cell))
+        gradients = torch.autograd.grad(expected, parameters, (grad_h, grad_cell))
+        torch.testing.assert_close((*outputs, *found), (*expected, *gradients), rtol=1e-3, atol=1e-3)
+
     forwards = {name: lambda name=name: forward(name) for name in cells}
     timed = {
         "forward": (forwards, None),
@@ -164,9 +181,8 @@ def measure_step(bench: Bench, rounds: int) -> list[Row]:
     for what, (calls, before) in timed.items():
         for wait in (False, True):
             times = bench.host_microseconds(calls, before=before, wait=wait, rounds=rounds)
-            rows.append(
-                {"part": "step", "what": what, "waits": wait} | {f"{name} us": t for name, t in times.items()}
-            )
+            row = {"part": "step", "what": what, "waits": wait} | left_out
+            rows.append(row | {f"{name} us": time for name, time in times.items()})
     return rows
 
 
@@ -184,7 +200,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """tf32 is a mode of float32's products. cuDNN has a switch of its own, which is on by default."""
+    """tf32 is a mode of float32's products. cuDNN has its own switch, which is on by default."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
         yield
@@ -212,7 +228,7 @@ def training_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> C
 
 
 class Sequences:
-    """Random sequences of one shape, and the candidates that are to run over them."""
+    """Random sequences of one shape, and the candidates that run over them."""
 
     def __init__(self, bench: Bench, shape: Shape, candidates: Mapping[str, Candidate], directions: int = 1):
         self.bench, self.candidates = bench, candidates
@@ -248,7 +264,7 @@ class Sequences:
         }
 
     def peaks(self) -> Row:
-        """Of a training step, above the inputs, the parameters and nothing else."""
+        """Peak memory of a training step, inputs and parameters not included."""
         found = {
             f"{name} peak MiB": self.bench.peak_mib(self.call(name, "training"), self.clear)
             for name in self.candidates
@@ -257,7 +273,7 @@ class Sequences:
         return found
 
     def algorithms(self, modes: Sequence[str]) -> Row:
-        """Which algorithm each of ours takes, and the least that a step of it takes."""
+        """Which algorithm each of our layers takes, and the shortest possible step of it."""
         found: Row = {}
         for name, (module, precision) in self.candidates.items():
             if not isinstance(module, OUR_LAYERS):
@@ -310,7 +326,7 @@ def algorithm_of(module: nn.Module, input: Tensor, backward: bool) -> str:
 def layers(
     bench: Bench, hidden: int, names: Iterable[tuple[str, str]], **options: Any
 ) -> dict[str, Candidate]:
-    """Of pairs of a layer and its precision: 'nn.LSTM float16', ..."""
+    """Candidates named after a layer and its precision: 'nn.LSTM float16', ..."""
     return {
         f"{name} {precision}": Candidate(
             LAYERS[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision), **options), precision
@@ -322,7 +338,7 @@ def layers(
 def measure_layers(
     bench: Bench, shape: Shape, precisions: Sequence[str], bidirectional: bool = False
 ) -> list[Row]:
-    """Rows of a shape, one a precision. nn.LSTM and LSTM have four gates to LLTM's three."""
+    """A row for each precision. nn.LSTM and LSTM have four gates, LLTM has three."""
     names = [(name, p) for p in precisions for name in LAYERS]
     candidates = layers(bench, shape[2], names, bidirectional=bidirectional)
     sequences = Sequences(bench, shape, candidates, directions=1 + bidirectional)
@@ -347,7 +363,7 @@ def measure_layers(
 
 
 def measure_sweep(bench: Bench, over: str, shape: Shape, precisions: Sequence[str]) -> Row:
-    """A training step in the first of the precisions, with the peer in all of them."""
+    """A training step in the first precision, the peer in all of them."""
     names = [(name, precisions[0]) for name in LAYERS] + [(PEER, p) for p in precisions[1:]]
     sequences = Sequences(bench, shape, layers(bench, shape[2], names))
     row = {"part": "sweep", "over": over} | sizes(shape) | sequences.algorithms(["training"])
@@ -358,7 +374,7 @@ def measure_sweep(bench: Bench, over: str, shape: Shape, precisions: Sequence[st
 
 
 class ByAlgorithm(nn.Module):
-    """The LLTM by one algorithm, which raises where that one can't run."""
+    """The LLTM by one algorithm. Raises where that one can't run."""
 
     def __init__(self, layer: lltm_ext.LLTM, algorithm: str):
         super().__init__()
@@ -378,23 +394,23 @@ def measure_algorithms(bench: Bench, shape: Shape, precision: str) -> Row:
     for name, backward in (("forward", False), ("backward", True)):
         row[f"auto {name}"] = algorithm_of(layer, sequences.input("stepwise"), backward)
     for mode in MODES:
-        able = []
+        runnable = []
         for name in ALGORITHMS:
-            probe = sequences.call(name, mode)
+            call = sequences.call(name, mode)
             try:
-                probe()
+                call()
             except (RuntimeError, ValueError) as error:
                 row |= {f"{name} {mode} {unit}": None for unit in ("ms", "us/step")}
                 row[f"{name} {mode} error"] = str(error).split("\n")[0]
             else:
-                able.append(name)
-        row |= sequences.times(mode, able)
+                runnable.append(name)
+        row |= sequences.times(mode, runnable)
     return row
 
 
 # ---- the summary ---------------------------------------------------------------------------------
 
-# Ours, and the precisions in which it is compared with the peer: each with the fastest of the peer's.
+# Our layer, and the precisions in which it is compared with the peer's fastest of these precisions.
 COMPARED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (LLTM, ("bfloat16", "float16")),
     (LLTM, ("float32",)),
@@ -441,41 +457,41 @@ def shape_name(row: Row) -> str:
     return " x ".join(map(str, shape_of(row)))
 
 
-# ---- what is claimed -----------------------------------------------------------------------------
+# ---- claims --------------------------------------------------------------------------------------
 
 
 def claims(rows: list[Row]) -> list[str]:
-    said = []
+    found = []
     for row in rows:
         if row["part"] == "step" and not row["waits"]:
-            theirs = row[f"{COMPOSED} us"]
+            peers = {peer: row[f"{peer} us"] for peer in STEP_PEERS if f"{peer} us" in row}
             for name in (FUNCTION, CELL):
-                ratio = f"{row[f'{name} us'] / theirs:.2f} x PyTorch's {theirs:.0f}"
-                said.append(
-                    f"step, {row['what']}: {name} takes {row[f'{name} us']:.0f} us of host time, {ratio}"
-                )
+                ours = row[f"{name} us"]
+                ratios = [f"{ours / theirs:.2f} x {peer} ({theirs:.0f})" for peer, theirs in peers.items()]
+                found.append(f"step, {row['what']}: {name} {ours:.0f} us of host time, {', '.join(ratios)}")
         if row["part"] == "sequence":
             ours, theirs = row[f"{OURS} training ms"], row[f"{LOOP} training ms"]
-            said.append(
+            found.append(
                 f"sequence, training: {ours:.2f} ms, {theirs / ours:.1f} x faster than a loop's {theirs:.2f}"
             )
             ours, theirs = row[f"{OURS} peak MiB"], row[f"{LOOP} peak MiB"]
             if ours is not None:
-                said.append(f"sequence, peak memory: {ours:.0f} MiB, a loop's {theirs:.0f}")
+                found.append(f"sequence, peak memory: {ours:.0f} MiB, a loop's {theirs:.0f}")
         if row["part"] == "bidirectional" and f"{LLTM} training ms" in row:
             ratios = [f"{mode} {row[f'{mode} {LLTM} / {PEER}']:.2f} x {PEER}" for mode in MODES]
-            said.append(f"bidirectional LLTM, {shape_name(row)} {row['precision']}: {', '.join(ratios)}")
+            found.append(f"bidirectional LLTM, {shape_name(row)} {row['precision']}: {', '.join(ratios)}")
         if row["part"] == "summary":
             mean, worst = f"{row['geometric mean']:.2f} x", f"{row['worst']:.2f} x ({row['worst at']})"
             fastest = "the fastest " if ", " in row["precision"] else ""
-            said.append(
+            found.append(
                 f"{row['ours']} in {row['precision']}, {row['mode']}: {mean} {fastest}{PEER}'s time "
                 f"(geometric mean of {row['ratios']}), at worst {worst}"
             )
             if row["mode"] == "both":
                 losses = [f"{name} {ratio:.2f} x" for name, ratio in row["losses"].items()]
-                said.append(f"losses of {row['ours']} in {row['precision']}: {', '.join(losses) or 'none'}")
-    return said
+                found.append(f"losses of {row['ours']} in {row['precision']}: {', '.join(losses) or 'none'}")
+    errors = {row.get(f"{TUTORIAL} error") for row in rows} - {None}
+    return found + [f"step: no {TUTORIAL}, {error}" for error in errors]
 
 
 def main() -> None:
@@ -504,13 +520,13 @@ def main() -> None:
 
 
 def tables(groups: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """The columns of each part's table; the JSON holds more."""
+    """The columns of each part's table. The JSON holds more."""
     size = ["precision", "B", "T", "H"]
     swept = [f"{name} {groups[-1][0]}" for name in LAYERS] + [f"{PEER} {p}" for p in groups[-1][1:]]
     layer = [*size, *(f"{name} {mode} us/step" for mode in MODES for name in LAYERS)]
     layer += [f"training {LLTM} / {PEER}"]
     return {
-        "step": ["what", "waits"] + [f"{name} us" for name in (COMPOSED, TUTORIAL, FUNCTION, CELL)],
+        "step": ["what", "waits"] + [f"{name} us" for name in (*STEP_PEERS, BINDINGS, FUNCTION, CELL)],
         "sequence": size[1:]
         + [f"{name} {what}" for what in ("training ms", "peak MiB") for name in (OURS, CELLS, LOOP)],
         "layer": layer,
@@ -568,7 +584,7 @@ def bars(axes: Any, names: list[str], values: list[float], labels: list[str]) ->
 
 def draw_step(axes: Any, rows: list[Row]) -> None:
     times = {row["what"]: row for row in rows if not row["waits"]}
-    names = [CELL, FUNCTION, TUTORIAL, COMPOSED]
+    names = [CELL, FUNCTION, BINDINGS, *(peer for peer in STEP_PEERS if f"{peer} us" in rows[0])]
     for offset, what in ((0.19, "forward"), (-0.19, "backward")):
         values = [times[what][f"{name} us"] for name in names]
         places = [i + offset for i in range(len(names))]
@@ -630,7 +646,7 @@ def draw_layer(axes: Any, rows: list[Row]) -> None:
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_xlabel(f"times {PEER}'s time in the same precision, forward + backward")
-    axes.set_title(f"Layers beside {PEER}: batch x steps x hidden", loc="left")
+    axes.set_title(f"Layers against {PEER}: batch x steps x hidden", loc="left")
 
 
 def log_axes(axes: Any, ticks: Sequence[int]) -> None:
@@ -660,7 +676,7 @@ def draw_sweep(axes: Any, over: str, rows: list[Row]) -> None:
             linestyle="--" if name.startswith(LSTM) else "-",
             label=name,
         )
-    # With gaps where the algorithm is no persistent one.
+    # Stepwise algorithms leave gaps.
     floors = [row[f"{names[0]} training floor us/step"] or math.nan for row in rows]
     places, what = [row[over] for row in rows], "floor: the LLTM's\nblocks exchange h"
     if not all(map(math.isnan, floors)):

@@ -1,16 +1,15 @@
-"""Train a character language model with the LLTM layer, and show that it learns as pure PyTorch does.
+"""Train a character language model with the LLTM layer, and show that it learns as in pure PyTorch.
 
-    python examples/char_lm.py                       # the English of Python's own manual: nothing to download
+    python examples/char_lm.py                       # on the text of Python's manual: nothing to download
     python examples/char_lm.py --text my_book.txt --hidden-size 512 --steps 5000
-    python examples/char_lm.py --compare             # LLTM, lltm_ext.LSTM and nn.LSTM side by side
+    python examples/char_lm.py --compare             # LLTM, lltm_ext.LSTM and nn.LSTM
 
-The same model is trained twice, from the same start and on the same data: with `lltm_ext.LLTM`, and with the
-pure-PyTorch `lltm_reference` in its place. Both curves go into one picture, and the exit status is 1 if they
-disagree. In --out there are then char_lm.pt (the model and its vocabulary), loss.png and sample.txt.
+The same model is trained twice from the same start and on the same data: with `lltm_ext.LLTM`, and with the
+pure-PyTorch `lltm_reference`. One picture shows both loss curves, and the exit status is 1 if they disagree.
+Writes char_lm.pt (the model and its vocabulary), loss.png and sample.txt to --out.
 
-With --compare, three layers are trained instead, one after the other and on the same data. A table says how
-well and how fast each learns, and compare.png shows it. All are float32 by torch's defaults, which let cuDNN
-use TF32.
+--compare trains three layers instead, one after the other on the same data. A table and compare.png show how
+well and how fast each learns. All compute in float32 with torch's defaults, which let cuDNN use TF32.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from lltm_ext.lltm import lltm_reference
 
 BITS = 1 / math.log(2)
 COMPARED = {"lltm_ext.LLTM": lltm_ext.LLTM, "lltm_ext.LSTM": lltm_ext.LSTM, "nn.LSTM": nn.LSTM}
-SMOOTHED = 20  # steps, in what --compare shows
-FIRST_STEPS_TOLERANCE, TOLERANCE = 1e-3, 0.1  # bits/char by which the two curves may differ at a step
+SMOOTHED = 20  # steps of a mean, in the results of --compare
+FIRST_STEPS_TOLERANCE, TOLERANCE = 1e-3, 0.1  # allowed difference of the two curves, bits/char
 
 
 # ---- the model -----------------------------------------------------------------------------------
 
 
 class ReferenceLLTM(lltm_ext.LLTM):
-    """The same layer with the same parameters, computed by PyTorch's own ops, a step at a time."""
+    """The same layer with the same parameters, computed by PyTorch's ops, step by step."""
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None):
         if hx is None:
@@ -69,7 +68,7 @@ class CharLM(nn.Module):
 
 
 class Corpus(NamedTuple):
-    """A text as indices into its vocabulary, the last tenth of it kept for validation."""
+    """A text as indices into its vocabulary. The last tenth is for validation."""
 
     vocabulary: str
     train: Tensor
@@ -77,12 +76,12 @@ class Corpus(NamedTuple):
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
-    """The text, and what to call it."""
+    """(text, its name)"""
     if path is None:
         from pydoc_data.topics import topics
 
         paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
-        # Topics share paragraphs: once each, so that validation asks for nothing that training has shown.
+        # Topics share paragraphs. Keep one of each, so that validation text never occurs in training text.
         return "\n\n".join(dict.fromkeys(paragraphs)), "the Python manual (pydoc_data.topics)"
     try:
         return path.read_text(encoding="utf-8"), str(path)
@@ -107,14 +106,14 @@ def split(text: str, length: int, device: torch.device) -> Corpus:
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, [length, len(starts)], and the characters that follow each of theirs."""
+    """Pieces of the text, [length, len(starts)], and for each character the next one."""
     offsets = torch.arange(length + 1, device=text.device)
     window = text[offsets[:, None] + starts.to(text.device)]
     return window[:-1], window[1:]
 
 
 def batches(text: Tensor, args: argparse.Namespace, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random pieces of the text: the same ones in the same order each time that this is called."""
+    """Random pieces of the text, the same in each call."""
     generator = torch.Generator().manual_seed(args.seed)
     for _ in range(steps):
         starts = torch.randint(len(text) - args.length, (args.batch_size,), generator=generator)
@@ -157,7 +156,7 @@ def train(
             loss = bits_per_character(model, characters, following)
             optimizer.zero_grad()
             loss.backward()
-            # LLTM forgets nothing, so its cell grows with time and its gradients can too: clip them.
+            # An LLTM has no forget gate: its cell state grows with time, and so can its gradients.
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             bits.append(loss.item())
@@ -180,7 +179,7 @@ def validate(model: CharLM, corpus: Corpus, length: int) -> float:
 
 @torch.no_grad()
 def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace) -> str:
-    """The prompt and what the model writes after it."""
+    """The prompt, continued by the model."""
     generator = torch.Generator().manual_seed(args.seed)
     prompt = "".join(c for c in args.prompt if c in corpus.vocabulary) or corpus.vocabulary[-1]
     written, unread, hx = prompt, prompt, None
@@ -193,13 +192,13 @@ def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace)
     return written
 
 
-# ---- layers side by side -------------------------------------------------------------------------
+# ---- comparison of layers ------------------------------------------------------------------------
 
 
 def compare(corpus: Corpus, args: argparse.Namespace, title: str) -> None:
     runs = {}
     for name, layer in COMPARED.items():
-        train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # libraries load at first use
+        train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # loads libraries
         runs[name] = train(name, layer, corpus, args, args.steps)
     print(f"\n{'':<15}{'training':>10}{'validation':>12}{'chars/s':>14}{'seconds':>10}")
     for name, run in runs.items():
@@ -212,16 +211,16 @@ def compare(corpus: Corpus, args: argparse.Namespace, title: str) -> None:
 
 
 def smooth(bits: list[float]) -> list[float]:
-    """The mean of each value and of those before it, up to SMOOTHED in all."""
+    """Running means of up to SMOOTHED values."""
     windows = (bits[max(0, i + 1 - SMOOTHED) : i + 1] for i in range(len(bits)))
     return [sum(window) / len(window) for window in windows]
 
 
-# ---- what must hold ------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def curves_agree(ours: Run, reference: Run) -> bool:
-    """Ten steps differ by rounding alone. Training then amplifies it: the runs part a little, at random."""
+    """The first ten steps differ only by rounding. Training then amplifies the difference."""
     differences = [abs(a - b) for a, b in zip(ours.bits, reference.bits, strict=False)]
     first, largest = max(differences[:10]), max(differences)
     agree = first <= FIRST_STEPS_TOLERANCE and largest <= TOLERANCE
@@ -233,8 +232,8 @@ def curves_agree(ours: Run, reference: Run) -> bool:
     return agree
 
 
-def checkpoint_holds(model: CharLM, corpus: Corpus, args: argparse.Namespace, path: Path) -> bool:
-    """Saves the model, loads it into a new one and compares what the two say."""
+def checkpoint_is_right(model: CharLM, corpus: Corpus, args: argparse.Namespace, path: Path) -> bool:
+    """Saves the model, loads it into a new one and compares their outputs."""
     torch.save(
         {"state_dict": model.state_dict(), "vocabulary": corpus.vocabulary, "hidden_size": args.hidden_size},
         path,
@@ -287,7 +286,7 @@ def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # both LSTMs may lie on one line
+    styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # the LSTMs' curves may coincide
     for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
         curve = smooth(run.bits)
         left.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=name)
@@ -318,27 +317,27 @@ def arguments() -> argparse.Namespace:
         "--text",
         type=Path,
         metavar="FILE",
-        help="a UTF-8 text file (default: the English of Python's own manual)",
+        help="a UTF-8 text file (default: the text of Python's manual)",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="train LLTM, lltm_ext.LSTM and nn.LSTM side by side instead"
+        "--compare", action="store_true", help="train LLTM, lltm_ext.LSTM and nn.LSTM instead"
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
         "--reference-steps",
         type=int,
         metavar="STEPS",
-        help="steps of the pure-PyTorch curve (default: as many)",
+        help="steps of the pure-PyTorch curve (default: --steps)",
     )
     parser.add_argument("--hidden-size", type=int, default=192)
-    parser.add_argument("--length", type=int, default=64, help="characters that are learned from at a time")
+    parser.add_argument("--length", type=int, default=64, help="characters in a training sequence")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: less is more careful")
-    parser.add_argument("--prompt", default="The ", help="what the sample begins with")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
+    parser.add_argument("--prompt", default="The ", help="start of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("build/char_lm"), help="folder for what is written")
+    parser.add_argument("--out", type=Path, default=Path("build/char_lm"), help="output folder")
     args = parser.parse_args()
     for name in ("steps", "hidden_size", "length", "batch_size"):
         if getattr(args, name) < 1:
@@ -381,8 +380,8 @@ def main() -> int:
     print(f"speed:       {fast:,.0f} chars/s, the reference {slow:,.0f}: {fast / slow:.1f} x")
     draw(ours, reference, validation, title, args.out / "loss.png")
     print(f"picture:     {args.out / 'loss.png'}")
-    holds = checkpoint_holds(ours.model, corpus, args, args.out / "char_lm.pt")
-    return 0 if curves_agree(ours, reference) and holds else 1
+    right = checkpoint_is_right(ours.model, corpus, args, args.out / "char_lm.pt")
+    return 0 if curves_agree(ours, reference) and right else 1
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Export a model that examples/char_lm.py has trained, for programs without its code, or without Python.
+"""Export a model trained by examples/char_lm.py for programs without its code, or without Python.
 
-    python examples/char_lm.py                # makes build/char_lm/char_lm.pt
-    python examples/export.py                 # makes build/char_lm/char_lm.pt2
-    build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # README, "From C++", builds it
+    python examples/char_lm.py                # writes build/char_lm/char_lm.pt
+    python examples/export.py                 # writes build/char_lm/char_lm.pt2
+    build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # to build it: README, "From C++"
 
-torch.export makes a graph of ops of the model, ours among them, for any batch and any length; AOTInductor
-compiles it for the GPU if there is one, else for the CPU, into a package. Then the package is loaded and
-compared with the model, and writes three texts, which the C++ program writes too.
+torch.export turns the model into a graph of ops, ours included, for any batch and any length. AOTInductor
+compiles the graph into a package, for the GPU if there is one, else for the CPU. The script then loads the
+package, compares it with the model, and generates three texts. The C++ program generates the same texts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def package(model: CharLM, vocabulary: str, path: Path) -> None:
         (torch.zeros(5, 2, dtype=torch.int64, device=device), state(model, 2)),
         dynamic_shapes=({0: length, 1: batch}, ({1: batch}, {1: batch})),
     )
-    # What a program must know of the model goes along in the package.
+    # A program reads these from the package.
     metadata = {"vocabulary": vocabulary, "hidden_size": str(model.lltm.hidden_size)}
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata}
@@ -49,7 +49,7 @@ def package(model: CharLM, vocabulary: str, path: Path) -> None:
 
 
 def largest_difference(exported: Model, model: CharLM, vocabulary: str) -> float:
-    """Between the logits of the two, at several lengths and batches."""
+    """Of the logits, over several lengths and batches."""
     device, differences = model.head.weight.device, []
     for length, batch in ((1, 1), (1, 8), (100, 1), (33, 17)):
         characters = torch.randint(len(vocabulary), (length, batch), device=device)
@@ -59,8 +59,8 @@ def largest_difference(exported: Model, model: CharLM, vocabulary: str) -> float
 
 
 def write(model: Model, prompt: Tensor, hx: State, vocabulary: str) -> tuple[list[str], float]:
-    """Texts that go on from the prompt, and how little the model expected them, in bits/char."""
-    # The prompt as a sequence of a batch of one; then steps of a batch of texts.
+    """(continuations of the prompt, the model's mean cross entropy of their characters in bits)"""
+    # The prompt is a sequence with a batch of one. Then each step is a batch of texts.
     logits, (h, c) = model(prompt[:, None], hx)
     logits, h, c = (x.expand(-1, TEXTS, -1).contiguous() for x in (logits, h, c))
     texts = ["".join(vocabulary[i] for i in prompt)] * TEXTS
@@ -78,7 +78,7 @@ def write(model: Model, prompt: Tensor, hx: State, vocabulary: str) -> tuple[lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", type=Path, default=Path("build/char_lm/char_lm.pt"), metavar="FILE")
-    parser.add_argument("--prompt", default="The ", help="what the texts begin with")
+    parser.add_argument("--prompt", default="The ", help="start of the texts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if not args.checkpoint.is_file():

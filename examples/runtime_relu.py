@@ -2,7 +2,7 @@
 
     python examples/runtime_relu.py
 
-Runs on the GPU if there is one, else on the CPU, where the functions given as ``cpu=`` take over.
+Runs on the GPU if there is one, else on the CPU with the functions given as ``cpu=``.
 """
 
 import time
@@ -13,7 +13,7 @@ import lltm_ext
 
 relu = lltm_ext.elementwise(
     "T relu(T x)",
-    forward="return x <= 0 ? T(0) : x;",  # NaN goes through, as in torch
+    forward="return x <= 0 ? T(0) : x;",  # NaN propagates, as in torch
     backward={"x": "return output <= 0 ? T(0) : grad;"},
     cpu=torch.relu,
 )

@@ -12,7 +12,7 @@ from lltm_ext import _doctor, _record
 
 INSTALLED = _record.PACKAGE / "benchmarks"
 FOLDER = INSTALLED if INSTALLED.is_dir() else _record.PACKAGE.parent / "benchmarks"
-OPS = sorted({script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling"})  # parts of the others
+OPS = sorted({script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "tutorial_extension"})
 NEEDED = ("matplotlib", "rich")  # the extra "bench"
 
 

@@ -1,7 +1,7 @@
-"""What every recurrence must pass. Its test classes join as an op's do (op_suite.py).
+"""Tests that every recurrence must pass. Its test classes inherit them, as those of an op do (op_suite.py).
 
-`SequenceSuite` holds for the function of a whole sequence, `lltm` or `lstm`, whose arguments differ in the
-number of gates alone, and `LayerSuite` for the layer, `LLTM` or `LSTM`, which is called like nn.LSTM.
+`SequenceSuite` tests the function of a sequence, `lltm` or `lstm`, whose arguments differ only in the number
+of gates. `LayerSuite` tests the layer, `LLTM` or `LSTM`, which is called like nn.LSTM.
 """
 
 import copy
@@ -46,17 +46,17 @@ def sequence_arguments(make, gates, length, batch, input_size, hidden_size, bias
 
 
 def packed_arguments(make, gates, rows, *sizes):
-    """As the dispatcher op takes them, the first `rows` rows of the input packed."""
+    """Arguments of the dispatcher op for packed input: the first `rows` rows."""
     input, *others = sequence_arguments(make, gates, *sizes).values()
     return [input.flatten(0, 1)[:rows], *others]
 
 
-def both_arguments(make, gates, *sizes, rows=None, bias=True):
-    """As the op of both directions takes them, dense or the first `rows` rows of the input packed."""
-    (input, *onward), (_, *reverse) = (
+def bidirectional_arguments(make, gates, *sizes, rows=None, bias=True):
+    """Arguments of the bidirectional op, dense or for packed input: its first `rows` rows."""
+    (input, *forward), (_, *reverse) = (
         sequence_arguments(make, gates, *sizes, bias=bias).values() for _ in range(2)
     )
-    directions = ([x for x in own if x is not None] for own in (onward, reverse))
+    directions = ([x for x in direction if x is not None] for direction in (forward, reverse))
     return [input if rows is None else input.flatten(0, 1)[:rows], *directions]
 
 
@@ -69,7 +69,7 @@ def sample(gates, *sizes, **options):
 
 
 def changed(gates, **changes):
-    """A sample of which some arguments are given by functions of the good one."""
+    """A sample with some arguments changed by functions."""
 
     def build(make):
         arguments = sequence_arguments(make, gates, 6, 4, 3, 5)
@@ -94,8 +94,19 @@ def state_in_float32(gates):
     return changed(gates, c0=lambda c0: c0 if c0.dtype == DOUBLE else c0.float())
 
 
+def single_gradients(function, call):
+    """The gradient of each tensor of the call if no other one requires a gradient."""
+    gradients = []
+    for i in range(len(call.tensors)):
+        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
+        outputs = call.with_tensors(tensors).run(function)
+        used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
+        gradients += torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+    return gradients
+
+
 def for_any_algorithm(reference):
-    """The reference, called like the function."""
+    """The reference with the function's signature. It ignores `algorithm`."""
     return lambda *args, algorithm="auto": reference(*args)
 
 
@@ -194,18 +205,18 @@ def sequence_bad_calls(op, gates):
 
 
 class SequenceSuite(SmoothSuite):
-    gates: int  # how many the weights hold, below each other
+    gates: int  # stacked in the rows of the weights
     lowered_by_autocast = True
     saved = 4  # weight_hh
     resized = ("63", "long")
 
     def cell(self, x, h, c, weight_ih, weight_hh, bias):
-        """One step of the recurrence, (h, c), in a way that shares nothing with `reference`'s loop."""
+        """One step of the recurrence, (h, c), by code that `reference` does not share."""
         raise NotImplementedError
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
-        """What the function takes under torch.func's transforms."""
-        steps = (None, False)  # no batch_sizes, not reversed
+        """The Function that torch.func's transforms see."""
+        steps = (None, False)  # batch_sizes, reverse
         output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, *steps, "auto")
         return output, (h_n, c_n)
 
@@ -215,21 +226,22 @@ class SequenceSuite(SmoothSuite):
 
     @property
     def sequence(self):
-        """The dispatcher op, which also takes packed rows and goes the other way: batch_sizes, reverse."""
+        """The dispatcher op, which also takes batch_sizes of packed rows and reverse."""
         return getattr(torch.ops.lltm_ext, self.op).default
 
     @property
-    def both(self):
-        """The dispatcher op of a layer's two directions: input, onward, reverse, batch_sizes."""
+    def bidirectional(self):
+        """The dispatcher op of a layer's two directions: input, forward, reverse, batch_sizes."""
         return getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional").default
 
-    def each_alone(self, input, onward, reverse, batch_sizes=None):
-        onward, reverse = ([*own, *[None] * (5 - len(own))] for own in (onward, reverse))
-        return self.sequence(input, *onward, batch_sizes), self.sequence(input, *reverse, batch_sizes, True)
+    def one_by_one(self, input, forward, reverse, batch_sizes=None):
+        """As bidirectional, by two calls."""
+        forward, reverse = ([*direction, None][:5] for direction in (forward, reverse))
+        return self.sequence(input, *forward, batch_sizes), self.sequence(input, *reverse, batch_sizes, True)
 
-    # Packed rows and the other direction
+    # Packed rows and the reverse direction
 
-    def test_opcheck_of_packed_rows_and_the_other_direction(self, device):
+    def test_opcheck_of_packed_rows_and_the_reverse_direction(self, device):
         for grad, reverse in itertools.product((False, True), repeat=2):
             arguments = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
             call = Call(*arguments, [3, 2], reverse)
@@ -238,7 +250,7 @@ class SequenceSuite(SmoothSuite):
 
     def test_opcheck_of_the_forward_and_backward_ops(self, device):
         forward, backward = (
-            getattr(torch.ops.lltm_ext, f"{self.op}_{way}") for way in ("forward", "backward")
+            getattr(torch.ops.lltm_ext, f"{self.op}_{name}") for name in ("forward", "backward")
         )
         dense = [*sequence_arguments(Make(DOUBLE, device), self.gates, 2, 3, 3, 2).values()]
         packed = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
@@ -250,19 +262,19 @@ class SequenceSuite(SmoothSuite):
                 (output, h_n, c_n, *inputs[:5], output, gates, extra, sizes, reverse, "auto", True, True),
             )
 
-    def test_the_other_direction_equals_the_sequence_turned_round(self, dtype, device):
+    def test_the_reverse_direction_equals_the_flipped_sequence(self, dtype, device):
         call = sample(self.gates, 6, 4, 3, 5)(Make(dtype, device))
 
-        def other(input, hx, *weights):
+        def reverse(input, hx, *weights):
             return self.sequence(input, *hx, *weights, reverse=True)
 
-        def turned(input, hx, *weights):
+        def flipped(input, hx, *weights):
             output, (h_n, c_n) = self.reference(input.flip(0), hx, *weights)
             return output.flip(0), h_n, c_n
 
-        outputs, gradients = forward_and_gradients(other, call)
+        outputs, gradients = forward_and_gradients(reverse, call)
         exact, exact_gradients = forward_and_gradients(
-            turned, call.map(torch.Tensor.double), cotangents(outputs)
+            flipped, call.map(torch.Tensor.double), cotangents(outputs)
         )
         assert_all_near(outputs, exact, FORWARD[dtype])
         assert_all_near(gradients, exact_gradients, BACKWARD[dtype])
@@ -284,8 +296,8 @@ class SequenceSuite(SmoothSuite):
             self.sequence(*arguments, sizes)
 
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-    @pytest.mark.parametrize("reverse", [False, True], ids=["onward", "backward in time"])
-    def test_many_steps(self, packed, reverse, device):
+    @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+    def test_many_steps_equal_a_loop_over_cells(self, packed, reverse, device):
         """More rows than one chunk of the backward takes."""
         length, batch = 1100, 16
         sizes = [batch - t * (batch - 1) // length for t in range(length)] if packed else [batch] * length
@@ -316,62 +328,62 @@ class SequenceSuite(SmoothSuite):
 
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
     @pytest.mark.parametrize("sizes", [None, [4, 4, 3, 1]], ids=["dense", "packed"])
-    def test_both_directions_have_the_same_bits_as_each_alone(self, sizes, bias, dtype, device):
+    def test_both_directions_at_once_have_the_same_bits_as_one_by_one(self, sizes, bias, dtype, device):
         rows = sizes and sum(sizes)
-        call = Call(*both_arguments(Make(dtype, device), self.gates, 4, 4, 3, 5, rows=rows, bias=bias), sizes)
-        outputs, gradients = forward_and_gradients(self.both, call)
-        expected, expected_gradients = forward_and_gradients(self.each_alone, call)
+        arguments = bidirectional_arguments(Make(dtype, device), self.gates, 4, 4, 3, 5, rows=rows, bias=bias)
+        call = Call(*arguments, sizes)
+        outputs, gradients = forward_and_gradients(self.bidirectional, call)
+        expected, expected_gradients = forward_and_gradients(self.one_by_one, call)
         assert_same_bits(outputs, expected)
         assert_same_bits(gradients, expected_gradients)
-        assert_same_bits(call.run(self.both), expected)
+        assert_same_bits(call.run(self.bidirectional), expected)
 
     def test_both_directions_of_more_packed_rows_than_a_chunk(self, device):
-        """Which a direction's backward may fall into otherwise than the other's."""
+        """The backward may split them into other chunks in one direction than in the other."""
         length, batch = 300, 100
         sizes = [batch - t * (batch - 1) // length for t in range(length)]
         assert sum(sizes) > 2 * 4096
         make = Make(DOUBLE, device)
-        call = Call(*both_arguments(make, self.gates, length, batch, 3, 2, rows=sum(sizes)), sizes)
-        found, expected = (forward_and_gradients(f, call) for f in (self.both, self.each_alone))
+        call = Call(*bidirectional_arguments(make, self.gates, length, batch, 3, 2, rows=sum(sizes)), sizes)
+        found, expected = (forward_and_gradients(f, call) for f in (self.bidirectional, self.one_by_one))
         assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
 
     @pytest.mark.parametrize("sizes", [None, [3, 2, 1]], ids=["dense", "packed"])
     def test_gradcheck_of_both_directions(self, sizes, device):
-        make = Make(DOUBLE, device)
-        call = Call(*both_arguments(make, self.gates, 3, 3, 2, 2, rows=sizes and sum(sizes)), sizes).leaves()
-        assert torch.autograd.gradcheck(call.bind(self.both), call.tensors)
-        assert torch.autograd.gradgradcheck(call.bind(self.both), call.tensors)
+        rows = sizes and sum(sizes)
+        arguments = bidirectional_arguments(Make(DOUBLE, device), self.gates, 3, 3, 2, 2, rows=rows)
+        call = Call(*arguments, sizes).leaves()
+        assert torch.autograd.gradcheck(call.bind(self.bidirectional), call.tensors)
+        assert torch.autograd.gradgradcheck(call.bind(self.bidirectional), call.tensors)
 
-    def test_both_directions_with_what_needs_no_gradient(self, device):
-        call = Call(*both_arguments(Make(DOUBLE, device), self.gates, 4, 4, 3, 5))
-        outputs, gradients = forward_and_gradients(self.both, call)
-        for i in range(len(gradients)):
-            tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
-            ys = call.with_tensors(tensors).run(self.both)
-            used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
-            (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-            assert_same_bits([alone], [gradients[i]])
-        for k in range(len(outputs)):  # of one output alone: the other direction's gradients are zeros
+    def test_a_gradient_of_both_directions_is_the_same_whichever_others_are_required(self, device):
+        call = Call(*bidirectional_arguments(Make(DOUBLE, device), self.gates, 4, 4, 3, 5))
+        _, gradients = forward_and_gradients(self.bidirectional, call)
+        assert_same_bits(single_gradients(self.bidirectional, call), gradients)
+
+    @pytest.mark.parametrize("used", range(6))
+    def test_gradients_of_one_output_of_both_directions(self, used, device):
+        """The other direction's are zeros."""
+        call = Call(*bidirectional_arguments(Make(DOUBLE, device), self.gates, 4, 4, 3, 5))
+        gradients = []
+        for function in (self.bidirectional, self.one_by_one):
             leaves = call.leaves()
-            y = leaves.run(self.both)[k]
-            found = torch.autograd.grad(y.sum(), leaves.tensors, materialize_grads=True)
-            leaves = call.leaves()
-            y = leaves.run(self.each_alone)[k]
-            exact = torch.autograd.grad(y.sum(), leaves.tensors, materialize_grads=True)
-            assert_all_near(found, exact, BACKWARD[DOUBLE])
+            loss = leaves.run(function)[used].sum()
+            gradients.append(torch.autograd.grad(loss, leaves.tensors, materialize_grads=True))
+        assert_all_near(*gradients, BACKWARD[DOUBLE])
 
     def test_opcheck_of_both_directions(self, device):
         make = Make(DOUBLE, device)
-        dense = both_arguments(make, self.gates, 2, 3, 3, 2, bias=False), None
-        packed = both_arguments(make, self.gates, 2, 3, 3, 2, rows=5), [3, 2]
+        dense = bidirectional_arguments(make, self.gates, 2, 3, 3, 2, bias=False), None
+        packed = bidirectional_arguments(make, self.gates, 2, 3, 3, 2, rows=5), [3, 2]
         forward, backward = (
-            getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional_{way}").default
-            for way in ("forward", "backward")
+            getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional_{name}").default
+            for name in ("forward", "backward")
         )
         for (inputs, sizes), grad in itertools.product((dense, packed), (False, True)):
             call = Call(*inputs, sizes)
             call = call.leaves() if grad else call
-            torch.library.opcheck(self.both, call.args)
+            torch.library.opcheck(self.bidirectional, call.args)
         for inputs, sizes in (dense, packed):
             torch.library.opcheck(forward, (*inputs, sizes, "auto"))
             y = forward(*inputs, sizes, "auto")
@@ -390,18 +402,18 @@ class SequenceSuite(SmoothSuite):
         ],
         ids=["three tensors", "six tensors", "2-D", "another batch", "another dtype"],
     )
-    def test_both_directions_refuse_what_does_not_fit(self, change, expectation):
-        input, *directions = both_arguments(Make(), self.gates, 6, 4, 3, 5)
+    def test_both_directions_refuse_bad_input(self, change, expectation):
+        input, *directions = bidirectional_arguments(Make(), self.gates, 6, 4, 3, 5)
         with pytest.raises((RuntimeError, TypeError), match=rf"^{self.op}\w*: expected {expectation}"):
-            self.both(*change(input, directions))
+            self.bidirectional(*change(input, directions))
 
     def test_directions_of_different_sizes_are_refused(self):
-        input, onward, _ = both_arguments(Make(), self.gates, 6, 4, 3, 5)
-        _, _, reverse = both_arguments(Make(), self.gates, 6, 4, 3, 7)
+        input, forward, _ = bidirectional_arguments(Make(), self.gates, 6, 4, 3, 5)
+        _, _, reverse = bidirectional_arguments(Make(), self.gates, 6, 4, 3, 7)
         with pytest.raises(
             RuntimeError, match=r"expected h0 of both directions to have one shape, got \[4, 5"
         ):
-            self.both(input, onward, reverse)
+            self.bidirectional(input, forward, reverse)
 
     # Values
 
@@ -424,13 +436,13 @@ class SequenceSuite(SmoothSuite):
             outputs = self.call("63", torch.float16, device).run(self.function)
         assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
-    def test_a_gradient_to_differentiate_of_no_steps_is_zero_too(self, device):
+    def test_differentiable_gradients_of_no_steps_are_zero(self, device):
         call = sample(self.gates, 0, 4, 3, 5)(Make(DOUBLE, device)).leaves()
         output, h_n, _ = call.run(self.function)
         found = torch.autograd.grad(output.sum() + h_n.sum(), call.tensors, create_graph=True)
         assert [int(g.count_nonzero()) for g in found] == [0, h_n.numel(), 0, 0, 0, 0]
 
-    def test_nan_stays_in_its_row_and_after_its_step(self, device):
+    def test_nan_changes_no_other_row_and_no_earlier_step(self, device):
         call = sample(self.gates, 6, 4, 3, 5)(Make(device=device))
         good, _ = self.function(*call.args)
         call.args[0][2, 1, 0] = torch.nan
@@ -486,7 +498,7 @@ def layer_modules(Layer, hidden):
 
 
 def layer_bad_calls(name, hidden):
-    """(arguments, exception, pattern) of calls that a layer refuses, whichever it is."""
+    """(arguments, exception, pattern) of calls that every layer refuses."""
     input = torch.zeros(6, 4, INPUT)
     unbatched = input[:, 0]
     packed = pack_sequence([torch.zeros(3, INPUT)])
@@ -537,14 +549,14 @@ def layer_bad_calls(name, hidden):
 class LayerSuite(ModuleSuite):
     Layer = None  # the class
     hidden: int  # the hidden size of the layers
-    near = (FORWARD[DOUBLE], BACKWARD[DOUBLE])  # the bounds of outputs and of gradients beside the peer's
+    near = (FORWARD[DOUBLE], BACKWARD[DOUBLE])  # error bounds against the peer, of outputs and of gradients
 
     def build(self, kind, device="cpu", dtype=DOUBLE, **more):
         torch.manual_seed(0)
         return self.Layer(INPUT, self.hidden, **KINDS[kind], **more, device=device, dtype=dtype)
 
     def peer(self, layer):
-        """What the layer must give for [T, B, I]: another module of the same parameters, in float64."""
+        """A module in float64 with the same parameters, which gives the expected results for [T, B, I]."""
         raise NotImplementedError
 
     # Values and gradients
@@ -557,7 +569,7 @@ class LayerSuite(ModuleSuite):
         assert_all_near(call.run(layer), expected, FORWARD[dtype])
 
     @pytest.mark.parametrize("used", ["output", "h_n", "c_n"])
-    def test_each_output_has_its_gradient_alone(self, used, device):
+    def test_gradients_of_one_output(self, used, device):
         layer = self.build("three bidirectional layers", device)
         found = []
         for function in (layer, self.peer(layer)):
@@ -587,7 +599,7 @@ class LayerSuite(ModuleSuite):
             assert_all_near([output, h_n, c_n], [expected, *states_expected], self.near[0])
 
     def test_autocast(self, device):
-        """Near to float64, as the lower dtype allows. The cell state stays float32."""
+        """As near to float64 as the lower dtype allows. The cell state stays float32."""
         layer = self.build("three bidirectional layers", device, torch.float32)
         peer, input = self.peer(layer), Make(device=device)(6, 4, INPUT)
         low = torch.float16 if device == "cuda" else torch.bfloat16
@@ -602,7 +614,7 @@ class LayerSuite(ModuleSuite):
         for (name, p), q in zip(layer.named_parameters(), peer.parameters(), strict=True):
             assert_near(p.grad, q.grad, 0.1, name)
 
-    def test_per_sample_gradients_of_the_layer(self):
+    def test_per_sample_gradients_equal_those_of_each_sample(self):
         layer = self.build("bidirectional")
         parameters = {k: v.detach() for k, v in layer.named_parameters()}
         inputs = Make(DOUBLE)(3, 6, INPUT)
@@ -625,8 +637,8 @@ class LayerSuite(ModuleSuite):
         layer(Make(DOUBLE, device)(6, 4, INPUT))[0].sum().backward()
         assert [n for n, p in layer.named_parameters() if p.grad is None] == frozen
 
-    def test_it_learns(self, device):
-        """A few steps of Adam halve the loss of remembering the first input."""
+    def test_it_learns_to_remember_the_first_input(self, device):
+        """40 steps of Adam halve the loss."""
         layer = self.build("plain", device, torch.float32)
         optimizer = torch.optim.Adam(layer.parameters(), 0.05)
         input = Make(device=device)(4, 32, INPUT)
@@ -663,7 +675,7 @@ class LayerSuite(ModuleSuite):
         make = Make(device=device)
         input = make(4, 6, INPUT) if batched else make(6, INPUT)
         hx = states(make, layer, 6 if not batch_first else 4)
-        hx = hx if batched else tuple(x[:, 0].contiguous() for x in hx)  # cuDNN takes no others
+        hx = hx if batched else tuple(x[:, 0].contiguous() for x in hx)  # cuDNN demands contiguous ones
         for arguments in ((input,), (input, hx), (input, None)):
             output, (h_n, c_n) = layer(*arguments)
             peer_output, (peer_h_n, peer_c_n) = peer(*arguments)
@@ -678,7 +690,7 @@ class LayerSuite(ModuleSuite):
         assert_same_bits(Call(input).run(layer), Call(input, zeros).run(layer))
 
     @kinds
-    def test_batch_first_swaps_input_and_output_and_no_state(self, kind, device):
+    def test_batch_first_swaps_input_and_output_but_no_state(self, kind, device):
         layer, make = self.build(kind, device), Make(DOUBLE, device)
         swapped = self.build(kind, device, batch_first=True)
         input, hx = make(6, 4, INPUT), states(make, layer, 4)
@@ -705,7 +717,7 @@ class LayerSuite(ModuleSuite):
         with pytest.raises(RuntimeError, match="size mismatch for weight_hh_l0"):
             layer.load_state_dict(self.Layer(7, 6).state_dict())
 
-    def test_copies_have_parameters_of_their_own(self, device):
+    def test_copies_do_not_share_parameters(self, device):
         layer = self.build("three bidirectional layers", device)
         input = Make(DOUBLE, device)(6, 4, INPUT)
         expected = layer(input)[0].detach()
@@ -719,7 +731,7 @@ class LayerSuite(ModuleSuite):
         assert not torch.equal(layer(input)[0], expected)
 
     def assert_refused(self, arguments, exception, pattern):
-        """The call fails as said, and the next, of the same layer, is right."""
+        """The call raises, and the same layer's next call is right."""
         layer = self.build("plain", dtype=torch.float32)
         with pytest.raises(exception, match=pattern):
             layer(*arguments)
@@ -731,7 +743,7 @@ class LayerSuite(ModuleSuite):
     @kinds
     @pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
     @pytest.mark.parametrize("lengths", [(6, 4, 4, 1), (2, 6, 1, 4), (3, 3, 3), (1,), (5, 1)], ids=str)
-    def test_a_packed_batch_equals_each_sequence_alone(self, kind, given, lengths, device):
+    def test_a_packed_batch_equals_its_sequences_one_by_one(self, kind, given, lengths, device):
         layer, make = self.build(kind, device), Make(DOUBLE, device)
         sequences = [make(n, INPUT).requires_grad_() for n in lengths]
         hx = states(make, layer, len(lengths)) if given else None
@@ -744,9 +756,9 @@ class LayerSuite(ModuleSuite):
             assert found_lengths.tolist() == list(lengths)
             ours, expected = [h_n, c_n], [[], []]
             for b, x in enumerate(sequences):
-                alone, state = layer(x, tuple(s[:, b] for s in hx) if given else None)
+                output, state = layer(x, tuple(s[:, b] for s in hx) if given else None)
                 ours.append(padded[: len(x), b])
-                expected.append(alone)
+                expected.append(output)
                 for stack, s in zip(expected[:2], state, strict=True):
                     stack.append(s)
             expected = [torch.stack(s, 1) for s in expected[:2]] + expected[2:]
@@ -765,7 +777,7 @@ class LayerSuite(ModuleSuite):
         for a, b in zip(ours[1:], theirs[1:], strict=True):
             assert torch.equal(a, b)
 
-    def test_a_packed_batch_with_gradients_of_hx(self, device):
+    def test_gradients_of_hx_of_a_packed_batch_match_finite_differences(self, device):
         layer, make = self.build("two layers", device), Make(DOUBLE, device)
         hx = tuple(x.requires_grad_() for x in states(make, layer, 3))
         packed = pack_sequence([make(n, INPUT) for n in (2, 5, 3)], enforce_sorted=False)
@@ -786,7 +798,7 @@ class LayerSuite(ModuleSuite):
 
     # Dropout
 
-    def test_dropout_acts_between_layers_while_training(self, device):
+    def test_dropout_is_random_seeded_and_only_in_training(self, device):
         layer = self.build("two layers", device, dropout=0.5)
         input = Make(DOUBLE, device)(6, 4, INPUT)
         first, second = layer(input)[0], layer(input)[0]
@@ -799,7 +811,7 @@ class LayerSuite(ModuleSuite):
         plain = self.build("two layers", device)
         assert_all_near(Call(input).run(layer), Call(input).run(plain), FORWARD[DOUBLE])
 
-    def test_dropout_leaves_the_last_layer_and_the_states_alone(self, device):
+    def test_dropout_changes_neither_the_last_layers_output_nor_states(self, device):
         layer = self.build("two layers", device, dropout=0.5)
         input = Make(DOUBLE, device)(6, 4, INPUT)
         plain_output, (plain_h_n, plain_c_n) = self.build("two layers", device)(input)
@@ -810,7 +822,7 @@ class LayerSuite(ModuleSuite):
         assert torch.equal(output[-1], h_n[1])
         assert (output != 0).all()
 
-    def test_dropout_of_everything_feeds_zeros(self, device):
+    def test_dropout_of_1_feeds_zeros_to_the_upper_layer(self, device):
         layer = self.build("two layers", device, dropout=1.0)
         input = Make(DOUBLE, device)(6, 4, INPUT).requires_grad_()
         output, _ = layer(input)

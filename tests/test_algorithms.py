@@ -1,9 +1,11 @@
-"""Each algorithm of lltm and lstm by name: its values at every size, and the hazards of blocks that wait."""
+"""Each algorithm of lltm and lstm by name: values at every size, hazards of blocks that wait for others."""
 
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -30,6 +32,7 @@ from op_suite import (
     stepped,
     transposed,
 )
+from sequence_suite import single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
@@ -54,34 +57,36 @@ class Recurrence:
         """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
         return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
 
-    def both(self, input, onward, reverse, sizes=None, algorithm="auto"):
+    def bidirectional(self, input, forward, reverse, sizes=None, algorithm="auto"):
         """The op of a layer's two directions: (output, h_n, c_n) of each."""
         op = getattr(torch.ops.lltm_ext, f"{self.name}_bidirectional")
-        return op(input, onward, reverse, sizes, algorithm)
+        return op(input, forward, reverse, sizes, algorithm)
 
-    def each_alone(self, input, onward, reverse, sizes=None, algorithm="auto"):
+    def one_by_one(self, input, forward, reverse, sizes=None, algorithm="auto"):
+        """As bidirectional, by two calls."""
         return [
-            *self(input, *onward, sizes=sizes, algorithm=algorithm),
+            *self(input, *forward, sizes=sizes, algorithm=algorithm),
             *self(input, *reverse, sizes=sizes, reverse=True, algorithm=algorithm),
         ]
 
-    def both_loops(self, input, onward, reverse, sizes=None):
+    def bidirectional_loop(self, input, forward, reverse, sizes=None):
+        """As bidirectional, by the reference."""
         return [
-            *self.loop(input, *onward, sizes=sizes),
+            *self.loop(input, *forward, sizes=sizes),
             *self.loop(input, *reverse, sizes=sizes, reverse=True),
         ]
 
-    def both_call(self, make, length, batch, hidden, input_size=20, sizes=None):
-        (input, *onward), (_, *reverse) = (
+    def bidirectional_call(self, make, length, batch, hidden, input_size=20, sizes=None):
+        (input, *forward), (_, *reverse) = (
             self.call(make, length, batch, hidden, input_size, sizes=sizes).args for _ in range(2)
         )
-        return Call(input, onward, reverse, sizes)
+        return Call(input, forward, reverse, sizes)
 
     def plan(self, *tensors, sizes=None, algorithm="auto", backward=False):
         return getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")(*tensors, sizes, algorithm, backward)
 
     def loop(self, input, h, c, *weights, sizes=None, reverse=False):
-        """The same by the reference, whose steps all have the whole batch and go onward."""
+        """As the op, by the reference, which takes no packed rows and no reverse direction."""
         if sizes is None:
             output, (h, c) = self.reference(input.flip(0) if reverse else input, (h, c), *weights)
             return output.flip(0) if reverse else output, h, c
@@ -103,7 +108,7 @@ class Recurrence:
         )
 
     def call_with(self, make, length, batch, weights, sizes=None):
-        """Random input and states for these weights. Of packed rows, `sizes` say how many a step has."""
+        """Random input and states for these weights. `sizes` are the rows of each step of packed input."""
         weight_ih, weight_hh, _ = weights
         input_size, hidden = weight_ih.shape[1], weight_hh.shape[1]
         input = make(length, batch, input_size) if sizes is None else make(sum(sizes), input_size)
@@ -125,7 +130,7 @@ NEEDED = {"stepwise": (0, 0), "cluster": (9, 0), "grid": (8, 0)}
 
 
 def on_gpu(*values):
-    """Parameters, some of them algorithms, for a GPU that can run them."""
+    """Parameters, some of which are algorithms, skipped where the GPU can't run them."""
     needed = max(NEEDED.get(value, (0, 0)) for value in values)
     if torch.cuda.is_available() and needed > CAPABILITY:
         reason = "needs a GPU of compute capability {}.{}".format(*needed)
@@ -134,7 +139,7 @@ def on_gpu(*values):
 
 
 def runs_of(algorithms):
-    """What runs where: on the CPU stepwise alone."""
+    """(device, algorithm) of all that can run: on the CPU only stepwise."""
     return pytest.mark.parametrize(
         "device,algorithm", [("cpu", "stepwise"), *(on_gpu("cuda", a) for a in algorithms)]
     )
@@ -147,7 +152,7 @@ NAMES = ("input", "h0", "c0", "weight_ih", "weight_hh", "bias")
 
 
 def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gates=3):
-    """The documented reason for which an algorithm can't run, or None if it must."""
+    """The documented reason why an algorithm can't run, or None if it must."""
     if algorithm == "stepwise":
         return None
     if device == "cpu":
@@ -175,7 +180,7 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
 
 
 def in_tf32():
-    """Whether the persistent kernels round float32: where torch lets cuBLAS, on Hopper."""
+    """Whether the persistent kernels round float32 to TF32: on Hopper, if torch allows it to cuBLAS."""
     return torch.backends.cuda.matmul.allow_tf32 and CAPABILITY == (9, 0)
 
 
@@ -191,33 +196,56 @@ def assert_refused_plan(op, call, algorithm, reason, **options):
             f(*call.args, algorithm=algorithm, **options)
 
 
-def assert_errors(found, exact, bound, what):
-    """assert_all_near where the tensors are: in large numbers, their way to the CPU is long."""
-    pairs = [(y.detach().double(), e.detach().double()) for y, e in zip(found, exact, strict=True)]
-    table = torch.stack([torch.stack([(y - e).norm(), e.norm()]) for y, e in pairs]).tolist()
-    for i, (error, norm) in enumerate(table):
-        assert error <= bound * norm, (
-            f"{what} {i}: relative L2 error {error / norm if norm else error} > {bound}"
+class Results(NamedTuple):
+    """Of a function, and of the reference in float64 on the same rounded values."""
+
+    outputs: list
+    gradients: list
+    exact: list
+    exact_gradients: list
+
+    def assert_near(self, dtype, what=""):
+        self._assert_near(self.outputs, self.exact, FORWARD[dtype], f"{what} output")
+        self._assert_near(
+            self.gradients, self.exact_gradients, BACKWARD[dtype], f"{what} gradient of argument"
         )
+
+    def assert_same_nans(self, what=""):
+        for kind, found, exact in zip(("output", "gradient"), self[:2], self[2:], strict=True):
+            for i, (y, e) in enumerate(zip(found, exact, strict=True)):
+                assert torch.equal(y.isnan(), e.isnan()), f"{what} {kind} {i}"
+
+    @staticmethod
+    def _assert_near(found, exact, bound, what):
+        """assert_all_near on the tensors' device, because copies of many large ones to the CPU take long."""
+        pairs = [(y.detach().double(), e.detach().double()) for y, e in zip(found, exact, strict=True)]
+        assert [y.shape for y, _ in pairs] == [e.shape for _, e in pairs], what
+        table = torch.stack([torch.stack([(y - e).norm(), e.norm()]) for y, e in pairs]).tolist()
+        for i, (error, norm) in enumerate(table):
+            assert error <= bound * norm, (
+                f"{what} {i}: relative L2 error {error / norm if norm else error} > {bound}"
+            )
+
+
+def results_of(function, reference, call, grad_outputs=None):
+    outputs, gradients = forward_and_gradients(function, call, grad_outputs)
+    exact = call.map(lambda x: packed(x).double())
+    return Results(
+        outputs, gradients, *forward_and_gradients(reference, exact, grad_outputs or cotangents(outputs))
+    )
 
 
 def assert_equals_loop(op, call, algorithm, what="", **options):
-    """Outputs and all gradients, against the reference in float64 on the same rounded values."""
-    dtype = call.args[0].dtype
     assert op.plan(*call.args, algorithm=algorithm, sizes=options.get("sizes")) == algorithm
-    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm, **options), call)
-    exact, exact_gradients = forward_and_gradients(
-        functools.partial(op.loop, **options), call.map(torch.Tensor.double), cotangents(outputs)
-    )
-    assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
-    assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+    f, loop = functools.partial(op, algorithm=algorithm, **options), functools.partial(op.loop, **options)
+    results_of(f, loop, call).assert_near(call.args[0].dtype, what)
 
 
 # ---- Sizes -----------------------------------------------------------------------------------------------
 #
-# Kernels differ by the hidden units of a block, by its share of the reduction, and by whether a group of
-# blocks has several tiles of 8 rows. Which one runs follows from the hidden size, the rows, and the GPU's
-# multiprocessors: these sizes reach all of them where there are 132.
+# Kernels differ in the hidden units of a block, in its share of the reduction, and in whether a group of
+# blocks has several tiles of 8 rows. The hidden size, the rows and the GPU's multiprocessors decide which one
+# runs. With 132 multiprocessors these sizes reach all of them.
 
 HIDDEN = (8, 24, 64, 120, 128, 136, 256, 384, 512, 600, 1024, 2048)
 BATCHES = (1, 3, 8, 9, 16, 40, 67, 130)
@@ -235,7 +263,7 @@ def lengths_and_batches(hidden, device):
 
 @functools.lru_cache(maxsize=1)
 def exact_results(name, dtype, hidden, device):
-    """(call, gradients of its outputs, float64's outputs, float64's gradients) of each length and batch."""
+    """(call, gradients of its outputs, outputs and gradients in float64) for each length and batch."""
     op, make, found = OPS[name], Make(dtype, device), []
     weights = op.weights(make, hidden)
     for length, batch in lengths_and_batches(hidden, device):
@@ -247,15 +275,15 @@ def exact_results(name, dtype, hidden, device):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_exact_results():
+def clear_cached_results():
     yield
     exact_results.cache_clear()
     long_results.cache_clear()
 
 
-def assert_every_size(op, dtype, hidden, device, algorithm, like=None):
-    """With the errors of the dtype, or of another that it is rounded like. How many sizes ran."""
-    ran, like = 0, like or dtype
+def assert_every_size(op, dtype, hidden, device, algorithm, rounded_like=None):
+    """Returns how many sizes ran. `rounded_like`: the dtype whose error bounds hold instead."""
+    ran = 0
     for call, grad_outputs, exact, exact_gradients in exact_results(op.name, dtype, hidden, device):
         length, batch, _ = call.args[0].shape
         if reason := why_not(algorithm, dtype, hidden, batch, device, gates=op.gates):
@@ -264,16 +292,13 @@ def assert_every_size(op, dtype, hidden, device, algorithm, like=None):
         what = f"length {length}, batch {batch},"
         for backward in (False, True):
             assert op.plan(*call.args, algorithm=algorithm, backward=backward) == algorithm
-        outputs, gradients = forward_and_gradients(
-            functools.partial(op, algorithm=algorithm), call, grad_outputs
-        )
-        assert_errors(outputs, exact, FORWARD[like], f"{what} output")
-        assert_errors(gradients, exact_gradients, BACKWARD[like], f"{what} gradient of argument")
+        found = forward_and_gradients(functools.partial(op, algorithm=algorithm), call, grad_outputs)
+        Results(*found, exact, exact_gradients).assert_near(rounded_like or dtype, what)
         ran += 1
     return ran
 
 
-# In one parametrization: the algorithms of one size follow each other, and share what float64 gives.
+# One parametrization, so that the algorithms of one size follow each other and share the results in float64.
 @needs_cuda
 @pytest.mark.parametrize(
     "op,dtype,hidden,algorithm",
@@ -300,14 +325,14 @@ LIKE_TF32 = torch.float16  # has its 10 bits of mantissa
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("algorithm", [on_gpu("stepwise"), on_gpu("grid")])
 def test_values_and_gradients_in_tf32_at_every_size(op, hidden, algorithm, tf32):
-    assert_every_size(op, torch.float32, hidden, "cuda", algorithm, like=LIKE_TF32)
+    assert_every_size(op, torch.float32, hidden, "cuda", algorithm, rounded_like=LIKE_TF32)
 
 
 @ops
 @pytest.mark.parametrize("sizes", [None, [40, 40, 9, 9, 1]], ids=["dense", "packed"])
 @pytest.mark.parametrize("algorithm", [on_gpu("stepwise"), on_gpu("grid")])
-def test_float32_is_rounded_to_tf32_where_torch_allows_it_alone(op, sizes, algorithm, monkeypatch):
-    """Seen in the recurrent product: without an input there is no other forward."""
+def test_float32_is_rounded_to_tf32_only_where_torch_allows_it(op, sizes, algorithm, monkeypatch):
+    """Seen in the recurrent product: the input is zero, so the forward has no other product."""
     call = op.call(Make(torch.float32, "cuda"), 20, 40, 256, sizes=sizes)
     call.args[0].zero_()
     exact = call.map(torch.Tensor.double).run(functools.partial(op.loop, sizes=sizes))
@@ -317,13 +342,14 @@ def test_float32_is_rounded_to_tf32_where_torch_allows_it_alone(op, sizes, algor
         outputs = call.run(functools.partial(op, sizes=sizes, algorithm=algorithm))
         errors.append(max(relative_errors(outputs, exact)))
     assert errors[0] < FORWARD[torch.float32]
+    assert errors[1] < FORWARD[LIKE_TF32]
     if CAPABILITY == (9, 0):
-        assert FORWARD[torch.float32] < errors[1] < FORWARD[LIKE_TF32]
+        assert errors[1] > FORWARD[torch.float32]
 
 
 @needs_cuda
 @ops
-def test_in_tf32_the_bits_are_the_same_every_time(op, tf32):
+def test_five_runs_in_tf32_give_the_same_bits(op, tf32):
     for batch, hidden in ((67, 128), (40, 512), (9, 1024)):
         call = op.call(Make(torch.float32, "cuda"), 30, batch, hidden)
         assert_same_bits_five_times(op, call)
@@ -331,16 +357,13 @@ def test_in_tf32_the_bits_are_the_same_every_time(op, tf32):
 
 @needs_cuda
 @ops
-def test_in_tf32_nan_goes_where_the_reference_has_it(op, tf32):
+def test_nan_in_tf32_appears_where_the_reference_has_it(op, tf32):
     for where, index in ((0, (2, 1)), (1, (1,)), (2, (1,)), (4, (3,))):
         call = op.call(Make(torch.float32, "cuda"), 6, 9, 64)
         call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
-        outputs, gradients = forward_and_gradients(op, call)
-        exact, exact_gradients = forward_and_gradients(
-            op.loop, call.map(torch.Tensor.double), cotangents(outputs)
-        )
-        assert_same_nans(outputs, exact, f"{NAMES[where]}, output")
-        assert_same_nans(gradients, exact_gradients, f"{NAMES[where]}, gradient of argument")
+        results = results_of(op, op.loop, call)
+        assert results.exact[0].isnan().any()
+        results.assert_same_nans(NAMES[where])
 
 
 @ops
@@ -352,7 +375,7 @@ def test_values_and_gradients_on_the_cpu(op, dtype, hidden):
 
 @functools.lru_cache(maxsize=2)
 def long_results(name, dtype, device):
-    """A call of 4096 steps, what float64 gives, and the errors of PyTorch's ops in the call's type."""
+    """A call of 4096 steps, its results in float64, and the errors of PyTorch's ops in the call's dtype."""
     op = OPS[name]
     call = op.call(Make(dtype, device), 4096, 16, 64, input_size=16)
     with torch.no_grad():
@@ -372,8 +395,8 @@ LONG_RUNS = [("cpu", torch.float32, "stepwise")] + [
 
 @ops
 @pytest.mark.parametrize("device,dtype,algorithm", LONG_RUNS, ids=lambda x: str(x).removeprefix("torch."))
-def test_errors_do_not_pile_up_over_4096_steps(op, device, dtype, algorithm):
-    """Within the bounds of a short sequence, and at most twice the error of torch's ops in this type."""
+def test_errors_do_not_accumulate_over_4096_steps(op, device, dtype, algorithm):
+    """Within the bounds of a short sequence, and at most twice the error of torch's ops in this dtype."""
     call, exact, composed = long_results(op.name, dtype, device)
     outputs = call.run(functools.partial(op, algorithm=algorithm))
     errors = relative_errors(outputs, exact)
@@ -382,48 +405,48 @@ def test_errors_do_not_pile_up_over_4096_steps(op, device, dtype, algorithm):
         assert error <= FORWARD[dtype], f"{what}: relative L2 error {error} above {FORWARD[dtype]}"
 
 
-# ---- Directions, packed rows, what is asked for ----------------------------------------------------------
+# ---- Directions, packed rows, gradients ------------------------------------------------------------------
 
 
 @ops
 @types
 @runs
-def test_the_other_direction(op, dtype, device, algorithm):
+def test_the_reverse_direction_equals_the_reference(op, dtype, device, algorithm):
     for length, batch, hidden in ((1, 3, 8), (17, 9, 64), (6, 67, 120)):
         call = op.call(Make(dtype, device), length, batch, hidden)
         assert_equals_loop(op, call, algorithm, f"{length, batch, hidden}", reverse=True)
 
 
-# Of few rows, which one kernel takes with room to spare for the other direction's: each adds up in the same
-# order then. Others are held to the reference below.
+# With so few rows a kernel has room for both directions, and sums each in the same order as by itself. Larger
+# sizes are compared with the reference below.
 @ops
 @types
 @runs
-def test_both_directions_have_the_same_bits_as_each_alone(op, dtype, device, algorithm):
+def test_both_directions_at_once_have_the_same_bits_as_one_by_one(op, dtype, device, algorithm):
     shapes = ((1, 3, 8), (17, 9, 64), (50, 40, 128), (5, 16, 120)) if device == "cuda" else ((6, 9, 24),)
     for shape in shapes:
-        call = op.both_call(Make(dtype, device), *shape)
+        call = op.bidirectional_call(Make(dtype, device), *shape)
         found, expected = (
             forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
-            for f in (op.both, op.each_alone)
+            for f in (op.bidirectional, op.one_by_one)
         )
         assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
-        assert_same_bits(call.run(functools.partial(op.both, algorithm=algorithm)), expected[0])
+        assert_same_bits(call.run(functools.partial(op.bidirectional, algorithm=algorithm)), expected[0])
 
 
 @ops
 @types
 @runs_of_packed
-def test_both_directions_of_packed_rows_have_the_same_bits_as_each_alone(op, dtype, device, algorithm):
+def test_both_directions_of_packed_rows_equal_one_by_one(op, dtype, device, algorithm):
     for sizes in ([5, 4, 3, 2, 1], [40, 40, 8, 1], [16] * 4):
         hidden = 136 if device == "cuda" else 24
-        call = op.both_call(Make(dtype, device), None, sizes[0], hidden, sizes=sizes)
+        call = op.bidirectional_call(Make(dtype, device), None, sizes[0], hidden, sizes=sizes)
         found, expected = (
             forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
-            for f in (op.both, op.each_alone)
+            for f in (op.bidirectional, op.one_by_one)
         )
         assert_same_bits(found[0], expected[0])
-        # A group with several tiles of rows adds up the bias's gradient in another order.
+        # A group with several tiles of rows sums the bias's gradient in another order.
         assert_all_near(found[1], expected[1], BACKWARD[dtype])
 
 
@@ -431,17 +454,12 @@ def test_both_directions_of_packed_rows_have_the_same_bits_as_each_alone(op, dty
 @ops
 @types
 def test_both_directions_at_every_size(op, dtype):
-    """Whatever runs them: side by side in a cluster or a grid, of one tile or several, or one by one."""
+    """Whichever kernel runs them: both in one cluster or grid of one or several tiles, or one by one."""
     for hidden in (64, 256, 512, 600, 1024, 2048):
         for length, batch in ((9, 1), (6, 16), (5, 32), (4, 64), (3, 130)) if hidden < 2048 else ((2, 3),):
-            call = op.both_call(Make(dtype, "cuda"), length, batch, hidden)
-            what = f"length {length}, batch {batch}, hidden {hidden},"
-            outputs, gradients = forward_and_gradients(op.both, call)
-            exact, exact_gradients = forward_and_gradients(
-                op.both_loops, call.map(torch.Tensor.double), cotangents(outputs)
-            )
-            assert_errors(outputs, exact, FORWARD[dtype], f"{what} output")
-            assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{what} gradient of argument")
+            call = op.bidirectional_call(Make(dtype, "cuda"), length, batch, hidden)
+            results = results_of(op.bidirectional, op.bidirectional_loop, call)
+            results.assert_near(dtype, f"length {length}, batch {batch}, hidden {hidden},")
 
 
 @needs_cuda
@@ -449,27 +467,22 @@ def test_both_directions_at_every_size(op, dtype):
 @types
 @algorithms
 def test_both_directions_by_each_algorithm(op, dtype, algorithm):
-    """By its name, one that has no room for both runs them one by one, and refuses what it refuses alone."""
+    """Without room for both it runs them one by one. It refuses what it refuses for one direction."""
     for hidden, batch in ((64, 300), (512, 67), (1024, 9), (2048, 3)):
-        call = op.both_call(Make(dtype, "cuda"), 3, batch, hidden)
-        f = functools.partial(op.both, algorithm=algorithm)
+        call = op.bidirectional_call(Make(dtype, "cuda"), 3, batch, hidden)
+        f = functools.partial(op.bidirectional, algorithm=algorithm)
         if reason := why_not(algorithm, dtype, hidden, batch, gates=op.gates):
             with pytest.raises(RuntimeError, match=rf"^{op.name}: algorithm '{algorithm}' {reason}"):
                 call.run(f)
             continue
-        outputs, gradients = forward_and_gradients(f, call)
-        exact, exact_gradients = forward_and_gradients(
-            op.both_loops, call.map(torch.Tensor.double), cotangents(outputs)
-        )
-        assert_errors(outputs, exact, FORWARD[dtype], f"{hidden, batch} output")
-        assert_errors(gradients, exact_gradients, BACKWARD[dtype], f"{hidden, batch} gradient of argument")
+        results_of(f, op.bidirectional_loop, call).assert_near(dtype, f"{hidden, batch}")
 
 
 SIZES = {
     "one tile": [5, 4, 3, 2, 1],
     "across tiles": [17, 16, 16, 9, 8, 3, 1, 1],
     "one long row": [67] + [1] * 6,
-    "all alike": [16] * 4,
+    "equal lengths": [16] * 4,
     "one step": [130],
     "many tiles": [130, 130, 67, 40, 40, 8, 1],
 }
@@ -495,7 +508,7 @@ def test_packed_rows(op, dtype, device, algorithm, reverse):
 @types
 @runs_of_packed
 def test_packed_rows_of_many_steps(op, dtype, device, algorithm):
-    """More rows than one chunk of the backward takes: each chunk's kernel goes on from the last's."""
+    """More rows than one chunk of the backward: each chunk's kernel continues where the last one ended."""
     length, batch = 100, 200
     sizes = [batch - t * (batch - 1) // length for t in range(length)]
     assert sum(sizes) > 2 * 4096
@@ -517,7 +530,7 @@ def test_dense_rows_of_many_steps(op, dtype, device, algorithm):
 @ops
 @runs
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
-def test_gradients_of_some_outputs_alone(op, device, algorithm, used):
+def test_gradients_of_some_outputs_only(op, device, algorithm, used):
     for dtype, hidden in itertools.product((torch.float32, torch.float16), (64, 120)):
         call = op.call(Make(dtype, device), 5, 9, hidden)
         found = []
@@ -541,38 +554,32 @@ def test_gradients_of_some_outputs_alone(op, device, algorithm, used):
 @ops
 @types
 @runs
-def test_the_gradient_of_a_sum_which_is_one_value_expanded(op, dtype, device, algorithm):
-    call = op.call(Make(dtype, device), 5, 9, 64).leaves()
-    output, _, _ = call.run(functools.partial(op, algorithm=algorithm))
-    output.sum().backward()
-    exact = call.map(lambda x: x.detach().double()).leaves()
+def test_the_gradient_of_a_sum_is_an_expanded_scalar(op, dtype, device, algorithm):
+    call = op.call(Make(dtype, device), 5, 9, 64)
+    exact = call.map(torch.Tensor.double).leaves()
+    call = call.leaves()
+    call.run(functools.partial(op, algorithm=algorithm))[0].sum().backward()
     exact.run(op.loop)[0].sum().backward()
-    assert_all_near(
-        [x.grad for x in call.tensors], [x.grad for x in exact.tensors], BACKWARD[dtype], "gradient"
-    )
+    gradients = ([x.grad for x in c.tensors] for c in (call, exact))
+    assert_all_near(*gradients, BACKWARD[dtype], "gradient")
 
 
 @ops
 @types
 @runs
-def test_what_needs_no_gradient_changes_no_other(op, dtype, device, algorithm):
-    """Neither gradients of bias or input that are not asked for, nor a forward that saves nothing."""
+def test_a_gradient_is_the_same_whichever_others_are_required(op, dtype, device, algorithm):
+    """And the outputs are, where nothing is saved for a backward."""
     call = op.call(Make(dtype, device), 5, 9, 64)
     f = functools.partial(op, algorithm=algorithm)
     outputs, gradients = forward_and_gradients(f, call)
     assert_same_bits(call.run(f), outputs)
-    for i in range(len(NAMES)):
-        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
-        ys = call.with_tensors(tensors).run(f)
-        used = [(y, g) for y, g in zip(ys, cotangents(ys), strict=True) if y.requires_grad]
-        (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-        assert_same_bits([alone], [gradients[i]])
+    assert_same_bits(single_gradients(f, call), gradients)
 
 
 @ops
 @types
 @runs
-def test_no_bias(op, dtype, device, algorithm):
+def test_no_bias_equals_the_reference(op, dtype, device, algorithm):
     for sizes in (None, [9, 8, 3]) if algorithm != "cluster" else (None,):
         call = op.call(Make(dtype, device), 3, 9, 64, bias=False, sizes=sizes)
         assert_equals_loop(op, call, algorithm, sizes=sizes)
@@ -581,7 +588,7 @@ def test_no_bias(op, dtype, device, algorithm):
 @ops
 @types
 @runs
-def test_no_steps_leave_the_states_as_they_are(op, dtype, device, algorithm):
+def test_no_steps_return_the_states_unchanged(op, dtype, device, algorithm):
     call = op.call(Make(dtype, device), 0, 9, 64)
     outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
     assert outputs[0].shape == (0, 9, 64)
@@ -614,29 +621,21 @@ def test_the_public_function_takes_the_algorithm(op, device, algorithm):
 
 # ---- NaN and infinity ------------------------------------------------------------------------------------
 #
-# The grid's blocks know what is not yet written by its bits, those of a NaN: neither may it be mistaken for a
-# value, nor a value for it.
-
-
-def assert_same_nans(found, exact, what):
-    for i, (y, e) in enumerate(zip(found, exact, strict=True)):
-        assert torch.equal(y.isnan(), e.isnan()), f"{what} {i}"
+# A grid's blocks recognize a value that is not yet written by the bits of a NaN. A NaN with these bits must
+# still pass through as a value.
 
 
 @ops
 @types
 @runs
-def test_nan_goes_where_the_reference_has_it(op, dtype, device, algorithm):
+def test_nan_appears_where_the_reference_has_it(op, dtype, device, algorithm):
     call = op.call(Make(dtype, device), 6, 9, 64)
     call.args[0][2, 1, 0] = torch.nan
-    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
-    exact, exact_gradients = forward_and_gradients(
-        op.loop, call.map(torch.Tensor.double), cotangents(outputs)
-    )
+    results = results_of(functools.partial(op, algorithm=algorithm), op.loop, call)
+    outputs, gradients, exact, exact_gradients = results
     assert outputs[0].isnan().any()
     assert not outputs[0].isnan().all()
-    assert_same_nans(outputs, exact, "output")
-    assert_same_nans(gradients, exact_gradients, "gradient of argument")
+    results.assert_same_nans()
     others = [b for b in range(9) if b != 1]
     assert_near(outputs[0][:, others], exact[0][:, others], FORWARD[dtype])
     assert_near(gradients[0][:, others], exact_gradients[0][:, others], BACKWARD[dtype])
@@ -645,7 +644,7 @@ def test_nan_goes_where_the_reference_has_it(op, dtype, device, algorithm):
 @ops
 @types
 @runs
-def test_infinity_goes_where_the_reference_has_it(op, dtype, device, algorithm):
+def test_infinity_appears_where_the_reference_has_it(op, dtype, device, algorithm):
     call = op.call(Make(dtype, device), 6, 9, 64)
     call.args[0][1, 0, 0] = torch.inf
     call.args[0][2, 3, 1] = -torch.inf
@@ -656,13 +655,12 @@ def test_infinity_goes_where_the_reference_has_it(op, dtype, device, algorithm):
     assert exact[2].isinf().any()
     assert not all(y.isfinite().all() for y in outputs)
     for y, e in zip(outputs, exact, strict=True):
-        # For an element, not a norm.
-        near = 10 * FORWARD[dtype]
+        near = 10 * FORWARD[dtype]  # of an element, not of a norm
         torch.testing.assert_close(y.double(), e, rtol=near, atol=near, equal_nan=True)
 
 
 def with_all_ones(x, index):
-    """The NaN all of whose bits are ones."""
+    """Writes the NaN whose bits are all ones."""
     x = x.clone()
     x.view(BITS[x.dtype])[index] = -1
     assert x[index].isnan().all()
@@ -673,60 +671,51 @@ def with_all_ones(x, index):
 @types
 @runs
 @pytest.mark.parametrize("where", range(len(NAMES)), ids=NAMES)
-def test_a_nan_of_ones_is_a_nan_like_any_other(op, dtype, device, algorithm, where):
+def test_a_nan_of_all_ones_is_a_nan_like_any_other(op, dtype, device, algorithm, where):
     call = op.call(Make(dtype, device), 6, 9, 64)
     index = {0: (2, 1), 1: (1,), 2: (1,)}.get(where, (3,))
     call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
-    outputs, gradients = forward_and_gradients(functools.partial(op, algorithm=algorithm), call)
-    exact, exact_gradients = forward_and_gradients(
-        op.loop, call.map(torch.Tensor.double), cotangents(outputs)
-    )
-    assert exact[0].isnan().any()
-    assert_same_nans(outputs, exact, "output")
-    assert_same_nans(gradients, exact_gradients, "gradient of argument")
+    results = results_of(functools.partial(op, algorithm=algorithm), op.loop, call)
+    assert results.exact[0].isnan().any()
+    results.assert_same_nans()
 
 
 @ops
 @types
 @runs_of_packed
-def test_nans_of_ones_in_packed_rows(op, dtype, device, algorithm):
+def test_nans_of_all_ones_in_packed_rows(op, dtype, device, algorithm):
     sizes = [9, 9, 5, 2]
     call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes)
     call = Call(with_all_ones(call.args[0], (10,)), with_all_ones(call.args[1], (7,)), *call.args[2:])
     for reverse in (False, True):
-        f = functools.partial(op, sizes=sizes, reverse=reverse, algorithm=algorithm)
-        outputs, gradients = forward_and_gradients(f, call)
-        exact, exact_gradients = forward_and_gradients(
-            functools.partial(op.loop, sizes=sizes, reverse=reverse),
-            call.map(torch.Tensor.double),
-            cotangents(outputs),
-        )
-        assert not outputs[0].isnan().all()
-        assert_same_nans(outputs, exact, "output")
-        assert_same_nans(gradients, exact_gradients, "gradient of argument")
+        options = {"sizes": sizes, "reverse": reverse}
+        f, loop = functools.partial(op, algorithm=algorithm, **options), functools.partial(op.loop, **options)
+        results = results_of(f, loop, call)
+        assert results.outputs[0].isnan().any()
+        assert not results.outputs[0].isnan().all()
+        results.assert_same_nans()
 
 
 @ops
 @types
 @runs
 @pytest.mark.parametrize("where", range(3), ids=["output", "h_n", "c_n"])
-def test_a_nan_of_ones_in_an_incoming_gradient(op, dtype, device, algorithm, where):
+def test_a_nan_of_all_ones_in_an_incoming_gradient(op, dtype, device, algorithm, where):
     call = op.call(Make(dtype, device), 6, 9, 64)
     f = functools.partial(op, algorithm=algorithm)
     grad_outputs = cotangents(call.run(f))
     grad_outputs[where] = with_all_ones(grad_outputs[where], (3, 1) if where == 0 else (1,))
-    _, gradients = forward_and_gradients(f, call, grad_outputs)
-    _, exact = forward_and_gradients(op.loop, call.map(torch.Tensor.double), grad_outputs)
-    assert gradients[0].isnan().any()
-    assert not gradients[0].isnan().all()
-    assert_same_nans(gradients, exact, "gradient of argument")
+    results = results_of(f, op.loop, call, grad_outputs)
+    assert results.gradients[0].isnan().any()
+    assert not results.gradients[0].isnan().all()
+    results.assert_same_nans()
 
 
-# ---- The same bits, whatever else happens ----------------------------------------------------------------
+# ---- The same bits each time -----------------------------------------------------------------------------
 
 
 def sequence(op, algorithm, dtype=torch.float16, length=50, batch=67, hidden=128, seed=0):
-    """A call that every algorithm takes, and the function of it."""
+    """A call that every algorithm can run, and the function that runs it."""
     return op.call(Make(dtype, "cuda", seed), length, batch, hidden), functools.partial(
         op, algorithm=algorithm
     )
@@ -752,7 +741,7 @@ def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
 @needs_cuda
 @ops
 @pytest.mark.parametrize("batch,hidden", [(64, 2048), (128, 2048), (200, 768)])
-def test_five_runs_of_steps_with_much_weight_give_the_same_bits(op, batch, hidden):
+def test_five_runs_of_steps_with_large_weights_give_the_same_bits(op, batch, hidden):
     call = op.call(Make(torch.float16, "cuda"), 20, batch, hidden)
     assert_same_bits_five_times(functools.partial(op, algorithm="stepwise"), call)
 
@@ -770,7 +759,7 @@ def test_five_runs_of_packed_rows_give_the_same_bits(op, dtype, device, algorith
 @types
 @runs
 def test_a_row_has_the_same_values_in_any_batch(op, dtype, device, algorithm):
-    """Rows share a tile, a group and a kernel, but no value: others change nothing, nor does their number."""
+    """Rows share tiles, groups and kernels, but no values."""
     call = op.call(Make(dtype, device), 9, 40, 64)
     f = functools.partial(op, algorithm=algorithm)
     output, h_n, c_n = call.run(f)
@@ -795,7 +784,7 @@ def test_a_side_stream_gives_the_same_bits(op, dtype, algorithm):
     late = call.map(torch.zeros_like)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)  # some 0.05 s, in which another stream would read the zeros
+        torch.cuda._sleep(100_000_000)  # about 0.05 s, in which work on another stream would read the zeros
         for x, value in zip(late.tensors, call.tensors, strict=True):
             x.copy_(value)
         outputs, gradients = forward_and_gradients(f, late, grad_outputs)
@@ -804,7 +793,7 @@ def test_a_side_stream_gives_the_same_bits(op, dtype, algorithm):
 
 
 def captured(f, call, grad_outputs):
-    """A graph of forward and backward, and the tensors that it writes."""
+    """A graph of forward and backward, and its output tensors."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -818,7 +807,7 @@ def captured(f, call, grad_outputs):
 
 
 def replay(graph, call, new, found):
-    """Replays the graph of `call` on the values of `new`; what it does not write stays NaN."""
+    """Replays the graph of `call` on the values of `new`. Whatever it fails to write stays NaN."""
     for x, value in zip(call.tensors, new.tensors, strict=True):
         x.copy_(value)
     for x in found:
@@ -841,7 +830,7 @@ def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
         expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
         assert_all_near(found[:3], expected, FORWARD[dtype], f"replay {seed}, output")
         assert_all_near(found[3:], expected_gradients, BACKWARD[dtype], f"replay {seed}, gradient")
-        if algorithm != "stepwise":  # whose products may be other kernels in a graph
+        if algorithm != "stepwise":  # in a graph cuBLAS may choose other kernels
             assert_same_bits(found[:3], expected)
 
 
@@ -850,8 +839,8 @@ def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
 @types
 @algorithms
 def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype, algorithm):
-    call, new = (op.both_call(Make(dtype, "cuda", seed), 9, 16, 64) for seed in (0, 1))
-    f = functools.partial(op.both, algorithm=algorithm)
+    call, new = (op.bidirectional_call(Make(dtype, "cuda", seed), 9, 16, 64) for seed in (0, 1))
+    f = functools.partial(op.bidirectional, algorithm=algorithm)
     grad_outputs = cotangents(forward_and_gradients(f, call)[0])
     graph, found = captured(f, call, grad_outputs)
     replay(graph, call, new, found)
@@ -862,20 +851,18 @@ def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype,
 
 @needs_cuda
 @ops
-def test_a_graph_of_packed_rows_replays_and_the_grid_is_refused(op):
-    """The table of rows comes from the host, so a graph takes packed rows stepwise."""
+def test_a_captured_graph_runs_packed_rows_stepwise_and_refuses_the_grid(op):
+    """The grid copies the table of rows from the host, which a graph would not repeat."""
     sizes = [9, 9, 5, 2]
     call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
     f = functools.partial(op, sizes=sizes)
     refused = why_not("grid", torch.float16, 64, 9, is_packed=True)
     assert op.plan(*call.args, sizes=sizes) == ("stepwise" if refused else "grid")
     outputs, _ = forward_and_gradients(f, call)
-    grad_outputs = cotangents(outputs)  # which the graph reads: they must outlive it
+    grad_outputs = cotangents(outputs)  # must outlive the graph, which reads them
     graph, found = captured(f, call, grad_outputs)
     new = op.call(Make(torch.float16, "cuda", seed=1), None, 9, 64, sizes=sizes)
-    for x, value in zip(call.tensors, new.tensors, strict=True):
-        x.copy_(value)
-    graph.replay()
+    replay(graph, call, new, found)
     exact, exact_gradients = forward_and_gradients(
         functools.partial(op.loop, sizes=sizes), new.map(torch.Tensor.double), grad_outputs
     )
@@ -896,28 +883,26 @@ def test_a_graph_of_packed_rows_replays_and_the_grid_is_refused(op):
 @ops
 @types
 @algorithms
-def test_beside_a_kernel_that_fills_the_gpu(op, dtype, algorithm):
+def test_the_same_bits_while_another_stream_fills_the_gpu(op, dtype, algorithm):
     call, f = sequence(op, algorithm, dtype)
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     product = a @ a
     torch.cuda.synchronize()
-    with torch.cuda.stream(
-        ours
-    ):  # its memory and its modules are there, so that nothing below waits for them
+    with torch.cuda.stream(ours):  # allocates and loads modules, so that nothing below waits for that
         expected = [x.clone() for x in itertools.chain(*forward_and_gradients(f, call))]
         grad_outputs = cotangents(expected[:3])
     with torch.cuda.stream(theirs):
         torch.mm(a, a, out=product)
     torch.cuda.synchronize()
     with torch.cuda.stream(theirs):
-        for _ in range(60):  # some 0.1 s
+        for _ in range(60):  # about 0.1 s
             torch.mm(a, a, out=product)
-        at_work = torch.cuda.Event()
-        at_work.record()
+        products_done = torch.cuda.Event()
+        products_done.record()
     with torch.cuda.stream(ours):
         found = forward_and_gradients(f, call, grad_outputs)
-        assert not at_work.query(), "the other kernels had ended: this test tested nothing"
+        assert not products_done.query(), "the products ended too early to test anything"
     torch.cuda.synchronize()
     assert_same_bits([*found[0], *found[1]], expected)
 
@@ -926,7 +911,7 @@ def test_beside_a_kernel_that_fills_the_gpu(op, dtype, algorithm):
 @types
 @pytest.mark.parametrize("first,second", [on_gpu(*pair) for pair in itertools.product(ALGORITHMS, repeat=2)])
 def test_two_sequences_on_two_streams_at_once(dtype, first, second):
-    """Each fills the GPU: neither may keep the other's blocks out while its own wait."""
+    """Each fills the GPU. Neither may keep the other's blocks from running while its own wait for them."""
     work = [
         (torch.cuda.Stream(), *sequence(op, algorithm, dtype, length=200, seed=i))
         for i, (op, algorithm) in enumerate(zip(OPS.values(), (first, second), strict=True))
@@ -957,33 +942,23 @@ def test_two_sequences_on_two_streams_at_once(dtype, first, second):
 @ops
 @algorithms
 def test_no_call_waits_for_the_gpu(op, algorithm):
-    call, f = sequence(op, algorithm, batch=9)
-    grad_outputs = cotangents(forward_and_gradients(f, call)[0])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        forward_and_gradients(f, call, grad_outputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    if algorithm == "cluster":
-        return
-    sizes = [9, 9, 5, 2]
-    call = op.call(Make(torch.float16, "cuda"), None, 9, 64, sizes=sizes)
-    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
-    grad_outputs = cotangents(forward_and_gradients(f, call)[0])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        forward_and_gradients(f, call, grad_outputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    for sizes in (None, [9, 9, 5, 2]) if algorithm != "cluster" else (None,):
+        call = op.call(Make(torch.float16, "cuda"), 50, 9, 128, sizes=sizes)
+        f = functools.partial(op, algorithm=algorithm, sizes=sizes)
+        grad_outputs = cotangents(forward_and_gradients(f, call)[0])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            forward_and_gradients(f, call, grad_outputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- lltm_algorithm and lstm_algorithm -------------------------------------------------------------------
 
 
 @ops
-def test_the_cpu_runs_stepwise(op, dtype):
+def test_the_plan_on_the_cpu_is_stepwise(op, dtype):
     call = op.call(Make(dtype), 3, 9, 64)
     for algorithm, backward in itertools.product(("auto", "stepwise"), (False, True)):
         assert op.plan(*call.args, algorithm=algorithm, backward=backward) == "stepwise"
@@ -993,7 +968,7 @@ def test_the_cpu_runs_stepwise(op, dtype):
 
 @ops
 @pytest.mark.parametrize("algorithm", ["cluster", "grid"])
-def test_the_cpu_refuses_what_it_cannot_run(op, dtype, algorithm):
+def test_the_cpu_refuses_persistent_algorithms(op, dtype, algorithm):
     call = op.call(Make(dtype), 3, 9, 64)
     assert_refused(op, call, algorithm, "needs a CUDA device")
     sizes = [9, 5]
@@ -1008,7 +983,7 @@ def test_the_cpu_refuses_what_it_cannot_run(op, dtype, algorithm):
 @needs_cuda
 @ops
 @pytest.mark.parametrize("algorithm", ["cluster", "grid"])
-def test_what_cannot_run_is_refused_with_its_reason(op, algorithm):
+def test_an_algorithm_that_cannot_run_is_refused_with_the_reason(op, algorithm):
     for dtype, hidden, batch in (
         (DOUBLE, 64, 9),
         (torch.float32, 12, 9),
@@ -1023,7 +998,7 @@ def test_what_cannot_run_is_refused_with_its_reason(op, algorithm):
         assert_refused(op, call, algorithm, reason)
         assert op.plan(*call.args, algorithm="stepwise") == "stepwise"
         exact = call.map(torch.Tensor.double).run(op.loop)
-        assert_all_near(call.run(op), exact, FORWARD[dtype])  # auto runs everything
+        assert_all_near(call.run(op), exact, FORWARD[dtype])  # by algorithm="auto"
     for hidden, dtype in ((136, torch.float32), (520, torch.float16)):
         call = op.call(Make(dtype, "cuda"), 2, 3, hidden, input_size=3)
         assert_refused(op, call, "cluster", why_not("cluster", dtype, hidden, 3))
@@ -1034,8 +1009,8 @@ def test_what_cannot_run_is_refused_with_its_reason(op, algorithm):
 
 @needs_cuda
 @ops
-def test_a_grid_whose_groups_would_hold_too_many_rows_is_refused(op):
-    """Their cell states lie in shared memory. Only the plan is asked: nothing of these sizes is computed."""
+def test_a_grid_with_too_many_rows_in_a_group_is_refused(op):
+    """Shared memory holds their cell states. Only the plan is made: nothing of these sizes is computed."""
     for dtype, hidden, batch in ((torch.float16, 1024, 20_000), (torch.float32, 512, 20_000)):
         weights = op.weights(Make(dtype, "cuda"), hidden, input_size=1)
         state = torch.zeros(1, 1, dtype=dtype, device="cuda").expand(batch, hidden)
@@ -1047,7 +1022,7 @@ def test_a_grid_whose_groups_would_hold_too_many_rows_is_refused(op):
 
 
 @ops
-def test_the_arguments_are_checked_as_those_of_a_call(op, device):
+def test_algorithm_checks_its_arguments_like_a_call(op, device):
     input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 64).args
     for bad, message in (
         ((input[0], (h0, c0), weight_ih, weight_hh), "input of shape"),
@@ -1061,7 +1036,7 @@ def test_the_arguments_are_checked_as_those_of_a_call(op, device):
 
 
 @ops
-def test_under_autocast_it_is_that_of_the_types_cast_to(op, device):
+def test_algorithm_under_autocast_is_that_of_the_cast_tensors(op, device):
     input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 256).args
     mixed = (input.bfloat16(), (h0, c0), weight_ih, weight_hh, bias)
     with pytest.raises(TypeError, match="expected h0 of dtype bfloat16"):
@@ -1069,12 +1044,12 @@ def test_under_autocast_it_is_that_of_the_types_cast_to(op, device):
     lowered = (input.bfloat16(), (h0.bfloat16(), c0), *(w.bfloat16() for w in (weight_ih, weight_hh, bias)))
     with torch.autocast(device, torch.bfloat16):
         assert op.algorithm_of(*mixed) == op.algorithm_of(*lowered)
-        if NEEDED["cluster"] <= CAPABILITY and device == "cuda":  # which takes no 256 units in float32
+        if NEEDED["cluster"] <= CAPABILITY and device == "cuda":  # in float32 a cluster can't take 256 units
             assert op.algorithm_of(*mixed, algorithm="cluster") == "cluster"
 
 
 @ops
-def test_a_name_of_no_algorithm_is_a_value_error(op, device):
+def test_an_unknown_algorithm_is_a_value_error(op, device):
     input, h0, c0, *weights = op.call(Make(device=device), 3, 9, 64).args
     for name in ("fastest", "", "Grid", "auto "):
         for function in (op.function, op.algorithm_of):
@@ -1088,7 +1063,7 @@ def test_a_name_of_no_algorithm_is_a_value_error(op, device):
 
 @ops
 def test_auto_runs_everything(op, dtype, device):
-    """Whatever it names can be asked for by that name, and gives the same bits."""
+    """The algorithm that it chooses gives the same bits when asked for by name."""
     for length, batch, hidden in ((3, 9, 64), (2, 3, 5), (1, 1, 1), (2, 130, 24), (0, 3, 8), (3, 0, 8)):
         call = op.call(Make(dtype, device), length, batch, hidden, input_size=3)
         name = op.plan(*call.args)
@@ -1100,10 +1075,33 @@ def test_auto_runs_everything(op, dtype, device):
         assert_all_near(outputs, call.map(torch.Tensor.double).run(op.loop), FORWARD[dtype])
 
 
+def recurrence_kernels(kernels):
+    """The names of our kernels among a profiler's: 'void lltm_ext::recurrence_..._kernel<...>(...)'."""
+    return [name for kernel in kernels for name in re.findall(r"\brecurrence_\w+_kernel\b", kernel)]
+
+
+def forward_and_backward(f, call):
+    """Functions that run one of the two. All modules are loaded when this returns."""
+    call = call.leaves()
+    outputs = call.run(f)
+    grad_outputs = cotangents(outputs)
+    backward = functools.partial(torch.autograd.grad, outputs, call.tensors, grad_outputs, retain_graph=True)
+    backward()
+    return {"forward": functools.partial(call.run, f), "backward": backward}
+
+
+FUSED, POINTWISE = "recurrence_fused_step_kernel", "recurrence_pointwise_step_kernel"
+
+
+def may_be_fused(dtype, hidden, sizes):
+    """Whether a step may be one kernel: of half types on Hopper, where all steps have the same rows."""
+    return CAPABILITY == (9, 0) and dtype.itemsize == 2 and hidden % 8 == 0 and sizes is None
+
+
 @needs_cuda
 @ops
 @types
-def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
+def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_kernels):
     cases, functions, make = [], [], Make(dtype, "cuda")
     weights = {hidden: op.weights(make, hidden) for hidden in (5, 64, 256, 600, 1024)}
     for hidden, batch, sizes, algorithm in itertools.product(
@@ -1114,23 +1112,42 @@ def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
             algorithm, dtype, hidden, batch, is_packed=bool(sizes), gates=op.gates
         ):
             continue
-        call = op.call_with(make, 3, batch, weights[hidden], sizes=sizes).leaves()
-        f = functools.partial(call.run, functools.partial(op, sizes=sizes, algorithm=algorithm))
-        outputs = f()
-        backward = functools.partial(
-            torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
-        )
-        backward()  # all modules are loaded before the profiler looks
-        for direction, function in (("forward", f), ("backward", backward)):
-            named = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
-            cases.append((direction, named, f"{algorithm}, {hidden=}, {batch=}, {sizes=}, {direction}"))
+        call = op.call_with(make, 3, batch, weights[hidden], sizes=sizes)
+        f = functools.partial(op, sizes=sizes, algorithm=algorithm)
+        for direction, function in forward_and_backward(f, call).items():
+            planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
+            if planned != "stepwise":
+                allowed = [f"recurrence_persistent_{direction}_kernel"]
+            else:
+                allowed = [POINTWISE, FUSED] if may_be_fused(dtype, hidden, sizes) else [POINTWISE]
+            cases.append((allowed, f"{algorithm}, {hidden=}, {batch=}, {sizes=}, {direction}: {planned}"))
             functions.append(function)
-    found = kernels_of(functions)
-    assert len(found) == len(cases)
-    for kernels, (direction, named, what) in zip(found, cases, strict=True):
-        at_once = any(f"recurrence_persistent_{direction}_kernel" in name for name in kernels)
-        stepwise = any("step_kernel" in name for name in kernels)
-        assert (at_once, stepwise) == (named != "stepwise", named == "stepwise"), (what, named, kernels)
+    for kernels, (allowed, what) in zip(kernels_of(functions), cases, strict=True):
+        found = set(recurrence_kernels(kernels))
+        assert len(found) == 1 and found <= set(allowed), (what, found, allowed)
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "hidden,batch,sizes,fused",
+    [
+        (256, 16, None, True),
+        (1024, 64, None, True),
+        (512, 256, None, True),
+        (60, 16, None, False),  # rows are no multiples of 16 bytes
+        (256, 16, [16, 16, 9], False),
+        (2560, 256, None, False),  # a block would have too much of the product
+    ],
+)
+def test_a_step_is_fused_where_that_is_faster(op, dtype, hidden, batch, sizes, fused, profiler_sees_kernels):
+    """Product and cell in one kernel, on Hopper. These sizes are far from the limits in plan.h."""
+    call = op.call(Make(dtype, "cuda"), 3, batch, hidden, sizes=sizes)
+    f = functools.partial(op, sizes=sizes, algorithm="stepwise")
+    expected = FUSED if fused and may_be_fused(dtype, hidden, sizes) else POINTWISE
+    for kernels in kernels_of(forward_and_backward(f, call).values()):
+        assert set(recurrence_kernels(kernels)) == {expected}
 
 
 @needs_cuda
@@ -1138,25 +1155,20 @@ def test_what_it_says_is_what_runs(op, dtype, profiler_sees_kernels):
 @types
 def test_both_directions_are_one_launch(op, dtype, profiler_sees_kernels):
     for sizes in (None, [16, 9, 3]):
-        call = op.both_call(Make(dtype, "cuda"), 3, 16, 256, sizes=sizes).leaves()
         if why_not("grid", dtype, 256, 16, is_packed=bool(sizes), gates=op.gates):
             continue
-        outputs = call.run(op.both)
-        backward = functools.partial(
-            torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
+        functions = forward_and_backward(
+            op.bidirectional, op.bidirectional_call(Make(dtype, "cuda"), 3, 16, 256, sizes=sizes)
         )
-        backward()
-        for direction, found in zip(
-            ("forward", "backward"), kernels_of([lambda call=call: call.run(op.both), backward]), strict=True
-        ):
-            assert sum(f"recurrence_persistent_{direction}_kernel" in name for name in found) == 1, (sizes, found)
+        for direction, kernels in zip(functions, kernels_of(functions.values()), strict=True):
+            assert recurrence_kernels(kernels) == [f"recurrence_persistent_{direction}_kernel"], sizes
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------
 
 
 def layer_by_loops(op, layer, sequences, hx, parameters):
-    """What a layer must give for sequences [length, input_size], each alone: outputs, h_n, c_n."""
+    """(outputs, h_n, c_n) that a layer must give for sequences [length, input_size], computed one by one."""
     directions = ("", "_reverse") if layer.bidirectional else ("",)
     outputs, states = [], []
     for b, x in enumerate(sequences):
@@ -1190,7 +1202,7 @@ def layer_by_loops(op, layer, sequences, hx, parameters):
 
 
 def check_layer(op, layer_type, device, data):
-    """Any layer on dense or packed input, against loops over each of its sequences alone, in float64."""
+    """Any layer on dense or packed input, against loops over each sequence in float64."""
     length, batch = data.draw(st.integers(1, 12), label="length"), data.draw(st.integers(1, 6), label="batch")
     input_size = data.draw(st.integers(1, 9), label="input_size")
     hidden = data.draw(st.sampled_from([1, 5, 8, 16, 24, 40]), label="hidden_size")
@@ -1242,80 +1254,60 @@ def test_any_lstm_layer_equals_loops_over_its_sequences(data, device):
 
 # ---- Strides and alignment -------------------------------------------------------------------------------
 #
-# Last in this file: a kernel that reads 16 bytes where there are none aligned takes the CUDA context with it.
+# Last in this file, because a misaligned 16-byte access destroys the CUDA context.
 
 
 def misaligned_transposed(x):
-    """Rows and columns exchanged in memory, which begins at an odd element."""
+    """Transposed in memory, and starting at an odd element."""
     return misaligned(x.mT.contiguous()).mT if x.dim() > 1 else misaligned(x)
 
 
 LAYOUTS = {
     f.__name__: f for f in (transposed, stepped, expanded, negated_view, misaligned, misaligned_transposed)
 }
-layouts = pytest.mark.parametrize("way", LAYOUTS.values(), ids=LAYOUTS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 @ops
 @types
 @runs
 @layouts
-def test_strides_of_each_argument_alone_and_of_all(op, dtype, device, algorithm, way):
+def test_strides_of_one_argument_and_of_all(op, dtype, device, algorithm, layout):
     call = op.call(Make(dtype, device), 3, 9, 64)
     for which in (*({i} for i in range(len(NAMES))), set(range(len(NAMES)))):
-        changed = Call(*(way(x) if i in which else x for i, x in enumerate(call.args)))
-        f = functools.partial(op, algorithm=algorithm)
-        outputs, gradients = forward_and_gradients(f, changed)
-        exact = changed.map(lambda x: packed(x).double())
-        expected, expected_gradients = forward_and_gradients(op.loop, exact, cotangents(outputs))
-        what = f"{way.__name__} {[NAMES[i] for i in sorted(which)]}"
-        assert_all_near(outputs, expected, FORWARD[dtype], f"{what}: output")
-        assert_all_near(gradients, expected_gradients, BACKWARD[dtype], f"{what}: gradient of argument")
+        changed = Call(*(layout(x) if i in which else x for i, x in enumerate(call.args)))
+        results = results_of(functools.partial(op, algorithm=algorithm), op.loop, changed)
+        results.assert_near(dtype, f"{[NAMES[i] for i in sorted(which)]}:")
 
 
 @ops
 @layouts
 @pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "no oneDNN"])
-def test_strides_of_products_large_enough_for_onednn(op, way, onednn):
-    """The CPU multiplies dense float32 matrices of this size by it, as torch allows, and no others."""
-    call = op.call(Make(), 2, 16, 256, input_size=300)
-    changed = Call(*(way(x) for x in call.args))
+def test_strides_of_products_large_enough_for_onednn(op, layout, onednn):
+    """The CPU multiplies only dense float32 matrices of this size by oneDNN, if torch allows it."""
+    call = op.call(Make(), 2, 16, 256, input_size=300).map(layout)
     with torch.backends.mkldnn.flags(enabled=onednn):
-        outputs, gradients = forward_and_gradients(op, changed)
-    exact = changed.map(lambda x: packed(x).double())
-    expected, expected_gradients = forward_and_gradients(op.loop, exact, cotangents(outputs))
-    assert_all_near(outputs, expected, FORWARD[torch.float32], "output")
-    assert_all_near(gradients, expected_gradients, BACKWARD[torch.float32], "gradient of argument")
+        results_of(op, op.loop, call).assert_near(torch.float32)
 
 
 @ops
 @types
 @runs
 @layouts
-def test_strides_of_incoming_gradients(op, dtype, device, algorithm, way):
+def test_strides_of_incoming_gradients(op, dtype, device, algorithm, layout):
     call = op.call(Make(dtype, device), 3, 9, 64)
     f = functools.partial(op, algorithm=algorithm)
-    grad_outputs = [way(g) for g in cotangents(call.run(f))]
-    _, gradients = forward_and_gradients(f, call, grad_outputs)
-    exact = [packed(g).double() for g in grad_outputs]
-    _, expected = forward_and_gradients(op.loop, call.map(torch.Tensor.double), exact)
-    assert_all_near(gradients, expected, BACKWARD[dtype], f"{way.__name__}: gradient of argument")
+    grad_outputs = [layout(g) for g in cotangents(call.run(f))]
+    results_of(f, op.loop, call, grad_outputs).assert_near(dtype)
 
 
 @ops
 @types
 @runs_of_packed
-@pytest.mark.parametrize("way", [transposed, stepped, misaligned, misaligned_transposed])
-def test_strides_of_packed_rows_and_their_gradients(op, dtype, device, algorithm, way):
+@pytest.mark.parametrize("layout", [transposed, stepped, misaligned, misaligned_transposed])
+def test_strides_of_packed_rows_and_their_gradients(op, dtype, device, algorithm, layout):
     sizes = [9, 5, 2]
-    call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes).map(way)
+    call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes).map(layout)
     f = functools.partial(op, algorithm=algorithm, sizes=sizes)
-    grad_outputs = [way(g) for g in cotangents(call.run(f))]
-    outputs, gradients = forward_and_gradients(f, call, grad_outputs)
-    expected, expected_gradients = forward_and_gradients(
-        functools.partial(op.loop, sizes=sizes),
-        call.map(lambda x: packed(x).double()),
-        [packed(g).double() for g in grad_outputs],
-    )
-    assert_all_near(outputs, expected, FORWARD[dtype], "output")
-    assert_all_near(gradients, expected_gradients, BACKWARD[dtype], "gradient of argument")
+    grad_outputs = [layout(g) for g in cotangents(call.run(f))]
+    results_of(f, functools.partial(op.loop, sizes=sizes), call, grad_outputs).assert_near(dtype)

@@ -1,4 +1,4 @@
-"""Ops made at run time: text, compilation and cache, which need no GPU, and the op on one."""
+"""Ops made at run time: their text, compilation and cache, which need no GPU, and results on a GPU."""
 
 import inspect
 import os
@@ -25,6 +25,7 @@ from op_suite import (
     cotangents,
     expanded,
     forward_and_gradients,
+    kernels_of,
     misaligned,
     needs_cuda,
     needs_two_gpus,
@@ -40,7 +41,7 @@ from lltm_ext import _C
 BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
 DTYPES = list(FORWARD)
-ELSEWHERE = Path(__file__).parent  # where a process of its own finds the installed package, not the sources
+ELSEWHERE = Path(__file__).parent  # here a new process imports the installed package, not the sources
 
 
 def softsign_reference(x, a=1.0):
@@ -59,7 +60,7 @@ softsign = lltm_ext.elementwise(
     scalars={"a": 1.0},
     cpu=softsign_reference,
 )
-# Two tensors, of which each gradient uses another one, and the output.
+# The gradient of x uses y, that of y uses the output.
 blend = lltm_ext.elementwise(
     "T blend(T x, T y, T a, T b)",
     forward="return a * x * y + b * exp(y);",
@@ -72,7 +73,7 @@ def blend_reference(x, y, a=2.0, b=0.5):
     return a * x * y + b * y.exp()
 
 
-def of(body, **kwargs):
+def op_of(body, **kwargs):
     return lltm_ext.elementwise("T f(T x)", body, **kwargs)
 
 
@@ -88,7 +89,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def compilations(call):
-    """How often the compiler ran in a call."""
+    """How often the compiler runs in a call."""
     before = _C.elementwise.compilations()
     call()
     return _C.elementwise.compilations() - before
@@ -101,7 +102,7 @@ def compilations(call):
     "signature",
     ["", "f(x)", "float f(T x)", "T f(float x)", "T f()", "T f(T)", "T f(T x) {", "T f(T x,)", "T 1f(T x)"],
 )
-def test_a_signature_that_does_not_parse_is_shown(signature):
+def test_the_error_shows_a_signature_that_does_not_parse(signature):
     with pytest.raises(ValueError, match=f"like 'T f\\(T x, T a\\)', got {re.escape(repr(signature))}"):
         lltm_ext.elementwise(signature, "return x;")
 
@@ -124,48 +125,48 @@ def test_a_signature_that_does_not_parse_is_shown(signature):
         ),
     ],
 )
-def test_a_mistake_in_the_names_is_named(signature, arguments, message):
+def test_the_error_names_a_bad_name(signature, arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         lltm_ext.elementwise(signature, "return x;", **arguments)
 
 
-def test_an_op_says_what_it_is():
+def test_repr_name_signature_and_source_of_an_op():
     assert repr(softsign) == "<lltm_ext.elementwise T softsign(T x, T a=1), gradients: x>"
-    assert repr(of("return x;")) == "<lltm_ext.elementwise T f(T x), gradients: none>"
+    assert repr(op_of("return x;")) == "<lltm_ext.elementwise T f(T x), gradients: none>"
     assert softsign.__name__ == "softsign"
     assert str(inspect.signature(blend)).startswith("(x, y, a=2.0, b=0.5)")
     assert "return x / (a + fabs(x));" in softsign.source
     assert "return grad * a / (d * d);" in softsign.source
 
 
-def test_an_op_is_pickled():
+def test_a_pickled_op_computes_the_same():
     again = pickle.loads(pickle.dumps(softsign))
     x = Make()(5)
     assert_same_bits([again(x, a=3)], [softsign(x, a=3)])
 
 
-def test_a_backward_keeps_what_it_names_and_no_more():
+def test_only_tensors_that_the_backward_names_are_saved():
     op = lltm_ext.elementwise(
         "T f(T x, T y)", "return x;", backward={"x": "return grad; // not y\n", "y": "/* x */ return output;"}
     )
     assert op.uses == {"x": (), "y": ("output",)}
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for op in (relu, softsign):
             op(meta(5, requires_grad=True))
-    assert len(kept) == 2
+    assert len(saved) == 2
 
 
-def test_a_program_of_no_op_is_refused():
+def test_a_bad_program_is_refused():
     x = torch.empty(3, device="meta")
-    for program in (
-        "",
-        "f",
-        "f\x1fx\x1f\x1freturn x;\x1fx",
-        "\x1fx\x1f\x1freturn x;",
-        "f\x1f1\x1f\x1freturn x;",
+    for program, message in (
+        ("", "elementwise: expected a program .*, got [01] fields"),
+        ("f", "elementwise: expected a program .*, got 1 fields"),
+        ("f\x1fx\x1f\x1freturn x;\x1fx", "elementwise: expected a program .*, got 5 fields"),
+        ("\x1fx\x1f\x1freturn x;", "elementwise: expected the op's name, got ''"),
+        ("f\x1f1\x1f\x1freturn x;", "f: expected a parameter's name, got '1'"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=f"^{message}"):
             torch.ops.lltm_ext.elementwise([x], [], program)
     with pytest.raises(ValueError, match=r"^softsign: expected 1 tensors, got 2"):
         torch.ops.lltm_ext.elementwise([x, x], [1.0], softsign.program)
@@ -173,8 +174,8 @@ def test_a_program_of_no_op_is_refused():
         torch.ops.lltm_ext.elementwise([x], [], softsign.program)
 
 
-def test_the_module_alone_serves_a_program():
-    """As in a C++ program that loads an exported one: without our Python package."""
+def test_the_native_module_runs_a_program_without_the_python_package():
+    """As in a C++ program that loads an exported one."""
     code = (
         "import sys, torch\n"
         "torch.ops.load_library(sys.argv[1])\n"
@@ -193,7 +194,7 @@ def test_the_module_alone_serves_a_program():
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_it_compiles_to_a_binary_of_four_kernels(architecture, dtype, cache):
+def test_a_binary_has_four_kernels(architecture, dtype, cache):
     for op, name, wanted in (
         (blend, "blend", ()),
         (blend, "blend_backward", (0,)),
@@ -207,7 +208,7 @@ def test_it_compiles_to_a_binary_of_four_kernels(architecture, dtype, cache):
 
 
 @needs_nvrtc
-def test_the_names_in_a_formula_are_the_users_own(cache):
+def test_names_in_a_formula_do_not_collide_with_ours(cache):
     op = lltm_ext.elementwise(
         "T exp(T scalars, T v0, T f, T n0, T s0)",
         "T head = f, n = n0; return scalars * v0 + head + n * s0;",
@@ -229,9 +230,9 @@ def test_the_names_in_a_formula_are_the_users_own(cache):
         ("return x", "forward(2)", 'expected a ";"'),
     ],
 )
-def test_a_mistake_in_the_forward_is_shown_by_its_line(body, where, what, cache):
+def test_a_compile_error_shows_the_line_of_the_forward(body, where, what, cache):
     with pytest.raises(RuntimeError) as error:
-        compiled(of(body))
+        compiled(op_of(body))
     message = str(error.value)
     assert message.startswith("f does not compile:\n")
     assert f"{where}: error: " in message
@@ -239,7 +240,7 @@ def test_a_mistake_in_the_forward_is_shown_by_its_line(body, where, what, cache)
 
 
 @needs_nvrtc
-def test_a_mistake_in_a_backward_is_shown_by_its_line(cache):
+def test_a_compile_error_shows_the_line_of_the_backward(cache):
     op = lltm_ext.elementwise(
         "T f(T x, T y)", "return x;", backward={"x": "return grad;", "y": "\nreturn g;"}
     )
@@ -252,7 +253,7 @@ def test_a_mistake_in_a_backward_is_shown_by_its_line(cache):
 
 
 @needs_nvrtc
-def test_a_mistake_in_the_signature_is_shown(cache):
+def test_a_compile_error_shows_the_signature(cache):
     with pytest.raises(RuntimeError, match="signature\\(1\\): error"):
         compiled(lltm_ext.elementwise("T f(T int)", "return 1;"))
 
@@ -280,8 +281,8 @@ def test_a_second_compilation_is_read_from_disk(cache):
 def test_each_source_dtype_architecture_and_gradient_has_its_entry(cache):
     calls = [
         lambda: compiled(softsign),
-        lambda: compiled(of("return x;")),
-        lambda: compiled(of("return x ;")),
+        lambda: compiled(op_of("return x;")),
+        lambda: compiled(op_of("return x ;")),
         lambda: compiled(softsign, torch.float16),
         lambda: compiled(softsign, architecture="sm_90"),
         lambda: compiled(softsign, wanted=(0,)),
@@ -298,13 +299,13 @@ def damage(text, kind):
         "cut": text[:-1],
         "a byte changed": text[:-100] + bytes([text[-100] ^ 1]) + text[-99:],
         "longer": text + b"\0",
-        "of the key alone": text[:40],
+        "only the key": text[:40],
     }[kind]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("kind", ["empty", "cut", "a byte changed", "longer", "of the key alone"])
-def test_a_damaged_entry_is_built_again(kind, cache):
+@pytest.mark.parametrize("kind", ["empty", "cut", "a byte changed", "longer", "only the key"])
+def test_a_damaged_entry_is_compiled_again(kind, cache):
     binary = compiled(relu)
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
@@ -317,8 +318,8 @@ def test_a_damaged_entry_is_built_again(kind, cache):
 
 
 @needs_nvrtc
-def test_an_entry_under_another_key_is_not_taken(cache):
-    """Whole and well formed, but not what the name says: as after a clash, or put there."""
+def test_an_entry_under_another_key_is_not_used(cache):
+    """A valid entry under the wrong name, as after a hash collision or a copied file."""
     compiled(softsign)
     (other,) = cache.iterdir()
     foreign = other.read_bytes()
@@ -345,19 +346,19 @@ def test_an_entry_that_is_a_link_or_folder_is_not_followed(cache, tmp_path):
     assert compilations(lambda: compiled(relu)) == 1
 
 
-def warns_of(reason, folder, **variables):
-    """What a process of its own says when it compiles twice; it must compile each time."""
+def assert_not_cached(reason, folder):
+    """A new process that compiles twice compiles each time, and warns once with the reason."""
     code = (
         "import warnings, torch, lltm_ext\n"
         "from lltm_ext import _C\n"
         "op = lltm_ext.elementwise('T f(T x)', 'return x;')\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    for _ in range(2): _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
         "assert _C.elementwise.compilations() == 2\n"
-        "print('\\n'.join(str(w.message) for w in said))\n"
+        "print('\\n'.join(str(w.message) for w in caught))\n"
     )
-    env = os.environ | {"LLTM_EXT_CACHE": str(folder)} | variables
+    env = os.environ | {"LLTM_EXT_CACHE": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ELSEWHERE, timeout=120
     )
@@ -372,14 +373,14 @@ def test_a_folder_that_others_could_write_is_not_used(tmp_path):
         folder = tmp_path / f"open{mode}"
         folder.mkdir()
         folder.chmod(mode)
-        warns_of(f"{folder} can be written by other users (chmod 700 mends it)", folder)
+        assert_not_cached(f"{folder} can be written by other users (chmod 700 mends it)", folder)
         assert list(folder.iterdir()) == []
 
 
 @needs_nvrtc
-def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
+def test_a_folder_that_cannot_be_made_is_not_used(tmp_path):
     (tmp_path / "file").touch()
-    warns_of("Not a directory", tmp_path / "file" / "cache")
+    assert_not_cached("Not a directory", tmp_path / "file" / "cache")
 
 
 @needs_nvrtc
@@ -388,12 +389,12 @@ def test_a_folder_of_another_user_is_not_used(tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
-    warns_of("belongs to another user", folder)
+    assert_not_cached("belongs to another user", folder)
     assert list(folder.iterdir()) == []
 
 
 @needs_nvrtc
-def test_the_folder_is_found_as_xdg_says(tmp_path, monkeypatch):
+def test_the_default_folder_follows_xdg(tmp_path, monkeypatch):
     monkeypatch.delenv("LLTM_EXT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     compiled(relu)
@@ -405,7 +406,7 @@ def test_the_folder_is_found_as_xdg_says(tmp_path, monkeypatch):
 
 
 @needs_nvrtc
-def test_processes_that_compile_at_once_leave_one_whole_entry(cache):
+def test_concurrent_processes_write_one_valid_entry(cache):
     code = (
         "import hashlib, torch, lltm_ext\n"
         "from lltm_ext import _C\n"
@@ -424,7 +425,7 @@ def test_processes_that_compile_at_once_leave_one_whole_entry(cache):
     assert [process.returncode for process in processes] == [0] * 4
     assert len(found) == 1
     assert len(list(cache.iterdir())) == 1  # and no temporary file
-    op = of("return exp(x);")
+    op = op_of("return exp(x);")
     assert compilations(lambda: compiled(op)) == 0
 
 
@@ -435,7 +436,7 @@ def meta(*shape, **kwargs):
     return torch.empty(*shape, device="meta", **kwargs)
 
 
-def test_cpu_tensors_go_to_the_function_given_for_them():
+def test_cpu_tensors_go_to_the_cpu_function():
     x = Make(DOUBLE)(3, 4).requires_grad_()
     assert_same_bits([softsign(x, a=2)], [softsign_reference(x, 2.0)])
     assert_same_bits([softsign(a=2, x=x)], [softsign_reference(x, 2.0)])
@@ -459,7 +460,7 @@ def test_cpu_tensors_go_to_the_function_given_for_them():
         ((torch.zeros(1),), {"b": 2}, "softsign: has no parameter 'b'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(arguments, keywords, message):
+def test_the_error_names_a_bad_argument(arguments, keywords, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         softsign(*arguments, **keywords)
 
@@ -473,7 +474,7 @@ def test_arguments_that_do_not_fit_are_named(arguments, keywords, message):
         (meta(3), torch.zeros(3), RuntimeError, "expected y on meta, got cpu"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(x, y, exception, message):
+def test_the_error_names_a_bad_tensor(x, y, exception, message):
     for values in ((x, y), (x, y.requires_grad_() if y.is_floating_point() else y)):
         with pytest.raises(exception, match=f"^blend: {message}"):
             blend(*values)
@@ -482,19 +483,19 @@ def test_tensors_that_do_not_fit_are_named(x, y, exception, message):
 def test_a_gradient_without_a_formula_is_refused_and_not_dropped():
     x = meta(3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
-        of("return x;")(x)
+        op_of("return x;")(x)
     with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
-        torch.func.grad(lambda x: of("return x;")(x).sum())(x.detach())
+        torch.func.grad(lambda x: op_of("return x;")(x).sum())(x.detach())
     with torch.no_grad():
-        assert not of("return x;")(x).requires_grad
-    assert not of("return x;")(x.detach()).requires_grad
+        assert not op_of("return x;")(x).requires_grad
+    assert not op_of("return x;")(x.detach()).requires_grad
     op = lltm_ext.elementwise("T f(T x, T y)", "return x * y;", backward={"x": "return grad * y;"})
     assert op(x, x.detach()).requires_grad
     with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to y is required"):
         op(x, x)
 
 
-def test_a_second_derivative_is_an_error_and_not_a_zero():
+def test_a_second_derivative_is_refused_and_not_zero():
     message = "^softsign: its gradient cannot be differentiated again"
     x = meta(3, requires_grad=True)
     (gradient,) = torch.autograd.grad(softsign(x).sum(), x, create_graph=True)
@@ -535,11 +536,11 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_shapes_and_dtypes_are_those_of_torch(pair):
+def test_shapes_dtypes_and_strides_equal_torchs(pair):
     x, y = PAIRS[pair]()
     output, expected = blend(x, y), x * y
     assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
-    if pair not in ("expanded",):
+    if pair != "expanded":
         assert output.stride() == expected.stride()
     with_graph, gradients = forward_and_gradients(blend, Call(x, y))
     assert with_graph[0].stride() == output.stride()
@@ -548,7 +549,7 @@ def test_shapes_and_dtypes_are_those_of_torch(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_fake_tensors_of_a_gpu_foretell_the_outputs(pair):
+def test_fake_tensors_have_the_layout_of_the_outputs(pair):
     x, y = PAIRS[pair]()
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (x, y)]
@@ -570,7 +571,7 @@ def test_symbolic_shapes_keep_strides(fresh_dynamo):
             output = function(x, meta(columns))
             assert (output.shape, output.stride()) == (x.shape, x.stride())
         frames.append(counter.frame_count)
-    assert frames == [frames[0]] * 3  # once for each order of the strides, for all sizes
+    assert frames == [frames[0]] * 3  # one compilation for each order of strides serves all sizes
 
 
 def test_compiles_with_gradients_and_changing_scalars(fresh_dynamo):
@@ -581,7 +582,7 @@ def test_compiles_with_gradients_and_changing_scalars(fresh_dynamo):
         assert x.grad.shape == x.shape and y.grad.shape == y.shape
 
 
-def test_the_function_for_the_cpu_compiles(fresh_dynamo):
+def test_the_cpu_function_compiles(fresh_dynamo):
     x = Make()(3, 4)
     function = torch.compile(lambda x: softsign(x, a=2) * 2, fullgraph=True, backend="aot_eager")
     assert_near(function(x), softsign_reference(x, 2.0) * 2, FORWARD[torch.float32])
@@ -633,10 +634,6 @@ def test_the_example_runs():
 # ---- On a GPU
 
 
-def of_cuda(make, *shapes):
-    return [make(*shape, scale=2) for shape in shapes]
-
-
 def check_against_reference(op, reference, tensors, dtype, **scalars):
     call = Call(*tensors)
     # Positive, so that the sums over broadcast dimensions do not cancel.
@@ -655,20 +652,22 @@ def check_against_reference(op, reference, tensors, dtype, **scalars):
 @needs_cuda
 class TestOnCuda:
     @pytest.mark.parametrize("shape", [(), (1,), (63, 3), (500, 37), (2, 3, 5, 7), (100_003,)])
-    def test_values_and_gradients(self, shape, dtype):
+    def test_values_and_gradients_match_the_reference(self, shape, dtype):
         make = Make(dtype, "cuda")
-        check_against_reference(softsign, softsign_reference, of_cuda(make, shape), dtype, a=2.0)
-        check_against_reference(blend, blend_reference, of_cuda(make, shape, shape), dtype, b=0.25)
+        x, y = make(*shape, scale=2), make(*shape, scale=2)
+        check_against_reference(softsign, softsign_reference, [x], dtype, a=2.0)
+        check_against_reference(blend, blend_reference, [x, y], dtype, b=0.25)
 
     @pytest.mark.parametrize(
         "shapes", [((3, 4), (4,)), ((3, 1), (1, 4)), ((), (5, 6)), ((2, 1, 5), (7, 1)), ((0, 4), (4,))]
     )
-    def test_broadcasting(self, shapes, dtype):
-        tensors = [x.abs() for x in of_cuda(Make(dtype, "cuda"), *shapes)]
+    def test_broadcasting_matches_the_reference(self, shapes, dtype):
+        make = Make(dtype, "cuda")
+        tensors = [make(*shape, scale=2).abs() for shape in shapes]
         check_against_reference(blend, blend_reference, tensors, dtype)
 
     @pytest.mark.parametrize("layout", [transposed, stepped, misaligned, expanded, negated_view])
-    def test_strides(self, layout, dtype):
+    def test_strides_match_the_reference(self, layout, dtype):
         make = Make(dtype, "cuda")
         x, y = make(6, 7), make(6, 7)
         check_against_reference(blend, blend_reference, [layout(x), layout(y)], dtype)
@@ -691,13 +690,13 @@ class TestOnCuda:
                 assert_same_bits([softsign(x[start:end])], [whole[start:end]])
         y = Make(dtype, "cuda", seed=1)(64)
         both = blend(x, y)
-        for offset in range(1, 9):  # the two never aligned alike
+        for offset in range(1, 9):  # the two never have the same alignment
             assert_same_bits(
                 [blend(x[offset:], y[:-offset])], [blend(x[offset:].clone(), y[:-offset].clone())]
             )
         assert_same_bits([blend(x[3:], y[3:])], [both[3:]])
 
-    def test_the_tutorials_relu_is_ours_bit_for_bit(self, dtype):
+    def test_relu_has_the_bits_of_lltm_ext_relu(self, dtype):
         special = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).cuda()
         for x in (special, Make(dtype, "cuda")(1001), Make(dtype, "cuda")(33, 65).T):
             ours, ours_gradients = forward_and_gradients(relu, Call(x))
@@ -712,8 +711,9 @@ class TestOnCuda:
         assert [g.dtype for g in gradients] == [torch.float16, torch.float32]
         assert_near(outputs[0], blend_reference(x.double(), y.double()), FORWARD[torch.float32])
 
-    def test_some_of_the_gradients(self):
-        x, y = of_cuda(Make(DOUBLE, "cuda"), (5, 6), (5, 6))
+    def test_a_gradient_is_the_same_whichever_others_are_required(self):
+        make = Make(DOUBLE, "cuda")
+        x, y = make(5, 6), make(5, 6)
         _, together = forward_and_gradients(blend, Call(x, y))
         for i in range(2):
             leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, y))]
@@ -723,26 +723,28 @@ class TestOnCuda:
             output = blend(*leaves)
             assert_same_bits(torch.autograd.grad(output, leaves[i], cotangents([output])), [together[i]])
 
-    def test_all_gradients_are_one_kernel(self):
-        x, y = (t.requires_grad_() for t in of_cuda(Make(device="cuda"), (50, 60), (50, 60)))
-        output, grad_output = blend(x, y), Make(device="cuda")(50, 60)
-        torch.autograd.grad(output, (x, y), grad_output, retain_graph=True)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            torch.autograd.grad(output, (x, y), grad_output)
-            torch.cuda.synchronize()
-        kernels = [event.key for event in profile.key_averages() if "lltm_ext" in event.key]
-        assert kernels == ["lltm_ext_blend_backward_flat"]
+    def test_all_gradients_are_one_launch(self, profiler_sees_kernels):
+        make = Make(device="cuda")
+        x, y, grad_output = make(50, 60).requires_grad_(), make(50, 60).requires_grad_(), make(50, 60)
+        output = blend(x, y)
 
-    def test_gradcheck(self):
+        def backward():
+            torch.autograd.grad(output, (x, y), grad_output, retain_graph=True)
+
+        backward()  # compiles
+        (kernels,) = kernels_of([backward])
+        assert [name for name in kernels if "lltm_ext" in name] == ["lltm_ext_blend_backward_flat"]
+
+    def test_gradcheck_accepts_right_and_refuses_wrong_gradients(self):
         assert softsign.gradcheck()
         assert blend.gradcheck(a=0.5)
         x = Make(DOUBLE, "cuda")(2, 3)
         assert blend.gradcheck(x, x[0])
-        wrong = of("return x * x;", backward={"x": "return grad * x;"})
+        wrong = op_of("return x * x;", backward={"x": "return grad * x;"})
         with pytest.raises(RuntimeError, match="Jacobian mismatch"):
             wrong.gradcheck()
         with pytest.raises(RuntimeError, match=r"^f: has no backward to check"):
-            of("return x;").gradcheck()
+            op_of("return x;").gradcheck()
 
     def test_eight_tensors_and_their_gradients(self):
         names = [f"x{i}" for i in range(8)]
@@ -755,17 +757,17 @@ class TestOnCuda:
         tensors = [Make(DOUBLE, "cuda", seed)(3, 1 + seed % 2 * 3) for seed in range(8)]
         assert op.gradcheck(*tensors)
 
-    def test_no_operand_and_no_scalar_is_left_out(self):
-        constant = of("return T(3);", backward={"x": "return T(0);"})
+    def test_a_formula_may_ignore_its_operand(self):
+        constant = op_of("return T(3);", backward={"x": "return T(0);"})
         x = torch.ones(7, device="cuda", requires_grad=True)
         y = constant(x)
         y.sum().backward()
         assert y.tolist() == [3] * 7 and x.grad.tolist() == [0] * 7
 
-    def test_a_mistake_shows_at_the_first_call_and_the_next_op_is_right(self):
+    def test_a_compile_error_comes_at_the_first_call_and_the_next_op_is_right(self):
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match=r'^f does not compile:\nforward\(1\): error: identifier "y"'):
-            of("return y;")(x)
+            op_of("return y;")(x)
         assert relu(x).tolist() == [1, 1, 1]
 
     def test_runs_on_the_current_stream(self):
@@ -782,8 +784,8 @@ class TestOnCuda:
 
     @pytest.mark.parametrize("warm", [True, False])
     def test_graph_capture(self, warm):
-        """Also of the first call of all, which compiles and loads."""
-        op = of(f"return x * 3 + {int(warm)};", backward={"x": "return grad * 3;"})
+        """Even of the first call, which compiles and loads."""
+        op = op_of(f"return x * 3 + {int(warm)};", backward={"x": "return grad * 3;"})
         static = Make(device="cuda")(1000).requires_grad_()
         grad_output = torch.ones_like(static)
         if warm:
@@ -803,13 +805,14 @@ class TestOnCuda:
         assert gradient.unique().tolist() == [3]
 
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    def test_torch_compile(self, backend, fresh_dynamo):
+    def test_torch_compile_equals_eager(self, backend, fresh_dynamo):
         def function(x, y, a):
             return blend(x, y, a).cos() * softsign(x, a=a)
 
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         for rows, a in ((5, 1.0), (6, 2.0), (7, 3.0)):
-            call = Call(*of_cuda(Make(DOUBLE, "cuda"), (rows, 4), (4,)), a)
+            make = Make(DOUBLE, "cuda")
+            call = Call(make(rows, 4, scale=2), make(4, scale=2), a)
             outputs, gradients = forward_and_gradients(compiled, call)
             expected, expected_gradients = forward_and_gradients(function, call)
             assert_all_near(outputs, expected, FORWARD[DOUBLE])
@@ -822,8 +825,9 @@ class TestOnCuda:
             tensors = [t.detach().requires_grad_(requires_grad) for t in tensors]
             torch.library.opcheck(op, (tensors, [2.0, 0.5], blend.program))
 
-    def test_func_transforms(self):
-        x, y = of_cuda(Make(DOUBLE, "cuda"), (5, 3, 4), (4,))
+    def test_func_transforms_match_the_reference(self):
+        make = Make(DOUBLE, "cuda")
+        x, y = make(5, 3, 4, scale=2), make(4, scale=2)
 
         def loss(function):
             return lambda x, y: (function(x, y) ** 2).sum()
@@ -843,7 +847,7 @@ class TestOnCuda:
     def test_threads_make_the_first_call_at_once(self):
         from concurrent.futures import ThreadPoolExecutor
 
-        op = of("return x * 5;")
+        op = op_of("return x * 5;")
         x = torch.ones(100, device="cuda")
         with ThreadPoolExecutor(8) as pool:
             outputs = list(pool.map(lambda _: op(x), range(16)))

@@ -1,4 +1,4 @@
-"""Every value of a dtype through every elementwise op: 65,536 of a half type; on a GPU 2^32 of float32."""
+"""Every elementwise op on every value of a dtype: 65,536 of a half type; on a GPU 2^32 of float32."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from op_suite import needs_cuda
 
 import lltm_ext
 
-# The largest exponent below a normal number (as frexp counts), and the bits of a significand.
+# The exponent of the smallest normal number (as frexp counts), and the bits of a significand.
 FORMATS = {torch.float16: (-13, 11), torch.bfloat16: (-125, 8), torch.float32: (-125, 24)}
-# Equal to torch's bit for bit.
+# Bit for bit equal to torch's.
 EXACT = {
     "relu": (lltm_ext.relu, torch.relu),
     "round": (lltm_ext.round, torch.round),
@@ -26,14 +26,14 @@ def every_half(dtype, device):
 
 
 def every_float32():
-    """2^32 values, in pieces."""
+    """All 2^32 values, in pieces."""
     for start in range(-(2**31), 2**31, 2**28):
         values = torch.arange(start, start + 2**28, device="cuda")
         yield values.to(torch.int32).view(torch.float32)
 
 
 def assert_equal(actual, expected):
-    """Bit for bit, -0 apart from 0; NaN as NaN."""
+    """Bit for bit, but any NaN equals any other."""
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)
     assert torch.equal(actual == expected, ~nan)
@@ -41,7 +41,7 @@ def assert_equal(actual, expected):
 
 
 def units_in_the_last_place(actual, exact):
-    """How far `actual` is from float64's `exact`, in units of its own dtype there; 0 where both are NaN."""
+    """The error of `actual` against float64's `exact`, in units in the last place; 0 where both are NaN."""
     smallest, bits = FORMATS[actual.dtype]
     exponent = torch.frexp(exact).exponent.clamp(min=smallest) - bits
     error = torch.ldexp((actual.double() - exact).abs(), -exponent)
@@ -50,7 +50,7 @@ def units_in_the_last_place(actual, exact):
 
 @exact
 @half_types
-def test_every_half_value_is_torchs(op, dtype, device):
+def test_every_half_value_equals_torchs(op, dtype, device):
     ours, torchs = EXACT[op]
     x = every_half(dtype, device)
     assert_equal(ours(x), torchs(x))
@@ -64,7 +64,7 @@ def test_every_half_value_of_sigmoid_is_within_2_ulp(dtype, device):
 
 @needs_cuda
 @exact
-def test_every_float32_value_is_torchs(op):
+def test_every_float32_value_equals_torchs(op):
     ours, torchs = EXACT[op]
     for x in every_float32():
         assert_equal(ours(x), torchs(x))
@@ -78,7 +78,7 @@ def test_every_float32_value_of_sigmoid_is_within_2_ulp():
     )
 
 
-def test_sigmoid_on_the_cpu_is_within_3_ulp():
-    """Of what 2^20 float32 values, spread evenly over all bit patterns, give."""
+def test_float32_sigmoid_on_the_cpu_is_within_3_ulp():
+    """On 2^20 values, evenly spread over all bit patterns."""
     x = torch.arange(-(2**31), 2**31, 2**12, dtype=torch.int64).to(torch.int32).view(torch.float32)
     assert units_in_the_last_place(lltm_ext.sigmoid(x), torch.sigmoid(x.double())) <= 3

@@ -1,4 +1,4 @@
-"""fake_quantize. Its gradient is straight through, so finite differences cannot judge it: torch's can."""
+"""fake_quantize. Finite differences can't check a straight-through gradient, so torch's own op does."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -35,31 +35,31 @@ RANGE = (-8, 7)
 SCALE, ZERO_POINT = 0.25, 1
 
 
-def of_input(function):
-    """`function` as one of the input alone."""
+def with_defaults(function):
+    """`function` with a default for every parameter but the input."""
 
-    def of(input, scale=SCALE, zero_point=ZERO_POINT, quant_min=RANGE[0], quant_max=RANGE[1], **options):
+    def call(input, scale=SCALE, zero_point=ZERO_POINT, quant_min=RANGE[0], quant_max=RANGE[1], **options):
         return function(input, scale, zero_point, quant_min, quant_max, **options)
 
-    return of
+    return call
 
 
 def parameters(make, channels):
-    """Scales, powers of two, and zero points, integers."""
+    """(scales, powers of two; zero points, integers)"""
     scale = 2.0 ** torch.randint(-2, 1, (channels,), generator=make.generator)
     zero_point = torch.randint(*RANGE, (channels,), generator=make.generator)
     return [x.to(make.dtype).to(make.device) for x in (scale, zero_point)]
 
 
-def within(x, scale, zero_point):
-    """Where x lies within the grid; the parameters broadcast to it."""
+def in_range(x, scale, zero_point):
+    """Where x is not clamped. The parameters broadcast."""
     shifted = torch.round(x / scale) + zero_point
     return (shifted >= RANGE[0]) & (shifted <= RANGE[1])
 
 
-def bits_of(within):
-    """Booleans in memory order as bytes, the first in the lowest bit."""
-    flat = torch.nn.functional.pad(within.flatten().cpu(), (0, -within.numel() % 8)).view(-1, 8)
+def mask_of(booleans):
+    """Eight booleans in each byte, the first in its lowest bit."""
+    flat = torch.nn.functional.pad(booleans.flatten().cpu(), (0, -booleans.numel() % 8)).view(-1, 8)
     return (flat * 2 ** torch.arange(8)).sum(1).to(torch.uint8)
 
 
@@ -67,8 +67,8 @@ class TestFakeQuantize(ElementwiseSuite):
     """Scale and zero point are numbers."""
 
     op = "fake_quantize"
-    function = staticmethod(of_input(lltm_ext.fake_quantize))
-    reference = staticmethod(of_input(fake_quantize_reference))
+    function = staticmethod(with_defaults(lltm_ext.fake_quantize))
+    reference = staticmethod(with_defaults(fake_quantize_reference))
     bad_calls = {
         **elementwise_bad_calls("fake_quantize"),
         "no scale": (
@@ -139,7 +139,7 @@ class TestFakeQuantize(ElementwiseSuite):
     }
 
     def apply(self, *args, **kwargs):
-        return of_input(lltm_ext.FakeQuantizeFunction.apply)(*args, **kwargs)
+        return with_defaults(lltm_ext.FakeQuantizeFunction.apply)(*args, **kwargs)
 
     def dispatcher_calls(self, call):
         (x,) = call.args
@@ -165,10 +165,10 @@ class TestFakeQuantize(ElementwiseSuite):
             expected = [torch.stack(ys) for ys in zip(*(c.run(op) for c in calls), strict=True)]
             assert_all_near(outputs, expected, FORWARD[DOUBLE])
 
-    # The function itself saves one bit an element, which no edit spoils.
+    # The function saves one bit for each element, so an edit of input or output changes no gradient.
     test_an_edit_before_backward_is_noticed = None
 
-    def test_an_edit_before_backward_does_no_harm(self, device):
+    def test_an_edit_before_backward_does_not_change_the_gradient(self, device):
         x = Make(device=device)(50).requires_grad_()
         inner = x * 1
         y = self.function(inner)
@@ -177,16 +177,16 @@ class TestFakeQuantize(ElementwiseSuite):
             inner.zero_()
             y.zero_()
         loss.backward()
-        assert torch.equal(x.grad, within(x.detach(), SCALE, ZERO_POINT).float())
+        assert torch.equal(x.grad, in_range(x.detach(), SCALE, ZERO_POINT).float())
 
     @pytest.mark.parametrize("n", [1, 7, 8, 9, 255, 1000, 100_003])
-    def test_what_is_saved_is_a_bit_an_element(self, n, dtype, device):
+    def test_one_bit_for_each_element_is_saved(self, n, dtype, device):
         saved = []
         x = Make(dtype, device)(n).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             self.function(x)
         (mask,) = saved
-        assert torch.equal(mask.cpu(), bits_of(within(x.detach(), SCALE, ZERO_POINT)))
+        assert torch.equal(mask.cpu(), mask_of(in_range(x.detach(), SCALE, ZERO_POINT)))
 
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
     def test_opcheck_of_the_mask(self, layout, device):
@@ -200,14 +200,14 @@ class TestFakeQuantize(ElementwiseSuite):
         for g in (y, y.clone().requires_grad_()):
             torch.library.opcheck(ops.fake_quantize_mask_backward.default, (g, mask, y.stride()))
 
-    def test_the_double_backward_is_the_mask_again(self, device):
+    def test_the_double_backward_applies_the_mask(self, device):
         x = Make(DOUBLE, device)(50).requires_grad_()
         grad_output = Make(DOUBLE, device, seed=1)(50).requires_grad_()
         (gradient,) = torch.autograd.grad(self.function(x), x, grad_output, create_graph=True)
         (second,) = torch.autograd.grad(gradient, grad_output, torch.full_like(x, 3), create_graph=True)
-        assert torch.equal(second, 3 * within(x.detach(), SCALE, ZERO_POINT))
+        assert torch.equal(second, 3 * in_range(x.detach(), SCALE, ZERO_POINT))
 
-    def test_the_mask_backward_refuses_what_does_not_belong_together(self, device):
+    def test_the_mask_backward_refuses_mismatched_arguments(self, device):
         g = Make(device=device)(9)
         for mask, exception, pattern in (
             (torch.zeros(1, dtype=torch.uint8, device=device), RuntimeError, r"shape .* = \[2\], got \[1\]"),
@@ -229,7 +229,7 @@ def learnable(make, *shape, axis=None, scale=3, **options):
 
 
 class TestLearnable(OpSuite):
-    """Scale and zero point are tensors, whose gradients are asked for."""
+    """Scale and zero point are tensors that require gradients."""
 
     op = "fake_quantize"
     function = staticmethod(lltm_ext.fake_quantize)
@@ -283,16 +283,16 @@ class TestLearnable(OpSuite):
 
     @needs_cuda
     @pytest.mark.parametrize("name", ["scale", "zero_point"])
-    def test_a_parameter_on_another_device(self, name):
+    def test_a_parameter_on_another_device_is_refused(self, name):
         given = {"scale": torch.ones(1), "zero_point": torch.ones(1)}
         given = {k: x if k == name else x.cuda() for k, x in given.items()}
         with pytest.raises(RuntimeError, match=f"^fake_quantize: expected {name} on cuda:0, got cpu"):
             lltm_ext.fake_quantize(torch.ones(3, device="cuda"), *given.values(), *RANGE)
-        # but one without dimensions counts as a number
+        # A tensor without dimensions counts as a number.
         given[name] = given[name].squeeze()
         assert lltm_ext.fake_quantize(torch.ones(3, device="cuda"), *given.values(), *RANGE).is_cuda
 
-    def test_only_the_wanted_gradients_are_given(self, device):
+    def test_only_required_gradients_are_computed(self, device):
         x, scale, zero_point = self.call("small", DOUBLE, device).tensors
         y = lltm_ext.fake_quantize(x, scale, zero_point.requires_grad_(), *RANGE, axis=1)
         y.sum().backward()
@@ -310,7 +310,7 @@ class TestLearnable(OpSuite):
             )
 
     @pytest.mark.parametrize("case", ["500", "rows", "short rows", "long rows"])
-    def test_the_number_of_threads_changes_nothing(self, case):
+    def test_the_number_of_threads_does_not_change_the_bits(self, case):
         call, threads = self.call(case), torch.get_num_threads()
         results = []
         try:
@@ -322,7 +322,7 @@ class TestLearnable(OpSuite):
         for outputs, gradients in results[1:]:
             assert_same_bits(outputs + gradients, results[0][0] + results[0][1])
 
-    # Shapes that take each of the ways through memory.
+    # Shapes for each way that the kernels traverse memory.
     @pytest.mark.parametrize(
         "shape, axis",
         [
@@ -354,7 +354,7 @@ class TestLearnable(OpSuite):
 
 
 class TestLikeTorch:
-    """The same bits as torch's own."""
+    """The same bits as torch's op."""
 
     def arguments(self, dtype, device, shape=(6, 5, 33), channels=None):
         make = Make(dtype, device)
@@ -363,10 +363,11 @@ class TestLikeTorch:
         zero_point = torch.randint(*RANGE, (channels or 1,), generator=make.generator, dtype=torch.int32)
         return x, scale.to(device), zero_point.to(device)
 
-    def compare(self, ours, theirs, x):
+    def assert_same_bits(self, ours, torchs, x, in_float32):
+        """`in_float32`: torch computes in float32 what is given in float64."""
         outputs, gradients = forward_and_gradients(ours, Call(x))
-        expected, expected_gradients = forward_and_gradients(theirs, Call(x))
-        if x.dtype == DOUBLE:  # torch's value for one tensor has passed through float32
+        expected, expected_gradients = forward_and_gradients(torchs, Call(packed(x)))
+        if in_float32:
             outputs, expected = [outputs[0].float()], [expected[0].float()]
         assert_same_bits(outputs, expected)
         assert_same_bits(gradients, expected_gradients)
@@ -376,35 +377,38 @@ class TestLikeTorch:
         x, scale, zero_point = self.arguments(dtype, device)
         if number:
             scale, zero_point = scale.item(), zero_point.item()
-        self.compare(
+        self.assert_same_bits(
             lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE),
             lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *RANGE),
             x,
+            in_float32=dtype == DOUBLE,
         )
 
     @pytest.mark.parametrize("axis", [0, 1, 2])
     def test_per_channel(self, axis, dtype, device):
         x, scale, zero_point = self.arguments(dtype, device, channels=(6, 5, 33)[axis])
-        self.compare(
+        self.assert_same_bits(
             lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis - 3),
             lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, *RANGE),
             x,
+            in_float32=dtype == DOUBLE,
         )
 
     def test_special_values(self, dtype, device):
         x = torch.tensor([torch.nan, torch.inf, -torch.inf, 6e4, -6e4, -0.0, 0.125, 0.375], device=device)
-        self.compare(
+        self.assert_same_bits(
             lambda x: lltm_ext.fake_quantize(x, 0.25, 1, *RANGE),
             lambda x: torch.fake_quantize_per_tensor_affine(x, 0.25, 1, *RANGE),
             x.to(dtype),
+            in_float32=dtype == DOUBLE,
         )
         y = lltm_ext.fake_quantize(x.to(dtype), 0.25, 0, *RANGE)
         assert not y[5].signbit(), "the zero of an integer has no sign"
 
     @pytest.mark.parametrize("zero_point", [-(2**21), 0, 2**21 - 1])
     @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
-    def test_the_widest_range_and_what_is_far_beyond_it(self, zero_point, dtype, device):
-        # Rounding is by a sum that is whole only up to 2^22: what lies beyond must not come back.
+    def test_the_widest_range_clamps_values_far_beyond_it(self, zero_point, dtype, device):
+        # Rounding adds a constant, which is exact only up to 2^22. Larger values must not wrap around.
         sizes = [2.0**21, 2.0**22, 2.0**23, 2.0**24, 2.0**25]
         edges = [size + step / 4 for size in sizes for step in range(-8, 9)]
         x = torch.tensor(
@@ -418,7 +422,7 @@ class TestLikeTorch:
         steps = x.double().round()
         low, high = lowest - zero_point, highest - zero_point
         assert torch.equal(y.double(), steps.clamp(low, high))
-        assert torch.equal(mask.cpu(), bits_of((steps >= low) & (steps <= high)))
+        assert torch.equal(mask.cpu(), mask_of((steps >= low) & (steps <= high)))
 
     @EXAMPLES
     @hypothesis.given(data=st.data())
@@ -430,23 +434,16 @@ class TestLikeTorch:
         axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
         x, scale, zero_point = self.arguments(dtype, device, [n * step for n in shape], shape[order[axis]])
         x = x[tuple(slice(None, None, step) for _ in shape)].permute(order)
-        outputs, gradients = forward_and_gradients(
-            lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis), Call(x)
-        )
-        expected, expected_gradients = forward_and_gradients(
+        self.assert_same_bits(
+            lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis),
             lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, *RANGE),
-            Call(packed(x)),
+            x,
+            in_float32=dtype == DOUBLE and (device == "cuda" or shape[order[axis]] == 1),
         )
-        if dtype == DOUBLE and (
-            device == "cuda" or shape[order[axis]] == 1
-        ):  # torch's passed through float32
-            outputs, expected = [outputs[0].float()], [expected[0].float()]
-        assert_same_bits(outputs, expected)
-        assert_same_bits(gradients, expected_gradients)
 
     @pytest.mark.parametrize("axis", [None, 0, 1, 2])
     @pytest.mark.parametrize("fraction", [0.0, 0.25])
-    def test_learnable(self, axis, fraction, device):
+    def test_learnable_parameters(self, axis, fraction, device):
         shape = (6, 5, 33)
         x, scale, zero_point = self.arguments(
             torch.float32, device, shape, None if axis is None else shape[axis]
@@ -494,11 +491,11 @@ class TestModules(ModuleSuite):
             (RANGE, {"num_channels": 0}, "num_channels to be positive, got 0"),
         ],
     )
-    def test_bad_options_are_refused_when_it_is_made(self, arguments, options, expectation):
+    def test_bad_options_are_refused_by_the_constructor(self, arguments, options, expectation):
         with pytest.raises(ValueError, match=rf"^FakeQuantize: expected {expectation}"):
             lltm_ext.FakeQuantize(*arguments, **options)
 
-    def test_what_is_not_learnt_is_a_buffer(self):
+    def test_parameters_that_are_not_learned_are_buffers(self):
         module = lltm_ext.FakeQuantize(0, 255, 0.1, 128, num_channels=5, learn_scale=False)
         assert not list(module.parameters())
         assert {name: tuple(x.shape) for name, x in module.named_buffers()} == {
@@ -527,13 +524,13 @@ class TestModules(ModuleSuite):
 
 
 class TestRawBindings:
-    def test_they_compute_what_the_function_does(self, dtype, device):
+    def test_raw_bindings_equal_the_function(self, dtype, device):
         x, scale, zero_point = learnable(Make(dtype, device), 63, 3, axis=1).tensors
         g = Make(dtype, device, seed=1)(63, 3)
         arguments = (scale, zero_point, *RANGE, 1)
         y, mask = _C.fake_quantize.forward(x, *arguments)
         assert_same_bits([y], [lltm_ext.fake_quantize(x, *arguments[:4], axis=1)])
-        assert torch.equal(mask.cpu(), bits_of(within(x, scale, zero_point)))
+        assert torch.equal(mask.cpu(), mask_of(in_range(x, scale, zero_point)))
         found = _C.fake_quantize.backward_learnable(g, x, *arguments, grad_factor=0.5)
         _, expected = forward_and_gradients(
             lambda *a: lltm_ext.fake_quantize(*a, *RANGE, axis=1, grad_factor=0.5),
@@ -543,7 +540,7 @@ class TestRawBindings:
         assert_same_bits(found, expected)
         assert_same_bits([_C.fake_quantize.backward(g, mask)], expected[:1])
 
-    def test_they_refuse_what_check_input_names(self, device):
+    def test_raw_bindings_refuse_bad_inputs(self, device):
         good, one = Make(device=device)(3, 5), torch.ones(1, device=device)
         for value, exception, pattern in (
             (good.T, RuntimeError, r"to be contiguous, got strides \[1, 5\]"),
@@ -573,8 +570,8 @@ def test_more_elements_than_an_int32_counts(learn):
     scale = torch.full((columns,), 0.25, device="cuda", requires_grad=learn)
     y = lltm_ext.fake_quantize(x, scale, 0, *RANGE, axis=1)
     grad_output = torch.ones_like(y)
-    gradient, *of_scale = torch.autograd.grad(y, [x, scale] if learn else [x], grad_output)
-    whole = 0
+    gradient, *scale_gradient = torch.autograd.grad(y, [x, scale] if learn else [x], grad_output)
+    expected_scale_gradient = 0
     for start in range(0, rows, 2**17):
         piece = slice(start, start + 2**17)
         part = [x[piece].detach().requires_grad_(), scale.detach().requires_grad_(learn)]
@@ -582,6 +579,7 @@ def test_more_elements_than_an_int32_counts(learn):
         assert torch.equal(y[piece], expected)
         found = torch.autograd.grad(expected, part if learn else part[:1], grad_output[piece])
         assert torch.equal(gradient[piece], found[0])
-        whole = whole + (found[1].double() if learn else 0)
+        if learn:
+            expected_scale_gradient = expected_scale_gradient + found[1].double()
     if learn:
-        assert_near(of_scale[0], whole, 1e-3)
+        assert_near(scale_gradient[0], expected_scale_gradient, 1e-3)

@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured runs again on new values, no launch left outside. (Op by op: op_suite.py.)"""
+"""CUDA graphs: a captured layer runs again on new values, no launch missing. (Each op: op_suite.py.)"""
 
 import copy
 
@@ -10,7 +10,7 @@ import lltm_ext
 pytestmark = needs_cuda
 
 
-def test_a_captured_training_step_trains_like_eager():
+def test_a_captured_training_step_equals_eager():
     torch.manual_seed(0)
     layer = lltm_ext.LLTM(7, 16, num_layers=2, bidirectional=True, device="cuda")
     eager = copy.deepcopy(layer)
@@ -44,12 +44,12 @@ def test_a_captured_training_step_trains_like_eager():
         assert_all_near(list(layer.parameters()), list(eager.parameters()), BACKWARD[torch.float32])
 
 
-def test_graphed_callables_take_the_layer():
+def test_make_graphed_callables_equals_eager():
     layer = lltm_ext.LLTM(7, 16, device="cuda")
     input = Make(device="cuda")(20, 8, 7)
     plain = copy.deepcopy(layer)
 
-    class OutputAlone(torch.nn.Module):
+    class Output(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = layer
@@ -57,7 +57,7 @@ def test_graphed_callables_take_the_layer():
         def forward(self, x):
             return self.layer(x)[0]
 
-    graphed = torch.cuda.make_graphed_callables(OutputAlone(), (input.clone(),))
+    graphed = torch.cuda.make_graphed_callables(Output(), (input.clone(),))
     output = graphed(input)
     assert_near(output, plain(input)[0], FORWARD[torch.float32])
     output.sum().backward()
@@ -67,7 +67,7 @@ def test_graphed_callables_take_the_layer():
     )
 
 
-def test_torch_compile_with_cuda_graphs_takes_the_layer(fresh_dynamo):
+def test_torch_compile_with_cuda_graphs_equals_eager(fresh_dynamo):
     layer = lltm_ext.LLTM(7, 16, device="cuda")
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""More than 2^31 elements: offsets are 64-bit throughout. Needs a GPU with memory enough."""
+"""More than 2^31 elements: all offsets are 64-bit. Needs a GPU with enough memory."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def memory():
-    """Says how much is free, and leaves none of it taken."""
+    """Skips a test that needs more free memory, in GiB, than there is. Frees what it took."""
     torch.cuda.empty_cache()
 
     def need(gib):
@@ -56,7 +56,7 @@ def test_elementwise_of_a_broadcast_operand(shape, memory):
         assert (out[row] == lltm_ext.sigmoid(x[row, :1])).all()
 
 
-def test_elementwise_at_an_odd_place_in_memory(memory):
+def test_elementwise_of_a_misaligned_tensor(memory):
     memory(16)
     n = 2**31 + 17
     x = torch.empty(n + 1, dtype=torch.float16, device="cuda").normal_()[1:]
@@ -72,7 +72,7 @@ def test_an_op_made_at_run_time(memory):
     rows, columns = 2**16 + 3, 2**15 + 1
     x = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_().requires_grad_()
     grad_output = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_()
-    for y in (x.detach(), x.detach()[0]):  # side by side, and broadcast
+    for y in (x.detach(), x.detach()[0]):  # the second is broadcast
         output = op(x, y)
         (gradient,) = torch.autograd.grad(output, x, grad_output)
         for some in (slice(0, 64), slice(rows // 2, rows // 2 + 64), slice(rows - 64, rows)):
@@ -127,7 +127,7 @@ def test_gemm_of_a_large_batch(memory):
 
 
 def test_a_sequence_of_many_rows(memory):
-    """The gates of all steps are 3 * 2^18 rows of 3072. Rows are independent: some of them tell for all."""
+    """The gates of all steps are 3 * 2^18 rows of 3072. Rows are independent, so a few are compared."""
     memory(48)
     torch.manual_seed(0)
     length, batch, hidden = 3, 2**18, 1024

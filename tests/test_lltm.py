@@ -36,8 +36,8 @@ class TestLLTMFunction(SequenceSuite):
     def cell(self, x, h, c, weight_ih, weight_hh, bias):
         return lltm_cell_reference(x, torch.cat([weight_hh, weight_ih], 1), bias, h, c)
 
-    def test_half_types_keep_the_cell_state_in_float32_inside(self, device):
-        """At 2048 float16 counts in twos: 0.5 added many times arrives only where nothing rounds between."""
+    def test_half_types_accumulate_the_cell_state_in_float32(self, device):
+        """At 2048 float16 has steps of 2, so adding 0.5 many times changes nothing if each step rounds."""
         for dtype in (torch.float16, torch.bfloat16):
             zeros = torch.zeros(1, 1, dtype=dtype, device=device)
             bias = torch.tensor([100, 100, 0.5], dtype=dtype, device=device)
@@ -47,7 +47,7 @@ class TestLLTMFunction(SequenceSuite):
             assert (c_n.dtype, c_n.item()) == (dtype, 2112)
 
     def test_large_cell_states_of_half_types_stay_finite(self, device):
-        """The cell is not bounded: here it leaves the range of float16, outputs and gradients do not."""
+        """The cell state is unbounded. Here it leaves float16's range; outputs and gradients do not."""
         bias = torch.tensor([100, 100, 1000], dtype=torch.float16, device=device).requires_grad_()
         zeros = torch.zeros(1, 1, dtype=torch.float16, device=device)
         weights = torch.zeros(3, 1, dtype=torch.float16, device=device)
@@ -66,7 +66,7 @@ def weights_of(layer, k, suffix):
 
 
 class LoopOverCells(torch.nn.Module):
-    """What an LLTM must give for [T, B, I], in float64: a Python loop over the reference's cell."""
+    """An LLTM for [T, B, I] in float64: a Python loop over the reference's cell."""
 
     def __init__(self, layer):
         super().__init__()
@@ -143,7 +143,7 @@ class TestLLTM(LayerSuite):
             exact, _ = copy.deepcopy(layer).double()(packed.to(DOUBLE))
             assert_near(layer(packed)[0].data, exact.data, FORWARD[dtype])
 
-    def test_parameters_have_the_names_and_shapes_of_the_field(self):
+    def test_parameters_have_the_names_and_shapes_of_nn_lstm(self):
         layer = lltm_ext.LLTM(7, 5, num_layers=2, bidirectional=True)
         expected = {}
         for k, features in ((0, 7), (1, 10)):
@@ -154,7 +154,7 @@ class TestLLTM(LayerSuite):
         assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == expected
         assert list(lltm_ext.LLTM(7, 5, bias=False).state_dict()) == ["weight_ih_l0", "weight_hh_l0"]
 
-    def test_parameters_are_drawn_within_one_over_the_root_of_the_size(self):
+    def test_parameters_are_uniform_within_one_over_the_root_of_the_size(self):
         torch.manual_seed(0)
         for parameter in lltm_ext.LLTM(70, 100, num_layers=2).parameters():
             assert 0.08 < parameter.abs().max() <= 0.1
@@ -175,7 +175,7 @@ class TestLLTM(LayerSuite):
     # Dropout
 
     def test_dropout_drops_its_share(self, device):
-        """Seen from above: the upper layer with weights that make its candidate the dropped value itself."""
+        """The upper layer's weights make its candidate equal to its input, which is the dropout's output."""
         layer = lltm_ext.LLTM(1, 1, num_layers=2, dropout=0.25, device=device, dtype=DOUBLE)
         with torch.no_grad():
             for p in layer.parameters():

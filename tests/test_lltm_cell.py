@@ -1,4 +1,5 @@
 import functools
+import re
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def sample(*sizes, **options):
 
 
 def changed(**changes):
-    """A sample of which some arguments are given by functions of the good one."""
+    """A sample with some arguments changed by functions."""
     names = ("input", "weights", "bias", "old_h", "old_cell")
 
     def build(make):
@@ -69,9 +70,9 @@ class TestLLTMCellFunction(SmoothSuite):
         "1": sample(1, 1, 1),
         "63": sample(63, 5, 9),
         "500": sample(21, 63, 500),
-        "as much as takes one launch": sample(64, 128, 128),
-        "more rows than that": sample(65, 7, 30),
-        "more columns than that": sample(3, 260, 253),
+        "the largest fused": sample(64, 128, 128),
+        "too many rows to fuse": sample(65, 7, 30),
+        "too many columns to fuse": sample(3, 260, 253),
         "no bias": sample(4, 3, 5, bias=False),
         "bias of one row": bias_of_one_row,
         "cell state in float32": cell_in_float32,
@@ -121,10 +122,10 @@ class TestLLTMCellFunction(SmoothSuite):
     }
 
     def apply(self, *args):
-        """What lltm_cell and LLTMFunction take under torch.func's transforms."""
+        """The Function that torch.func's transforms see."""
         return _CellFunction.apply(*args)[:2]
 
-    def test_lltm_function_gives_what_the_function_gives(self, case, device):
+    def test_lltm_function_equals_the_function(self, case, device):
         call = self.call(case, DOUBLE, device)
         ours, gradients = forward_and_gradients(lltm_ext.LLTMFunction.apply, call)
         outputs, expected = forward_and_gradients(self.function, call)
@@ -154,7 +155,7 @@ class TestLLTMCellFunction(SmoothSuite):
         assert (new_h.dtype, new_cell.dtype) == (torch.bfloat16, torch.float32)
 
     def test_saturated_gates(self, dtype, device):
-        """Far out, gates are 0 or 1 and the candidate -1 or the pre-activation; gradients stay finite."""
+        """Gates become 0 or 1, the candidate -1 or its pre-activation. Gradients stay finite."""
         gates = torch.tensor(
             [[1e3, 1e3, -1e3], [-1e3, -1e3, 1e3], [1e3, -1e3, 1e3]], dtype=dtype, device=device
         )
@@ -168,8 +169,8 @@ class TestLLTMCellFunction(SmoothSuite):
             (new_h + new_cell).sum().backward()
             assert bias.grad.isfinite().all()
 
-    def test_infinities_and_nan_come_through_as_in_the_reference(self, dtype, device):
-        """In every gate and in the cell; so many units that loops of vectors and their tails meet them."""
+    def test_infinities_and_nan_propagate_as_in_the_reference(self, dtype, device):
+        """In every gate and in the cell, with enough units for vector loops and their tails."""
         values = torch.tensor([0, 1, -1, torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
         bias = torch.cartesian_prod(values, values, values).t().flatten()
         hidden, batch = len(bias) // 3, len(values)
@@ -199,7 +200,7 @@ class TestLLTMCellFunction(SmoothSuite):
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, DOUBLE])
-def test_a_step_of_few_units_is_one_kernel_each_way(dtype, profiler_sees_kernels):
+def test_a_small_step_is_one_kernel_in_each_direction(dtype, profiler_sees_kernels):
     for sizes, is_small in (((64, 128, 128), True), ((65, 7, 30), False), ((3, 260, 253), False)):
         call = Call(*cell_arguments(Make(dtype, "cuda"), *sizes)).leaves()
         outputs = call.run(lltm_ext.lltm_cell)
@@ -209,8 +210,9 @@ def test_a_step_of_few_units_is_one_kernel_each_way(dtype, profiler_sees_kernels
         backward()  # all modules are loaded before the profiler looks
         found = kernels_of([functools.partial(call.run, lltm_ext.lltm_cell), backward])
         for direction, kernels in zip(("forward", "backward"), found, strict=True):
-            is_one = len(kernels) == 1 and f"lltm_whole_{direction}_kernel" in kernels[0]
-            assert is_one == (is_small and dtype != DOUBLE), (sizes, direction, kernels)
+            fused = [bool(re.search(rf"\blltm_fused_cell_{direction}_kernel\b", name)) for name in kernels]
+            expected = [True] if is_small and dtype != DOUBLE else [False] * len(kernels)
+            assert fused == expected and kernels, (sizes, direction, kernels)
 
 
 def module(**options):
@@ -232,7 +234,7 @@ class TestLLTMCell(ModuleSuite):
         assert isinstance(ours, tuple)
         assert [y.shape for y in ours] == [y.shape for y in theirs]
 
-    def test_it_equals_the_function(self, device):
+    def test_it_equals_the_reference(self, device):
         built, call = self.module_and_call("LLTMCell", DOUBLE, device)
         input, hx = call.args
         expected = lltm_cell_reference(input, built.weights, built.bias, *hx)
@@ -255,7 +257,7 @@ class TestLLTMCell(ModuleSuite):
         }
         assert list(lltm_ext.LLTMCell(7, 5, bias=False).state_dict()) == ["weights"]
 
-    def test_parameters_are_drawn_within_one_over_the_root_of_the_size(self):
+    def test_parameters_are_uniform_within_one_over_the_root_of_the_size(self):
         torch.manual_seed(0)
         cell = lltm_ext.LLTMCell(70, 100)
         for parameter in cell.parameters():

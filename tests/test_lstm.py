@@ -59,14 +59,14 @@ class TestLSTMFunction(SequenceSuite):
         return torch.lstm_cell(x, (h, c), weight_ih, weight_hh, bias, torch.zeros_like(bias))
 
     def test_a_closed_forget_gate_forgets_and_an_open_one_keeps(self, device):
-        """The gates in nn.LSTM's order, each by what it alone does."""
+        """One case for the effect of each gate, in nn.LSTM's order."""
         zeros = torch.zeros(1, 1, dtype=DOUBLE, device=device)
         weights = torch.zeros(4, 1, dtype=DOUBLE, device=device)
         for (i, f, g, o), c_expected, h_expected in (
-            ((-100, 100, 1, 100), 0.5, torch.tensor(0.5, dtype=DOUBLE).tanh()),  # keeps
-            ((-100, -100, 1, 100), 0.0, 0.0),  # forgets
-            ((100, -100, 50, 100), 1.0, torch.tensor(1.0, dtype=DOUBLE).tanh()),  # takes the candidate
-            ((-100, 100, 1, -100), 0.5, 0.0),  # keeps what it does not show
+            ((-100, 100, 1, 100), 0.5, torch.tensor(0.5, dtype=DOUBLE).tanh()),  # forget gate open
+            ((-100, -100, 1, 100), 0.0, 0.0),  # closed
+            ((100, -100, 50, 100), 1.0, torch.tensor(1.0, dtype=DOUBLE).tanh()),  # input gate open
+            ((-100, 100, 1, -100), 0.5, 0.0),  # output gate closed
         ):
             bias = torch.tensor([i, f, g, o], dtype=DOUBLE, device=device)
             output, (h_n, c_n) = lltm_ext.lstm(
@@ -80,8 +80,8 @@ class TestLSTMFunction(SequenceSuite):
             torch.testing.assert_close(h_n.item(), float(h_expected), rtol=0, atol=1e-12)
             assert output[-1].item() == h_n.item()
 
-    def test_half_types_keep_the_cell_state_in_float32_inside(self, device):
-        """At 2048 float16 counts in twos: 0.25 added many times arrives only where nothing rounds between."""
+    def test_half_types_accumulate_the_cell_state_in_float32(self, device):
+        """At 2048 float16 has steps of 2, so adding 0.25 many times changes nothing if each step rounds."""
         for dtype in (torch.float16, torch.bfloat16):
             zeros = torch.zeros(1, 1, dtype=dtype, device=device)
             bias = torch.tensor([100, 100, 0.25541, 0], dtype=dtype, device=device)  # atanh(0.25)
@@ -94,8 +94,8 @@ class TestLSTMFunction(SequenceSuite):
             assert abs(c_n.item() - (2048 + 512 * 0.25)) < 1
 
 
-HIDDEN = 8  # of the layers: a size that the persistent kernels take, in float32 on a GPU
-# Relative L2 error to nn.LSTM in float64: of outputs, of gradients.
+HIDDEN = 8  # hidden size of the layers, which persistent kernels support in float32
+# Bounds of the relative L2 error to nn.LSTM in float64: of outputs, of gradients.
 NEAR = {DOUBLE: (1e-10, 1e-10), torch.float32: (1e-5, 5e-5)}
 
 FORMS = {
@@ -107,7 +107,7 @@ FORMS = {
 
 
 def call_with_gradients(layer, form, values, hx):
-    """Outputs and states, and the gradients of input, states and parameters for fixed random cotangents."""
+    """The output, (output, h_n, c_n) as tensors, and the gradients of input, states and parameters."""
     leaves = [x.detach().requires_grad_() for x in (values, *(hx or ()))]
     output, (h_n, c_n) = layer(FORMS[form](layer, leaves[0]), tuple(leaves[1:]) if hx else None)
     outputs = (output.data if isinstance(output, PackedSequence) else output, h_n, c_n)
@@ -147,7 +147,7 @@ class TestLSTM(LayerSuite):
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
     @pytest.mark.parametrize("dtype", NEAR, ids=str)
-    def test_values_and_gradients_are_those_of_nn_lstm(self, kind, batch_first, form, given, dtype, device):
+    def test_values_and_gradients_equal_those_of_nn_lstm(self, kind, batch_first, form, given, dtype, device):
         layer, make = self.build(kind, device, dtype, batch_first=batch_first), Make(dtype, device)
         peer = self.peer(layer)
         values = make(6, 4, INPUT)
@@ -192,8 +192,8 @@ class TestLSTM(LayerSuite):
             found.append(torch.autograd.grad(loss, [input, *function.parameters()]))
         assert_all_near(*found, 1e-10)
 
-    def test_a_network_trains_on_with_it_as_with_nn_lstm(self, device):
-        """The same parameters, loaded into a network with this layer in its place: the same losses."""
+    def test_a_network_trains_with_it_as_with_nn_lstm(self, device):
+        """The same losses from the same parameters, with this layer in the place of nn.LSTM."""
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, INPUT), nn.LSTM(INPUT, HIDDEN, num_layers=2)).to(device, DOUBLE)
         ours = copy.deepcopy(network)
@@ -213,12 +213,12 @@ class TestLSTM(LayerSuite):
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-7, atol=0)
         assert losses[1][-1] < losses[1][0]
 
-    def test_weight_norm_is_seen(self, device):
-        """Parameters are read where nn.Module keeps them, so that what replaces one has its effect."""
+    def test_weight_norm_takes_effect(self, device):
+        """Parameters are read from the module at each call, so that a parametrization takes effect."""
         layer, input = self.build("plain", device), Make(DOUBLE, device)(6, 4, INPUT)
         plain = layer(input)[0].detach()
         nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
-        assert_near(layer(input)[0], plain, 1e-6)  # the norm rounds the weight, on a GPU coarsely
+        assert_near(layer(input)[0], plain, 1e-6)  # weight_norm rounds the weight
         peer = nn.LSTM(INPUT, HIDDEN, device=device, dtype=DOUBLE)
         for factor in (1, 2):
             with torch.no_grad():
@@ -226,7 +226,7 @@ class TestLSTM(LayerSuite):
             peer.load_state_dict({name: getattr(layer, name).detach() for name in peer.state_dict()})
             assert_near(layer(input)[0], peer(input)[0], 1e-10)
 
-    # The same module
+    # A module like nn.LSTM
 
     def test_it_is_an_nn_lstm(self):
         layer = self.build("three bidirectional layers")
@@ -240,7 +240,7 @@ class TestLSTM(LayerSuite):
         assert repr(layer) == repr(self.peer(layer))
 
     @kinds
-    def test_parameters_are_drawn_as_nn_lstm_draws_them(self, kind, device):
+    def test_initial_parameters_equal_those_of_nn_lstm(self, kind, device):
         layer = self.build(kind, device)
         torch.manual_seed(0)
         peer = nn.LSTM(INPUT, HIDDEN, **KINDS[kind], device=device, dtype=DOUBLE)
@@ -248,7 +248,7 @@ class TestLSTM(LayerSuite):
         assert_same_bits(list(layer.parameters()), list(peer.parameters()))
 
     @kinds
-    def test_state_dicts_go_both_ways(self, kind, device):
+    def test_state_dicts_are_interchangeable_with_nn_lstm(self, kind, device):
         layer, input = self.build(kind, device), Make(DOUBLE, device)(6, 4, INPUT)
         peer = self.peer(layer)
         assert list(layer.state_dict()) == list(peer.state_dict())
@@ -262,7 +262,7 @@ class TestLSTM(LayerSuite):
         assert_same_bits(list(layer.parameters()), list(peer.parameters()))
         assert_all_near(Call(input).run(layer), Call(input).run(peer), 1e-10)
 
-    def test_projections_are_refused(self):
+    def test_a_proj_size_is_refused(self):
         with pytest.raises(ValueError, match=r"^LSTM: expected proj_size to be 0, got 3"):
             lltm_ext.LSTM(INPUT, HIDDEN, proj_size=3)
         assert lltm_ext.LSTM(INPUT, HIDDEN, proj_size=0).proj_size == 0
@@ -273,14 +273,14 @@ class TestLSTM(LayerSuite):
     def test_dropout_does_nothing_in_eval(self, form, device):
         layer = self.build("three bidirectional layers", device, dropout=0.5).eval()
         peer, values = self.peer(layer), Make(DOUBLE, device)(6, 4, INPUT)
-        with torch.backends.cudnn.flags(enabled=False):  # whose backward wants training
+        with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward in eval
             _, expected, expected_gradients = call_with_gradients(peer, form, values, None)
         _, outputs, gradients = call_with_gradients(layer, form, values, None)
         assert_all_near(outputs, expected, 1e-10)
         assert_all_near(gradients, expected_gradients, 1e-10)
 
     def test_dropout_drops_its_share_and_scales_the_rest(self, device):
-        """Seen from above: the upper layer with weights that make its cell the tanh of what came through."""
+        """The upper layer's weights make its cell state the tanh of its input, which is dropout's output."""
         layer = lltm_ext.LSTM(1, 1, num_layers=2, dropout=0.25, device=device, dtype=DOUBLE)
         with torch.no_grad():
             for p in layer.parameters():
@@ -296,14 +296,14 @@ class TestLSTM(LayerSuite):
 
     # Edges
 
-    def test_a_batch_of_none_has_the_shapes_of_nn_lstm(self):
+    def test_an_empty_batch_has_the_shapes_of_nn_lstm(self):
         layer = self.build("three bidirectional layers")
         input = torch.zeros(6, 0, INPUT, dtype=DOUBLE)
         ours, theirs = Call(input).run(layer), Call(input).run(self.peer(layer))
         assert [y.shape for y in ours] == [y.shape for y in theirs]
 
     @pytest.mark.xfail(
-        reason="dynamo takes no subclass of nn.LSTM in one graph unless allow_rnn is set",
+        reason="dynamo traces no subclass of nn.LSTM into one graph unless allow_rnn is set",
         raises=torch._dynamo.exc.Unsupported,
     )
     def test_it_compiles_into_one_graph(self, device, fresh_dynamo):
@@ -311,8 +311,8 @@ class TestLSTM(LayerSuite):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert_all_near(Call(input).run(compiled), Call(input).run(layer), FORWARD[DOUBLE])
 
-    def test_a_network_with_it_compiles_around_it(self, device, fresh_dynamo):
-        """What torch.compile does with nn.LSTM: a break, and the same values and gradients."""
+    def test_a_network_compiles_around_it_as_around_nn_lstm(self, device, fresh_dynamo):
+        """A graph break, and the same values and gradients."""
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, INPUT), self.build("two layers")).to(device, DOUBLE)
         compiled = torch.compile(network, backend="aot_eager")
@@ -324,8 +324,8 @@ class TestLSTM(LayerSuite):
         )
         assert_all_near(gradients, exact, 1e-10)
 
-    def test_double_backward_is_that_of_nn_lstm(self, device):
-        """A penalty on the gradient, as WGAN-GP has it. cuDNN has no double backward."""
+    def test_double_backward_equals_that_of_nn_lstm(self, device):
+        """A gradient penalty, as in WGAN-GP. cuDNN has no double backward."""
         layer = self.build("three bidirectional layers", device)
         found = []
         for function in (layer, self.peer(layer)):

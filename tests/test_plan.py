@@ -1,4 +1,4 @@
-"""Which kernel runs a sequence on chips that no test has at hand: plan.h, a header without torch or CUDA."""
+"""Which kernel runs a sequence, on any chip: plan.h, a header without torch or CUDA, compiled on its own."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
-ASK = """
+PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,7 +48,7 @@ def planner(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "plan.cpp").write_text(ASK)
+    (folder / "plan.cpp").write_text(PROGRAM)
     command = [COMPILER, "-std=c++17", "-Wall", "-Werror", "-I", SOURCES, "plan.cpp", "-o", "plan"]
     subprocess.run(command, cwd=folder, check=True)
     return folder / "plan"
@@ -56,28 +56,28 @@ def planner(tmp_path_factory):
 
 @pytest.fixture
 def plan(planner):
-    """Asks for many plans at once: problems as dicts of what is not the usual."""
+    """Plans many problems at once, each a dict of arguments of `encode`."""
 
-    def ask(*problems):
-        lines = [question(**problem) for problem in problems]
+    def plan_all(*problems):
+        lines = [encode(**problem) for problem in problems]
         done = subprocess.run([planner, *lines], capture_output=True, text=True, check=True)
-        return [answer(line) for line in done.stdout.splitlines()]
+        return [decode(line) for line in done.stdout.splitlines()]
 
-    return ask
+    return plan_all
 
 
-class Answer(NamedTuple):
+class Plan(NamedTuple):
     algorithm: str
     members: int
     groups: int
     rows: int
     why_not: str
-    on_hopper_only: bool  # whether the kernel is
-    tf32: bool  # likewise
-    step: tuple[int, int]  # rows and parts
+    on_hopper_only: bool  # the kernel
+    tf32: bool  # the kernel
+    fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
 
 
-def question(
+def encode(
     hidden,
     batch,
     size=2,
@@ -94,10 +94,10 @@ def question(
     return ",".join(str(int(value)) for value in values)
 
 
-def answer(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, *step = line.split("|")
+def decode(line):
+    algorithm, members, groups, rows, why_not, hopper, tf32, *fused_step = line.split("|")
     sizes = int(members), int(groups), int(rows)
-    return Answer(algorithm, *sizes, why_not, hopper == "1", tf32 == "1", tuple(map(int, step)))
+    return Plan(algorithm, *sizes, why_not, hopper == "1", tf32 == "1", tuple(map(int, fused_step)))
 
 
 def problems(**more):
@@ -133,12 +133,12 @@ def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, d
 
 
 def only_forward(hidden, size, gates, **_):
-    """Whether the backward of a forward that auto may take has no room: by name neither is to be had."""
+    """Whether the backward has no room, so that only "auto" may choose the forward."""
     return hidden > 512 and size == 4 and gates > 3
 
 
 @chips
-def test_asked_for_by_its_name_a_plan_is_the_same(plan, chip):
+def test_the_chosen_algorithm_can_be_asked_for_by_name(plan, chip):
     asked = [problem for problem in problems(chip=chip) if not only_forward(**problem)]
     chosen = plan(*asked)
     named = plan(*({**problem, "algorithm": name} for problem, (name, *_) in zip(asked, chosen, strict=True)))
@@ -146,14 +146,14 @@ def test_asked_for_by_its_name_a_plan_is_the_same(plan, chip):
     assert {name for name, *_ in chosen} == {"stepwise", "grid"} | ({"cluster"} if chip == H200 else set())
 
 
-def test_only_hopper_takes_what_is_compiled_for_it_only(plan):
+def test_kernels_compiled_only_for_hopper_run_only_there(plan):
     newer = (100, 148, False)
     others = [problem for chip in (A100, L4, newer) for problem in problems(chip=chip)]
     assert not any(found.on_hopper_only for found in plan(*others))
     assert any(found.on_hopper_only for found in plan(*problems()))
 
 
-def test_tf32_is_for_float32_on_hopper_where_it_is_allowed(plan):
+def test_tf32_runs_float32_on_hopper_where_it_is_allowed(plan):
     for more in ({}, {"dense": False}, {"sequences": 2}):
         assert not any(found.tf32 for found in plan(*problems(**more)))
         for chip in (A100, L4):
@@ -169,7 +169,7 @@ def test_tf32_has_room_for_four_gates_of_1024_units(plan):
     assert (ieee.algorithm, tf32.algorithm) == ("stepwise", "grid")
 
 
-def test_what_no_kernel_takes_is_stepwise(plan):
+def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
     for more in ({"size": 8}, {"hidden": 12}, {"chip": T4}, {"batch": 0}, {"hidden": 4096}, {"batch": 10**6}):
         (found,) = plan({"hidden": 64, "batch": 8, **more})
         assert (found.algorithm, found.why_not) == ("stepwise", ""), more
@@ -192,20 +192,20 @@ def test_what_no_kernel_takes_is_stepwise(plan):
         ),
         ("grid", {"hidden": 2056}, "has no room on this GPU for hidden_size = 2056 and batch = 8"),
         ("grid", {"hidden": 1024, "size": 4, "gates": 4}, "has no room on this GPU for hidden_size = 1024"),
-        # Their cell states lie in shared memory.
+        # Shared memory holds the cell states.
         ("grid", {"hidden": 1024, "batch": 20_000}, "has no room on this GPU for hidden_size = 1024"),
         ("grid", {"batch": 20_000}, "has no room on this GPU for hidden_size = 64 and batch = 20000"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_what_cannot_run_says_why(plan, algorithm, more, reason, backward):
+def test_an_algorithm_that_cannot_run_is_refused_with_the_reason(plan, algorithm, more, reason, backward):
     (found,) = plan({"hidden": 64, "batch": 8, "algorithm": algorithm, "backward": backward, **more})
     assert found.algorithm == "stepwise"
     assert found.why_not.startswith(reason)
 
 
-def test_a_kernel_that_finds_no_room_in_shared_memory_is_not_taken(plan):
+def test_a_kernel_without_room_in_shared_memory_is_not_chosen(plan):
     problem = {"hidden": 600, "batch": 8}
     room, no_room, asked = plan(
         problem, {**problem, "chunks": 2}, {**problem, "chunks": 2, "algorithm": "grid"}
@@ -215,7 +215,7 @@ def test_a_kernel_that_finds_no_room_in_shared_memory_is_not_taken(plan):
     assert asked.why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"
 
 
-def test_clusters_take_any_number_of_rows_one_after_the_other(plan):
+def test_clusters_can_run_any_number_of_rows_one_after_the_other(plan):
     for batch in (1, 1000, 10**6):
         (found,) = plan({"hidden": 512, "batch": batch, "algorithm": "cluster"})
         assert found[:1] + found[2:4] == ("cluster", -(-batch // 8) if batch > 1 else 1, min(batch, 8))
@@ -259,9 +259,9 @@ def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
     ids=str,
 )
 def test_two_sequences_run_one_after_the_other(plan, problem):
-    """No kernel takes both: not even one for a step."""
+    """No kernel runs both, not even a fused step."""
     (found,) = plan({**problem, "sequences": 2})
-    assert (found.algorithm, found.step) == ("stepwise", (0, 0))
+    assert (found.algorithm, found.fused_step) == ("stepwise", (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -272,30 +272,31 @@ def test_two_sequences_run_one_after_the_other(plan, problem):
         (1024, 256, False, (128, 2)),
         (2048, 128, False, (128, 2)),
         (32, 16, False, (64, 1)),
-        (4096, 256, False, (0, 0)),  # much of the product a block
+        (4096, 256, False, (0, 0)),  # a block would have too much of the product
         (512, 512, True, (64, 2)),
         (1024, 64, True, (64, 4)),
-        (768, 256, True, (64, 4)),  # on some multiprocessors two blocks
+        (768, 256, True, (64, 4)),  # some multiprocessors have two blocks
         (2048, 64, True, (64, 4)),
         (2048, 128, True, (128, 8)),
         (2160, 128, True, (128, 8)),
-        (2168, 128, True, (0, 0)),  # a cluster more than run at once
+        (2168, 128, True, (0, 0)),  # one cluster more than can run at once
         (1024, 256, True, (0, 0)),
     ],
 )
-def test_steps_in_one_kernel_share_out_the_product(plan, hidden, batch, backward, tile):
+def test_the_tile_and_split_k_of_a_fused_step(plan, hidden, batch, backward, tile):
     (found,) = plan({"hidden": hidden, "batch": batch, "backward": backward, "algorithm": "stepwise"})
-    assert found.step == tile
+    assert found.fused_step == tile
 
 
 @pytest.mark.parametrize(
     "more", [{"size": 4}, {"size": 8}, {"hidden": 68}, {"dense": False}, {"chip": A100}], ids=str
 )
-def test_other_steps_are_a_product_and_a_kernel(plan, more):
-    (found,) = plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **more})
-    assert found.step == (0, 0)
+def test_other_steps_are_not_fused(plan, more):
+    fused, found = (plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **m})[0] for m in ({}, more))
+    assert fused.fused_step != (0, 0)
+    assert found.fused_step == (0, 0)
 
 
-def test_persistent_kernels_have_no_step_of_their_own(plan):
+def test_only_stepwise_plans_have_a_fused_step(plan):
     for found in plan(*problems()):
-        assert found.algorithm == "stepwise" or found.step == (0, 0)
+        assert found.algorithm == "stepwise" or found.fused_step == (0, 0)

@@ -1,4 +1,4 @@
-"""Tensors on two devices: on the one that is not current, and mixed in one call. (Op by op: op_suite.py.)"""
+"""Tensors on a device that is not current, and on two devices in one call. (Each op: op_suite.py.)"""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ def test_the_layer_runs_on_a_device_that_is_not_current():
     output, _ = layer(input)
     output.sum().backward()
     assert torch.cuda.current_device() == 0
-    home = layer.to("cuda:0")
-    assert_all_near([output], [home(input.to("cuda:0"))[0]], FORWARD[torch.float32])
+    on_current = layer.to("cuda:0")
+    assert_all_near([output], [on_current(input.to("cuda:0"))[0]], FORWARD[torch.float32])
 
 
 @needs_two_gpus
@@ -50,12 +50,13 @@ MIXED = {
 }
 
 
-def each_argument_elsewhere(mixed, home, elsewhere):
+def assert_each_argument_is_refused(mixed, device, other_device):
+    """Each argument on `other_device`, the others on `device`."""
     function, make_call, names = MIXED[mixed]
-    call = make_call(Make(device=home))
+    call = make_call(Make(device=device))
     for i, name in enumerate(names):
-        tensors = [x.to(elsewhere) if i == j else x for j, x in enumerate(call.tensors)]
-        # The others are measured against the first, so that one is not named itself.
+        tensors = [x.to(other_device) if i == j else x for j, x in enumerate(call.tensors)]
+        # The others are compared with the first, so the message names one of them if the first is bad.
         argument = r"\w+" if i == 0 else name
         with pytest.raises(RuntimeError, match=rf"^\w+: expected {argument} on \S+, got \S+"):
             call.with_tensors(tensors).run(function)
@@ -64,15 +65,15 @@ def each_argument_elsewhere(mixed, home, elsewhere):
 @needs_cuda
 @pytest.mark.parametrize("mixed", MIXED)
 def test_a_cpu_tensor_among_cuda_tensors_is_refused(mixed):
-    each_argument_elsewhere(mixed, "cuda", "cpu")
+    assert_each_argument_is_refused(mixed, "cuda", "cpu")
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("mixed", MIXED)
 def test_tensors_of_two_gpus_are_refused(mixed):
-    each_argument_elsewhere(mixed, "cuda:0", "cuda:1")
+    assert_each_argument_is_refused(mixed, "cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize("mixed", MIXED)
 def test_a_meta_tensor_among_cpu_tensors_is_refused(mixed):
-    each_argument_elsewhere(mixed, "cpu", "meta")
+    assert_each_argument_is_refused(mixed, "cpu", "meta")

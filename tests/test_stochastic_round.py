@@ -1,4 +1,8 @@
-"""stochastic_round: random, so it is judged by its neighbours and by the mean of many."""
+"""stochastic_round. It is random, so tests check that results are neighbours, and the mean of many."""
+
+import copy
+import functools
+import pickle
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +14,6 @@ from op_suite import (
     Call,
     Make,
     Module,
-    ModuleSuite,
     assert_same_bits,
     forward_and_gradients,
     misaligned,
@@ -39,6 +42,7 @@ def rounded(x, half, seed=0):
 
 
 def assert_neighbours(y, x):
+    """Each y is the next value of its dtype below or above x."""
     down, up, probability = stochastic_round_reference(x, y.dtype)
     bits = [t.view(torch.int16) for t in (y, down, up)]
     one_of_two = ((bits[0] == bits[1]) & (probability < 1)) | ((bits[0] == bits[2]) & (probability > 0))
@@ -46,11 +50,11 @@ def assert_neighbours(y, x):
 
 
 def wide(n, device, exponents=(-45, 17)):
-    """Values of all magnitudes, evenly in their exponents, and of both signs."""
-    make = torch.Generator().manual_seed(0)
-    exponent = torch.randint(*exponents, (n,), generator=make)
-    sign = torch.randint(0, 2, (n,), generator=make) * 2 - 1
-    return (sign * (1 + torch.rand(n, generator=make)) * 2.0**exponent).to(device)
+    """Values of both signs, with uniformly distributed exponents."""
+    source = torch.Generator().manual_seed(0)
+    exponent = torch.randint(*exponents, (n,), generator=source)
+    sign = torch.randint(0, 2, (n,), generator=source) * 2 - 1
+    return (sign * (1 + torch.rand(n, generator=source)) * 2.0**exponent).to(device)
 
 
 @HALF_TYPES
@@ -60,25 +64,23 @@ class TestValues:
         y = rounded(x, half)
         assert (y.shape, y.dtype, y.device) == (x.shape, half, x.device)
         assert_neighbours(y, x)
-        finest = wide(
-            10_000, device, (-149, -100)
-        )  # below float16's and, at the end, bfloat16's normal range
-        assert_neighbours(rounded(finest, half), finest)
+        tiny = wide(10_000, device, (-149, -100))  # subnormal in float16, some also in bfloat16
+        assert_neighbours(rounded(tiny, half), tiny)
 
-    def test_what_the_type_holds_stays(self, half, device):
+    def test_representable_values_do_not_change(self, half, device):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(half)
         y = rounded(x.float(), half)
         assert torch.equal(y.isnan(), x.isnan())
         assert torch.equal(y.view(torch.int16)[~x.isnan()], x.view(torch.int16)[~x.isnan()])
 
-    def test_beyond_the_largest_value_it_rounds_as_usual(self, half, device):
+    def test_values_beyond_the_largest_are_rounded_to_nearest(self, half, device):
         x = torch.tensor(SPECIAL, device=device)
         x = x[~(x.abs() <= torch.finfo(half).max)]
         for seed in range(5):
             torch.testing.assert_close(rounded(x, half, seed), x.to(half), rtol=0, atol=0, equal_nan=True)
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38, 7e4, 2.0**-15, 2.0**-140, 0.0])
-    def test_an_unusual_value_changes_nothing_for_its_neighbours(self, value, half, device):
+    def test_an_unusual_value_changes_no_other_element(self, value, half, device):
         x = Make(device=device)(4096)
         expected = rounded(x, half)
         for place in (0, 3, 7, 1029, 4095):
@@ -90,7 +92,7 @@ class TestValues:
     @pytest.mark.parametrize(
         "value", [0.1, -0.3, 1.0 + 2**-20, 3.14159, -1000.7, 2.0**-15 * 1.37, 2.0**-22 * 1.1]
     )
-    def test_it_is_right_on_average(self, value, half, device):
+    def test_the_mean_is_unbiased(self, value, half, device):
         n = 1 << 20
         x = torch.full((n,), value, device=device)
         _, up, probability = stochastic_round_reference(x[:1], half)
@@ -99,16 +101,13 @@ class TestValues:
         # Five standard deviations, and 16 bits of resolution below float16's normal range.
         assert abs(ups - n * p) <= 5 * (n * p * (1 - p)) ** 0.5 + n * 2**-17, (ups / n, p)
 
-    def test_all_magnitudes_are_right_on_average(self, half, device):
+    def test_the_mean_of_all_magnitudes_is_unbiased(self, half, device):
         x = wide(1 << 20, device, (-30, 10))
         _, up, probability = stochastic_round_reference(x, half)
         went_up = (rounded(x, half) == up) & (probability > 0)
-        surprise = went_up.double() - probability
-        deviation = (probability * (1 - probability)).sum().sqrt()
-        assert surprise.sum().abs() <= 5 * deviation + len(x) * 2**-17
-        # Nor do they go with the places in a block of random bits.
-        for k in range(8):
-            part, p = surprise[k::8], probability[k::8]
+        bias = went_up.double() - probability
+        # All, and each position in a block of random bits.
+        for part, p in ((bias, probability), *((bias[k::8], probability[k::8]) for k in range(8))):
             assert part.sum().abs() <= 5 * (p * (1 - p)).sum().sqrt() + len(part) * 2**-17
 
     def test_neighbouring_elements_are_independent(self, half, device):
@@ -129,7 +128,7 @@ class TestRandomness:
         assert_same_bits([rounded(x, half)], [rounded(x, half)])
         assert not torch.equal(rounded(x, half), rounded(x, half, 1))
 
-    def test_the_global_generator_counts(self, half, device):
+    def test_the_global_generator_is_the_default(self, half, device):
         x = Make(device=device)(10_001)
         torch.manual_seed(5)
         first, second = lltm_ext.stochastic_round(x, half), lltm_ext.stochastic_round(x, half)
@@ -145,14 +144,14 @@ class TestRandomness:
             for b in results[:i]:
                 assert not torch.equal(a, b)
 
-    def test_pieces_and_alignment_change_nothing(self, half, device):
+    def test_length_and_alignment_do_not_change_the_bits(self, half, device):
         x = Make(device=device)(1000)
         whole = rounded(x, half)
         for n in (1, 7, 8, 9, 100, 999):
             assert_same_bits([rounded(x[:n].clone(), half)], [whole[:n]])
         assert_same_bits([rounded(misaligned(x), half)], [whole])
 
-    def test_the_number_of_threads_changes_nothing(self, half):
+    def test_the_number_of_threads_does_not_change_the_bits(self, half):
         x, threads = Make()(100_003), torch.get_num_threads()
         expected = rounded(x, half)
         try:
@@ -170,21 +169,21 @@ class TestRandomness:
         x = Make(device=device)(*shape).permute(order)
         y = rounded(x, half)
         assert (y.shape, y.stride()) == (x.shape, torch.empty_like(x).stride())
-        # The bits go with the order in memory.
-        assert_same_bits(
-            [y], [rounded(packed(x.permute([order.index(i) for i in range(x.dim())])), half).permute(order)]
-        )
+        # Random bits follow the order in memory.
+        in_memory_order = packed(x.permute([order.index(i) for i in range(x.dim())]))
+        assert_same_bits([y], [rounded(in_memory_order, half).permute(order)])
         gaps = stepped(x)
         assert_neighbours(rounded(gaps, half), packed(gaps))
 
 
 @HALF_TYPES
 class TestGradient:
-    @pytest.mark.parametrize("way", ["function", "apply"])
-    def test_it_is_the_incoming_one(self, way, half, device):
-        function = {"function": lltm_ext.stochastic_round, "apply": lltm_ext.StochasticRoundFunction.apply}[
-            way
-        ]
+    @pytest.mark.parametrize(
+        "function",
+        [lltm_ext.stochastic_round, lltm_ext.StochasticRoundFunction.apply],
+        ids=["function", "apply"],
+    )
+    def test_it_is_the_incoming_one(self, function, half, device):
         x = Make(device=device)(63, 3).requires_grad_()
         grad_output = Make(half, device, seed=1)(63, 3).requires_grad_()
         (gradient,) = torch.autograd.grad(function(x, half), x, grad_output, create_graph=True)
@@ -212,7 +211,7 @@ class TestTracing:
             torch.library.opcheck(
                 torch.ops.lltm_ext.stochastic_round.default,
                 (input, torch.bfloat16),
-                # The comparisons of values seed anew, and take what is random as it is.
+                # The other checks compare values, and do not seed alike.
                 test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
             )
 
@@ -220,7 +219,7 @@ class TestTracing:
         tags = torch.ops.lltm_ext.stochastic_round.default.tags
         assert torch.Tag.nondeterministic_seeded in tags and torch.Tag.pt2_compliant_tag in tags
 
-    def test_fake_tensors_foretell_the_output(self, device):
+    def test_fake_tensors_have_the_layout_of_the_output(self, device):
         x = transposed(Make(device=device)(5, 3))
         with FakeTensorMode() as mode:
             fake = lltm_ext.stochastic_round(mode.from_tensor(x), torch.float16)
@@ -244,7 +243,7 @@ class TestTracing:
 
 
 class TestTransforms:
-    def test_vmap_gives_each_slice_numbers_of_its_own(self, device):
+    def test_vmap_gives_each_slice_different_random_numbers(self, device):
         x = Make(device=device)(1000)
         for batched, dims in ((x.repeat(3, 1), 0), (x.repeat(3, 1).T.contiguous(), 1)):
             function = torch.vmap(
@@ -256,7 +255,7 @@ class TestTransforms:
             assert not torch.equal(y[0], y[1])
 
     @pytest.mark.parametrize("randomness", ["error", "same"])
-    def test_vmap_says_what_it_does_not_do(self, randomness, device):
+    def test_vmap_refuses_other_kinds_of_randomness(self, randomness, device):
         x = Make(device=device)(3, 5)
         with pytest.raises(
             RuntimeError, match=r"^stochastic_round: expected vmap with randomness='different', got"
@@ -270,7 +269,7 @@ class TestTransforms:
         )(x)
         assert_neighbours(y, x)
 
-    def test_grad(self, device):
+    def test_func_grad_is_straight_through(self, device):
         x = Make(device=device)(5)
         gradient = torch.func.grad(lambda x: lltm_ext.stochastic_round(x, torch.float16).float().sum() * 3)(x)
         assert gradient.tolist() == [3] * 5
@@ -302,7 +301,7 @@ class TestErrors:
             ),
         ],
     )
-    def test_they_name_what_is_wrong(self, arguments, exception, pattern):
+    def test_errors_name_the_bad_argument(self, arguments, exception, pattern):
         with pytest.raises(exception, match=f"^stochastic_round: {pattern}"):
             lltm_ext.stochastic_round(*arguments)
         if isinstance(arguments[0], torch.Tensor) and arguments[0].is_floating_point():
@@ -310,7 +309,7 @@ class TestErrors:
                 lltm_ext.stochastic_round(arguments[0].requires_grad_(), arguments[1])
 
     @needs_cuda
-    def test_a_generator_of_another_device(self):
+    def test_a_generator_of_another_device_is_refused(self):
         with pytest.raises(
             RuntimeError, match=r"^stochastic_round: expected a generator on cuda:0, got one on cpu"
         ):
@@ -340,22 +339,26 @@ class TestErrors:
             assert lltm_ext.stochastic_round(torch.zeros(shape, device=device), torch.float16).shape == shape
 
 
-class TestModule(ModuleSuite):
-    modules = {}
-
-    def test_it_computes_the_function(self, device):
-        module, x = lltm_ext.StochasticRound(torch.bfloat16), Make(device=device)(63)
+def test_the_module_and_its_copies_equal_the_function(device):
+    x, module = Make(device=device)(63), lltm_ext.StochasticRound(torch.bfloat16)
+    assert repr(module) == "StochasticRound(dtype=torch.bfloat16)"
+    functions = (
+        functools.partial(lltm_ext.stochastic_round, dtype=torch.bfloat16),
+        module,
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+    )
+    results = []
+    for function in functions:
         torch.manual_seed(0)
-        y = module(x)
-        torch.manual_seed(0)
-        assert_same_bits([y], [lltm_ext.stochastic_round(x, torch.bfloat16)])
-        assert repr(module) == "StochasticRound(dtype=torch.bfloat16)"
+        results.append(function(x))
+    assert_same_bits(results, results[:1] * len(results))
 
 
 @needs_cuda
 @HALF_TYPES
 class TestOnCuda:
-    def test_a_graph_takes_new_numbers_at_each_replay(self, half):
+    def test_a_graph_draws_new_numbers_at_each_replay(self, half):
         x = Make(device="cuda")(10_001)
         lltm_ext.stochastic_round(x, half)
         graph = torch.cuda.CUDAGraph()
@@ -371,13 +374,12 @@ class TestOnCuda:
             for b in results[:i]:
                 assert not torch.equal(a, b)
 
-    def test_a_graph_gives_what_eager_gives(self, half):
+    def test_a_graph_equals_eager_with_the_same_seed(self, half):
         x = Make(device="cuda")(10_001)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = lltm_ext.stochastic_round(x, half)
-        # The start of a capture writes the seed too, on a stream that no replay waits for: torch.rand may get
-        # that one in its replay as well.
+        # The start of a capture also writes the seed, on a stream that no replay waits for.
         torch.cuda.synchronize()
         torch.cuda.manual_seed(3)
         graph.replay()

@@ -1,4 +1,4 @@
-"""Work goes to the current stream, forward and backward. (Op by op: op_suite.py.)"""
+"""Work runs on the current stream, forward and backward. (Each op: op_suite.py.)"""
 
 import torch
 from op_suite import Make, assert_same_bits, needs_cuda
@@ -50,7 +50,7 @@ def test_backward_called_from_another_stream_waits_for_the_forward():
     assert_same_bits([p.grad for p in layer.parameters()], expected)
 
 
-def test_two_streams_at_once_do_not_disturb_each_other():
+def test_four_streams_at_once_do_not_disturb_each_other():
     layer = model()
     inputs = [Make(device="cuda", seed=seed)(30, 8, 7) for seed in range(4)]
     expected = [layer(x)[0].detach().clone() for x in inputs]

@@ -1,4 +1,4 @@
-"""Calls from several Python threads at once: modules hold no state and let go of the interpreter's lock."""
+"""Calls from several Python threads at once: modules hold no state and release the GIL."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +21,16 @@ def training_step(seed, device):
     return [y.detach(), *torch.autograd.grad(y.sum(), [input, *weights])]
 
 
-def test_threads_at_once_get_the_values_of_one_alone(device):
+def test_concurrent_threads_get_the_values_of_a_single_thread(device):
     expected = [training_step(seed, device) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(3):
-            for found, alone in zip(pool.map(training_step, range(8), [device] * 8), expected, strict=True):
-                for a, b in zip(found, alone, strict=True):
-                    torch.testing.assert_close(a, b)
+            found = pool.map(training_step, range(8), [device] * 8)
+            for actual, single in zip(found, expected, strict=True):
+                torch.testing.assert_close(actual, single)
 
 
-def test_raw_bindings_let_other_threads_run():
+def test_raw_bindings_release_the_gil():
     """While one thread is inside a long call, another counts."""
     x = torch.randn(20_000_000, dtype=torch.double)
     inside, counts = threading.Event(), []

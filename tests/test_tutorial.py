@@ -1,4 +1,4 @@
-"""The script of PyTorch's tutorial on C++ extensions, in our words: it must run unchanged."""
+"""A script like that of PyTorch's tutorial on C++ extensions: a user's must run unchanged."""
 
 import math
 
@@ -61,7 +61,7 @@ functions = pytest.mark.parametrize("function", [LLTMFunction, HandWrittenFuncti
 biases = pytest.mark.parametrize("bias_shape", [(3 * STATE,), (1, 3 * STATE)], ids=str)
 
 
-def step_of(rnn, device, dtype):
+def random_step(device, dtype):
     make = Make(dtype, device)
     return make(BATCH, FEATURES), (make(BATCH, STATE), make(BATCH, STATE))
 
@@ -70,7 +70,7 @@ def step_of(rnn, device, dtype):
 @biases
 def test_one_step_equals_the_reference(function, bias_shape, dtype, device):
     rnn = LLTM(FEATURES, STATE, function, bias_shape).to(device, dtype)
-    x, (h, c) = step_of(rnn, device, dtype)
+    x, (h, c) = random_step(device, dtype)
     leaves = [x.requires_grad_(), h.requires_grad_(), c.requires_grad_(), rnn.weights, rnn.bias]
     new_h, new_c = rnn(x, (h, c))
     gradients = torch.autograd.grad((new_h, new_c), leaves, cotangents((new_h, new_c)))
@@ -103,18 +103,18 @@ def test_the_training_loop_runs(function, device):
 
 
 @biases
-def test_its_checkpoint_loads_into_the_cell(bias_shape, tmp_path, device):
+def test_a_tutorial_checkpoint_loads_into_the_cell(bias_shape, tmp_path, device):
     rnn = LLTM(FEATURES, STATE, bias_shape=bias_shape).to(device)
     torch.save(rnn.state_dict(), tmp_path / "checkpoint.pt")
     cell = lltm_ext.LLTMCell(FEATURES, STATE, device=device)
     state_dict = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     cell.load_state_dict(state_dict)
-    assert state_dict["bias"].shape == bias_shape  # the caller's dict is left as it was
-    x, state = step_of(rnn, device, torch.float32)
+    assert state_dict["bias"].shape == bias_shape  # loading does not change the caller's dict
+    x, state = random_step(device, torch.float32)
     assert_same_bits(cell(x, state), rnn(x, state))
 
 
-def test_its_checkpoint_loads_into_a_cell_within_a_model():
+def test_a_tutorial_checkpoint_loads_into_a_cell_within_a_model():
     model = torch.nn.ModuleDict({"rnn": LLTM(FEATURES, STATE, bias_shape=(1, 3 * STATE))})
     ours = torch.nn.ModuleDict({"rnn": lltm_ext.LLTMCell(FEATURES, STATE)})
     ours.load_state_dict(model.state_dict())
@@ -171,15 +171,15 @@ def test_the_raw_backward_returns_the_tutorials_list(device):
     assert_all_near(found, expected, BACKWARD[DOUBLE])
 
 
-def test_the_raw_forward_takes_no_bias(device):
+def test_the_raw_forward_without_bias_equals_a_bias_of_zeros(device):
     arguments, _ = raw_arguments(DOUBLE, device)
     without = _C.lltm.forward(**{**arguments, "bias": None})
     zeros = _C.lltm.forward(**{**arguments, "bias": torch.zeros(15, dtype=DOUBLE, device=device)})
     assert_all_near(without, zeros, FORWARD[DOUBLE])
 
 
-def spoiled(x):
-    """What CHECK_INPUT refuses in place of x: the value, the exception, the end of its message."""
+def bad_inputs(x):
+    """Values that CHECK_INPUT refuses in place of x: (value, exception, end of its message)."""
     yield torch.stack([x, x], -1)[..., 0], RuntimeError, "to be contiguous, got strides"
     yield x.long(), TypeError, "of dtype .*, got int64"
     yield x.double(), TypeError, "of dtype .*, got float"
@@ -188,11 +188,11 @@ def spoiled(x):
 
 
 @pytest.mark.parametrize("name", ["input", "weights", "bias", "old_h", "old_cell"])
-def test_the_raw_forward_refuses_what_check_input_names(name, device):
+def test_the_raw_forward_refuses_bad_inputs(name, device):
     arguments, _ = raw_arguments(device=device)
     good = _C.lltm.forward(**arguments)
-    for value, exception, pattern in spoiled(arguments[name]):
-        # The other arguments are measured against `input`, so a bad input may be seen in another's place.
+    for value, exception, pattern in bad_inputs(arguments[name]):
+        # The other arguments are compared with `input`, so the message may name another one.
         argument = r"\w+" if name == "input" else name
         with pytest.raises(exception, match=f"^lltm.forward: expected {argument} {pattern}"):
             _C.lltm.forward(**{**arguments, name: value})
@@ -200,17 +200,17 @@ def test_the_raw_forward_refuses_what_check_input_names(name, device):
 
 
 @pytest.mark.parametrize("name", list(raw_arguments()[1]))
-def test_the_raw_backward_refuses_what_check_input_names(name, device):
+def test_the_raw_backward_refuses_bad_inputs(name, device):
     _, arguments = raw_arguments(device=device)
     good = _C.lltm.backward(**arguments)
-    for value, exception, pattern in spoiled(arguments[name]):
+    for value, exception, pattern in bad_inputs(arguments[name]):
         argument = r"\w+" if name in ("weights", "X", "new_cell") else name
         with pytest.raises(exception, match=f"^lltm.backward: expected {argument} {pattern}"):
             _C.lltm.backward(**{**arguments, name: value})
     assert_same_bits(_C.lltm.backward(**arguments), good)
 
 
-def test_the_raw_bindings_refuse_what_is_no_tensor():
+def test_the_raw_bindings_refuse_other_types_than_tensors():
     arguments, backward = raw_arguments()
     with pytest.raises(TypeError, match=r"forward\(\): incompatible function arguments"):
         _C.lltm.forward(**{**arguments, "weights": None})

@@ -1,5 +1,5 @@
-// Writes text with the character model that examples/export.py has exported, which prints the same: three
-// continuations of a prompt, without Python and without the model's code.
+// Prints three continuations of a prompt by a character model from examples/export.py, without Python and
+// without the model's code. export.py prints the same texts.
 //
 //   build/examples/run_exported build/char_lm/char_lm.pt2 "The "
 #include <ATen/ATen.h>
@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
     prompt.push_back(found - vocabulary.begin());
   }
 
-  // The prompt as a sequence of a batch of one; then steps of a batch of texts.
+  // The prompt is a sequence with a batch of one. Then each step is a batch of texts.
   std::vector<std::string> texts(kTexts, argv[2]);
   const at::Tensor zeros = at::zeros({1, 1, hidden_size}, device);
   std::vector<at::Tensor> outputs = model.run({at::tensor(prompt).view({-1, 1}).to(device), zeros, zeros});

@@ -1,5 +1,5 @@
-// Trains an LLTM from C++, with its gradients from the library: after each step of a random sequence it is to
-// say the mean of what it has seen so far. On the GPU if there is one.
+// Trains an LLTM from C++ to predict, after each step of a random sequence, the mean of the inputs so far.
+// Runs on the GPU if there is one.
 //
 //   build/examples/train
 #include <lltm_ext/lltm_ext.h>
