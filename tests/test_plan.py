@@ -29,7 +29,7 @@ int main(int count, char** questions) {
     const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11], n[12] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     const auto has_room = [&](int variant, const GroupGrid&) { return variants[variant].chunks <= n[10]; };
-    const DeviceInfo device = {n[6], n[7], n[8] != 0};
+    const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10};
     const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[9]), has_room);
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;

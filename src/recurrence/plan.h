@@ -57,8 +57,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
   if (cluster) grid.group_blocks = std::max(grid.group_blocks, 2);
   if (cluster && (grid.group_blocks > kClusterBlocks || device.compute_capability < 90)) return false;
-  const int multiprocessors =
-      cluster ? multiprocessors_for_clusters(device.multiprocessors) : device.multiprocessors;
+  const int multiprocessors = cluster ? device.cluster_multiprocessors : device.multiprocessors;
   const int resident = multiprocessors / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
   int64_t rows = tiles_of(p.batch, resident);
@@ -85,8 +84,7 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   if (v.algorithm == Algorithm::kCluster) {
     const int waves = p.backward || p.sequences > 1 ? 1 : 9;
-    return p.sequences * grid.groups <=
-           waves * (multiprocessors_for_clusters(device.multiprocessors) / grid.group_blocks);
+    return p.sequences * grid.groups <= waves * (device.cluster_multiprocessors / grid.group_blocks);
   }
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
   if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
@@ -125,8 +123,7 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
   const int split_k = split_k_of(8 * tiles <= 3 * device.multiprocessors, tiles <= device.multiprocessors, k);
   if (k <= (split_k == 4 ? 8192 : 1024 * split_k)) return {64, split_k};
   const int64_t large_tiles = tiles_of(p.batch, 128) * tiles_of(p.hidden, fused_backward_units(128));
-  if (kClusterBlocks * large_tiles <= multiprocessors_for_clusters(device.multiprocessors))
-    return {128, kClusterBlocks};
+  if (kClusterBlocks * large_tiles <= device.cluster_multiprocessors) return {128, kClusterBlocks};
   return {};
 }
 

@@ -9,6 +9,7 @@
 //   advance()        at the end
 #pragma once
 
+#include "common/hopper/ptx.cuh"
 #include "recurrence/persistent/pair.cuh"
 #include "recurrence/persistent/product.cuh"
 
@@ -185,10 +186,6 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
 // memory of all blocks by st.async, in packets of 16 bytes that complete an mbarrier there. Two buffers
 // alternate: when a block has the values of a step, all blocks have read the buffer of the step before.
 
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
 // Bytes from one row to the next in shared memory. An offset of half the banks keeps the two rows that a
 // quarter of a warp reads apart.
 __host__ __device__ constexpr int padded_row_bytes(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
@@ -211,22 +208,20 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
         input_bytes_(group.hidden * sizeof(T)),
         row_bytes_(padded_row_bytes(kInputs * input_bytes_)),
         buffer_bytes_(kRowTile * row_bytes_),
-        members_(group.blocks),
+        blocks_(group.blocks),
         step_bytes_(group.rows * kInputs * input_bytes_),
         packets_(group.rows * kInputs * kPackets),
         first_byte_(group.block * kUnits * sizeof(T)),
-        address_(shared_address(buffers_)) {
-    const int sharing = max(1, kWarps / members_), warp = threadIdx.x / 32;
+        barriers_(reinterpret_cast<uint64_t*>(buffers_ + 2 * buffer_bytes_)) {
+    const int sharing = max(1, kWarps / blocks_), warp = threadIdx.x / 32;
     first_peer_ = warp / sharing;
     first_packet_ = warp % sharing * 32 + threadIdx.x % 32;
     stride_ = sharing * 32;
     if (threadIdx.x == 0) {
-      for (int buffer = 0; buffer < 2; ++buffer) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(address_ + barrier(buffer)) : "memory");
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+      for (int buffer = 0; buffer < 2; ++buffer) hopper::mbarrier_init(&barriers_[buffer], 1);
+      hopper::fence_mbarrier_init();
     }
-    synchronize();
+    hopper::cluster_sync();
     if (threadIdx.x == 0) {
       for (int buffer = 0; buffer < 2; ++buffer) expect(buffer);
     }
@@ -234,7 +229,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   __device__ void start(const RowSource<T>&) {}
   __device__ void advance() { ++step_; }
   // A block must not exit while others send to it.
-  __device__ void finish() { synchronize(); }
+  __device__ void finish() { hopper::cluster_sync(); }
 
   template <int kLoaded>
   __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
@@ -267,16 +262,16 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   __device__ __forceinline__ void send() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;
-    for (int peer = first_peer_; peer < members_; peer += kWarps) {
-      const unsigned there = peer_address(peer), bar = there + barrier(buffer),
-                     to = there + buffer * buffer_bytes_;
+    for (int peer = first_peer_; peer < blocks_; peer += kWarps) {
+      const uint32_t there = hopper::mapa(buffers_, peer), to = there + buffer * buffer_bytes_,
+                     barrier = there + 2 * buffer_bytes_ + 8 * buffer;
 #pragma unroll 4
       for (int i = first_packet_; i < packets_; i += stride_) {
         const int input = i / kPackets % kInputs, row = i / kPackets / kInputs,
                   byte = first_byte_ + i % kPackets * 16;
         if (byte < input_bytes_) {
-          send_packet(*reinterpret_cast<const uint4*>(staging_ + i * 16),
-                      to + row * row_bytes_ + input * input_bytes_ + byte, bar);
+          hopper::st_async(to + row * row_bytes_ + input * input_bytes_ + byte,
+                           *reinterpret_cast<const uint4*>(staging_ + i * 16), barrier);
         }
       }
     }
@@ -287,53 +282,22 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   static constexpr int kStagingBytes = kRowTile * kInputs * kUnits * sizeof(T);
   static constexpr int kPackets = kUnits * sizeof(T) / 16;  // of a row of one input
 
-  __device__ __forceinline__ unsigned peer_address(int peer) const {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address_), "r"(peer));
-    return there;
-  }
-
-  __device__ static void synchronize() {
-    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" : : : "memory");
-  }
-
-  __device__ __forceinline__ int barrier(int buffer) const { return 2 * buffer_bytes_ + 8 * buffer; }
-
   // A phase ends with this arrival and the bytes of a step.
   __device__ __forceinline__ void expect(int buffer) const {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :
-                 : "r"(address_ + barrier(buffer)), "r"(step_bytes_)
-                 : "memory");
+    hopper::mbarrier_arrive_expect_tx(&barriers_[buffer], step_bytes_);
   }
 
-  __device__ __forceinline__ void wait() {
+  __device__ __forceinline__ void wait() const {
     const int buffer = step_ & 1, parity = (step_ - 1) >> 1 & 1;
-    unsigned done = 0;
-    for (int polls = 0; !done; ++polls) {
-      asm volatile(
-          "{\n .reg .pred p;\n"
-          " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          " selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(address_ + barrier(buffer)), "r"(parity)
-          : "memory");
+    for (int polls = 0; !hopper::mbarrier_try_wait(&barriers_[buffer], parity); ++polls) {
       if (polls == kMaxPolls) trap_on_timeout();
     }
     if (threadIdx.x == 0) expect(buffer);
   }
 
-  __device__ static __forceinline__ void send_packet(const uint4& packet, unsigned to, unsigned barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%4], {%0, %1, %2, %3}, [%5];"
-        :
-        : "r"(packet.x), "r"(packet.y), "r"(packet.z), "r"(packet.w), "r"(to), "r"(barrier)
-        : "memory");
-  }
-
   char *const staging_, *const buffers_;
-  const int input_bytes_, row_bytes_, buffer_bytes_, members_, step_bytes_, packets_, first_byte_;
-  const unsigned address_;                  // of the buffers
+  const int input_bytes_, row_bytes_, buffer_bytes_, blocks_, step_bytes_, packets_, first_byte_;
+  uint64_t* const barriers_;                // of the buffers
   int first_peer_, first_packet_, stride_;  // the packets that this thread sends, and their destination
   int step_ = 0;
 };

@@ -5,12 +5,21 @@
 #include <array>
 #include <utility>
 
+#include "common/device.cuh"
 #include "common/launch.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
 #include "recurrence/persistent/launch.h"
 
 namespace lltm_ext {
+
+#ifdef LLTM_EXT_SM90A
+template <typename T>
+constexpr bool kHasFusedSteps = sizeof(T) == 2;
+#else
+template <typename T>
+constexpr bool kHasFusedSteps = false;
+#endif
 
 template <class Arguments>
 struct PersistentKernel {
@@ -40,16 +49,22 @@ template <class Cell, typename T>
 constexpr auto kBackwardKernels = backward_kernels<Cell, T>(VariantIndices<T>());
 
 template <class Cell, typename T>
-size_t persistent_shared_bytes(int variant, const GroupGrid& grid, int hidden, bool backward) {
-  const Group group = {hidden, grid.group_blocks, 0, grid.rows};
-  return backward ? kBackwardKernels<Cell, T>.at(variant).shared_bytes(group)
-                  : kForwardKernels<Cell, T>.at(variant).shared_bytes(group);
-}
-
-template <class Cell, typename T>
-cudaError_t persistent_compute_capability(int& capability) {
-  return compute_capability<recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, 0, false>>>(
-      capability);
+cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& plan) {
+  DeviceInfo device;
+  cudaError_t error = current_device_info(device);
+  if (error != cudaSuccess) return error;
+  // The driver may have compiled the code for the device from PTX of an older architecture.
+  int code = 0;
+  error = compute_capability<recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, 0, false>>>(code);
+  if (error != cudaSuccess) return error;
+  device.compute_capability = std::min(device.compute_capability, code);
+  plan = plan_recurrence(problem, device, requested, [&](int variant, const GroupGrid& grid) {
+    const Group group = {static_cast<int>(problem.hidden), grid.group_blocks, 0, grid.rows};
+    const size_t bytes = problem.backward ? kBackwardKernels<Cell, T>.at(variant).shared_bytes(group)
+                                          : kForwardKernels<Cell, T>.at(variant).shared_bytes(group);
+    return bytes <= static_cast<size_t>(device.shared_bytes);
+  });
+  return cudaSuccess;
 }
 
 template <class Arguments>
@@ -89,7 +104,7 @@ cudaError_t fill_unwritten(const Plan& plan, T* values, int64_t count, cudaStrea
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream) {
-  if constexpr (kHasSm90a && sizeof(T) == 2) {
+  if constexpr (kHasFusedSteps<T>) {
     if (plan.fused_step.split_k > 0) {
       return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
     }
@@ -105,7 +120,7 @@ cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream) {
-  if constexpr (kHasSm90a && sizeof(T) == 2) {
+  if constexpr (kHasFusedSteps<T>) {
     if (plan.fused_step.split_k > 0) {
       return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
     }
@@ -120,10 +135,9 @@ cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArgument
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE(Cell, T)                                                         \
-  template size_t lltm_ext::persistent_shared_bytes<Cell, T>(int, const GroupGrid&, int, bool); \
-  template cudaError_t lltm_ext::persistent_compute_capability<Cell, T>(int&);                  \
-  template cudaError_t lltm_ext::launch_sequence_forward<Cell, T>(                              \
-      const PerDirection<SequenceForwardArguments<T>>&, const Plan&, cudaStream_t);             \
-  template cudaError_t lltm_ext::launch_sequence_backward<Cell, T>(                             \
+#define INSTANTIATE_RECURRENCE(Cell, T)                                                    \
+  template cudaError_t lltm_ext::plan_sequence<Cell, T>(const Problem&, Algorithm, Plan&); \
+  template cudaError_t lltm_ext::launch_sequence_forward<Cell, T>(                         \
+      const PerDirection<SequenceForwardArguments<T>>&, const Plan&, cudaStream_t);        \
+  template cudaError_t lltm_ext::launch_sequence_backward<Cell, T>(                        \
       const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);

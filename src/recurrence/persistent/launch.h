@@ -16,19 +16,9 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 #endif
 
-#ifdef LLTM_EXT_SM90A
-constexpr bool kHasSm90a = true;
-#else
-constexpr bool kHasSm90a = false;
-#endif
-
-// The dynamic shared memory of a block of a variant's kernel.
+// Plans a sequence of T on the current device (plan.h).
 template <class Cell, typename T>
-size_t persistent_shared_bytes(int variant, const GroupGrid& grid, int hidden, bool backward);
-
-// The compute capability of the persistent kernels' code in use on the current device (common/launch.cuh).
-template <class Cell, typename T>
-cudaError_t persistent_compute_capability(int& capability);
+cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& plan);
 
 // Runs a fused plan: persistent kernels, which take all directions in one launch, or fused steps, which take
 // one sequence. Fills the memory through which blocks exchange values first. If the GPU has no room for the

@@ -27,15 +27,6 @@ auto with_engine_type(at::ScalarType type, F&& f) {
   if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
   return f(Type<float>{});
 }
-
-// The device's, or the engine's code's where that is PTX of an older one.
-template <class Cell>
-int engine_compute_capability(at::ScalarType type, const cudaDeviceProp& chip) {
-  int of_code = 0;
-  with_engine_type(
-      type, [&](auto t) { return persistent_compute_capability<Cell, typename decltype(t)::type>(of_code); });
-  return std::min(of_code, chip.major * 10 + chip.minor);
-}
 #endif
 
 // Plans `sequences` side by side on the tensors' device. An algorithm that was asked for and can't run one is
@@ -49,19 +40,17 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
     if (wanted == Algorithm::kCluster || wanted == Algorithm::kGrid) plan.why_not = "needs a CUDA device";
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
-    const cudaDeviceProp* chip = at::cuda::getDeviceProperties(input.get_device());
-    const auto has_room = [&](int variant, const GroupGrid& grid) {
-      return with_engine_type(input.scalar_type(), [&](auto type) {
-        using T = typename decltype(type)::type;
-        return persistent_shared_bytes<Cell, T>(variant, grid, static_cast<int>(hidden), backward) <=
-               chip->sharedMemPerBlockOptin;
-      });
-    };
-    plan = plan_recurrence({hidden, batch, dense, backward, static_cast<int>(input.element_size()),
-                            Cell::kGates, static_cast<int>(sequences), allows_tf32(input)},
-                           {engine_compute_capability<Cell>(input.scalar_type(), *chip),
-                            chip->multiProcessorCount, kHasSm90a && chip->major == 9 && chip->minor == 0},
-                           wanted, has_room);
+    const Problem problem = {hidden,
+                             batch,
+                             dense,
+                             backward,
+                             static_cast<int>(input.element_size()),
+                             Cell::kGates,
+                             static_cast<int>(sequences),
+                             allows_tf32(input)};
+    check_launch(op, with_engine_type(input.scalar_type(), [&](auto type) {
+                   return plan_sequence<Cell, typename decltype(type)::type>(problem, wanted, plan);
+                 }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
