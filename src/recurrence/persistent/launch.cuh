@@ -2,7 +2,7 @@
 // INSTANTIATE_RECURRENCE(Cell, T).
 #pragma once
 
-#include "common/activations.cuh"
+#include "common/fast_math.cuh"
 #include "common/launch.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
