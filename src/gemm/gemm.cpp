@@ -22,14 +22,11 @@
 #include <utility>
 
 #include "common/checks.h"
+#include "common/device.h"
 #include "common/elementwise.h"
 #include "common/library.h"
 #include "common/python.h"
 #include "common/vec.cuh"
-
-#ifdef LLTM_EXT_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#endif
 
 namespace lltm_ext {
 namespace {
@@ -148,8 +145,8 @@ at::Tensor tma_aligned(const at::Tensor& x) {
 // A copy takes 4 us plus 2 ps per element; the kernel for any layout takes 60 fs more per product.
 bool should_align(const at::Tensor& a, const at::Tensor& b) {
   if (a.element_size() != 2) return false;
-  const cudaDeviceProp* chip = at::cuda::getDeviceProperties(a.get_device());
-  if (chip->major != 9 || chip->minor != 0) return false;
+  DeviceInfo device;
+  if (current_device_info(device) != cudaSuccess || !device.has_sm90a) return false;
   double copies = 0;
   for (const at::Tensor& x : {a, b}) copies += is_tma_aligned(x) ? 0 : 4e-6 + 2e-12 * x.numel();
   const double products =

@@ -12,8 +12,8 @@
 namespace lltm_ext {
 
 constexpr int kWarpLanes = 32;
-constexpr int64_t kBiasRows =
-    64;  // at least, per block: so a block writes far fewer sums than it reads values
+// Rows per block, at least: so a block writes far fewer sums than it reads values.
+constexpr int64_t kBiasRows = 64;
 
 // blockDim.x threads along a row, blockDim.y rows at a time.
 struct BiasGrid {

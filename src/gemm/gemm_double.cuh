@@ -103,13 +103,13 @@ struct DoubleSlice {
 };
 
 // Whether a compute capability (80 is 8.0) multiplies float64 faster on tensor cores.
-constexpr bool has_double_unit(int capability) {
+constexpr bool has_double_tensor_cores(int capability) {
   return capability == 80 || capability == 90 || capability == 100;
 }
 #ifdef __CUDA_ARCH__
-constexpr bool kForDoubleUnit = has_double_unit(__CUDA_ARCH__ / 10);
+constexpr bool kForDoubleTensorCores = has_double_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kForDoubleUnit = false;
+constexpr bool kForDoubleTensorCores = false;
 #endif
 
 // c [16, 8] += a [16, 16] b [16, 8], where b's columns are one half of a fragment's lines. With g = lane / 4
@@ -148,7 +148,7 @@ struct DoubleRing {
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
-  if constexpr (!kForDoubleUnit || (Tile::kHopper && !kForHopper)) {
+  if constexpr (!kForDoubleTensorCores || (Tile::kHopper && !kForHopper)) {
     __trap();  // never launched on these architectures
     return;
   }

@@ -154,8 +154,8 @@ struct Fragment {
   }
 };
 
-// V of a row's sums, with neighbours swapped. Vectors load into consecutive registers, so column s and a sum
-// staged at s would share a bank; with neighbours swapped they do not.
+// V of a row's sums, with neighbours swapped. A vector to load or store is in consecutive registers, so a sum
+// and its column of b would be in the same bank; with neighbours swapped they are not.
 template <int V, typename T, int TN>
 __device__ __forceinline__ Vec<T, V> swap_pairs(const T (&row)[TN], int first) {
   Vec<T, V> y;

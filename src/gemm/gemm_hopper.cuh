@@ -203,16 +203,13 @@ struct ClusterSplitK {
       float x[4] = {d[0], d[1], d[2], d[3]};
 #pragma unroll
       for (int i = 0; i < kN / 2 - 4; ++i) d[i] = d[i + 4];
-      const auto write = [&](T* to) {
+      epilogue.finish(x, [&](T* to) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int r = row_of(i), n = column_of(first + i);
           epilogue.write(to, block.matrix, kSwapAB ? n : r, kSwapAB ? r : n, x[i]);
         }
-      };
-      if (epilogue.pre_activation) write(epilogue.pre_activation);
-      activate<ActivationMath<T>>(epilogue.activation, x);
-      write(epilogue.c);
+      });
     }
   }
 
@@ -222,13 +219,10 @@ struct ClusterSplitK {
     constexpr int kDown = kSwapAB, kAlong = !kSwapAB;
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] += epilogue.bias_at(column + kAlong * e);
-    const auto write = [&](T* to) {
+    epilogue.finish(x, [&](T* to) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) epilogue.write(to, matrix, row + kDown * e, column + kAlong * e, x[e]);
-    };
-    if (epilogue.pre_activation) write(epilogue.pre_activation);
-    activate<ActivationMath<T>>(epilogue.activation, x);
-    write(epilogue.c);
+    });
   }
 };
 
@@ -303,9 +297,7 @@ struct WorkspaceSplitK {
     const int column = tile.column * kN + in_warpgroup / 128 * 8 + thread % 4 * 2 + sharer % 2;
     float x[1] = {sharer == 0 ? sum.x : sharer == 1 ? sum.y : sharer == 2 ? sum.z : sum.w};
     x[0] += epilogue.bias_at(column);
-    if (epilogue.pre_activation) epilogue.write(epilogue.pre_activation, tile.matrix, row, column, x[0]);
-    activate<ActivationMath<T>>(epilogue.activation, x);
-    epilogue.write(epilogue.c, tile.matrix, row, column, x[0]);
+    epilogue.finish(x, [&](T* to) { epilogue.write(to, tile.matrix, row, column, x[0]); });
   }
 };
 

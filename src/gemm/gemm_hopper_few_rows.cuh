@@ -80,7 +80,8 @@ struct FewRowsKernel {
       float x[1] = {bias};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) x[0] += sums[w][row][column_of_thread];
-      store(x, args.epilogue, matrix, row, column + column_of_thread);
+      args.epilogue.finish(
+          x, [&](T* to) { args.epilogue.write(to, matrix, row, column + column_of_thread, x[0]); });
     }
   }
 
@@ -132,13 +133,6 @@ struct FewRowsKernel {
         __syncwarp();  // keeps the compiler from moving the next loads behind the wait for all slices
       }
     }
-  }
-
-  __device__ static __forceinline__ void store(float (&x)[1], const Epilogue<T>& epilogue, int matrix,
-                                               int row, int column) {
-    if (epilogue.pre_activation) epilogue.write(epilogue.pre_activation, matrix, row, column, x[0]);
-    activate<ActivationMath<T>>(epilogue.activation, x);
-    epilogue.write(epilogue.c, matrix, row, column, x[0]);
   }
 };
 

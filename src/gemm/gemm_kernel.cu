@@ -13,7 +13,7 @@ namespace lltm_ext {
 
 // The current device, with the compute capability of this file's code: less than the device's own where that
 // runs older PTX.
-cudaError_t device_and_code(DeviceInfo& device) {
+cudaError_t query_device(DeviceInfo& device) {
   const cudaError_t error = current_device_info(device);
   if (error != cudaSuccess) return error;
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
@@ -66,7 +66,7 @@ cudaError_t launch_float32(const GemmArgs<float>& args, const DeviceInfo& device
 }
 
 cudaError_t launch_float64(const GemmArgs<double>& args, const DeviceInfo& device, cudaStream_t stream) {
-  if (!has_double_unit(device.compute_capability)) {
+  if (!has_double_tensor_cores(device.compute_capability)) {
     return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
   }
   // Launches are programmatic only if all blocks run at once: else the next launch's blocks would take the
@@ -80,8 +80,8 @@ cudaError_t launch_float64(const GemmArgs<double>& args, const DeviceInfo& devic
   }
   using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
   using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
-  using SmallAndDeep =
-      DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // a third block per multiprocessor would be idle
+  // For at most two blocks per multiprocessor: more stages instead of room for a third.
+  using SmallAndDeep = DoubleTile<64, 64, 16, 32, 32, 4, 2>;
   if (tiles_of(args, Tall::BM, Tall::BN).total >= int64_t{device.multiprocessors} * 32) {
     return launch_double<Tall>(args, /*programmatic=*/false, stream);
   }
@@ -93,12 +93,12 @@ cudaError_t launch_float64(const GemmArgs<double>& args, const DeviceInfo& devic
 template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
   DeviceInfo device;
-  const cudaError_t error = device_and_code(device);
+  const cudaError_t error = query_device(device);
   if (error != cudaSuccess) return error;
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (device.has_sm90a && hopper_supports(args))
-      return gemm_on_hopper(args, device.multiprocessors, stream);
+    const int multiprocessors = device.multiprocessors;
+    if (device.has_sm90a && hopper_supports(args)) return gemm_on_hopper(args, multiprocessors, stream);
   }
 #endif
   if constexpr (sizeof(T) == 2) {
@@ -132,7 +132,7 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args) {
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream) {
   DeviceInfo device;
-  const cudaError_t error = device_and_code(device);
+  const cudaError_t error = query_device(device);
   if (error != cudaSuccess) return error;
   const bool programmatic = device.compute_capability >= 90;
   return width_of(args) > 1 ? launch_bias_backward<kVecWidth<T>>(args, programmatic, stream)

@@ -2,6 +2,8 @@
 // and the epilogue.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.cuh"
 #include "common/types.h"
 #include "common/vec.cuh"
