@@ -1,6 +1,6 @@
-"""The chip's ceiling: the rate at which its units multiply values that stay in registers and shared memory.
+"""The device's ceiling: its rate of products of values that stay in registers and shared memory.
 
-The kernels are Triton's, which torch for CUDA brings along.
+The kernels are in Triton, which torch for CUDA depends on.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from harness import DTYPES, Bench
 
-# What a block multiplies: M, N and K of its tiles, how often (for some 3 ms), and by how many warps.
+# Per block: M, N and K of its tiles, how many steps (for about 3 ms), and how many warps.
 TILES = {
     "bfloat16": (128, 256, 128, 200, 8),
     "float16": (128, 256, 128, 200, 8),
     "tf32": (128, 256, 64, 200, 8),
     "float64": (64, 64, 16, 1000, 4),
 }
-ELEMENTS, UNROLLED, STEPS = 1024, 32, 2000  # of float32, which has no matrix unit
-BLOCKS = 12  # of a multiprocessor
+ELEMENTS, UNROLLED, STEPS = 1024, 32, 2000  # of float32, which has no tensor cores
+BLOCKS = 12  # per multiprocessor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def multiply_tiles(x, y, out, steps, M: tl.constexpr, N: tl.constexpr, K: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_add(x, out, steps, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """s <- s^2 + c, which stays between -2 and 2 for c between -2 and 0."""
+    """s <- s^2 + c, which stays within [-2, 2] for c within [-2, 0]."""
     c = tl.load(x + tl.arange(0, ELEMENTS))
     sums = c
     for _ in range(steps):
@@ -46,7 +46,7 @@ def multiply_add(x, out, steps, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr):
 
 
 def ceiling(bench: Bench, dtype: str) -> dict[str, Any]:
-    """The rate of random values; dtype "tf32" for float32 on the matrix unit, "float32" without it."""
+    """The rate for random values. dtype "tf32": float32 on tensor cores; "float32": without them."""
     blocks = BLOCKS * torch.cuda.get_device_properties(bench.device).multi_processor_count
     like = {"dtype": DTYPES.get(dtype, torch.float32), "device": bench.device}
     out = torch.empty(blocks, dtype=torch.promote_types(like["dtype"], torch.float32), device=bench.device)

@@ -1,6 +1,6 @@
 """gemm against torch.matmul (cuBLAS), and bias and activation fused into it against eager PyTorch.
 
-The device's time: the calls of a comparison are CUDA graphs, one over all sets of operands.
+Times are of the device: each call is a CUDA graph over all sets of operands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALF = ("bfloat16", "float16")
 SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
 PRECISION = "float32 by matrix units"
 CEILING = "units alone"
-COMPILED = "torch.compile"  # which tries kernels of its own beside cuBLAS's, and keeps the fastest
+COMPILED = "torch.compile"  # tries its own kernels and cuBLAS's, and keeps the fastest
 # M, K, N
 ODD_SHAPES = {
     "primes": (1009, 1013, 1019),
@@ -37,7 +37,7 @@ ODD_SHAPES = {
 
 
 def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any]) -> Tensor:
-    """T: stored the other way round, and handed over as a transposed view."""
+    """`transposed`: stored as [columns, rows] and passed as a transposed view."""
     return torch.randn(columns, rows, **like).t() if transposed else torch.randn(rows, columns, **like)
 
 
@@ -50,7 +50,7 @@ def ours(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
 
 
 def fused(activation: str, backward: bool, cuda: bool) -> dict[str, Callable[..., Any]]:
-    """A linear layer and its activation, x W^T + b; with `backward`, its gradients too."""
+    """A linear layer, x W^T + b, and its activation; with `backward`, the gradients too."""
 
     def trained(f: Callable[..., Tensor]) -> Callable[..., Any]:
         def step(a: Tensor, b: Tensor, bias: Tensor, grad: Tensor) -> Any:
@@ -76,7 +76,7 @@ def fused(activation: str, backward: bool, cuda: bool) -> dict[str, Callable[...
 
 
 def with_precision(precision: str) -> dict[str, Callable[..., Any]]:
-    """float32; torch's beside tf32 may use TF32 too."""
+    """float32; for tf32, torch may use TF32 too."""
 
     def torchs(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -125,7 +125,7 @@ def measure(
     products = 6 if more.get("backward") else 2
     for name, milliseconds in times.items():
         found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": products * m * k * n / milliseconds / 1e9}
-    # Where torch has two ways, against the faster.
+    # If torch has two ways, relative to the faster one.
     torchs = max(found[f"{name} TFLOP/s"] for name in times if name != OURS)
     return found | {"ours / torch": found[f"{OURS} TFLOP/s"] / torchs}
 
@@ -136,14 +136,14 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
     if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 0):
-        from ceiling import ceiling  # which wants Triton, and so before all that takes minutes
+        from ceiling import ceiling  # needs Triton: fails before the long part if that is missing
 
         rows += [{"part": CEILING, **ceiling(bench, dtype)} for dtype in (*DTYPES, "tf32")]
     sizes = (256,) if args.quick else (256, 512) if args.small else (512, 1024, 2048, 4096, 8192)
     for dtype in DTYPES:
         for n in sizes:
             if (dtype, n) == ("float64", 8192):
-                continue  # seconds a call
+                continue  # takes seconds per call
             rows += [measure(bench, SQUARE, dtype, layout, (n, n, n)) for layout in LAYOUTS]
     for dtype in HALF:
         for k, n in ((256, 256),) if args.small else ((4096, 4096), (4096, 11_008)):
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[str]:
-    """The geometric mean and the worst of each part."""
+    """The geometric mean and the minimum of each part."""
     groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
     groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
     ratios_of = {
@@ -254,7 +254,7 @@ def precisions(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
-    """How many times torch's rate: above the line is faster."""
+    """Our rate relative to torch's: above the line is faster."""
 
     def label(row: dict[str, Any]) -> str:
         if part == FEW_ROWS:

@@ -33,7 +33,7 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def operands(make, m, k, n, *batch):
-    """Of a scale at which the products are of order 1."""
+    """Scaled so that elements of the product are of order 1."""
     return make(*batch, m, k, scale=max(k, 1) ** -0.5), make(*batch, k, n)
 
 
@@ -45,7 +45,7 @@ def with_bias(*sizes, **options):
     return lambda make: Call(*operands(make, *sizes), bias=make(sizes[2]), **options)
 
 
-# Shapes of a and b, of which one serves all of the other's batch.
+# Shapes of a and b, one of which is broadcast over the other's batch.
 BROADCASTS = {
     "b": ((3, 7, 5), (5, 9)),
     "a": ((7, 5), (3, 5, 9)),
@@ -61,7 +61,7 @@ def broadcast(name, **options):
 
 
 def bad(change):
-    """Operands [4, 3] and [3, 5] of which `change` makes others."""
+    """Operands [4, 3] and [3, 5], changed by `change`."""
     return lambda make: Call(*change(*operands(make, 4, 3, 5)))
 
 
@@ -169,7 +169,9 @@ class TestGemm(SmoothSuite):
         "activation": (
             bad_option(activation="swish"),
             ValueError,
-            "^gemm: expected activation .*, got 'swish'",
+            "^gemm: expected activation None or one of "
+            + ", ".join(f"'{name}'" for name in ACTIVATIONS[1:])
+            + ", got 'swish'",
         ),
         "precision": (bad_option(precision="low"), ValueError, "^gemm: expected precision .*, got 'low'"),
     }
@@ -201,8 +203,8 @@ class TestGemm(SmoothSuite):
         assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
 
     @pytest.mark.parametrize("activation", ["gelu", "silu"])
-    def test_an_activation_that_saves_its_input_is_differentiated_twice_by_any_way(self, activation, device):
-        """Through the node's second output: as torch's own ops have it, and a Hessian-vector product."""
+    def test_an_activation_that_saves_its_input_is_differentiated_twice(self, activation, device):
+        """The double backward goes through the node's second output."""
         call = with_bias(3, 4, 2, activation=activation)(Make(DOUBLE, device)).leaves()
         for function in (self.function, self.reference):
             y = call.run(function)[0]
@@ -218,7 +220,7 @@ class TestGemm(SmoothSuite):
         [(1, 1), (7, 5), (300, 64), (130, 1000), (2, 65, 33), (5000, 8), (3, 0, 4), (3, 4, 0)],
         ids=str,
     )
-    def test_the_way_back_through_activation_and_bias(self, shape, activation, dtype, device):
+    def test_backward_of_activation_and_bias(self, shape, activation, dtype, device):
         backward = torch.ops.lltm_ext.gemm_activation_bias_backward
         grad_output, saved = Make(dtype, device)(*shape), Make(dtype, device, seed=1)(*shape).sigmoid()
         for grad, x in (
@@ -234,8 +236,8 @@ class TestGemm(SmoothSuite):
             assert_same_bits(backward(grad, x, activation), found)
 
     @activations
-    def test_the_bias_has_its_gradient_by_every_way(self, activation, device):
-        """Alone, beside one that comes in at the second output, and under torch.func."""
+    def test_the_gradient_of_the_bias(self, activation, device):
+        """By itself, with a gradient at the second output, and under torch.func."""
         call = with_bias(6, 4, 5, 2, activation=activation)(Make(DOUBLE, device))
         a, b, bias = call.args[0], call.args[1], call.kwargs["bias"]
 
@@ -250,7 +252,7 @@ class TestGemm(SmoothSuite):
         assert_near(each[0], expected, BACKWARD[DOUBLE])
         assert_near(each[1], torch.func.grad(of(self.reference))(-bias), BACKWARD[DOUBLE])
 
-    def test_opcheck_of_the_forward_that_gives_the_activation_its_input(self, device):
+    def test_opcheck_of_the_forward_that_returns_the_pre_activation(self, device):
         a, b = operands(Make(DOUBLE, device), 4, 3, 5)
         for bias in (None, b[0]):
             torch.library.opcheck(torch.ops.lltm_ext.gemm_forward.default, (a, b, bias, "silu", "ieee"))
@@ -260,7 +262,7 @@ class TestGemm(SmoothSuite):
         out = a.new_zeros(4, 5)
         torch.library.opcheck(torch.ops.lltm_ext.gemm_out.default, (a, b, None, "silu", "ieee", out))
 
-    def test_out_gets_the_result_whatever_its_strides(self, dtype, device):
+    def test_out_may_have_any_strides(self, dtype, device):
         a, b = operands(Make(dtype, device), 7, 5, 9, 2)
         expected = lltm_ext.gemm(a, b, activation="silu")
         whole = torch.full((4, 14, 9), torch.nan, dtype=dtype, device=device)
@@ -308,8 +310,8 @@ class TestGemm(SmoothSuite):
         with pytest.raises(exception, match=f"^gemm: expected {message}"):
             lltm_ext.gemm(*operands(Make(), 4, 3, 5), out=out)
 
-    @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
-    def test_an_inference_tensor_is_written_in_inference_mode_alone(self, device):
+    @pytest.mark.skipif(_portable.in_use, reason="the stable ABI cannot recognise an inference tensor")
+    def test_an_inference_tensor_is_written_in_inference_mode_only(self, device):
         a, b = operands(Make(device=device), 4, 3, 5)
         with torch.inference_mode():
             out = lltm_ext.gemm(a, b)
@@ -319,41 +321,41 @@ class TestGemm(SmoothSuite):
 
     @activations
     @pytest.mark.parametrize("sizes", [(20, 9, 20), (20, 16, 24), (200, 16, 200)], ids=str)
-    def test_nan_and_infinity_reach_their_row_and_column_alone(self, sizes, activation, dtype, device):
+    def test_nan_and_infinity_stay_in_their_row_and_column(self, sizes, activation, dtype, device):
         a, b = operands(Make(dtype, device), *sizes)
         b = b.abs() + 0.1
         good = lltm_ext.gemm(a, b, activation=activation)
         for value in (torch.nan, torch.inf):
-            spoilt = a.clone()
-            spoilt[7, 3] = value
-            c = lltm_ext.gemm(spoilt, b, activation=activation)
+            corrupted = a.clone()
+            corrupted[7, 3] = value
+            c = lltm_ext.gemm(corrupted, b, activation=activation)
             # In float64: torch's gelu of infinity is NaN in float32.
-            expected = gemm_reference(spoilt.double(), b.double(), activation=activation).to(dtype)
+            expected = gemm_reference(corrupted.double(), b.double(), activation=activation).to(dtype)
             torch.testing.assert_close(c[7], expected[7], equal_nan=True)
             others = torch.arange(len(a), device=device) != 7
             assert_same_bits([c[others]], [good[others]])
 
-    def test_out_may_be_a_view_that_memory_holds_negated(self, device):
+    def test_out_may_be_a_lazily_negated_view(self, device):
         a, b = operands(Make(device=device), 4, 3, 5)
         out = torch.zeros(4, 5, dtype=torch.complex64, device=device).conj().imag
         assert lltm_ext.gemm(a, b, out=out) is out
         assert_near(out.resolve_neg(), a.double() @ b.double(), FORWARD[torch.float32])
 
     @pytest.mark.parametrize("create_graph", [False, True])
-    def test_a_dead_unit_of_relu_passes_no_gradient_on_not_even_an_infinite_one(self, create_graph, device):
+    def test_a_dead_relu_unit_passes_no_gradient_not_even_an_infinite_one(self, create_graph, device):
         a = torch.tensor([[-1.0], [1.0]], device=device, requires_grad=True)
         y = lltm_ext.gemm(a, torch.ones(1, 1, device=device), activation="relu")
         (found,) = torch.autograd.grad(y, a, torch.full_like(y, torch.inf), create_graph=create_graph)
         assert found.flatten().tolist() == [0, torch.inf]
 
     def test_float32_is_not_computed_in_tf32(self, device):
-        """Products of 1 + 2^-12 with themselves: ten bits of mantissa would lose the difference."""
+        """Products of 1 + 2^-12 with itself: ten bits of mantissa would lose the 2^-12."""
         a = torch.full((64, 64), 1 + 2.0**-12, device=device)
         expected = (a.double() @ a.double()).float()
         assert_near(lltm_ext.gemm(a, a), expected, 1e-6)
 
     def test_half_types_accumulate_in_float32(self, device):
-        """A float16 accumulator would stop at 2048 and overflow at 65504, a bfloat16 one stop at 256."""
+        """A float16 accumulator would stop at 2048 or overflow at 65504, a bfloat16 one would stop at 256."""
         for dtype in (torch.float16, torch.bfloat16):
             ones = torch.ones(4, 4096, dtype=dtype, device=device)
             assert (lltm_ext.gemm(ones, ones.T) == 4096).all()
@@ -373,7 +375,7 @@ class TestGemm(SmoothSuite):
         make = Make(dtype, device)
 
         def strided(*shape, **options):
-            """Of that shape, cut out of a larger tensor: some order of dimensions, some starts and steps."""
+            """A slice of a larger tensor: any order of dimensions, any starts and steps."""
             order = data.draw(st.permutations(range(len(shape))), label="order")
             cuts = [(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2))) for _ in shape]
             whole = [cuts[i][0] + shape[i] * cuts[i][1] for i in order]
@@ -389,7 +391,7 @@ class TestGemm(SmoothSuite):
         exact, exact_gradients = forward_and_gradients(
             self.reference, call.map(torch.Tensor.double), cotangents(outputs)
         )
-        # A few numbers whose sum cancels may lie far from it in relative terms: measured against the terms.
+        # Relative to the terms, because a sum whose terms cancel may have a large relative error.
         terms = (a.double().abs() @ b.double().abs()).norm() + (0 if bias is None else exact[0].norm())
         assert (outputs[0].double() - exact[0]).norm() <= FORWARD[dtype] * terms
         for found, expected in zip(gradients, exact_gradients, strict=True):
@@ -408,7 +410,7 @@ class TestGemm(SmoothSuite):
             assert_near(lltm_ext.gemm(a, b), a.double() * b.double(), FORWARD[torch.float32])
 
     def test_a_matrix_times_itself(self, device):
-        """Gradients of one tensor given twice add up."""
+        """The gradients of a tensor passed twice add up."""
         x = Make(DOUBLE, device)(5, 5).requires_grad_()
         lltm_ext.gemm(x, x).sum().backward()
         ones = torch.ones_like(x)
@@ -433,8 +435,8 @@ class TestGemm(SmoothSuite):
         assert c.numel() * c.element_size() <= extra < a.numel() * a.element_size()
 
 
-# [M, K] @ [K, N] for every kernel that a chip may have for them: few rows, few tiles with K shared out, one
-# round of tiles, several, a long K; and what the copy engine can't read as it lies.
+# [M, K] @ [K, N] for every kernel of any device: few rows, few tiles with split-K, one round of tiles, many
+# rounds, a long K, and operands that TMA cannot load.
 SHAPES = {
     "1 row": (1, 1000, 520),
     "8 rows": (8, 512, 11_008),
@@ -442,8 +444,8 @@ SHAPES = {
     "32 rows": (32, 776, 1032),
     "64 rows": (64, 2048, 4096),
     "64 rows, many tiles": (64, 136, 20_000),
-    "K shared out": (136, 4096, 264),
-    "K shared out, narrow tiles": (128, 2048, 64),
+    "split-K": (136, 4096, 264),
+    "split-K, narrow tiles": (128, 2048, 64),
     "long K": (256, 20_000, 264),
     "long K, one tile": (100, 30_000, 72),
     "small tiles": (500, 520, 496),
@@ -481,7 +483,7 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
 @pytest.mark.parametrize(
     "sizes", [(8, 264, 520), (50, 264, 520), (136, 2048, 136), (136, 16_384, 136), (264, 136, 520)], ids=str
 )
-def test_every_kernel_takes_a_batch(sizes, dtype):
+def test_every_kernel_supports_batches(sizes, dtype):
     make = Make(dtype, "cuda")
     a, b = operands(make, *sizes, 3)
     for left, right in ((a, b), (a[:1], b), (a, b[0]), (a[0], b)):
@@ -492,7 +494,7 @@ def test_every_kernel_takes_a_batch(sizes, dtype):
 
 @needs_cuda
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
-def test_large_tiles_of_float64_take_batches_strides_and_infinity(layout):
+def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
     make = Make(DOUBLE, "cuda")
     a, b = operands(make, 2047, 34, 1023, 2)
     if layout[0] == "T":
@@ -504,9 +506,9 @@ def test_large_tiles_of_float64_take_batches_strides_and_infinity(layout):
     for left, right in ((a, b), (wide_a, b), (a, wide_b), (a[:, 1:], b), (a, b[:, :, 1:])):
         rows, columns = left.shape[1], right.shape[2]
         assert_near(lltm_ext.gemm(left, right), exact[:, -rows:, -columns:], FORWARD[DOUBLE])
-    spoilt = a.clone()
-    spoilt[1, 2046, 33] = torch.inf
-    found, good = lltm_ext.gemm(spoilt, b), lltm_ext.gemm(a, b)
+    corrupted = a.clone()
+    corrupted[1, 2046, 33] = torch.inf
+    found, good = lltm_ext.gemm(corrupted, b), lltm_ext.gemm(a, b)
     assert_same_bits([found[0], found[1, :-1]], [good[0], good[1, :-1]])
     assert found[1, -1].isinf().all()
 
@@ -516,7 +518,7 @@ def test_large_tiles_of_float64_take_batches_strides_and_infinity(layout):
 @pytest.mark.parametrize(
     "sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520), (136, 20_000, 264), (601, 72, 605)], ids=str
 )
-def test_every_kernel_leaves_what_backward_needs(sizes, activation):
+def test_every_kernel_saves_what_backward_needs(sizes, activation):
     make = Make(torch.bfloat16, "cuda")
     call = Call(*operands(make, *sizes), bias=make(sizes[2]), activation=activation)
     outputs, gradients = forward_and_gradients(lltm_ext.gemm, call)
@@ -527,13 +529,13 @@ def test_every_kernel_leaves_what_backward_needs(sizes, activation):
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
 
 
-# Every value of a half type as what comes before the activation: for few rows, for one tile of them, by the
-# copy engine, and for rows that it can't write. Errors against the value, so that tails count.
+# Every value of a half type as the activation's input: with few rows, one tile of rows, TMA stores, and rows
+# that TMA cannot store. Errors are relative to the value, so that tails count.
 @needs_cuda
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows, columns", [(8, 65_536), (50, 65_536), (200, 65_536), (200, 65_535)])
-def test_activations_round_right_at_every_value(rows, columns, dtype, activation):
+def test_activations_are_accurate_at_every_value(rows, columns, dtype, activation):
     x = torch.arange(columns, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)
     a, b = (torch.zeros(n, 64, dtype=dtype, device="cuda") for n in (rows, columns))
     found = lltm_ext.gemm(a, b.T, bias=x, activation=activation)
@@ -551,15 +553,17 @@ def test_activations_round_right_at_every_value(rows, columns, dtype, activation
     assert found[x.isposinf()].item() == (1 if activation in ("sigmoid", "tanh") else torch.inf)
 
 
-# Kernels for few rows begin before the launch before has ended.
+# Kernels for few rows start before the previous kernel ends (programmatic dependent launch).
 @needs_cuda
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
-def test_weights_may_be_what_the_launch_before_has_just_written(rows):
+def test_weights_may_be_written_by_the_previous_kernel(rows):
     make = Make(torch.bfloat16, "cuda")
     x, b = make(rows, 2048), make(64, 2048)
     lefts = [make(4096, 64) for _ in range(20)]
     weight = torch.empty(4096, 2048, dtype=x.dtype, device="cuda")
-    torch.cuda._sleep(100_000_000)  # some 0.05 s, after which all launches follow each other without a gap
+    torch.cuda._sleep(
+        100_000_000
+    )  # about 0.05 s, in which all launches are queued, so that they run without gaps
     found = []
     for a in lefts:
         lltm_ext.gemm(a, b, out=weight)
@@ -571,7 +575,7 @@ def test_weights_may_be_what_the_launch_before_has_just_written(rows):
 
 
 @needs_cuda
-def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
+def test_it_may_be_the_first_cuda_call_of_a_thread():
     make = Make(torch.bfloat16, "cuda")
     a, b = make(64, 64), make(64, 64)
     expected = lltm_ext.gemm(a, b)
@@ -580,8 +584,7 @@ def test_it_may_be_the_first_that_a_thread_asks_of_cuda():
     assert_same_bits([found], [expected])
 
 
-# Of whole tiles and not, of one step of K and of many, in vectors and not: narrow, small,
-# medium and large tiles.
+# Narrow, small, medium and large tiles: whole and cut, with one step of K and many, in vectors and elements.
 @needs_cuda
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize(
@@ -611,7 +614,7 @@ def test_float32_in_tiles_of_every_size(sizes, layout):
         exact = gemm_reference(a.double(), b.double(), bias=bias.double(), activation="relu")
         assert_near(c, exact, FORWARD[torch.float32])
         assert_same_bits([lltm_ext.gemm(a, b, bias=bias, activation="relu")], [c])
-        a, b = a[:, ::2], b[::2]  # once more, with every other k left out
+        a, b = a[:, ::2], b[::2]  # again, with every other k
 
 
 PRECISIONS = ("ieee", "bf16x6", "bf16x9", "tf32")
@@ -619,7 +622,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 
 
 def error_of(product, a, b):
-    """Of an element in the mean, relative to the lengths of its row and column: all scales count alike."""
+    """The RMS error of the elements, each relative to the norms of its row and column."""
     a, b = a.double(), b.double()
     lengths = a.norm(dim=1, keepdim=True) * b.norm(dim=0, keepdim=True)
     return ((product.double() - a @ b) / lengths).square().mean().sqrt().item()
@@ -629,12 +632,12 @@ def error_of(product, a, b):
 @pytest.mark.parametrize("scaled", ["well", "rows and columns", "K"])
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_precisions_are_as_exact_as_they_say(precision, layout, scaled, device):
+def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, device):
     make = Make(torch.float32, device)
     a, b = operands(make, 515, 2055, 390)
     if scaled == "rows and columns":  # over twenty orders of magnitude
         a, b = a * torch.exp2(make(515, 1, scale=10)), b * torch.exp2(make(390, scale=10))
-    elif scaled == "K":  # so that few of its terms make up a sum, whose rounding is most of any error
+    elif scaled == "K":  # few terms dominate each sum, and their rounding the error
         a = a * torch.exp2(make(2055, scale=10))
     if layout[0] == "T":
         a = transposed(a)
@@ -651,7 +654,7 @@ def test_precisions_are_as_exact_as_they_say(precision, layout, scaled, device):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sums_beyond_float32_are_infinite(precision, device):
     a, b = (torch.full(shape, 1.5e18, device=device) for shape in ((70, 256), (256, 130)))
-    assert lltm_ext.gemm(a, b, precision=precision).isposinf().all()  # though none of the products is
+    assert lltm_ext.gemm(a, b, precision=precision).isposinf().all()  # though no product of two elements is
 
 
 @devices
@@ -659,7 +662,7 @@ def test_sums_beyond_float32_are_infinite(precision, device):
 def test_the_largest_values_are_multiplied_like_others(precision, device):
     make = Make(torch.float32, device)
     a, b = operands(make, 70, 256, 130)
-    a = 3.4e38 * (1 - 0.01 * a.abs() / a.abs().max())  # where bfloat16 would round to infinity, and below
+    a = 3.4e38 * (1 - 0.01 * a.abs() / a.abs().max())  # the largest would round to infinity in bfloat16
     b = 1e-30 * b
     assert error_of(lltm_ext.gemm(a, b, precision=precision), a, b) <= (1e-3 if precision == "tf32" else 1e-6)
 
@@ -667,7 +670,7 @@ def test_the_largest_values_are_multiplied_like_others(precision, device):
 @devices
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", BROADCASTS)
-def test_precisions_take_batches_bias_and_activations(name, precision, device):
+def test_precisions_support_batches_bias_and_activations(name, precision, device):
     call = broadcast(name, activation="silu")(Make(torch.float32, device))
     f = functools.partial(lltm_ext.gemm, precision=precision)
     outputs, gradients = forward_and_gradients(f, call)
@@ -679,8 +682,8 @@ def test_precisions_take_batches_bias_and_activations(name, precision, device):
     assert_all_near(gradients, exact_gradients, BACKWARD[loose])
 
 
-# As a linear layer has them, both with K side by side: kernels of their own for up to 8, 16, 32 and 64 rows,
-# and by the columns for widths of tiles.
+# A linear layer's operands, both K-major: kernels for up to 8, 16, 32 and 64 rows; their tile widths depend
+# on the columns.
 FEW_ROWS = (1, 7, 8, 9, 16, 17, 32, 33, 64)
 halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
@@ -703,8 +706,8 @@ halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     ids=str,
 )
 @pytest.mark.parametrize("rows", FEW_ROWS)
-def test_few_rows_give_every_sum(rows, k, columns, dtype, device):
-    """Of small integers, whose sums are exact: compared element by element."""
+def test_few_rows_compute_every_sum(rows, k, columns, dtype, device):
+    """Small integers, whose sums are exact, are compared element by element."""
     generator = torch.Generator(device).manual_seed(rows)
     x, weight, bias = (
         torch.randint(-2, 3, shape, generator=generator, device=device).to(dtype)
@@ -720,7 +723,7 @@ def test_few_rows_give_every_sum(rows, k, columns, dtype, device):
 @halves
 @activations
 @pytest.mark.parametrize("rows", FEW_ROWS)
-def test_few_rows_take_activations_and_leave_what_backward_needs(rows, activation, dtype, device):
+def test_few_rows_with_activations_save_what_backward_needs(rows, activation, dtype, device):
     make = Make(dtype, device)
     x, weight, bias = make(rows, 136, scale=136**-0.5), make(1123, 136), make(1123)
     outputs, gradients = forward_and_gradients(
@@ -735,7 +738,7 @@ def test_few_rows_take_activations_and_leave_what_backward_needs(rows, activatio
 @devices
 @halves
 @pytest.mark.parametrize("rows", FEW_ROWS)
-def test_few_rows_take_batches_and_views(rows, dtype, device):
+def test_few_rows_support_batches_and_views(rows, dtype, device):
     make = Make(dtype, device)
     x, weight = make(3, rows, 1008, scale=1008**-0.5), make(3, 710, 1008)
     cases = [(x, weight), (x[:1], weight), (x, weight[0]), (x[0], weight)]
@@ -753,7 +756,7 @@ def test_few_rows_take_batches_and_views(rows, dtype, device):
 @devices
 @halves
 @pytest.mark.parametrize("rows", FEW_ROWS)
-def test_of_few_rows_nan_reaches_its_row_and_column_alone(rows, dtype, device):
+def test_with_few_rows_nan_stays_in_its_row_and_column(rows, dtype, device):
     make = Make(dtype, device)
     x, weight = make(rows, 264), make(1523, 264)
     good = lltm_ext.gemm(x, weight.T)
@@ -765,7 +768,7 @@ def test_of_few_rows_nan_reaches_its_row_and_column_alone(rows, dtype, device):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_other_types_compute_as_always(precision):
+def test_other_dtypes_ignore_precision(precision):
     for dtype in (torch.float16, torch.bfloat16, DOUBLE):
         a, b = operands(Make(dtype), 17, 40, 9)
         assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [lltm_ext.gemm(a, b)])
@@ -802,14 +805,14 @@ class TestLinear(ModuleSuite):
         assert ours[0].shape == found[0].shape
         assert_all_near(ours, found, BACKWARD[DOUBLE])
 
-    def test_its_parameters_are_drawn_as_nn_linear_draws_them(self):
+    def test_its_parameters_are_initialised_as_nn_linear_initialises_them(self):
         torch.manual_seed(0)
         layer = lltm_ext.Linear(5, 3)
         torch.manual_seed(0)
         peer = torch.nn.Linear(5, 3)
         assert_same_bits([layer.weight, layer.bias], [peer.weight, peer.bias])
 
-    def test_it_says_what_it_is_and_what_it_wants(self):
+    def test_repr_and_errors(self):
         assert repr(lltm_ext.Linear(5, 3, False, "silu")) == (
             "Linear(in_features=5, out_features=3, bias=False, activation='silu')"
         )
@@ -830,8 +833,8 @@ class TestRawBindings:
             assert c.data_ptr() == address
             assert_near(c, a.double() @ b.double(), FORWARD[dtype])
 
-    @pytest.mark.skipif(_portable.in_use, reason="the portable library's takes a copy")
-    def test_c_may_not_lie_in_an_operand(self, device):
+    @pytest.mark.skipif(_portable.in_use, reason="the portable library copies c")
+    def test_c_may_not_alias_an_operand(self, device):
         a = Make(device=device)(3, 3)
         for operands in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
             with pytest.raises(RuntimeError, match=r"^gemm\.gemm: expected c to share no memory with a or b"):
@@ -848,7 +851,7 @@ class TestRawBindings:
     @pytest.mark.skipif(
         _portable.in_use, reason="the dispatcher resolves such views for the portable library"
     )
-    def test_they_refuse_a_view_that_memory_holds_negated(self, device):
+    def test_they_refuse_a_lazily_negated_view(self, device):
         a = Make(device=device)(3, 3)
         with pytest.raises(
             RuntimeError, match=r"^gemm\.forward: expected a as it lies in memory, got a lazily"
@@ -882,7 +885,7 @@ class TestRawBindings:
             (x.double(), TypeError, "of dtype .*, got float"),
             (torch.cat([x, x], 1 if name == "a" else 0), RuntimeError, r"of shape .*, got \["),
         ):
-            # b and c are measured against a, so a bad a may be seen in another's place.
+            # b and c are compared with a, so the error for a bad a may name them.
             argument = r"\w" if name == "a" else name
             with pytest.raises(exception, match=f"^gemm.gemm: expected {argument} {pattern}"):
                 _C.gemm.gemm(**{**arguments, name: value})

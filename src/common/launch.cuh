@@ -1,4 +1,4 @@
-// How a kernel is launched: grid sizes and the loop over what one grid does not cover.
+// Kernel launches: grid sizes, programmatic dependent launches and the grid-stride loop.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 namespace lltm_ext {
 
 constexpr int kThreads = 256;
-// More blocks than any chip holds at once; the loop below covers the rest.
+// More blocks than any device holds at once; CUDA_KERNEL_LOOP covers the rest.
 constexpr int64_t kMaxBlocks = 1 << 16;
 
 LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -22,8 +22,7 @@ inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
 
-// Of the kernel's code in use on the current device: less than the device's own where its driver compiled PTX
-// of an older one.
+// That of the kernel's code on the current device: less than the device's own where it runs older PTX.
 template <auto* kKernel>
 cudaError_t compute_capability(int& capability) {
   static std::array<std::atomic<int>, 64> known = {};  // of each device
@@ -41,10 +40,10 @@ cudaError_t compute_capability(int& capability) {
   return cudaSuccess;
 }
 
-// early: the kernel may begin before the launch before it has ended, and calls wait_for_launch_before itself;
-// compute capability 9.0 and later.
+// programmatic: a programmatic dependent launch, for compute capability 9.0 and later. The kernel may start
+// before the previous one ends, and calls griddepcontrol_wait before it reads that one's results.
 template <class F, class... Args>
-cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes, bool early,
+cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes, bool programmatic,
                           cudaStream_t stream, const Args&... args) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -55,19 +54,19 @@ cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
+  config.numAttrs = programmatic ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// In a kernel that was launched early: from here on all that the launch before wrote is there.
-__device__ __forceinline__ void wait_for_launch_before() {
+// Waits until the previous kernel's results are visible.
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
 
-// The launch after may begin, if it is an early one.
-__device__ __forceinline__ void let_next_launch_begin() {
+// Lets the next kernel start, if its launch is programmatic.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 #endif

@@ -1,4 +1,4 @@
-// The scalar formulas of every op, once, for CPU and GPU alike.
+// The scalar formulas of all ops, for CPU and GPU.
 #pragma once
 
 #include <cmath>
@@ -7,19 +7,19 @@
 
 namespace lltm_ext {
 
-// 1 / (1 + e^-x). Needs no branch: e^-x overflows to infinity, whose reciprocal is the right 0.
+// 1 / (1 + e^-x). Needs no branch: where e^-x overflows to infinity, its reciprocal 0 is correct.
 template <typename T>
 LLTM_HOST_DEVICE T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// Derivative of sigmoid, from its output.
+// From the output, as all derivatives of functions whose output determines them.
 template <typename T>
 LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
   return output * (T(1) - output);
 }
 
-// max(x, 0) that lets NaN through, and as torch's does -0 on the CPU.
+// max(x, 0). Passes NaN on, and treats -0 as torch does on the CPU.
 template <typename T>
 LLTM_HOST_DEVICE T relu(T x) {
 #ifdef __CUDA_ARCH__
@@ -29,14 +29,14 @@ LLTM_HOST_DEVICE T relu(T x) {
 #endif
 }
 
-// The gradient through relu, from its output: 0 where the output is 0, and so at 0 itself.
+// The gradient through relu, from its output: 0 where the output is 0.
 template <typename T>
 LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
   return output <= T(0) ? T(0) : grad_output;
 }
 
-// The nearest integer, ties to even. Beyond 2^23 (2^52 in float64) there are whole numbers only, so a sum
-// that lands there is rounded to one: on a GPU in a fraction of the time of its rounding instruction.
+// The nearest integer, ties to even. From 2^23 on (2^52 in float64) all values are integers, so adding that
+// rounds. On a GPU it takes a fraction of the time of the rounding instruction.
 template <typename T>
 LLTM_HOST_DEVICE T round_half_to_even(T x) {
   constexpr T kWhole = sizeof(T) == 4 ? T(8388608) : T(4503599627370496);
@@ -44,8 +44,7 @@ LLTM_HOST_DEVICE T round_half_to_even(T x) {
   return size < kWhole ? std::copysign(rounded, x) : x;
 }
 
-// a * b, rounded before anything is added to it: in one expression with a sum, a compiler may make of both a
-// multiply-add, which rounds once.
+// a * b, rounded on its own: the compiler may not fuse it with an addition into an FMA, which rounds once.
 template <typename T>
 LLTM_HOST_DEVICE T product(T a, T b) {
 #ifdef __CUDA_ARCH__
@@ -60,31 +59,30 @@ LLTM_HOST_DEVICE T product(T a, T b) {
 #endif
 }
 
-// Derivative of tanh, from its output.
 template <typename T>
 LLTM_HOST_DEVICE T tanh_derivative(T output) {
   return T(1) - output * output;
 }
 
-// x above 0, e^x - 1 below it.
+// x if x > 0, else e^x - 1.
 template <typename T>
 LLTM_HOST_DEVICE T elu(T x) {
   return x > T(0) ? x : std::expm1(x);
 }
 
-// Derivative of elu, from its output: below 0 the output is e^x - 1 and the derivative e^x.
+// For x < 0 the output is e^x - 1 and the derivative e^x.
 template <typename T>
 LLTM_HOST_DEVICE T elu_derivative(T output) {
   return output > T(0) ? T(1) : output + T(1);
 }
 
-// x * Phi(x), with the normal distribution's Phi.
+// x * Phi(x), with Phi of the normal distribution.
 template <typename T>
 LLTM_HOST_DEVICE T gelu(T x) {
   return x * T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752)));
 }
 
-// Its derivative, from its input: Phi(x) + x * phi(x).
+// From the input: Phi(x) + x * phi(x).
 template <typename T>
 LLTM_HOST_DEVICE T gelu_derivative(T x) {
   const T phi = std::exp(T(-0.5) * x * x) * T(0.39894228040143268);
@@ -97,8 +95,8 @@ LLTM_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
 }
 
-// The functions of cells and activations, exact to a few units in the last place (src/recurrence has
-// faster ones).
+// The functions of cells and activations, exact to a few units in the last place. fast_math.cuh has faster
+// ones.
 struct ExactMath {
   template <typename T>
   LLTM_HOST_DEVICE static T sigmoid(T x) {
@@ -130,7 +128,7 @@ struct ExactMath {
   }
 };
 
-// Derivative of gelu_tanh, from its input.
+// From the input.
 template <class Math, typename T>
 LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   const T t = Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
@@ -138,7 +136,7 @@ LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
 }
 
-// Derivative of x * sigmoid(x), from its input.
+// From the input.
 template <class Math, typename T>
 LLTM_HOST_DEVICE T silu_derivative(T x) {
   const T y = Math::sigmoid(x);

@@ -1,9 +1,8 @@
-// Products of matrices for ops that need many small ones.
+// Matrix products for ops that need many small ones.
 //
-// On CUDA cuBLAS itself gives the product of half types in float32, which at::mm rounds: over thousands of
-// steps that is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; from some size on
-// oneDNN, to which torch.compile goes through the op below, is 1.4 to 2.3 times as fast.
-// (docs/design/archive.md has the figures.)
+// On CUDA cuBLAS returns a product of half types in float32, which at::mm rounds: over thousands of steps
+// that rounding is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; for larger
+// products oneDNN, called through torch.compile's op, is 1.4 to 2.3 times as fast (docs/design/archive.md).
 #pragma once
 
 #include <ATen/Context.h>
@@ -28,12 +27,12 @@ namespace lltm_ext {
 // ---- oneDNN
 
 #ifdef LLTM_EXT_STABLE_ABI
-// Out of the stable ABI's reach: the op takes a list of Scalars.
+// The stable ABI cannot call the op, which takes a list of Scalars.
 inline at::Tensor onednn_product(const at::Tensor&, const at::Tensor&,
                                  const std::optional<at::Tensor>& = std::nullopt) {
   return {};
 }
-inline at::Tensor product_in(at::ScalarType type, const at::Tensor& a, const at::Tensor& b) {
+inline at::Tensor mm_with_dtype(at::ScalarType type, const at::Tensor& a, const at::Tensor& b) {
   return at::mm(a, b, type);
 }
 #else
@@ -48,44 +47,44 @@ inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear(
   return op->typed<OneDnnLinear>();
 }
 
-inline bool onednn_pays(const at::Tensor& a, const at::Tensor& b) {
+inline bool onednn_is_faster(const at::Tensor& a, const at::Tensor& b) {
   return a.is_cpu() && a.scalar_type() == at::kFloat && a.size(0) >= 8 &&
          a.numel() * b.size(1) >= (int64_t{1} << 21) && (b.is_contiguous() || b.t().is_contiguous()) &&
          at::globalContext().userEnabledMkldnn();
 }
 
-// a [M, K] @ b [K, N] (+ bias [N]) by oneDNN where that pays; else undefined. It copies an a that is not
+// a [M, K] @ b [K, N] (+ bias [N]) by oneDNN if that is faster; else undefined. Copies an a that is not
 // contiguous.
 inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias = std::nullopt) {
   static const auto linear = find_onednn_linear();
-  if (!linear || !onednn_pays(a, b)) return {};
+  if (!linear || !onednn_is_faster(a, b)) return {};
   return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
-// For what neither oneDNN nor cuBLAS takes.
-inline at::Tensor product_in(at::ScalarType, const at::Tensor& a, const at::Tensor& b) {
+// For what neither oneDNN nor cuBLAS supports.
+inline at::Tensor mm_with_dtype(at::ScalarType, const at::Tensor& a, const at::Tensor& b) {
   return at::mm(a, b);
 }
 #endif
 
 // ---- cuBLAS
 
-// Not in a portable build: linked to one cuBLAS, the library would not be for every CUDA.
+// Not in a portable build, which must not link to the cuBLAS of one CUDA version.
 #if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
 #define LLTM_EXT_WITH_CUBLAS
 namespace matmul_detail {
 
-// A matrix as cuBLAS sees it, whose matrices lie column by column: ours are their transposes.
-struct Operand {
+// cuBLAS is column-major, so it sees the transposes of our matrices.
+struct CublasMatrix {
   const void* data;
   cublasOperation_t op;
   int ld;
 };
 
-inline std::optional<Operand> operand(const at::Tensor& x) {
+inline std::optional<CublasMatrix> cublas_matrix(const at::Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1);
-  const auto lies = [](int64_t inner, int64_t inner_size, int64_t outer, int64_t outer_size) {
+  const auto is_dense = [](int64_t inner, int64_t inner_size, int64_t outer, int64_t outer_size) {
     return (inner == 1 || inner_size == 1) && (outer >= inner_size || outer_size == 1) &&
            std::max(outer, inner_size) <= std::numeric_limits<int>::max();
   };
@@ -93,11 +92,11 @@ inline std::optional<Operand> operand(const at::Tensor& x) {
     return static_cast<int>(outer_size == 1 ? inner_size : outer);
   };
   const void* data = x.const_data_ptr();
-  if (lies(x.stride(1), columns, x.stride(0), rows)) {
-    return Operand{data, CUBLAS_OP_N, ld(columns, x.stride(0), rows)};
+  if (is_dense(x.stride(1), columns, x.stride(0), rows)) {
+    return CublasMatrix{data, CUBLAS_OP_N, ld(columns, x.stride(0), rows)};
   }
-  if (lies(x.stride(0), rows, x.stride(1), columns)) {
-    return Operand{data, CUBLAS_OP_T, ld(rows, x.stride(1), columns)};
+  if (is_dense(x.stride(0), rows, x.stride(1), columns)) {
+    return CublasMatrix{data, CUBLAS_OP_T, ld(rows, x.stride(1), columns)};
   }
   return std::nullopt;
 }
@@ -115,52 +114,53 @@ inline cudaDataType_t cuda_type(at::ScalarType type) {
   }
 }
 
-// A product of half types of certain sizes and layouts, as cuBLASLt runs it: what is chosen for it is chosen
-// once, which spares the host a fifth of each call's time.
-class Chosen {
+// A product of half types with its cuBLASLt algorithm, for one set of sizes and layouts. Keeping it saves the
+// host a fifth of each call's time.
+class CublasLtPlan {
  public:
-  Chosen(const Operand& to, const Operand& a, const Operand& b, const at::Tensor& out, const at::Tensor& left,
-         const at::Tensor& right)
+  CublasLtPlan(const CublasMatrix& to, const CublasMatrix& a, const CublasMatrix& b, const at::Tensor& out,
+               const at::Tensor& left, const at::Tensor& right)
       : key_(key(to, a, b, out, left, right)) {
     const uint64_t m = right.size(1), n = left.size(0), k = left.size(1);
     const cudaDataType_t type = cuda_type(left.scalar_type());
-    check(cublasLtMatmulDescCreate(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    check(cublasLtMatmulDescSetAttribute(product_, CUBLASLT_MATMUL_DESC_TRANSA, &b.op, sizeof(b.op)));
-    check(cublasLtMatmulDescSetAttribute(product_, CUBLASLT_MATMUL_DESC_TRANSB, &a.op, sizeof(a.op)));
-    const bool swap_b = b.op == CUBLAS_OP_T, swap_a = a.op == CUBLAS_OP_T;
-    check(cublasLtMatrixLayoutCreate(&b_, type, swap_b ? k : m, swap_b ? m : k, b.ld));
-    check(cublasLtMatrixLayoutCreate(&a_, type, swap_a ? n : k, swap_a ? k : n, a.ld));
+    check(cublasLtMatmulDescCreate(&description_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSA, &b.op, sizeof(b.op)));
+    check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSB, &a.op, sizeof(a.op)));
+    const bool trans_b = b.op == CUBLAS_OP_T, trans_a = a.op == CUBLAS_OP_T;
+    check(cublasLtMatrixLayoutCreate(&b_, type, trans_b ? k : m, trans_b ? m : k, b.ld));
+    check(cublasLtMatrixLayoutCreate(&a_, type, trans_a ? n : k, trans_a ? k : n, a.ld));
     check(cublasLtMatrixLayoutCreate(&to_, cuda_type(out.scalar_type()), m, n, to.ld));
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference));
-    const uint32_t alignment = kAlignment;  // 256 bytes if it is not said
-    for (const auto operand :
+    const uint32_t alignment = kAlignment;  // the default is 256 bytes
+    for (const auto attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-      check(cublasLtMatmulPreferenceSetAttribute(preference, operand, &alignment, sizeof(alignment)));
+      check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &alignment, sizeof(alignment)));
     }
-    const size_t room = at::cuda::getCUDABlasLtWorkspaceSize();
-    check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room,
-                                               sizeof(room)));
+    const size_t workspace_bytes = at::cuda::getCUDABlasLtWorkspaceSize();
+    check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                               &workspace_bytes, sizeof(workspace_bytes)));
     int found = 0;
     cublasLtMatmulHeuristicResult_t result = {};
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        at::cuda::getCurrentCUDABlasLtHandle(), product_, b_, a_, to_, to_, preference, 1, &result, &found);
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(at::cuda::getCurrentCUDABlasLtHandle(), description_, b_, a_, to_, to_,
+                                       preference, 1, &result, &found);
     cublasLtMatmulPreferenceDestroy(preference);
     usable_ = status == CUBLAS_STATUS_SUCCESS && found == 1;
     algorithm_ = result.algo;
   }
-  Chosen(const Chosen&) = delete;
-  Chosen& operator=(const Chosen&) = delete;
-  ~Chosen() {
+  CublasLtPlan(const CublasLtPlan&) = delete;
+  CublasLtPlan& operator=(const CublasLtPlan&) = delete;
+  ~CublasLtPlan() {
     cublasLtMatrixLayoutDestroy(to_);
     cublasLtMatrixLayoutDestroy(a_);
     cublasLtMatrixLayoutDestroy(b_);
-    cublasLtMatmulDescDestroy(product_);
+    cublasLtMatmulDescDestroy(description_);
   }
 
   using Key = std::array<int64_t, 10>;
-  static Key key(const Operand& to, const Operand& a, const Operand& b, const at::Tensor& out,
+  static Key key(const CublasMatrix& to, const CublasMatrix& a, const CublasMatrix& b, const at::Tensor& out,
                  const at::Tensor& left, const at::Tensor& right) {
     return {left.size(0),
             left.size(1),
@@ -173,14 +173,17 @@ class Chosen {
             static_cast<int64_t>(out.scalar_type()),
             static_cast<int64_t>(left.scalar_type())};
   }
-  bool is_for(const Key& key) const { return usable_ && key == key_; }
-  static constexpr uint32_t kAlignment = 16;  // bytes, of the operands that it takes
-  static bool is_aligned(const Operand& x) { return reinterpret_cast<uintptr_t>(x.data) % kAlignment == 0; }
+  bool supports(const Key& key) const { return usable_ && key == key_; }
+  static constexpr uint32_t kAlignment = 16;  // bytes
+  static bool is_aligned(const CublasMatrix& x) {
+    return reinterpret_cast<uintptr_t>(x.data) % kAlignment == 0;
+  }
 
-  void run(const Operand& a, const Operand& b, void* to, bool accumulate, cudaStream_t stream) const {
-    const float one = 1, some = accumulate;
-    check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), product_, &one, b.data, b_, a.data, a_,
-                         &some, to, to_, to, to_, &algorithm_, at::cuda::getCUDABlasLtWorkspace(),
+  void run(const CublasMatrix& a, const CublasMatrix& b, void* to, bool accumulate,
+           cudaStream_t stream) const {
+    const float alpha = 1, beta = accumulate;
+    check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), description_, &alpha, b.data, b_, a.data, a_,
+                         &beta, to, to_, to, to_, &algorithm_, at::cuda::getCUDABlasLtWorkspace(),
                          at::cuda::getCUDABlasLtWorkspaceSize(), stream));
   }
 
@@ -189,41 +192,41 @@ class Chosen {
 
   Key key_;
   bool usable_ = false;
-  cublasLtMatmulDesc_t product_ = nullptr;
+  cublasLtMatmulDesc_t description_ = nullptr;
   cublasLtMatrixLayout_t to_ = nullptr, a_ = nullptr, b_ = nullptr;
   cublasLtMatmulAlgo_t algorithm_;
 };
 
-// False for what cuBLAS can't take as it lies. `chosen` is filled when a product of half types comes a second
-// time.
+// Returns false if cuBLAS does not support the layouts. `plan` is made when a product of half types comes a
+// second time.
 inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                   bool accumulate, Chosen::Key& last, std::unique_ptr<Chosen>& chosen) {
-  const auto to = operand(out), left = operand(a), right = operand(b);
+                   bool accumulate, CublasLtPlan::Key& last, std::unique_ptr<CublasLtPlan>& plan) {
+  const auto to = cublas_matrix(out), left = cublas_matrix(a), right = cublas_matrix(b);
   if (!to || to->op != CUBLAS_OP_N || !left || !right) return false;
   if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
-  if (a.element_size() == 2 && Chosen::is_aligned(*to) && Chosen::is_aligned(*left) &&
-      Chosen::is_aligned(*right)) {
-    const Chosen::Key key = Chosen::key(*to, *left, *right, out, a, b);
-    if (key == last && !(chosen && chosen->is_for(key))) {
-      chosen = std::make_unique<Chosen>(*to, *left, *right, out, a, b);
+  if (a.element_size() == 2 && CublasLtPlan::is_aligned(*to) && CublasLtPlan::is_aligned(*left) &&
+      CublasLtPlan::is_aligned(*right)) {
+    const CublasLtPlan::Key key = CublasLtPlan::key(*to, *left, *right, out, a, b);
+    if (key == last && !(plan && plan->supports(key))) {
+      plan = std::make_unique<CublasLtPlan>(*to, *left, *right, out, a, b);
     }
     last = key;
-    if (chosen && chosen->is_for(key)) {
-      chosen->run(*left, *right, out.mutable_data_ptr(), accumulate, at::cuda::getCurrentCUDAStream());
+    if (plan && plan->supports(key)) {
+      plan->run(*left, *right, out.mutable_data_ptr(), accumulate, at::cuda::getCurrentCUDAStream());
       return true;
     }
   }
   const bool is_double = a.scalar_type() == at::kDouble;
-  const float one = 1, some = accumulate;
-  const double one_double = 1, some_double = accumulate;
+  const float alpha = 1, beta = accumulate;
+  const double alpha_double = 1, beta_double = accumulate;
   const auto scalar = [&](const float& x, const double& y) -> const void* {
     return is_double ? static_cast<const void*>(&y) : &x;
   };
   const cudaDataType_t type = cuda_type(a.scalar_type());
   TORCH_CUDABLAS_CHECK(cublasGemmEx(
       handle, right->op, left->op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
-      static_cast<int>(a.size(1)), scalar(one, one_double), right->data, type, right->ld, left->data, type,
-      left->ld, scalar(some, some_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to->ld,
+      static_cast<int>(a.size(1)), scalar(alpha, alpha_double), right->data, type, right->ld, left->data,
+      type, left->ld, scalar(beta, beta_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to->ld,
       is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   return true;
 }
@@ -231,7 +234,7 @@ inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tenso
 }  // namespace matmul_detail
 #endif
 
-// Whether torch's settings let products of x be rounded to TF32.
+// Whether torch's settings allow TF32 for products of x.
 inline bool allows_tf32(const at::Tensor& x) {
 #ifdef LLTM_EXT_WITH_CUDA
   if (x.is_cuda() && x.scalar_type() == at::kFloat) {
@@ -252,8 +255,8 @@ inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::op
   return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
 }
 
-// to [M, N] += a [K, M]^T @ b [K, N], as weights get their gradient; if it is undefined yet, that product.
-// oneDNN gives the transposed product, for which it copies b: that is narrower.
+// to [M, N] += a [K, M]^T @ b [K, N], a weight gradient; an undefined `to` becomes the product. oneDNN
+// computes the transpose, because that copies b, the narrower operand.
 inline void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
   if (const at::Tensor product = onednn_product(b.t(), a); product.defined()) {
     if (to.defined()) {
@@ -268,7 +271,7 @@ inline void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::T
   }
 }
 
-// Multiplies matrices on one device, on the stream that is current when this is made.
+// Matrix products on one device, on the stream that is current at construction.
 class Matmul {
  public:
   explicit Matmul(const at::Tensor& like) {
@@ -277,13 +280,12 @@ class Matmul {
 #endif
   }
 
-  // out [M, N] = a [M, K] @ b [K, N], or that added to it. `out` has the type of a and b, or float32.
+  // out [M, N] = a [M, K] @ b [K, N], or += if `accumulate`. `out` has the dtype of a and b, or float32.
   void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   bool accumulate = false) const {
     if (out.numel() == 0) return;
 #ifdef LLTM_EXT_WITH_CUBLAS
-    if (a.is_cuda() && a.size(1) > 0 &&
-        matmul_detail::cublas(handle_, out, a, b, accumulate, last_, chosen_)) {
+    if (a.is_cuda() && a.size(1) > 0 && matmul_detail::cublas(handle_, out, a, b, accumulate, last_, plan_)) {
       return;
     }
 #endif
@@ -291,7 +293,7 @@ class Matmul {
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
       accumulate ? to.add_(product) : to.copy_(product);
     } else if (out.scalar_type() != a.scalar_type()) {
-      const at::Tensor wide = product_in(out.scalar_type(), a, b);
+      const at::Tensor wide = mm_with_dtype(out.scalar_type(), a, b);
       accumulate ? to.add_(wide) : to.copy_(wide);
     } else if (accumulate) {
       to.addmm_(a, b);
@@ -303,8 +305,8 @@ class Matmul {
  private:
 #ifdef LLTM_EXT_WITH_CUBLAS
   cublasHandle_t handle_ = nullptr;
-  mutable matmul_detail::Chosen::Key last_ = {};
-  mutable std::unique_ptr<matmul_detail::Chosen> chosen_;
+  mutable matmul_detail::CublasLtPlan::Key last_ = {};
+  mutable std::unique_ptr<matmul_detail::CublasLtPlan> plan_;
 #endif
 };
 

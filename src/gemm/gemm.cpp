@@ -1,5 +1,6 @@
-// gemm: tensors in, tensors out. Dispatcher ops lltm_ext::gemm, gemm_activation_backward and
-// gemm_activation_bias_backward, raw bindings lltm_ext._C.gemm.gemm, forward and backward.
+// gemm: tensors in, tensors out. The dispatcher ops lltm_ext::gemm* and the raw bindings lltm_ext._C.gemm.
+#include "gemm/gemm.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -25,11 +26,6 @@
 #include "common/library.h"
 #include "common/python.h"
 #include "common/vec.cuh"
-#include "gemm/gemm_activation.h"
-
-#ifdef LLTM_EXT_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#endif
 
 namespace lltm_ext {
 namespace {
@@ -38,23 +34,15 @@ using std::string_view;
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalName = std::optional<string_view>;
 
-// ---- What is asked for, by name.
-
-constexpr std::pair<string_view, Activation> kActivations[] = {
-    {"relu", Activation::kRelu}, {"sigmoid", Activation::kSigmoid}, {"tanh", Activation::kTanh},
-    {"elu", Activation::kElu},   {"gelu", Activation::kGelu},       {"gelu_tanh", Activation::kGeluTanh},
-    {"silu", Activation::kSilu},
-};
+// ---- Options by name.
 
 Activation activation_of(const char* op, OptionalName name) {
   if (!name) return Activation::kNone;
   for (const auto& [known, activation] : kActivations) {
     if (*name == known) return activation;
   }
-  TORCH_CHECK_VALUE(false, op,
-                    ": expected activation None, 'relu', 'sigmoid', 'tanh', 'elu', 'gelu', 'gelu_tanh' or "
-                    "'silu', got '",
-                    *name, "'");
+  TORCH_CHECK_VALUE(false, op, ": expected activation None or one of ", kActivationNames, "got '", *name,
+                    "'");
 }
 
 constexpr std::pair<string_view, Precision> kPrecisions[] = {
@@ -71,13 +59,13 @@ Precision precision_of(const char* op, string_view name) {
   TORCH_CHECK_VALUE(false, op, ": expected precision 'ieee', 'bf16x6', 'bf16x9' or 'tf32', got '", name, "'");
 }
 
-struct How {
+struct Options {
   Activation activation;
   Precision precision;
 };
 
-// ---- Shapes. 3-D operands are batches of matrices; a single matrix, or a batch of one, serves all of the
-// other's batch.
+// ---- Shapes. 3-D operands are batches of matrices. A single matrix, or a batch of one, is multiplied by
+// each matrix of the other's batch.
 
 bool is_batch(const at::Tensor& x) { return x.dim() == 3 && x.sym_size(0) != 1; }
 
@@ -104,7 +92,7 @@ c10::SymDimVector output_sizes(const at::Tensor& a, const at::Tensor& b) {
   return sizes;
 }
 
-// A tensor that has the shape of a @ b.
+// c: a tensor of the shape of a @ b.
 void check_result(const char* op, const char* name, const at::Tensor& c, const at::Tensor& a,
                   const at::Tensor& b) {
   const c10::SymDimVector sizes = output_sizes(a, b);
@@ -123,15 +111,15 @@ Matrices<T> matrices(const at::Tensor& x) {
   return {pointer<T>(x), is_batch(x) ? x.stride(0) : 0, x.stride(-2), x.stride(-1)};
 }
 
-// The rows of a batch as those of one matrix, if they lie like that.
-at::Tensor one_matrix(const at::Tensor& x) {
-  const bool can = x.dim() == 3 && (x.size(0) == 1 || x.stride(0) == x.size(1) * x.stride(1));
-  return can ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
+// The rows of a batch as those of one matrix, if the strides allow it.
+at::Tensor as_one_matrix(const at::Tensor& x) {
+  const bool mergeable = x.dim() == 3 && (x.size(0) == 1 || x.stride(0) == x.size(1) * x.stride(1));
+  return mergeable ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
 }
 
 #if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
-// Hopper's copy engine reads rows that start at multiples of 16 bytes.
-bool is_aligned(const at::Tensor& x) {
+// Whether TMA can load x: rows, or columns, that start at multiples of 16 bytes.
+bool is_tma_aligned(const at::Tensor& x) {
   const auto fits = [&](int64_t row_dim, int64_t column_dim) {
     const auto multiple = [&](int64_t dim) { return x.size(dim) == 1 || x.stride(dim) % 8 == 0; };
     const bool repeats_a_row = x.size(row_dim) > 1 && x.stride(row_dim) == 0;
@@ -141,9 +129,9 @@ bool is_aligned(const at::Tensor& x) {
   return fits(-2, -1) || fits(-1, -2);
 }
 
-// A copy whose rows, or columns if those lie side by side, start so.
-at::Tensor aligned(const at::Tensor& x) {
-  if (is_aligned(x)) return x;
+// x, or a copy of it that TMA can load.
+at::Tensor tma_aligned(const at::Tensor& x) {
+  if (is_tma_aligned(x)) return x;
   const bool transposed = x.stride(-2) == 1;
   const at::Tensor rows = transposed ? x.mT() : x;
   at::DimVector sizes(rows.sizes().begin(), rows.sizes().end());
@@ -153,29 +141,29 @@ at::Tensor aligned(const at::Tensor& x) {
   return transposed ? copy.mT() : copy;
 }
 
-// Copies take 4 us and 2 ps an element, the kernel for operands that lie anyhow 60 fs a product more.
-bool pays_to_align(const at::Tensor& a, const at::Tensor& b) {
+// A copy takes 4 us plus 2 ps per element; the kernel for any layout takes 60 fs more per product.
+bool should_align(const at::Tensor& a, const at::Tensor& b) {
   if (a.element_size() != 2) return false;
-  const cudaDeviceProp* chip = at::cuda::getDeviceProperties(a.get_device());
-  if (chip->major != 9 || chip->minor != 0) return false;
+  const cudaDeviceProp* device = at::cuda::getDeviceProperties(a.get_device());
+  if (device->major != 9 || device->minor != 0) return false;
   double copies = 0;
-  for (const at::Tensor& x : {a, b}) copies += is_aligned(x) ? 0 : 4e-6 + 2e-12 * x.numel();
+  for (const at::Tensor& x : {a, b}) copies += is_tma_aligned(x) ? 0 : 4e-6 + 2e-12 * x.numel();
   const double products =
       static_cast<double>(a.numel()) * b.size(-1) * (is_batch(b) && !is_batch(a) ? b.size(0) : 1);
   return copies > 0 && copies < 60e-15 * products;
 }
 #endif
 
-// c = activation(a @ b + bias), all checked; c is contiguous, and so is `before`, which is c before the
-// activation, or undefined.
-void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const How& how, const at::Tensor& c,
-         const at::Tensor& before = {}) {
+// c = activation(a @ b + bias), for checked arguments and a contiguous c. pre_activation, if defined, gets a
+// @ b + bias.
+void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& options, const at::Tensor& c,
+         const at::Tensor& pre_activation = {}) {
   if (c.is_meta() || c.numel() == 0) return;
-  if (!is_batch(b)) a = one_matrix(a);
+  if (!is_batch(b)) a = as_one_matrix(a);
 #if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
-  if (a.is_cuda() && a.numel() > 0 && pays_to_align(a, b)) {
-    a = aligned(a);
-    b = aligned(b);
+  if (a.is_cuda() && a.numel() > 0 && should_align(a, b)) {
+    a = tma_aligned(a);
+    b = tma_aligned(b);
   }
 #endif
   launch("gemm", a, [&](auto type, auto... stream) {
@@ -186,13 +174,13 @@ void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const How& how, con
     args.bias = pointer<T>(bias);
     args.bias_stride = bias.defined() ? bias.stride(0) : 0;
     args.c = mutable_pointer<T>(c);
-    args.before = mutable_pointer<T>(before);
+    args.pre_activation = mutable_pointer<T>(pre_activation);
     args.batch = is_batch(a) ? a.size(0) : is_batch(b) ? b.size(0) : 1;
     args.m = a.size(-2);
     args.n = b.size(-1);
     args.k = a.size(-1);
-    args.activation = how.activation;
-    args.precision = how.precision;
+    args.activation = options.activation;
+    args.precision = options.precision;
     args.workspace = nullptr;
     at::Tensor workspace;
 #ifdef LLTM_EXT_WITH_CUDA
@@ -209,9 +197,9 @@ void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const How& how, con
 
 // ---- The implementations.
 
-// The checks of all of them.
-How check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
-          string_view precision) {
+// Checks the arguments of all implementations.
+Options check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
+              string_view precision) {
   check_operands("gemm", a, b);
   check_bias("gemm", bias, a, b);
   return {activation_of("gemm", activation), precision_of("gemm", precision)};
@@ -220,40 +208,41 @@ How check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, Opti
 at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
                    OptionalName activation, string_view precision) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const How how = check(a, b, bias, activation, precision);
+  const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-  run(a, b, bias, how, c);
+  run(a, b, bias, options, c);
   return c;
 }
 
-// (c, c before the activation), for a backward that needs the latter.
-std::tuple<at::Tensor, at::Tensor> forward_with_input(const at::Tensor& a, const at::Tensor& b,
-                                                      const OptionalTensor& optional_bias,
-                                                      OptionalName activation, string_view precision) {
+// (c, a @ b + bias), for the activations whose backward needs the latter.
+std::tuple<at::Tensor, at::Tensor> forward_with_pre_activation(const at::Tensor& a, const at::Tensor& b,
+                                                               const OptionalTensor& optional_bias,
+                                                               OptionalName activation,
+                                                               string_view precision) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const How how = check(a, b, bias, activation, precision);
+  const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-  at::Tensor before = at::empty_like(c);
-  run(a, b, bias, how, c, before);
-  return {c, before};
+  at::Tensor pre_activation = at::empty_like(c);
+  run(a, b, bias, options, c, pre_activation);
+  return {c, pre_activation};
 }
 
 void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
                  OptionalName activation, string_view precision, at::Tensor out) {
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const How how = check(a, b, bias, activation, precision);
+  const Options options = check(a, b, bias, activation, precision);
   CHECK_SAME("gemm", out, a);
   check_result("gemm", "out", out, a, b);
   check_writable("gemm", "out", out);
   const KernelGuard guard(a);
   const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
   if (out.is_contiguous() && !overlaps) {
-    run(a, b, bias, how, out);
+    run(a, b, bias, options, out);
   } else {
     const at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-    run(a, b, bias, how, c);
+    run(a, b, bias, options, c);
     out.copy_(c);
   }
 }
@@ -268,7 +257,7 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
   return grad_input;
 }
 
-at::Tensor sum_of_rows(const at::Tensor& x) {  // of half types in float32
+at::Tensor sum_of_rows(const at::Tensor& x) {  // half types are summed in float32
   at::DimVector rows(x.dim() - 1);
   std::iota(rows.begin(), rows.end(), 0);
   return x.sum(rows);
@@ -280,7 +269,7 @@ void check_rows(const at::Tensor& saved) {
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// In one pass, of contiguous tensors.
+// One pass over contiguous tensors.
 at::Tensor run_bias_backward(const at::Tensor& grad_output, const at::Tensor& saved, Activation activation,
                              const at::Tensor& grad_input) {
   const at::Tensor grad_bias = at::empty({saved.size(-1)}, saved.options());
@@ -305,7 +294,7 @@ at::Tensor run_bias_backward(const at::Tensor& grad_output, const at::Tensor& sa
 }
 #endif
 
-// (activation_backward's, and the sum of its rows)
+// (the result of activation_backward, the sum of its rows)
 std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& grad_output,
                                                             const at::Tensor& saved, string_view activation) {
   const char* const op = "gemm_activation_bias_backward";
@@ -331,10 +320,11 @@ at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const Optional
   return op.call(a, b, bias, activation, precision);
 }
 
-std::tuple<at::Tensor, at::Tensor> call_forward_with_input(const at::Tensor& a, const at::Tensor& b,
-                                                           const OptionalTensor& bias,
-                                                           OptionalName activation, string_view precision) {
-  static const auto op = find_op<decltype(forward_with_input)>("lltm_ext::gemm_forward");
+std::tuple<at::Tensor, at::Tensor> call_forward_with_pre_activation(const at::Tensor& a, const at::Tensor& b,
+                                                                    const OptionalTensor& bias,
+                                                                    OptionalName activation,
+                                                                    string_view precision) {
+  static const auto op = find_op<decltype(forward_with_pre_activation)>("lltm_ext::gemm_forward");
   return op.call(a, b, bias, activation, precision);
 }
 
@@ -352,8 +342,8 @@ std::tuple<at::Tensor, at::Tensor> call_activation_bias_backward(const at::Tenso
   return op.call(grad_output, saved, activation);
 }
 
-// An activation's derivative in torch's differentiable ops, from its output or input (saves_output). relu's
-// is a choice: see activation_backward_autograd.
+// An activation's derivative in torch's differentiable ops, from `saved` (see saves_output). Not relu's: see
+// activation_backward_autograd.
 at::Tensor composed_derivative(Activation activation, const at::Tensor& saved) {
   switch (activation) {
     case Activation::kSigmoid:
@@ -382,10 +372,10 @@ at::Tensor composed_derivative(Activation activation, const at::Tensor& saved) {
   return at::ones_like(saved);
 }
 
-// ---- Autograd. All that backward calls is differentiable itself, so there is no second formula for the
-// double backward. Transposes are strides.
+// ---- Autograd. Backward calls differentiable ops only, so there is no second formula for the double
+// backward. Transposes are strides.
 
-// An operand's shape, as far as that does not follow from the others'.
+// What backward needs to know of an operand that it does not save.
 struct OperandShape {
   bool is_batch;
   int64_t dim;
@@ -395,30 +385,30 @@ at::Tensor with_dim(const at::Tensor& x, int64_t dim) {
   return x.dim() == dim ? x : dim == 2 ? x.squeeze(0) : x.unsqueeze(0);
 }
 
-// grad @ b^T, or of a matrix that served a batch the sum of those, as one product.
+// grad @ b^T. If one a served a whole batch, its gradient is the sum over the batch, computed as one product.
 at::Tensor gradient_of_a(const OperandShape& a, const at::Tensor& b, const at::Tensor& grad,
                          string_view precision) {
   if (a.is_batch || !is_batch(grad)) {
     return with_dim(call_forward(grad, b.transpose(-2, -1), {}, {}, precision), a.dim);
   }
-  const at::Tensor beside = grad.transpose(0, 1).flatten(1);   // [M, B * N]
-  const at::Tensor below = b.transpose(-2, -1).flatten(0, 1);  // [B * N, K]
-  return with_dim(call_forward(beside, below, {}, {}, precision), a.dim);
+  const at::Tensor side_by_side = grad.transpose(0, 1).flatten(1);  // [M, B * N]
+  const at::Tensor stacked = b.transpose(-2, -1).flatten(0, 1);     // [B * N, K]
+  return with_dim(call_forward(side_by_side, stacked, {}, {}, precision), a.dim);
 }
 
-// a^T @ grad, likewise.
+// a^T @ grad, in the same way.
 at::Tensor gradient_of_b(const at::Tensor& a, const OperandShape& b, const at::Tensor& grad,
                          string_view precision) {
   if (b.is_batch || !is_batch(grad)) {
     return with_dim(call_forward(a.transpose(-2, -1), grad, {}, {}, precision), b.dim);
   }
-  const at::Tensor below = grad.flatten(0, 1);  // [B * M, N]
-  // An a that is not a batch has been multiplied by each matrix of one.
-  return with_dim(call_forward(a.flatten(0, 1).t(), below, {}, {}, precision), b.dim);
+  const at::Tensor stacked = grad.flatten(0, 1);  // [B * M, N]
+  // Here b is one matrix and grad a batch, so a is a batch.
+  return with_dim(call_forward(a.flatten(0, 1).t(), stacked, {}, {}, precision), b.dim);
 }
 
-// {c}, or {c, c before the activation} where the derivative needs the latter: an output of the node, so that
-// the double backward finds its way through it.
+// {c}, or {c, a @ b + bias} for activations whose backward needs the latter. It is an output of the node, so
+// that the double backward differentiates through it.
 struct GemmNode : torch::autograd::Function<GemmNode> {
   using variable_list = torch::autograd::variable_list;
 
@@ -430,8 +420,8 @@ struct GemmNode : torch::autograd::Function<GemmNode> {
     if (saves_output(activation_of("gemm", activation))) {
       outputs = {call_forward(a, b, bias, activation, precision)};
     } else {
-      auto [c, before] = call_forward_with_input(a, b, bias, activation, precision);
-      outputs = {c, before};
+      auto [c, pre_activation] = call_forward_with_pre_activation(a, b, bias, activation, precision);
+      outputs = {c, pre_activation};
     }
     ctx->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor(),
                             activation ? outputs.back() : at::Tensor()});
@@ -453,16 +443,17 @@ struct GemmNode : torch::autograd::Function<GemmNode> {
     const std::string activation = ctx->saved_data["activation"].toStringRef();
     const std::string precision = ctx->saved_data["precision"].toStringRef();
     const bool wants_bias = ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2);
-    const at::Tensor more = grad_outputs.size() > 1 ? grad_outputs[1] : at::Tensor();
+    const at::Tensor grad_pre_activation = grad_outputs.size() > 1 ? grad_outputs[1] : at::Tensor();
     at::Tensor grad = grad_outputs[0], grad_bias;
     if (grad.defined() && saved[2].defined()) {
-      if (wants_bias && !more.defined()) {
+      if (wants_bias && !grad_pre_activation.defined()) {
         std::tie(grad, grad_bias) = call_activation_bias_backward(grad, saved[2], activation);
       } else {
         grad = call_activation_backward(grad, saved[2], activation);
       }
     }
-    if (more.defined()) grad = grad.defined() ? grad + more : more;
+    if (grad_pre_activation.defined())
+      grad = grad.defined() ? grad + grad_pre_activation : grad_pre_activation;
     variable_list gradients(5);
     if (!grad.defined()) return gradients;
     if (ctx->needs_input_grad(0)) gradients[0] = gradient_of_a(shape("a"), saved[1], grad, precision);
@@ -486,7 +477,7 @@ void forward_out_autograd(const at::Tensor& a, const at::Tensor& b, const Option
   static const auto op = find_op<decltype(forward_out)>("lltm_ext::gemm_out");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.call(a, b, bias, activation, precision, out);
-  // Autograd, which may have saved it, learns that it has changed.
+  // Tells autograd, which may have saved `out`, that it has changed.
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -496,7 +487,8 @@ at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at:
   if (any_needs_grad(grad_output, saved)) {
     check_gradient("gemm_activation_backward", grad_output, saved);
     const Activation f = activation_of("gemm_activation_backward", activation);
-    if (f == Activation::kRelu) return grad_output.masked_fill(saved <= 0, 0);  // of an infinite one too
+    if (f == Activation::kRelu)
+      return grad_output.masked_fill(saved <= 0, 0);  // even of an infinite gradient
     return grad_output * composed_derivative(f, saved);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -515,7 +507,7 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward_autograd(const at::T
   return call_activation_bias_backward(grad_output, saved, activation);
 }
 
-// As torch.mm's: the operands go to the autocast dtype.
+// As torch.mm: operands are cast to the autocast dtype.
 at::Tensor forward_autocast(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                             OptionalName activation, string_view precision) {
   const AutocastInputs cast(a);
@@ -541,7 +533,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
         {at::Tag::pt2_compliant_tag});
   implement<forward>(m, "gemm");
   implement<forward_out>(m, "gemm_out");
-  implement<forward_with_input>(m, "gemm_forward");
+  implement<forward_with_pre_activation>(m, "gemm_forward");
   implement<activation_backward>(m, "gemm_activation_backward");
   implement<activation_bias_backward>(m, "gemm_activation_bias_backward");
 #ifndef LLTM_EXT_STABLE_ABI
@@ -568,7 +560,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                       "gemm.gemm: expected c to share no memory with a or b");
           const KernelGuard guard(a);
           run(a, b, at::Tensor(), {Activation::kNone, Precision::kIeee}, c);
-          // Autograd, which may have saved c, learns that it has changed.
+          // Tells autograd, which may have saved c, that it has changed.
           if (!c.is_inference()) c.unsafeGetTensorImpl()->bump_version();
         }),
         py::arg("c"), py::arg("a"), py::arg("b"));

@@ -1,23 +1,24 @@
-// The way back through gemm's activation and bias in one pass: a thread has some columns of some rows, whose
-// gradients leave while their sums stay. A block leaves its sums behind, and a second kernel adds those of
-// all blocks, in one order.
+// Backward of gemm's activation and bias in one pass. A thread computes the gradients of some columns of some
+// rows, and keeps their sums. Each block writes its sums, and a second kernel adds those of all blocks in a
+// fixed order.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
 #include "common/vec.cuh"
-#include "gemm/gemm_activation.h"
+#include "gemm/gemm.h"
 
 namespace lltm_ext {
 
 constexpr int kWarpLanes = 32;
-constexpr int64_t kBiasRows = 64;  // of a block at least: what it leaves is little beside what it reads
+// Rows per block, at least: so a block writes far fewer sums than it reads values.
+constexpr int64_t kBiasRows = 64;
 
-// blockDim.x threads side by side in a row, blockDim.y rows at a time.
+// blockDim.x threads along a row, blockDim.y rows at a time.
 struct BiasGrid {
   dim3 blocks, threads;
-  int64_t rows;  // of a block
+  int64_t rows;  // per block
 
   BiasGrid(int64_t all_rows, int64_t columns, int width) {
     threads = dim3(1, kThreads);
@@ -30,7 +31,7 @@ struct BiasGrid {
   }
 };
 
-// Calls f with the functor of an activation that the compiler knows; on chips other than Hopper with one for
+// Calls f with the functor of an activation known at compile time; except on Hopper, with one functor for
 // all.
 template <typename T, class F>
 __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
@@ -38,56 +39,47 @@ __device__ __forceinline__ void with_activation(Activation activation, F&& f) {
   switch (activation) {
     case Activation::kNone:
       return f(GemmActivationBackward<T>{Activation::kNone});
-    case Activation::kRelu:
-      return f(GemmActivationBackward<T>{Activation::kRelu});
-    case Activation::kSigmoid:
-      return f(GemmActivationBackward<T>{Activation::kSigmoid});
-    case Activation::kTanh:
-      return f(GemmActivationBackward<T>{Activation::kTanh});
-    case Activation::kElu:
-      return f(GemmActivationBackward<T>{Activation::kElu});
-    case Activation::kGelu:
-      return f(GemmActivationBackward<T>{Activation::kGelu});
-    case Activation::kGeluTanh:
-      return f(GemmActivationBackward<T>{Activation::kGeluTanh});
-    case Activation::kSilu:
-      return f(GemmActivationBackward<T>{Activation::kSilu});
+#define LLTM_CASE(ID, ...) \
+  case Activation::k##ID:  \
+    return f(GemmActivationBackward<T>{Activation::k##ID});
+      LLTM_ACTIVATIONS(LLTM_CASE)
+#undef LLTM_CASE
   }
 }
 
-// Blocks a multiprocessor: while some wait for memory, others write to it.
-constexpr int kBiasBlocks = 4;
+// Per multiprocessor: some wait for memory while others store.
+constexpr int kBiasBlocksPerMultiprocessor = 4;
 
-// V columns a thread. `sums` [gridDim.y, columns] gets the blocks'.
+// V columns per thread. sums [gridDim.y, columns]: the blocks' sums.
 template <int V, typename T>
-__global__ void __launch_bounds__(kThreads, kBiasBlocks)
+__global__ void __launch_bounds__(kThreads, kBiasBlocksPerMultiprocessor)
     gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
                               const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
   using Pack = Vec<T, V>;
-  constexpr int kRows = kForHopper ? 2 : 1;  // of a thread at a time, all on their way together
+  constexpr int kRows = kForHopper ? 2 : 1;  // of a thread at a time, to overlap their loads
   const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
   const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
   const int64_t step = blockDim.y;
   acc_t<T> sum[V] = {};
-  wait_for_launch_before();
-  let_next_launch_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (column < columns) {
-    with_activation<T>(activation, [&](const auto& pull) {
+    with_activation<T>(activation, [&](const auto& backward) {
       for (int64_t row = begin + threadIdx.y; row < end; row += kRows * step) {
-        Pack grad[kRows], from[kRows];
+        Pack grad[kRows], saved_values[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (row + i * step >= end) continue;
           const int64_t at = (row + i * step) * columns + column;
           grad[i] = *reinterpret_cast<const Pack*>(grad_output + at);
-          from[i] = *reinterpret_cast<const Pack*>(saved + at);
+          saved_values[i] = *reinterpret_cast<const Pack*>(saved + at);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (row + i * step >= end) continue;
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            const acc_t<T> x = pull(widen(grad[i].data[v]), widen(from[i].data[v]));
+            const acc_t<T> x = backward(widen(grad[i].data[v]), widen(saved_values[i].data[v]));
             sum[v] += x;
             grad[i].data[v] = narrow<T>(x);
           }
@@ -96,20 +88,20 @@ __global__ void __launch_bounds__(kThreads, kBiasBlocks)
       }
     });
   }
-  __shared__ acc_t<T> of_threads[kThreads * V];
+  __shared__ acc_t<T> thread_sums[kThreads * V];
   const int width = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x;
 #pragma unroll
-  for (int v = 0; v < V; ++v) of_threads[thread * V + v] = sum[v];
+  for (int v = 0; v < V; ++v) thread_sums[thread * V + v] = sum[v];
   __syncthreads();
   const int64_t first = int64_t{blockIdx.x} * width;
   for (int i = thread; i < width && first + i < columns; i += kThreads) {
-    acc_t<T> total = of_threads[i];
-    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) total += of_threads[y * width + i];
+    acc_t<T> total = thread_sums[i];
+    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) total += thread_sums[y * width + i];
     sums[blockIdx.y * columns + first + i] = total;
   }
 }
 
-// grad_bias [columns] of sums [parts, columns]: the warps of a block share out the parts.
+// grad_bias [columns] = the sum over `parts` of sums [parts, columns]. The warps of a block split the parts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     gemm_bias_sum_kernel(const acc_t<T>* sums, T* grad_bias, int parts, int64_t columns) {
@@ -117,18 +109,18 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
   const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
   acc_t<T> sum = 0;
-  wait_for_launch_before();
-  let_next_launch_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (column < columns) {
 #pragma unroll 8
     for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
   }
-  __shared__ acc_t<T> of_warps[kWarps][kWarpLanes];
-  of_warps[warp][lane] = sum;
+  __shared__ acc_t<T> warp_sums[kWarps][kWarpLanes];
+  warp_sums[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || column >= columns) return;
 #pragma unroll
-  for (int other = 1; other < kWarps; ++other) sum += of_warps[other][lane];
+  for (int other = 1; other < kWarps; ++other) sum += warp_sums[other][lane];
   grad_bias[column] = narrow<T>(sum);
 }
 
@@ -139,19 +131,19 @@ int width_of(const BiasBackwardArgs<T>& args) {
   return aligned ? kVecWidth<T> : 1;
 }
 
-// early: both kernels begin early, so that neither costs the way to start.
+// programmatic: for both kernels, to hide their launch latency.
 template <int V, typename T>
-cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool early, cudaStream_t stream) {
+cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programmatic, cudaStream_t stream) {
   const BiasGrid grid(args.rows, args.columns, V);
   acc_t<T>* const sums = static_cast<acc_t<T>*>(args.workspace);
   const cudaError_t error =
       launch_kernel(gemm_bias_backward_kernel<V, T>, grid.blocks, grid.threads,
-                    /*shared_bytes=*/0, early, stream, args.grad_output, args.saved, args.grad_input, sums,
-                    args.activation, args.rows, args.columns, grid.rows);
+                    /*shared_bytes=*/0, programmatic, stream, args.grad_output, args.saved, args.grad_input,
+                    sums, args.activation, args.rows, args.columns, grid.rows);
   if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
-  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0, early,
-                       stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
+  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0,
+                       programmatic, stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
                        static_cast<int>(grid.blocks.y), args.columns);
 }
 

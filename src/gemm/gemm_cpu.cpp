@@ -1,6 +1,6 @@
-// gemm on the CPU. A task computes a block of c over the whole of K, so the sums have the same order, and the
-// same bits, whatever the number of threads. Slices of both operands are packed into panels of the accumulate
-// type, which makes any strides and half types alike; a small kernel in vector registers multiplies the
+// gemm on the CPU. A task computes a block of c over all of K, so the order of additions, and with it every
+// bit, does not depend on the number of threads. Slices of both operands are packed into panels of the
+// accumulate type, which absorbs strides and half types; a small kernel in vector registers multiplies the
 // panels.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
@@ -10,21 +10,21 @@
 #include <memory>
 
 #include "common/elementwise_cpu.h"
-#include "gemm/gemm_activation.h"
+#include "gemm/gemm.h"
 
 namespace lltm_ext {
 namespace {
 
 constexpr int64_t kBlockRows = 120, kBlockColumns = 256, kBlockDepth = 256;
 constexpr int kPanelRows = 6;
-// Columns of a panel: 64 bytes.
+// A panel's columns fill 64 bytes.
 template <typename A>
 constexpr int kPanelColumns = 64 / sizeof(A);
 // Below this many multiply-adds a second thread costs more than it saves.
 constexpr int64_t kGrain = 1 << 18;
 
-// sums[i][j] += sum over k of a[k][i] * b[k][j], for one panel of a and one of b. BYTES is the width of the
-// vector registers to use: the compiler keeps all 6 x 64 bytes of sums in them.
+// sums[i][j] += the sum over k of a[k][i] * b[k][j], for one panel of a and one of b. BYTES is the width of
+// the vector registers, in which the compiler keeps all 6 x 64 bytes of sums.
 template <int BYTES, typename A>
 __attribute__((always_inline)) inline void multiply_panels(const A* a, const A* b, int64_t depth, A* sums,
                                                            int64_t pitch) {
@@ -79,14 +79,14 @@ Multiply<A> choose_multiply() {
 }
 #endif
 
-// Packs `extent` x `depth` elements of x into panels of WIDTH, k by k; what the last panel lacks is 0.
+// Packs `extent` x `depth` elements of x into panels of WIDTH, k by k, and pads the last panel with zeros.
 template <int WIDTH, typename T>
 void pack(const T* x, int64_t stride, int64_t k_stride, int64_t extent, int64_t depth, acc_t<T>* panel) {
   for (int64_t first = 0; first < extent; first += WIDTH, panel += WIDTH * depth) {
     const int64_t valid = std::min<int64_t>(extent - first, WIDTH);
     const T* from = x + first * stride;
     if (valid < WIDTH) std::fill_n(panel, WIDTH * depth, acc_t<T>(0));
-    if (k_stride == 1) {  // read along memory
+    if (k_stride == 1) {  // read contiguously
       for (int64_t i = 0; i < valid; ++i) {
         for (int64_t k = 0; k < depth; ++k) panel[k * WIDTH + i] = widen(from[i * stride + k]);
       }
@@ -104,7 +104,7 @@ void pack(const T* x, int64_t stride, int64_t k_stride, int64_t extent, int64_t 
 
 constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
 
-// Bias, activation and the one rounding of a block of sums.
+// Adds the bias to a block of sums, applies the activation, and rounds once.
 template <typename T>
 void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, int64_t first_column,
                  int64_t rows, int64_t columns, int64_t at) {
@@ -119,7 +119,8 @@ void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, i
         for (int64_t j = 0; j < valid; ++j) x[j] += widen(bias[j * args.bias_stride]);
       }
       const int64_t to = at + i * args.n + first;
-      for (int64_t j = 0; j < valid && args.before; ++j) args.before[to + j] = narrow<T>(x[j]);
+      for (int64_t j = 0; j < valid && args.pre_activation; ++j)
+        args.pre_activation[to + j] = narrow<T>(x[j]);
       activate(args.activation, x);
       for (int64_t j = 0; j < valid; ++j) args.c[to + j] = narrow<T>(x[j]);
     }
@@ -135,19 +136,20 @@ void gemm(const GemmArgs<T>& args) {
   static const Multiply<A> multiply = choose_multiply<A>();
   const int64_t block_rows = std::min(kBlockRows, args.m), block_columns = std::min(kBlockColumns, args.n);
   const int64_t block_depth = std::min(kBlockDepth, args.k);
-  const int64_t across = blocks_of(args.n, block_columns), down = blocks_of(args.m, block_rows);
+  const int64_t blocks_across = blocks_of(args.n, block_columns), blocks_down = blocks_of(args.m, block_rows);
   // Buffers hold whole panels.
   const int64_t buffer_rows = blocks_of(block_rows, kPanelRows) * kPanelRows;
   const int64_t pitch = blocks_of(block_columns, kColumns) * kColumns;
   const int64_t work = block_rows * block_columns * std::max<int64_t>(args.k, 1);
   const int64_t grain = std::max<int64_t>(kGrain / work, 1);
-  at::parallel_for(0, args.batch * down * across, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.batch * blocks_down * blocks_across, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<A[]> panels_a(new A[buffer_rows * block_depth]);
     const std::unique_ptr<A[]> panels_b(new A[pitch * block_depth]);
     const std::unique_ptr<A[]> sums(new A[buffer_rows * pitch]);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t matrix = task / (down * across);
-      const int64_t row = task / across % down * block_rows, column = task % across * block_columns;
+      const int64_t matrix = task / (blocks_down * blocks_across);
+      const int64_t row = task / blocks_across % blocks_down * block_rows,
+                    column = task % blocks_across * block_columns;
       const int64_t rows = std::min(block_rows, args.m - row),
                     columns = std::min(block_columns, args.n - column);
       const T* a = args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride;

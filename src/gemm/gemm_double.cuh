@@ -1,66 +1,66 @@
-// The kernel for float64 on chips that have a matrix unit for it.
+// The kernel for float64 on GPUs with fast tensor cores for it.
 //
-// A block computes a BM x BN tile of c, each warp WM x WN of it, from a ring of asynchronously copied slices
-// of BK of K that keep the order of memory (K_MAJOR: k runs fastest). A warp multiplies 16 x 16 x 16 at a
-// time and loads a fragment anew as soon as its last product is under way, across slices too, so that the
-// matrix unit finds its next operands in registers.
+// A block computes a BM x BN tile of c, each warp WM x WN of it. cp.async copies slices of BK of K to a ring
+// in shared memory, in the operands' own layout (K_MAJOR: k is contiguous). A warp multiplies 16 x 16 x 16 at
+// a time, and reloads a fragment as soon as its last product is issued, across slices too, so that the tensor
+// core always finds its next operands in registers.
 //
-// A lane loads its elements of a fragment one by one, each into the register where mma.sync wants it: vectors
-// would come in another order for one side of most layouts, and shared memory is busy for only half the time.
+// A lane loads the elements of a fragment one by one, as mma.sync's layout has them. Vector loads would give
+// another order for one operand of most layouts, and shared memory is only half busy.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
 
-// HOPPER: for no other chip.
-template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int RESIDENT, bool HOPPER = false>
+// HOPPER: compiled for Hopper only.
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int BLOCKS, bool HOPPER = false>
 struct DoubleTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_;
-  static constexpr int kStages = STAGES, kResident = RESIDENT;  // blocks that share a multiprocessor
+  static constexpr int kStages = STAGES, kBlocksPerMultiprocessor = BLOCKS;
   static constexpr bool kHopper = HOPPER;
   static constexpr int kWarpsAcross = BN / WN;
   static constexpr int kThreads = BM / WM * kWarpsAcross * 32;
-  // The tile of sums goes through the ring of slices part by part, the rows of one row of warps each.
+  // The ring stages the tile of sums, one row of warps at a time.
   static_assert(WM * BN <= STAGES * (BM + BN) * BK);
-  // Two fragments of a in turn, and the last but one of a slice is loaded before the block meets.
+  // Row blocks alternate between two fragments of a, and copy_b runs in the second row block.
   static_assert(WM % 32 == 0 && WN % 16 == 0 && BK % 16 == 0);
 };
 
-// 16 lines (rows of a, columns of b) by 16 k of an operand. Of each step of 4 k and each half of the lines a
-// lane holds line lane / 4 at k = lane % 4.
+// 16 lines (rows of a, columns of b) by 16 k of an operand. For each step of 4 k and each half of the lines,
+// a lane holds line lane / 4 at k = lane % 4.
 using DoubleFragment = double[4][2];
 
 template <bool K_MAJOR, int EXTENT, int BK, int THREADS>
 struct DoubleSlice {
-  // In memory's order; not the fragment's lines.
+  // Rows of memory, not the fragment's lines.
   static constexpr int kRows = K_MAJOR ? EXTENT : BK, kRowLength = K_MAJOR ? BK : EXTENT;
 
-  // The pad spreads the 4 x 4 elements that half a warp loads at once over all banks.
+  // The padding spreads the 4 x 4 elements that half a warp loads at once over all banks.
   static constexpr int kPitch = kRowLength + 4, kElements = kRows * kPitch;
 
-  // The first element of a slice that this thread copies, WIDTH at once.
+  // The first element that this thread copies of a slice, WIDTH at once.
   template <int WIDTH>
   struct Start {
     int row = threadIdx.x / (kRowLength / WIDTH), element = threadIdx.x % (kRowLength / WIDTH) * WIDTH;
   };
 
-  static __device__ __forceinline__ int64_t stride(const Operand<double>& x) {
+  static __device__ __forceinline__ int64_t stride(const OperandTile<double>& x) {
     return K_MAJOR ? x.k_stride : x.stride;
   }
-  static __device__ __forceinline__ int64_t row_stride(const Operand<double>& x) {
+  static __device__ __forceinline__ int64_t row_stride(const OperandTile<double>& x) {
     return K_MAJOR ? x.stride : x.k_stride;
   }
 
-  static __device__ __forceinline__ int64_t offset(const Operand<double>& x, bool vectors) {
+  static __device__ __forceinline__ int64_t offset(const OperandTile<double>& x, bool vectors) {
     if (vectors) return Start<2>().row * row_stride(x) + Start<2>().element;
     return Start<1>().row * row_stride(x) + Start<1>().element * stride(x);
   }
 
-  // Copies this thread's share of a slice, of which nothing is beyond the operand's end if WHOLE; x.data is
-  // its own first element.
+  // Copies this thread's share of a slice. WHOLE: nothing is beyond the operand's end. x.data is the thread's
+  // first element.
   template <int WIDTH, bool WHOLE>
-  static __device__ __forceinline__ void copy(double* shared, const Operand<double>& x, int64_t k_left) {
+  static __device__ __forceinline__ void copy(double* shared, const OperandTile<double>& x, int64_t k_left) {
     constexpr int kStep = THREADS * WIDTH / kRowLength, kBytes = WIDTH * sizeof(double);
     static_assert(THREADS * WIDTH % kRowLength == 0 && kRows % kStep == 0);
     const Start<WIDTH> start;
@@ -71,12 +71,12 @@ struct DoubleSlice {
     const double* from = x.data;
 #pragma unroll
     for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride(x)) {
-      copy_async<kBytes>(shared + (start.row + i) * kPitch + start.element, from,
-                         WHOLE || i < rows ? valid : 0);
+      cp_async<kBytes>(shared + (start.row + i) * kPitch + start.element, from,
+                       WHOLE || i < rows ? valid : 0);
     }
   }
 
-  static __device__ __forceinline__ void copy(double* shared, const Operand<double>& x, bool vectors,
+  static __device__ __forceinline__ void copy(double* shared, const OperandTile<double>& x, bool vectors,
                                               int64_t k_left) {
     if (!vectors) {
       copy<1, false>(shared, x, k_left);
@@ -87,7 +87,7 @@ struct DoubleSlice {
     }
   }
 
-  // The fragment from line `first` and k on.
+  // Loads the fragment at line `first` and k.
   static __device__ __forceinline__ void load(DoubleFragment& x, const double* shared, int first, int k) {
     const int line = first + threadIdx.x % 32 / 4;
     k += threadIdx.x % 4;
@@ -102,20 +102,20 @@ struct DoubleSlice {
   }
 };
 
-// Whether a chip (8.0 is 80) multiplies float64 faster by its matrix unit than without it.
-constexpr bool has_double_unit(int capability) {
+// Whether a compute capability (80 is 8.0) multiplies float64 faster on tensor cores.
+constexpr bool has_double_tensor_cores(int capability) {
   return capability == 80 || capability == 90 || capability == 100;
 }
 #ifdef __CUDA_ARCH__
-constexpr bool kForDoubleUnit = has_double_unit(__CUDA_ARCH__ / 10);
+constexpr bool kForDoubleTensorCores = has_double_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kForDoubleUnit = false;
+constexpr bool kForDoubleTensorCores = false;
 #endif
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], where b's columns are one half of a fragment's lines. With g = lane / 4
+// c [16, 8] += a [16, 16] b [16, 8], where b's columns are one half of a fragment's lines. With g = lane / 4
 // and t = 2 (lane % 4), c holds row g at columns t, t + 1, then row g + 8.
-__device__ __forceinline__ void multiply_add(double (&c)[4], const DoubleFragment& a, const DoubleFragment& b,
-                                             int half) {
+__device__ __forceinline__ void mma(double (&c)[4], const DoubleFragment& a, const DoubleFragment& b,
+                                    int half) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
@@ -136,7 +136,7 @@ __device__ __forceinline__ void multiply_add(double (&c)[4], const DoubleFragmen
 #endif
 }
 
-// The slices of a and b under way, in shared memory.
+// The ring of slices of a and b in shared memory.
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
 struct DoubleRing {
   using A = DoubleSlice<A_K_MAJOR, Tile::BM, Tile::BK, Tile::kThreads>;
@@ -146,10 +146,10 @@ struct DoubleRing {
 };
 
 template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
-  if constexpr (!kForDoubleUnit || (Tile::kHopper && !kForHopper)) {
-    __trap();  // launched on chips that have one
+  if constexpr (!kForDoubleTensorCores || (Tile::kHopper && !kForHopper)) {
+    __trap();  // never launched on these architectures
     return;
   }
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, WM = Tile::WM, WN = Tile::WN;
@@ -159,11 +159,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   using SliceB = typename Ring::B;
   extern __shared__ __align__(128) double ring[];  // kStages slices of a and b
 
-  wait_for_launch_before();
+  griddepcontrol_wait();
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsAcross * WM, warp_column = warp % Tile::kWarpsAcross * WN;
   const TilePosition at = position(tiles, BM, BN);
-  Operand<double> a = rows_of_a(args, at, BM), b = columns_of_b(args, at, BN);
+  OperandTile<double> a = rows_of_a(args, at, BM), b = columns_of_b(args, at, BN);
   a.data += SliceA::offset(a, vectors_a);
   b.data += SliceB::offset(b, vectors_b);
 
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const auto copy_b = [&] {
     if (left > 0) SliceB::copy(ring + filling + SliceA::kElements, b, vectors_b, left);
     b.data += BK * b.k_stride;
-    copy_async_commit();  // an empty group too: the wait counts groups
+    cp_async_commit_group();  // even if empty: the wait counts groups
     left -= BK;
     filling = next(filling);
   };
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     copy_a();
     copy_b();
   }
-  copy_async_wait<kStages - 2>();
+  cp_async_wait_group<kStages - 2>();
   __syncthreads();
   load_x(0, 0, 0);
 #pragma unroll
@@ -207,30 +207,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     for (int i = 0; i < BK; i += 16) {
 #pragma unroll
       for (int r = 0; r < kRowBlocks; ++r) {
-        // While row block r is multiplied the next is loaded, with the last also b's next 16 k.
+        // While row block r is multiplied, the next is loaded; during the last, b's next 16 k too.
         const bool last = r == kRowBlocks - 1;
         const int next_k = last ? (i + 16) % BK : i;
-        if (i == 0 && r == 0) copy_a();  // over the slice before, which everybody has loaded
+        if (i == 0 && r == 0) copy_a();  // overwrites the previous slice, which all warps have loaded
         if (i == 0 && r == 1) copy_b();
-        // The branch keeps the compiler from moving the last products before the barrier: they are what the
-        // matrix unit does while the first fragments of the next slice are loaded.
+        // The branch keeps the compiler from moving the last products before the barrier: the tensor core
+        // executes them while the next slice's first fragments are loaded.
         if (last && next_k == 0 && k + BK < args.k) {
-          copy_async_wait<kStages - 2>();
-          __syncthreads();  // the next slice has come, and everybody has loaded all of this one
+          cp_async_wait_group<kStages - 2>();
+          __syncthreads();  // the next slice is here, and all warps have loaded this one
           stage = next(stage);
         }
         load_x((r + 1) % 2, (r + 1) % kRowBlocks, next_k);
 #pragma unroll
         for (int s = 0; s < kColumnBlocks; ++s) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) multiply_add(sum[r][s][half], x[r % 2], y[s], half);
+          for (int half = 0; half < 2; ++half) mma(sum[r][s][half], x[r % 2], y[s], half);
           if (last) load_y(s, next_k);
         }
       }
     }
   }
 
-  let_next_launch_begin();
+  griddepcontrol_launch_dependents();
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
   for (int part = 0; part < BM / WM; ++part) {
@@ -255,32 +255,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   }
 }
 
-template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
-cudaError_t launch_double(const GemmArgs<double>& args, bool early, cudaStream_t stream) {
-  const auto kernel = gemm_double_kernel<Tile, A_K_MAJOR, B_K_MAJOR>;
-  constexpr int kShared = DoubleRing<Tile, A_K_MAJOR, B_K_MAJOR>::kBytes;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (error != cudaSuccess) return error;
-  const auto vectors = [](const Matrices<double>& x, bool rows_are_lines) {
-    return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
-                          : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
-  };
-  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, kShared, early, stream,
-                      args, vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
-}
-
 template <class Tile>
-cudaError_t launch_double(const GemmArgs<double>& args, bool early, cudaStream_t stream) {
-  // Where neither stride is 1 the smaller one runs along the lines.
-  const bool a_k_major = args.a.column_stride <= args.a.row_stride;
-  const bool b_k_major = args.b.row_stride < args.b.column_stride;
-  if (a_k_major) {
-    return b_k_major ? launch_double<Tile, true, true>(args, early, stream)
-                     : launch_double<Tile, true, false>(args, early, stream);
-  }
-  return b_k_major ? launch_double<Tile, false, true>(args, early, stream)
-                   : launch_double<Tile, false, false>(args, early, stream);
+cudaError_t launch_double(const GemmArgs<double>& args, bool programmatic, cudaStream_t stream) {
+  return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
+    const auto kernel = gemm_double_kernel<Tile, a_k_major, b_k_major>;
+    constexpr int kShared = DoubleRing<Tile, a_k_major, b_k_major>::kBytes;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) return error;
+    return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, kShared, programmatic,
+                        stream, args, has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+  });
 }
 
 }  // namespace lltm_ext

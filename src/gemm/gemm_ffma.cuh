@@ -1,56 +1,55 @@
-// The kernel for float32, and for float64 where no unit multiplies matrices of it: every product on the
-// ordinary multiply-add units.
+// The kernel for float32, and for float64 without fast tensor cores: products on the ordinary FMA units.
 //
-// A block holds a BM x BN tile of c in registers, TM x TN a thread. For every BK of K it copies a slice of a
-// and one of b to shared memory, k by k, some slices ahead of those that it multiplies. The copies are
-// asynchronous and, where a row is not 16-byte vectors along the tile, of single elements: so any strides and
-// any alignment take the same path, a transpose happens on the way, and no thread holds what is under way in
-// registers.
+// A block holds a BM x BN tile of c in registers, TM x TN per thread. For every BK of K it copies a slice of
+// a and one of b to shared memory by cp.async, k by k, some slices ahead of the products. Where lines are not
+// whole 16-byte vectors it copies single elements, so that any strides and any alignment take the same path,
+// the copy transposes, and no registers hold data in flight.
 //
-// What bounds it is the issue of instructions, one a clock, and the reads of registers: an even and an odd
-// bank give one value a clock each, to multiply-adds that want three, less what stays latched from the one
-// before. So a thread's part is large, and its sums lie in the other bank than the columns they are of:
-// staged_in_pairs sees to that.
+// Two things bound the speed: instructions issue at one per clock, and register reads. An even and an odd
+// bank give one value per clock each, while an FMA needs three, less those that the reuse cache keeps from
+// the one before. So a thread computes many elements, and its sums are in the other bank than their columns:
+// see swap_pairs.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
 
-// How an operand is read from memory: in vectors along its extent, or in elements, with neighbouring threads
-// along whichever side has the smaller stride; kAlongDenseK: K's is 1.
+// How an operand is loaded: in vectors along its extent, or in elements, with neighbouring threads along the
+// smaller stride. kAlongDenseK: the stride of K is 1.
 enum class Access : int32_t { kVectors, kAlongExtent, kAlongK, kAlongDenseK, kAtRunTime };
 
-// GROUPS of threads hold the tile, and each sums its part of every slice. HOPPER: for no other chip.
-template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int RESIDENT,
+// GROUPS of threads hold the tile, and each sums its part of every slice. HOPPER: compiled for Hopper only.
+template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int BLOCKS,
           bool HOPPER = false>
 struct FfmaTile {
   using T = T_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_;
   static constexpr int V = kVecWidth<T>;
   static constexpr int kGroups = GROUPS, kStages = STAGES;
-  static constexpr int kResident = RESIDENT;  // blocks that share a multiprocessor
+  static constexpr int kBlocksPerMultiprocessor = BLOCKS;
   static constexpr bool kHopper = HOPPER;
   static constexpr int kGroupThreads = BM / TM * (BN / TN);
   static constexpr int kThreads = GROUPS * kGroupThreads;
-  // The pad keeps rows aligned to vectors and lets 8 k by 4 elements (8 by 2 of float64) hit all banks once.
+  // The padding keeps rows aligned to vectors, and lets 8 k by 4 elements (8 by 2 of float64) hit every bank
+  // once.
   static constexpr int kPitchA = BM + V, kPitchB = BN + V;
   static constexpr int kStage = BK * (kPitchA + kPitchB);
-  // A thread's rows come in groups of V, each group from another part of the tile, and its columns too.
+  // A thread's rows are in groups of V, each in another part of the tile. So are its columns.
   static constexpr int kPartRows = BM / (TM / V), kPartColumns = BN / (TN / V);
-  // What lies there in the end: a part of the result, or the sums of a group.
-  static constexpr int kResult = GROUPS > 1 ? BM * BN : kPartRows * BN;
-  static constexpr int kBytes = static_cast<int>(sizeof(T)) * std::max(STAGES * kStage, kResult);
+  // Staged at the end: a part of the result, or a group's sums.
+  static constexpr int kStagedSums = GROUPS > 1 ? BM * BN : kPartRows * BN;
+  static constexpr int kBytes = static_cast<int>(sizeof(T)) * std::max(STAGES * kStage, kStagedSums);
   static_assert(BK % (8 * GROUPS) == 0 && BK / GROUPS % 2 == 0);
 };
 
-// A thread's share of the copies of an operand's slices, which follow each other from its first element on.
+// Copies a thread's share of an operand's slices, one slice after the other.
 template <int EXTENT, int PITCH, typename Tile, typename T = typename Tile::T>
-class Share {
+class SliceCopy {
   static constexpr int THREADS = Tile::kThreads, BK = Tile::BK, V = Tile::V;
 
  public:
-  __device__ __forceinline__ Share(const Operand<T>& x, Access access) : x_(x), access_(access) {
+  __device__ __forceinline__ SliceCopy(const OperandTile<T>& x, Access access) : x_(x), access_(access) {
     const int thread = threadIdx.x;
     e_ = thread / 8;
     k_ = thread % 8;
@@ -63,16 +62,16 @@ class Share {
     }
     x_.data += e_ * x.stride + k_ * x.k_stride;
     x_.extent -= e_;
-    if (access == Access::kAlongDenseK) x_.k_stride = 1;  // known to the compiler, where the access is
+    if (access == Access::kAlongDenseK) x_.k_stride = 1;  // tells the compiler
   }
 
-  // If `when`, copies part `part` of `parts` of a slice, the next one otherwise never. What lies beyond the
-  // extent is left as it is: it gives sums that nobody writes.
+  // If `when`, copies part `part` of `parts` of the next slice. Shared memory beyond the extent keeps its
+  // values; its sums are never stored.
   __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts) {
     copy<false>(when, slice, part, parts, BK);
   }
 
-  // Copies a slice of which only the first `depth` of K are there, and zeros.
+  // Copies a slice of which only the first `depth` of K exist, and zeros.
   __device__ __forceinline__ void copy_first(T* slice, int depth) {
     copy<true>(true, slice, 0, 1, depth);
     x_.data -= (BK - depth) * x_.k_stride;
@@ -82,7 +81,7 @@ class Share {
   template <bool SHORT>
   __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts, int depth) {
     T* const to = slice + k_ * PITCH + e_;
-    // The bytes of `count` elements at k, counted from this thread's first.
+    // The bytes of `count` elements at k, relative to this thread's first.
     const auto bytes = [&](int k, int count) {
       return (SHORT && k_ + k >= depth ? 0 : count) * static_cast<int>(sizeof(T));
     };
@@ -92,7 +91,7 @@ class Share {
       const int valid = min(max(x_.extent, 0), V);
 #pragma unroll
       for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
-        copy_async_if<16>(when, to + i * kStep * PITCH, x_.data, bytes(i * kStep, valid));
+        cp_async_if<16>(when, to + i * kStep * PITCH, x_.data, bytes(i * kStep, valid));
         x_.data += kStep * x_.k_stride;
       }
     } else if (access_ == Access::kAlongExtent) {
@@ -100,7 +99,7 @@ class Share {
       static_assert(THREADS % EXTENT == 0 && BK % kStep == 0);
 #pragma unroll
       for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
-        copy_async_if<sizeof(T)>(when && x_.extent > 0, to + i * kStep * PITCH, x_.data, bytes(i * kStep, 1));
+        cp_async_if<sizeof(T)>(when && x_.extent > 0, to + i * kStep * PITCH, x_.data, bytes(i * kStep, 1));
         x_.data += kStep * x_.k_stride;
       }
     } else {
@@ -110,8 +109,8 @@ class Share {
       for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
 #pragma unroll
         for (int k = 0; k < BK; k += 8) {
-          copy_async_if<sizeof(T)>(when && i * kStep < x_.extent, to + i * kStep + k * PITCH,
-                                   x_.data + k * x_.k_stride, bytes(k, 1));
+          cp_async_if<sizeof(T)>(when && i * kStep < x_.extent, to + i * kStep + k * PITCH,
+                                 x_.data + k * x_.k_stride, bytes(k, 1));
         }
         x_.data += kStep * x_.stride;
       }
@@ -119,7 +118,7 @@ class Share {
     }
   }
 
-  Operand<T> x_;  // from this thread's next element on
+  OperandTile<T> x_;  // at this thread's next element
   Access access_;
   int e_, k_;
 };
@@ -142,7 +141,7 @@ struct Fragment {
     }
   }
 
-  // Row by row, there and back: each multiply-add has its row, or its column, from the one before.
+  // A serpentine through the tile: each FMA has its row or its column in common with the one before.
   __device__ __forceinline__ void multiply(T (&sum)[TM][TN]) const {
 #pragma unroll
     for (int r = 0; r < TM; ++r) {
@@ -155,18 +154,17 @@ struct Fragment {
   }
 };
 
-// V of a row's sums as they are staged: neighbours exchanged. A vector lies in neighbouring registers, in
-// which the columns that were loaded as vectors lie too, in order; exchanged, each sum is in the bank that
-// its column is not in.
+// V of a row's sums, with neighbours swapped. A vector to load or store is in consecutive registers, so a sum
+// and its column of b would be in the same bank; with neighbours swapped they are not.
 template <int V, typename T, int TN>
-__device__ __forceinline__ Vec<T, V> staged_in_pairs(const T (&row)[TN], int first) {
+__device__ __forceinline__ Vec<T, V> swap_pairs(const T (&row)[TN], int first) {
   Vec<T, V> y;
 #pragma unroll
   for (int s = 0; s < V; ++s) y.data[s ^ 1] = row[first + s];
   return y;
 }
 
-// The first group's sums become those of all groups, added in their order.
+// Adds the other groups' sums to the first group's, in order.
 template <typename Tile, typename T = typename Tile::T>
 __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shared, int group, int thread) {
   constexpr int V = Tile::V;
@@ -178,7 +176,7 @@ __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shar
     if (group == from) {
 #pragma unroll
       for (int i = 0; i < Tile::TM * Tile::TN; i += V) {
-        vectors[i / V * Tile::kGroupThreads] = staged_in_pairs<V>(sum[i / Tile::TN], i % Tile::TN);
+        vectors[i / V * Tile::kGroupThreads] = swap_pairs<V>(sum[i / Tile::TN], i % Tile::TN);
       }
     }
     __syncthreads();
@@ -192,45 +190,45 @@ __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shar
   }
 }
 
-// ACCESS_A and ACCESS_B: kAtRunTime, or what access_a and access_b are. A slice's copies are made in PARTS,
-// spread over the multiply-adds.
+// ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. Copies of a slice are made in
+// PARTS, spread over the FMAs.
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS, typename T = typename Tile::T>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     gemm_ffma_kernel(const GemmArgs<T> args, const Tiles tiles, Access access_a, Access access_b) {
   if constexpr (!kForHopper && (Tile::kHopper || ACCESS_A != Access::kAtRunTime)) {
-    __trap();  // launched on Hopper alone
+    __trap();  // launched on Hopper only
     return;
   }
   constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
-  constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, for each group
+  constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, per group
   constexpr int kEvery = kDepth / PARTS;
   if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
   if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   T* const shared = reinterpret_cast<T*>(shared_bytes);
 
-  // A warp is 4 threads down and 8 across, so that it reads few different vectors of both slices.
+  // A warp is 4 threads down and 8 across, so that it loads few different vectors of both slices.
   const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
   const int warp = thread / 32, lane = thread % 32;
   constexpr int kWarpsAcross = Tile::BN / TN / 8;
   const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
   const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
-  // Kept in shared memory, because the registers are full while the tile is summed.
+  // In shared memory, because the mainloop needs all registers.
   __shared__ TilePosition at;
   if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
   __syncthreads();
-  Share<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
-  Share<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
   const auto slice_b = [&](int stage) { return slice_a(stage) + BK * Tile::kPitchA; };
-  // Until the next slice to be multiplied has come for all, who also are done with the one before it.
+  // Waits until the next slice is here for all threads, and all threads are done with the one before it.
   const auto wait = [] {
-    copy_async_wait<kStages - 2>();
+    cp_async_wait_group<kStages - 2>();
     __syncthreads();
   };
 
-  // The first slice is the one that may be short.
+  // Only the first slice may be short.
   const int64_t slices = (args.k + BK - 1) / BK;
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
@@ -244,27 +242,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
         b.copy(true, slice_b(i), 0, 1);
       }
     }
-    copy_async_commit();
+    cp_async_commit_group();
   }
   wait();
 
   const int first_a = group * kDepth * Tile::kPitchA + row, first_b = group * kDepth * Tile::kPitchB + column;
   T sum[TM][TN] = {};
-  Fragment<Tile> fragment[2];  // one is multiplied while the other comes
+  Fragment<Tile> fragment[2];  // one is multiplied while the other is loaded
   fragment[0].load(slice_a(0) + first_a, slice_b(0) + first_b, 0);
   int stage = 0;
 #pragma unroll 1
   for (int64_t slice = 0; slice < slices; ++slice) {
-    const bool copies = slice + kStages - 1 < slices;
+    const bool has_next = slice + kStages - 1 < slices;
     const int free = stage == 0 ? kStages - 1 : stage - 1;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i % kEvery == 0) {
-        a.copy(copies, slice_a(free), i / kEvery, PARTS);
-        b.copy(copies, slice_b(free), i / kEvery, PARTS);
+        a.copy(has_next, slice_a(free), i / kEvery, PARTS);
+        b.copy(has_next, slice_b(free), i / kEvery, PARTS);
       }
       if (i == kDepth - 1) {
-        copy_async_commit();
+        cp_async_commit_group();
         stage = stage == kStages - 1 ? 0 : stage + 1;
         wait();
       }
@@ -274,8 +272,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   }
 
   if constexpr (Tile::kGroups > 1) add_groups<Tile>(sum, shared, group, thread);
-  // Part after part of the tile's rows goes through shared memory. The loop is rolled, so that the epilogue
-  // is there once; the sums, which live in registers, are picked by comparing.
+  // Stages the tile's rows part by part. The loop is rolled, so that the code of the epilogue exists once;
+  // comparisons select the sums, because registers cannot be indexed.
 #pragma unroll 1
   for (int part = 0; part < TM / V; ++part) {
     __syncthreads();
@@ -287,7 +285,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #pragma unroll
         for (int q = 0; q < TN / V; ++q) {
           const int to = staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column);
-          *reinterpret_cast<Vec<T, V>*>(shared + to) = staged_in_pairs<V>(sum[p * V + r], q * V);
+          *reinterpret_cast<Vec<T, V>*>(shared + to) = swap_pairs<V>(sum[p * V + r], q * V);
         }
       }
     }
@@ -296,7 +294,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   }
 }
 
-// `stride` along the extent, k_stride and batch_stride of an operand.
+// `stride` is along the operand's extent.
 template <typename T>
 Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
   if (has_vectors(data, stride, k_stride, batch_stride)) return Access::kVectors;
@@ -307,17 +305,18 @@ Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS = 1, typename T = typename Tile::T>
 cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, cudaStream_t stream) {
   const auto kernel = gemm_ffma_kernel<Tile, ACCESS_A, ACCESS_B, PARTS>;
-  constexpr int kWithoutAsking = (48 << 10) - 64;
-  if constexpr (Tile::kBytes > kWithoutAsking) {
+  constexpr int kDefaultLimit = (48 << 10) - 64;
+  if constexpr (Tile::kBytes > kDefaultLimit) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
     if (error != cudaSuccess) return error;
   }
   return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, Tile::kBytes,
-                      /*early=*/false, stream, args, a, b);
+                      /*programmatic=*/false, stream, args, a, b);
 }
 
-// PARTS: those of Hopper's kernels for operands in vectors or dense along K; 0 to take the one for all.
+// PARTS: for Hopper's kernels, specialised by access (vectors, or dense along K); 0 for the general kernel
+// only.
 template <typename Tile, int PARTS = 0, typename T = typename Tile::T>
 cudaError_t launch_ffma(const GemmArgs<T>& args, cudaStream_t stream) {
   const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);

@@ -1,19 +1,24 @@
-// gemm in half types on Hopper, as the rest of the op sees it.
+// gemm on Hopper: half types (gemm_hopper.cu), and float32 of a lower precision than IEEE
+// (gemm_hopper_float.cu).
 #pragma once
 
+#include "common/device.h"
 #include "gemm/gemm.h"
 
 namespace lltm_ext {
 
-// Whether it takes this: what the copy engine reads, on compute capability 9.0.
+// Whether these kernels can compute it, on a device of compute capability 9.0. Half types: TMA must be able
+// to address the operands.
 template <typename T>
-bool hopper_takes(const GemmArgs<T>& args);
-
-// What it wants of workspace for that.
-template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args, int multiprocessors);
+bool hopper_supports(const GemmArgs<T>& args);
+bool hopper_supports(const GemmArgs<float>& args);
 
 template <typename T>
-cudaError_t gemm_on_hopper(const GemmArgs<T>& args, int multiprocessors, cudaStream_t stream);
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device);
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo& device);
+
+template <typename T>
+cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream);
 
 }  // namespace lltm_ext

@@ -1,13 +1,259 @@
-// gemm in float32 by Hopper's matrix units: from a problem to launches of gemm_hopper_float.cuh's kernels.
+// gemm in float32 on Hopper's tensor cores, for a caller who asks for a precision other than IEEE.
+//
+// bf16x6, bf16x9: a value is the sum of three bfloat16 parts, each the rounded remainder of those before it.
+// The six largest of the nine products of two such sums give float32's accuracy, all nine a little more. One
+// kernel splits the operands into parts, another multiplies them, the smallest products first. Tensor cores
+// accumulate with fewer bits than float32 has, so their sum is added to one in registers every 128 of K. With
+// nine products, that of the first parts is nearly all of a sum: it is added every 64 of K, and the rounding
+// errors of these additions go to the sum of the other eight, which is added last.
+//
+// tf32: tensor cores read float32 and ignore its last 13 bits.
 #ifdef LLTM_EXT_SM90A
 #include "common/hopper/launch.cuh"
-#include "gemm/gemm_hopper_float.cuh"
-#include "gemm/gemm_hopper_float.h"
+#include "common/hopper/split.cuh"
+#include "common/vec.cuh"
+#include "gemm/gemm_hopper.h"
+#include "gemm/gemm_hopper_mainloop.cuh"
 
 namespace lltm_ext {
 namespace hopper {
 
-// An operand [rows, K] of a problem.
+// ---- packing: operands [rows, k] of any strides become K-major [parts, batch, rows, padded k]
+
+constexpr int kPackRows = 32, kPackColumns = 64, kPackThreads = 256;
+
+struct PackArguments {
+  const float* from;
+  int64_t batch_stride, row_stride, k_stride;
+  int64_t rows, k, padded;  // padded: the stride of rows in the packed operand
+  int64_t part_stride;
+};
+
+__device__ __forceinline__ void store_parts(__nv_bfloat16* to, int64_t part_stride, float x, float y) {
+  constexpr float kMax = 0x1.fep127f;  // bfloat16's; rounding a larger value would give infinity
+  float rest[2] = {x, y};
+#pragma unroll
+  for (int p = 0; p < 3; ++p) {
+    Vec<__nv_bfloat16, 2> rounded;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      rounded.data[e] = __float2bfloat16_rn(p == 0 ? fminf(fmaxf(rest[e], -kMax), kMax) : rest[e]);
+      rest[e] -= __bfloat162float(rounded.data[e]);
+    }
+    *reinterpret_cast<Vec<__nv_bfloat16, 2>*>(to + p * part_stride) = rounded;
+  }
+}
+__device__ __forceinline__ void store_parts(float* to, int64_t, float x, float y) {
+  *reinterpret_cast<Vec<float, 2>*>(to) = {x, y};
+}
+
+// Goes through shared memory, so that both loads and stores are coalesced.
+template <typename T>
+__global__ void __launch_bounds__(kPackThreads) gemm_float_pack_kernel(const PackArguments x, T* to) {
+  __shared__ float tile[kPackRows][kPackColumns + 1];
+  const int64_t row = int64_t{blockIdx.x} * kPackRows, column = int64_t{blockIdx.y} * kPackColumns;
+  const float* from = x.from + blockIdx.z * x.batch_stride;
+  const bool along_k = x.k_stride == 1;
+  constexpr int kPerThread = kPackRows * kPackColumns / kPackThreads;
+  const auto place = [&](int i) {
+    i = i * kPackThreads + threadIdx.x;
+    return along_k ? int2{i / kPackColumns, i % kPackColumns} : int2{i % kPackRows, i / kPackRows};
+  };
+  float value[kPerThread];  // loaded together, to overlap their latencies
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int2 at = place(i);
+    const bool inside = row + at.x < x.rows && column + at.y < x.k;
+    value[i] = inside ? from[(row + at.x) * x.row_stride + (column + at.y) * x.k_stride] : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) tile[place(i).x][place(i).y] = value[i];
+  __syncthreads();
+  to += blockIdx.z * x.rows * x.padded;
+  for (int i = threadIdx.x; i < kPackRows * kPackColumns / 2; i += kPackThreads) {
+    const int r = i / (kPackColumns / 2), n = i % (kPackColumns / 2) * 2;
+    if (row + r >= x.rows || column + n >= x.padded) continue;
+    store_parts(to + (row + r) * x.padded + column + n, x.part_stride, tile[r][n], tile[r][n + 1]);
+  }
+}
+
+// ---- products
+
+// Which parts of a and b each term multiplies, the smallest product first.
+template <int kTerms>
+struct Terms;
+template <>
+struct Terms<1> {
+  __device__ static int2 at(int) { return {0, 0}; }
+};
+template <>
+struct Terms<9> {
+  // 2 x 2, 2 x 1, 1 x 2, 2 x 0, 0 x 2, 1 x 1, 1 x 0, 0 x 1, 0 x 0: two bits each.
+  __device__ static int2 at(int term) {
+    constexpr unsigned a = 2 | 2 << 2 | 1 << 4 | 2 << 6 | 0 << 8 | 1 << 10 | 1 << 12 | 0 << 14 | 0 << 16;
+    constexpr unsigned b = 2 | 1 << 2 | 2 << 4 | 0 << 6 | 2 << 8 | 1 << 10 | 0 << 12 | 1 << 14 | 0 << 16;
+    return {static_cast<int>(a >> 2 * term & 3), static_cast<int>(b >> 2 * term & 3)};
+  }
+};
+template <>
+struct Terms<6> {
+  __device__ static int2 at(int term) { return Terms<9>::at(term + 3); }
+};
+
+struct FloatArguments {
+  const float* bias;  // [N], or null
+  int64_t bias_stride;
+  float *c, *pre_activation;  // [batch, M, N], contiguous; pre_activation may be null
+  int m, n, tiles_of_k;
+  int part_stride_a, part_stride_b;  // in matrices
+  bool batched_a, batched_b;         // else one matrix serves the whole batch
+  bool pairs;                        // whether two neighbours can be stored at a time
+  Activation activation;
+};
+
+template <class Mainloop, int kTerms>
+struct FloatKernel {
+  static constexpr int kClusterM = Mainloop::kClusterM, kN = Mainloop::kTileN;
+  static constexpr int kConsumers = Mainloop::kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kShared = Mainloop::kBytes + kBarrierBytes;
+
+  __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const FloatArguments& args,
+                             const TileScheduler& scheduler) {
+    unsigned char* shared = dynamic_shared();
+    auto pipeline = pipeline_of<Mainloop>(shared, shared + Mainloop::kBytes);
+    const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
+    const int warpgroup = threadIdx.x / 128;
+    const int64_t first = blockIdx.x / kClusterM, step = gridDim.x / kClusterM;
+    start_pipeline(pipeline, a, b);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (warpgroup == kConsumers) {
+      setmaxnreg_dec<kProducerRegisters>();
+      if (threadIdx.x % 128 == 0) {
+        for (int64_t i = first; i < scheduler.total(); i += step) {
+          const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+          for (int term = 0; term < kTerms; ++term) {
+            const int2 part = Terms<kTerms>::at(term);
+            const int matrix_a = part.x * args.part_stride_a + (args.batched_a ? tile.matrix : 0),
+                      matrix_b = part.y * args.part_stride_b + (args.batched_b ? tile.matrix : 0);
+            for (int k = 0; k < args.tiles_of_k; ++k) {
+              pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, matrix_a, matrix_b, rank);
+            }
+          }
+        }
+      }
+      __syncwarp();
+    } else {
+      setmaxnreg_inc<kConsumerRegisters>();
+      for (int64_t i = first; i < scheduler.total(); i += step) {
+        const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+        float sum[kN / 2];
+        if constexpr (kTerms == 1) {
+          pipeline.mma(sum, args.tiles_of_k, warpgroup);
+        } else {
+          sum_terms(sum, pipeline, args.tiles_of_k, warpgroup);
+        }
+        store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
+      }
+    }
+    // Other blocks of the cluster may still write to this block's shared memory.
+    if constexpr (kClusterM > 1) cluster_sync();
+  }
+
+ private:
+  __device__ static __forceinline__ void sum_terms(float (&sum)[kN / 2], Pipeline<Mainloop>& pipeline,
+                                                   int tiles_of_k, int warpgroup) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) sum[i] = 0.f;
+    if constexpr (kTerms < 9) {
+      promote<2>(pipeline, tiles_of_k * kTerms, warpgroup, [&](int i, float x) { sum[i] += x; });
+    } else {
+      float rest[kN / 2] = {};
+      promote<2>(pipeline, tiles_of_k * (kTerms - 1), warpgroup, [&](int i, float x) { rest[i] += x; });
+      promote<1>(pipeline, tiles_of_k, warpgroup, [&](int i, float x) {
+        const float both = sum[i] + x;
+        rest[i] += x - (both - sum[i]);  // the rounding error of `both`
+        sum[i] = both;
+      });
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        if (isfinite(sum[i])) sum[i] += rest[i];  // after an overflow `rest` is NaN
+      }
+    }
+  }
+
+  // Calls add(i, x) with the thread's i-th product of every kTiles tiles of K.
+  template <int kTiles, class Add>
+  __device__ static __forceinline__ void promote(Pipeline<Mainloop>& pipeline, int tiles, int warpgroup,
+                                                 const Add& add) {
+    for (int k = 0; k < tiles; k += kTiles) {
+      float d[kN / 2];
+      pipeline.mma(d, tiles - k < kTiles ? tiles - k : kTiles, warpgroup);
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) add(i, d[i]);
+    }
+  }
+
+  // Stores chunks of 64 columns. Of each 8 columns wgmma gives a thread two neighbours in row lane / 4 and
+  // the same two 8 rows below. Shifting the accumulators, instead of indexing them, keeps the loop rolled, so
+  // that the code of all activations exists once.
+  __device__ static __forceinline__ void store(float (&d)[kN / 2], const FloatArguments& args, int row,
+                                               int column, int matrix) {
+    const int thread = threadIdx.x % 128;
+    row += thread / 32 * 16 + thread % 32 / 4;
+    column += thread % 4 * 2;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
+      float x[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) x[i] = d[i];
+#pragma unroll
+      for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
+      if (args.bias) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int n = column + i / 4 * 8 + i % 2;
+          if (n < args.n) x[i] += args.bias[n * args.bias_stride];
+        }
+      }
+      if (args.pre_activation) store_chunk(x, args, args.pre_activation, row, column, matrix);
+      activate(args.activation, x);
+      store_chunk(x, args, args.c, row, column, matrix);
+    }
+  }
+
+  __device__ static __forceinline__ void store_chunk(const float (&x)[32], const FloatArguments& args,
+                                                     float* to, int row, int column, int matrix) {
+    to += (static_cast<int64_t>(matrix) * args.m + row) * args.n + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, to += int64_t{8} * args.n) {
+      if (row + 8 * half >= args.m) return;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float first = x[4 * i + 2 * half], second = x[4 * i + 2 * half + 1];
+        const int left = args.n - column - 8 * i;
+        if (args.pairs) {
+          if (left > 0) *reinterpret_cast<Vec<float, 2>*>(to + 8 * i) = {first, second};
+        } else {
+          if (left > 0) to[8 * i] = first;
+          if (left > 1) to[8 * i + 1] = second;
+        }
+      }
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    gemm_float_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                      const __grid_constant__ FloatArguments args, const TileScheduler scheduler) {
+  LLTM_HOPPER(Kernel::run(&a, &b, args, scheduler));
+}
+
+// ---- launchers
+
+// An operand as [rows, K].
 struct FloatOperand {
   Matrices<float> x;
   int64_t rows, k, row_stride, k_stride, matrices;
@@ -22,12 +268,12 @@ struct FloatOperand {
     return x.batch_stride == 0 ? 1 : args.batch;
   }
 
-  Layout straight() const { return {x.data, k, rows, matrices, row_stride, x.batch_stride}; }
-  bool readable() const { return (k_stride == 1 || k == 1) && engine_takes(straight(), sizeof(float)); }
+  GlobalTensor k_major() const { return {x.data, k, rows, matrices, row_stride, x.batch_stride}; }
+  bool tma_loads() const { return (k_stride == 1 || k == 1) && tma_supports(k_major(), sizeof(float)); }
 };
 
-// How an operand is copied before the products.
-struct Copies {
+// How an operand is packed: no parts if TMA can load it as it is.
+struct Packing {
   int parts, element_size;
   int64_t padded;
 
@@ -36,120 +282,117 @@ struct Copies {
   }
 };
 
-inline int terms_of(Precision precision) {
-  return precision == Precision::kBf16x9 ? 9 : precision == Precision::kBf16x6 ? 6 : 1;
+inline Packing packing_of(const FloatOperand& x, Precision precision) {
+  if (precision != Precision::kTf32) return {3, sizeof(__nv_bfloat16), (x.k + 7) / 8 * 8};
+  return {x.tma_loads() ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
 }
 
-// No parts: it is read as it lies.
-inline Copies copies_of(const FloatOperand& x, Precision precision) {
-  if (terms_of(precision) > 1) return {3, sizeof(__nv_bfloat16), (x.k + 7) / 8 * 8};
-  return {x.readable() ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
-}
-
-// Copies an operand to `to`, if need be; the layout in which it is read.
+// Packs an operand into `to` if need be, and gives the tensor to load.
 template <typename T>
-cudaError_t prepare(const FloatOperand& x, const Copies& copies, void* to, cudaStream_t stream,
-                    Layout& layout) {
-  if (copies.parts == 0) {
-    layout = x.straight();
+cudaError_t pack(const FloatOperand& x, const Packing& packing, void* to, cudaStream_t stream,
+                 GlobalTensor& tensor) {
+  if (packing.parts == 0) {
+    tensor = x.k_major();
     return cudaSuccess;
   }
-  layout = {to, x.k, x.rows, copies.parts * x.matrices, copies.padded, x.rows * copies.padded};
-  const Apart apart = {x.x.data,      x.x.batch_stride,
-                       x.row_stride,  x.k_stride,
-                       x.rows,        x.k,
-                       copies.padded, x.matrices * x.rows * copies.padded};
-  const dim3 grid(tiles_of(x.rows, kPartRows), tiles_of(copies.padded, kPartColumns), x.matrices);
-  take_apart_kernel<<<grid, kPartThreads, 0, stream>>>(apart, static_cast<T*>(to));
+  tensor = {to, x.k, x.rows, packing.parts * x.matrices, packing.padded, x.rows * packing.padded};
+  const PackArguments args = {x.x.data,       x.x.batch_stride,
+                              x.row_stride,   x.k_stride,
+                              x.rows,         x.k,
+                              packing.padded, x.matrices * x.rows * packing.padded};
+  const dim3 grid(tiles_of(x.rows, kPackRows), tiles_of(packing.padded, kPackColumns), x.matrices);
+  gemm_float_pack_kernel<<<grid, kPackThreads, 0, stream>>>(args, static_cast<T*>(to));
   return cudaGetLastError();
 }
 
-template <class Operands, int kTerms>
-cudaError_t launch_products(const Layout& a, const Layout& b, const FloatProblem& problem, int batch,
-                            int multiprocessors, cudaStream_t stream) {
-  using Kernel = FloatPersistent<Operands, kTerms>;
-  using T = typename Operands::T;
-  constexpr int kShare = Operands::kShare;
+template <class Mainloop, int kTerms>
+cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const FloatArguments& args,
+                            int batch, int multiprocessors, cudaStream_t stream) {
+  using Kernel = FloatKernel<Mainloop, kTerms>;
+  constexpr int kClusterM = Mainloop::kClusterM;
   CUtensorMap map_a, map_b;
-  cudaError_t error = describe<T>(map_a, a, Operands::kTileM);
-  if (error == cudaSuccess) error = describe<T>(map_b, b, Operands::kTileN / kShare);
+  cudaError_t error = encode_operands<Mainloop>(map_a, map_b, a, b);
   const auto kernel = gemm_float_kernel<Kernel>;
-  if (error == cudaSuccess) error = allow_shared(kernel, Kernel::kShared);
+  if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const Schedule schedule = {tiles_of(problem.m, Operands::kTileM * kShare),
-                             tiles_of(problem.n, Operands::kTileN), batch};
-  const int64_t clusters = std::min<int64_t>(schedule.total(), multiprocessors / kShare);
-  return launch_clusters(kernel, dim3(clusters * kShare), dim3(kShare), Kernel::kThreads, Kernel::kShared,
-                         /*early=*/true, stream, map_a, map_b, problem, schedule);
+  const TileScheduler scheduler = {tiles_of(args.m, Mainloop::kTileM * kClusterM),
+                                   tiles_of(args.n, Mainloop::kTileN), batch};
+  const int64_t clusters = std::min<int64_t>(scheduler.total(), multiprocessors / kClusterM);
+  return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
+                         Kernel::kShared, /*programmatic=*/true, stream, map_a, map_b, args, scheduler);
 }
 
 template <typename T, int kTerms>
 cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t stream) {
   const FloatOperand a = FloatOperand::a(args), b = FloatOperand::b(args);
-  const Copies copies_a = copies_of(a, args.precision), copies_b = copies_of(b, args.precision);
+  const Packing packing_a = packing_of(a, args.precision), packing_b = packing_of(b, args.precision);
   char* const workspace = static_cast<char*>(args.workspace);
-  Layout layout_a, layout_b;
-  cudaError_t error = prepare<T>(a, copies_a, workspace, stream, layout_a);
-  if (error == cudaSuccess) error = prepare<T>(b, copies_b, workspace + copies_a.bytes(a), stream, layout_b);
+  GlobalTensor tensor_a, tensor_b;
+  cudaError_t error = pack<T>(a, packing_a, workspace, stream, tensor_a);
+  if (error == cudaSuccess) error = pack<T>(b, packing_b, workspace + packing_a.bytes(a), stream, tensor_b);
   if (error != cudaSuccess) return error;
   const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
-  const FloatProblem problem = {args.bias,
-                                args.bias_stride,
-                                args.c,
-                                args.before,
-                                static_cast<int>(args.m),
-                                static_cast<int>(args.n),
-                                tiles_of(args.k, kTileKOf<T>),
-                                static_cast<int>(a.matrices),
-                                static_cast<int>(b.matrices),
-                                a.matrices > 1,
-                                b.matrices > 1,
-                                args.n % 2 == 0 && pairs(args.c) && pairs(args.before),
-                                args.activation};
+  const FloatArguments arguments = {args.bias,
+                                    args.bias_stride,
+                                    args.c,
+                                    args.pre_activation,
+                                    static_cast<int>(args.m),
+                                    static_cast<int>(args.n),
+                                    tiles_of(args.k, kTileKOf<T>),
+                                    static_cast<int>(a.matrices),
+                                    static_cast<int>(b.matrices),
+                                    a.matrices > 1,
+                                    b.matrices > 1,
+                                    args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation),
+                                    args.activation};
   const int batch = static_cast<int>(args.batch);
-  const auto launch = [&](auto operands) {
-    return launch_products<decltype(operands), kTerms>(layout_a, layout_b, problem, batch, multiprocessors,
+  const auto launch = [&](auto mainloop) {
+    return launch_products<decltype(mainloop), kTerms>(tensor_a, tensor_b, arguments, batch, multiprocessors,
                                                        stream);
   };
   const auto tiles = [&](int columns) { return tiles_of(args.m, 128) * tiles_of(args.n, columns) * batch; };
   const int64_t rows = tiles_of(args.m, 128);
-  const bool alone = rows % 2 == 1 && rows < 16;  // too many clusters would have a block without rows
+  const bool pairs_of_rows = rows % 2 == 0 || rows >= 16;  // few clusters have a block without rows
   if constexpr (kTerms == 1) {
-    if (tiles(256) > multiprocessors && !alone) return launch(Operands<T, 128, 256, 4, false, false, 2>());
-    if (3 * tiles(256) > 2 * multiprocessors) return launch(Operands<T, 128, 256, 4, false, false>());
-    return launch(Operands<T, 128, 128, 6, false, false>());
+    if (tiles(256) > multiprocessors && pairs_of_rows) {
+      return launch(Mainloop<T, 128, 256, 4, false, false, 2>());
+    }
+    if (3 * tiles(256) > 2 * multiprocessors) return launch(Mainloop<T, 128, 256, 4, false, false>());
+    return launch(Mainloop<T, 128, 128, 6, false, false>());
   } else {
-    // Sums are promoted into as many registers as they take themselves: no room for tiles of 256 columns.
-    if (tiles(128) > multiprocessors && !alone) return launch(Operands<T, 128, 128, 6, false, false, 2>());
-    return launch(Operands<T, 128, 128, 6, false, false>());
+    // The sums take as many registers as the accumulators: tiles of 256 columns do not fit.
+    if (tiles(128) > multiprocessors && pairs_of_rows) {
+      return launch(Mainloop<T, 128, 128, 6, false, false, 2>());
+    }
+    return launch(Mainloop<T, 128, 128, 6, false, false>());
   }
 }
 
 }  // namespace hopper
 
-bool hopper_takes(const GemmArgs<float>& args) {
+bool hopper_supports(const GemmArgs<float>& args) {
   return args.precision != Precision::kIeee && args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= 65535 &&
-         args.k <= 65535 * 64;  // copies of the operands have a row of blocks for each 64 of K
+         args.k <= 65535 * 64;  // the packing kernel has a row of blocks for each 64 of K
 }
 
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args, int) {
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo&) {
   using namespace hopper;
   int64_t bytes = 0;
   for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
-    bytes += copies_of(x, args.precision).bytes(x);
+    bytes += packing_of(x, args.precision).bytes(x);
   }
   return bytes;
 }
 
-cudaError_t gemm_on_hopper(const GemmArgs<float>& args, int multiprocessors, cudaStream_t stream) {
+cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {
   switch (args.precision) {
     case Precision::kBf16x6:
-      return hopper::run<__nv_bfloat16, 6>(args, multiprocessors, stream);
+      return hopper::run<__nv_bfloat16, 6>(args, device.multiprocessors, stream);
     case Precision::kBf16x9:
-      return hopper::run<__nv_bfloat16, 9>(args, multiprocessors, stream);
+      return hopper::run<__nv_bfloat16, 9>(args, device.multiprocessors, stream);
     default:
-      return hopper::run<float, 1>(args, multiprocessors, stream);
+      return hopper::run<float, 1>(args, device.multiprocessors, stream);
   }
 }
 

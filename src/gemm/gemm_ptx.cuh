@@ -1,5 +1,4 @@
-// The instructions that C++ has no name for, each in one function: asynchronous copies to shared memory, and
-// the tensor cores' matrix products.
+// PTX instructions by name: cp.async, ldmatrix, mma.sync.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,10 +8,10 @@
 
 namespace lltm_ext {
 
-// Copies the first `valid` of BYTES bytes and clears the others; `valid` 0 reads nothing. Both addresses are
-// multiples of BYTES, which is 4, 8 or 16. Asynchronous from sm_80 on.
+// Copies the first `valid` of BYTES bytes and clears the others; with `valid` 0 it reads nothing. Both
+// addresses are multiples of BYTES, which is 4, 8 or 16. Synchronous before sm_80.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid) {
 #if __CUDA_ARCH__ >= 800
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (BYTES == 16) {
@@ -40,9 +39,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 #endif
 }
 
-// The same if `when`, without a branch around it; else `shared` stays as it is.
+// The same if `when`, by predicate instead of a branch; else `shared` keeps its value.
 template <int BYTES>
-__device__ __forceinline__ void copy_async_if(bool when, void* shared, const void* global, int valid) {
+__device__ __forceinline__ void cp_async_if(bool when, void* shared, const void* global, int valid) {
 #if __CUDA_ARCH__ >= 800
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (BYTES == 16) {
@@ -59,30 +58,29 @@ __device__ __forceinline__ void copy_async_if(bool when, void* shared, const voi
         : "memory");
   }
 #else
-  if (when) copy_async<BYTES>(shared, global, valid);
+  if (when) cp_async<BYTES>(shared, global, valid);
 #endif
 }
 
-// Closes a group of this thread's copies.
-__device__ __forceinline__ void copy_async_commit() {
+__device__ __forceinline__ void cp_async_commit_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;");
 #endif
 }
 
-// Waits until at most GROUPS of this thread's groups are still under way.
+// Waits until at most GROUPS of this thread's groups are pending.
 template <int GROUPS>
-__device__ __forceinline__ void copy_async_wait() {
+__device__ __forceinline__ void cp_async_wait_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 #endif
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of line r of matrix i. Each lane
-// receives, of every matrix, elements 2 (lane % 4) and the next of line lane / 4, or of column lane / 4 if
-// TRANSPOSE.
+// Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i. Each
+// lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or of column lane / 4
+// if TRANSPOSE.
 template <bool TRANSPOSE>
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* line) {
+__device__ __forceinline__ void ldmatrix(uint32_t (&x)[4], const void* line) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(line));
   if constexpr (TRANSPOSE) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -95,11 +93,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* line
   }
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float32. With g = lane / 4 and t = 2 (lane % 4): a holds
+// c [16, 8] += a [16, 16] b [16, 8], accumulated in float32. With g = lane / 4 and t = 2 (lane % 4): a holds
 // rows g, g + 8 at k = t, t + 1, then the same at k + 8; b holds column g at k = t, t + 1, then at k + 8; c
 // holds row g at columns t, t + 1, then row g + 8.
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                             __half) {
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -119,15 +116,15 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 }
 
 #if __CUDA_ARCH__ < 800
-// The sum of two products of bfloat16: the pairs that a register holds.
+// sum + the products of two pairs of bfloat16, a pair in each register.
 __device__ __forceinline__ float dot_pairs(uint32_t x, uint32_t y, float sum) {
   sum = fmaf(__uint_as_float(x << 16), __uint_as_float(y << 16), sum);
   return fmaf(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u), sum);
 }
 
-// Turing's tensor cores know no bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
-// No more than correct, and not inlined: 64 copies of it would be most of this chip's code.
-inline __device__ __noinline__ float4 multiply_add_bfloat16(float4 c, uint4 a, uint2 b) {
+// Turing's tensor cores lack bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
+// Correct, not fast, and not inlined: 64 copies would be most of the code for this architecture.
+inline __device__ __noinline__ float4 mma_bfloat16(float4 c, uint4 a, uint2 b) {
   constexpr uint32_t kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -150,8 +147,8 @@ inline __device__ __noinline__ float4 multiply_add_bfloat16(float4 c, uint4 a, u
 }
 #endif
 
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                             __nv_bfloat16) {
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                    __nv_bfloat16) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -159,7 +156,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  const float4 sum = multiply_add_bfloat16({c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1});
+  const float4 sum = mma_bfloat16({c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1});
   c[0] = sum.x;
   c[1] = sum.y;
   c[2] = sum.z;

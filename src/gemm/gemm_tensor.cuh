@@ -1,9 +1,9 @@
-// The kernel for float16 and bfloat16: tensor cores, float32 sums.
+// The kernel for float16 and bfloat16: tensor cores, float32 accumulators.
 //
-// A block of 4 warps computes a SIDE x SIDE tile of c, a quarter a warp. Slices of kDepth of K go to shared
-// memory through a ring of kStages asynchronous copies, in the order that they have in memory (K_MAJOR: k
-// runs fastest); the load of fragments transposes where it must. Lines are 16-byte chunks, permuted so that
-// the eight lines of a fragment lie in different banks.
+// A block of 4 warps computes a SIDE x SIDE tile of c, a quarter per warp. cp.async copies slices of kDepth
+// of K to a ring of kStages in shared memory, in the operands' own layout (K_MAJOR: k is contiguous);
+// ldmatrix transposes where needed. Lines are of 16-byte chunks, permuted so that the eight lines of a
+// fragment are in different banks.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
@@ -17,18 +17,19 @@ constexpr int kTensorThreads = 128;
 template <bool K_MAJOR, int SIDE>
 struct Slice {
   static constexpr int kLines = K_MAJOR ? SIDE : kDepth;
-  static constexpr int kChunks = (K_MAJOR ? kDepth : SIDE) / 8;  // a line
+  static constexpr int kChunks = (K_MAJOR ? kDepth : SIDE) / 8;  // per line
   static constexpr int kElements = SIDE * kDepth;
 
   static __device__ __forceinline__ int at(int line, int chunk) {
-    // Lines of 64 bytes lie two in a row of banks, so the permutation changes with every other line.
+    // Two lines of 64 bytes share a row of banks, so the permutation changes with every other line.
     const int permutation = kChunks == 4 ? line / 2 % 4 : line % 8;
     return (line * kChunks + (chunk ^ permutation)) * 8;
   }
 
-  // Copies the slice that starts at x.data; chunks are 16-byte accesses if `vectors`, else elements.
+  // Copies the slice at x.data, in 16-byte chunks if `vectors`, else in elements.
   template <typename T>
-  static __device__ __forceinline__ void copy(T* shared, const Operand<T>& x, bool vectors, int64_t k_left) {
+  static __device__ __forceinline__ void copy(T* shared, const OperandTile<T>& x, bool vectors,
+                                              int64_t k_left) {
     constexpr int kStep = kTensorThreads / kChunks;
     static_assert(kTensorThreads % kChunks == 0 && kLines % kStep == 0);
     const int depth = clamp_to_int(k_left, kDepth);
@@ -41,7 +42,7 @@ struct Slice {
 #pragma unroll
       for (int i = 0; i < kLines / kStep; ++i, from += kStep * line_stride) {
         const int line = first + i * kStep;
-        copy_async<16>(shared + at(line, chunk), from, line < lines ? valid * 2 : 0);
+        cp_async<16>(shared + at(line, chunk), from, line < lines ? valid * 2 : 0);
       }
       return;
     }
@@ -58,15 +59,15 @@ struct Slice {
     }
   }
 
-  // The 16 x 16 fragment from row (of a; column of b) `first` and k on: its four 8 x 8 matrices are rows 0-7,
-  // then 8-15 at the lower 8 k, and both at the upper.
+  // Loads the 16 x 16 fragment at line `first` and k: its four 8 x 8 matrices are lines 0-7 and 8-15 at the
+  // lower 8 k, then both at the upper.
   template <typename T>
   static __device__ __forceinline__ void load(uint32_t (&fragment)[4], const T* shared, int first, int k) {
     const int lane = threadIdx.x % 32;
     if constexpr (K_MAJOR) {
-      load_matrices<false>(fragment, shared + at(first + lane % 16, k / 8 + lane / 16));
+      ldmatrix<false>(fragment, shared + at(first + lane % 16, k / 8 + lane / 16));
     } else {
-      load_matrices<true>(fragment, shared + at(k + lane / 16 * 8 + lane % 8, first / 8 + lane / 8 % 2));
+      ldmatrix<true>(fragment, shared + at(k + lane / 16 * 8 + lane % 8, first / 8 + lane / 8 % 2));
     }
   }
 };
@@ -86,24 +87,24 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
   const int warp_row = warp / 2 * kWarpSide, warp_column = warp % 2 * kWarpSide;
 
   const TilePosition at = position(tiles, SIDE, SIDE);
-  Operand<T> a = rows_of_a(args, at, SIDE), b = columns_of_b(args, at, SIDE);
+  OperandTile<T> a = rows_of_a(args, at, SIDE), b = columns_of_b(args, at, SIDE);
   float sum[kRowBlocks][2 * kColumnBlocks][4] = {};
   int filling = 0, stage = 0;
-  // Multiplies the slice at k and copies the one kAhead further on; the first rounds, at negative k, only
+  // Multiplies the slice at k and copies the one kPrefetch further. The first rounds, at negative k, only
   // copy.
-  constexpr int kAhead = (kStages - 1) * kDepth;
-  for (int64_t k = -kAhead; k < args.k; k += kDepth) {
+  constexpr int kPrefetch = (kStages - 1) * kDepth;
+  for (int64_t k = -kPrefetch; k < args.k; k += kDepth) {
     if (k >= 0) {
-      copy_async_wait<kStages - 2>();
-      __syncthreads();  // the slice at k has come, and nobody reads the one that the next copy overwrites
+      cp_async_wait_group<kStages - 2>();
+      __syncthreads();  // the slice at k is here, and no thread reads the one that the next copy overwrites
     }
-    if (k + kAhead < args.k) {
-      SliceA::copy(shared + filling * kStage, a, vectors_a, args.k - (k + kAhead));
-      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, args.k - (k + kAhead));
+    if (k + kPrefetch < args.k) {
+      SliceA::copy(shared + filling * kStage, a, vectors_a, args.k - (k + kPrefetch));
+      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, args.k - (k + kPrefetch));
       a.data += kDepth * a.k_stride;
       b.data += kDepth * b.k_stride;
     }
-    copy_async_commit();  // an empty group too: the wait counts groups
+    cp_async_commit_group();  // even if empty: the wait counts groups
     filling = filling + 1 == kStages ? 0 : filling + 1;
     if (k >= 0) {
       const T* slice_a = shared + stage * kStage;
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
         for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
           for (int s = 0; s < kColumnBlocks; ++s) {
-            multiply_add(sum[r][2 * s], x[r], y[s][0], y[s][2], T{});
-            multiply_add(sum[r][2 * s + 1], x[r], y[s][1], y[s][3], T{});
+            mma(sum[r][2 * s], x[r], y[s][0], y[s][2], T{});
+            mma(sum[r][2 * s + 1], x[r], y[s][1], y[s][3], T{});
           }
         }
       }
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
     }
   }
 
-  // The upper half of the tile, then the lower, goes through shared memory as float32.
+  // The upper half of the tile, then the lower, is staged in shared memory as float32.
   float* staged = reinterpret_cast<float*>(shared);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
@@ -152,28 +153,13 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
   }
 }
 
-template <int SIDE, bool A_K_MAJOR, bool B_K_MAJOR, typename T>
-cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
-  const auto vectors = [](const Matrices<T>& x, bool rows_are_lines) {
-    return rows_are_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
-                          : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
-  };
-  return launch_tiles(gemm_tensor_kernel<T, SIDE, A_K_MAJOR, B_K_MAJOR>, tiles_of(args, SIDE, SIDE),
-                      kTensorThreads, /*shared_bytes=*/0, /*early=*/false, stream, args,
-                      vectors(args.a, A_K_MAJOR), vectors(args.b, !B_K_MAJOR));
-}
-
 template <int SIDE, typename T>
 cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
-  // Where neither stride is 1 the smaller one runs along the lines.
-  const bool a_k_major = args.a.column_stride <= args.a.row_stride;
-  const bool b_k_major = args.b.row_stride < args.b.column_stride;
-  if (a_k_major) {
-    return b_k_major ? launch_tensor<SIDE, true, true>(args, stream)
-                     : launch_tensor<SIDE, true, false>(args, stream);
-  }
-  return b_k_major ? launch_tensor<SIDE, false, true>(args, stream)
-                   : launch_tensor<SIDE, false, false>(args, stream);
+  return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
+    return launch_tiles(gemm_tensor_kernel<T, SIDE, a_k_major, b_k_major>, tiles_of(args, SIDE, SIDE),
+                        kTensorThreads, /*shared_bytes=*/0, /*programmatic=*/false, stream, args,
+                        has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+  });
 }
 
 }  // namespace lltm_ext

@@ -1,6 +1,8 @@
-// What both kernels share: how c is cut into tiles, how a tile's operands are addressed, and how a tile of
-// sums becomes a tile of c.
+// What the kernels for all architectures share: how c is cut into tiles, how a tile's operands are addressed,
+// and the epilogue.
 #pragma once
+
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/types.h"
@@ -11,16 +13,16 @@
 namespace lltm_ext {
 
 // ---- Tiles of c. One block computes one tile. Tiles are counted over the whole batch in 64 bits, so neither
-// the batch nor a side of the matrix meets the limits of a grid's dimensions.
+// the batch nor a side of a matrix meets the limits of a grid's dimensions.
 
 struct Tiles {
   int64_t rows, columns;  // of one matrix
   int64_t total;          // of the batch
-  int64_t first = 0;      // that of block 0
+  int64_t first = 0;      // the tile of block 0
 };
 
 struct TilePosition {
-  int64_t matrix, row, column;  // the tile's corner, in elements of c
+  int64_t matrix, row, column;  // the tile's first element in c
 };
 
 template <typename T>
@@ -29,22 +31,22 @@ Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns) {
   return {rows, columns, args.batch * rows * columns};
 }
 
-// A block for each tile, in one launch, unless there are more than a grid may have blocks. how_a and how_b:
-// how the kernel reads the operands.
-template <class F, typename T, typename How>
-cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, bool early,
-                         cudaStream_t stream, const GemmArgs<T>& args, How how_a, How how_b) {
+// One block per tile, in several launches if a grid cannot have that many. access_a and access_b: how the
+// kernel loads the operands.
+template <class F, typename T, typename Access>
+cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, bool programmatic,
+                         cudaStream_t stream, const GemmArgs<T>& args, Access access_a, Access access_b) {
   cudaError_t error = cudaSuccess;
   for (; tiles.first < tiles.total && error == cudaSuccess; tiles.first += INT32_MAX) {
     const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.total - tiles.first, INT32_MAX)));
-    error =
-        launch_kernel(kernel, blocks, dim3(threads), shared_bytes, early, stream, args, tiles, how_a, how_b);
+    error = launch_kernel(kernel, blocks, dim3(threads), shared_bytes, programmatic, stream, args, tiles,
+                          access_a, access_b);
   }
   return error;
 }
 
-// Neighbours in time are neighbours in c: bands of 8 tile rows are walked column by column, so that the
-// blocks that run together read few rows of a and few columns of b, and find them in L2.
+// Bands of 8 tile rows are walked column by column, so that blocks that run at the same time share rows of a
+// and columns of b in L2.
 __device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
   constexpr int64_t kBand = 8;
   const int64_t tile = tiles.first + blockIdx.x;
@@ -57,14 +59,14 @@ __device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_ro
   return {matrix, (band * kBand + within % band_rows) * tile_rows, within / band_rows * tile_columns};
 }
 
-// ---- Operands. Both are seen alike: a line of `extent` (rows of a, columns of b) for every k.
+// ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
 
 template <typename T>
-struct Operand {
+struct OperandTile {
   const T* data;
   int64_t stride;  // along the rows of a, the columns of b
   int64_t k_stride;
-  int extent;  // how many rows or columns of the tile there are
+  int extent;  // how many rows or columns the tile has
 };
 
 __device__ __forceinline__ int clamp_to_int(int64_t x, int limit) {
@@ -72,32 +74,50 @@ __device__ __forceinline__ int clamp_to_int(int64_t x, int limit) {
 }
 
 template <typename T>
-__device__ __forceinline__ Operand<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at, int rows) {
+__device__ __forceinline__ OperandTile<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at,
+                                                    int rows) {
   const Matrices<T>& a = args.a;
   return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride, a.row_stride, a.column_stride,
           clamp_to_int(args.m - at.row, rows)};
 }
 
 template <typename T>
-__device__ __forceinline__ Operand<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at,
-                                                   int columns) {
+__device__ __forceinline__ OperandTile<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at,
+                                                       int columns) {
   const Matrices<T>& b = args.b;
   return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride, b.column_stride, b.row_stride,
           clamp_to_int(args.n - at.column, columns)};
 }
 
-// Whether an operand's lines are whole 16-byte vectors: `stride` 1 along the line, the others multiples.
+// Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
 template <typename T>
 bool has_vectors(const T* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
   constexpr int V = kVecWidth<T>;
   return stride == 1 && is_vec_aligned(data) && line_stride % V == 0 && batch_stride % V == 0;
 }
 
-// ---- The epilogue. Sums are staged in shared memory, so that bias and activation are compiled once, in a
-// loop, and c is written in 16-byte stores by neighbouring threads.
+template <typename T>
+bool has_vectors(const Matrices<T>& x, bool row_lines) {
+  return row_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
+                   : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
+}
 
-// Where the sum of (row, column) is staged: vectors of one row are permuted by the row's number, which
-// spreads the rows that a warp writes at once over the banks.
+// Calls launch(a_k_major, b_k_major) with constants: whether k runs along an operand's lines. Lines are along
+// the smaller stride.
+template <typename T, class F>
+cudaError_t with_layouts(const GemmArgs<T>& args, F&& launch) {
+  const std::true_type yes;
+  const std::false_type no;
+  const bool b_k_major = args.b.row_stride < args.b.column_stride;
+  if (args.a.column_stride <= args.a.row_stride) return b_k_major ? launch(yes, yes) : launch(yes, no);
+  return b_k_major ? launch(no, yes) : launch(no, no);
+}
+
+// ---- The epilogue. Sums are staged in shared memory, so that a loop has the code of bias and activation
+// once, and neighbouring threads write c in 16-byte stores.
+
+// Where the sum of (row, column) is staged. The row's number permutes the vectors of a row, which spreads the
+// rows that a warp writes at once over the banks.
 template <typename T, int COLUMNS>
 __device__ __forceinline__ int staged_at(int row, int column) {
   constexpr int V = kVecWidth<T>;
@@ -105,7 +125,7 @@ __device__ __forceinline__ int staged_at(int row, int column) {
   return row * COLUMNS + (column / V ^ (row & 7)) * V + column % V;
 }
 
-// The first `valid` of V values; all of them at once where `vector` says so.
+// Writes the first `valid` of V values, or all of them in one store if `vector`.
 template <typename T, int V>
 __device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int valid, bool vector) {
   Vec<T, V> y;
@@ -121,14 +141,14 @@ __device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int 
   }
 }
 
-// Writes ROWS x COLUMNS staged sums to c, from (row, column) of its matrix on. All THREADS call it.
-// EXCHANGED: element j of a vector was staged at j ^ EXCHANGED.
-template <int ROWS, int COLUMNS, int THREADS, int EXCHANGED = 0, typename T>
+// Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on. Called by all THREADS. SWIZZLE:
+// element j of a vector was staged at j ^ SWIZZLE.
+template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const TilePosition& at, int first_row,
                                              const acc_t<T>* staged) {
   constexpr int V = kVecWidth<T>;
   const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(args.before) % 16 == 0;
+                       reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * (COLUMNS / V); i += THREADS) {
     const int tile_row = i / (COLUMNS / V), tile_column = i % (COLUMNS / V) * V;
@@ -137,7 +157,7 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
     const int valid = clamp_to_int(args.n - column, V);
     acc_t<T> x[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ EXCHANGED)];
+    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ SWIZZLE)];
     if (args.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
@@ -145,7 +165,7 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
       }
     }
     const int64_t to = (at.matrix * args.m + row) * args.n + column;
-    if (args.before != nullptr) write_vector(args.before + to, x, valid, vectors);
+    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors);
     activate(args.activation, x);
     write_vector(args.c + to, x, valid, vectors);
   }

@@ -1,6 +1,6 @@
 // lltm on CUDA: the pointwise half of one step, forward and backward, a thread a unit or, backward, a few
 // rows of one. The other half, the gates' matrix product, is the binding's.
-#include "common/activations.cuh"
+#include "common/fast_math.cuh"
 #include "common/launch.cuh"
 #include "lltm/lltm.h"
 

@@ -1,4 +1,4 @@
-// Launches on Hopper: descriptions of matrices for the copy engine, grids of clusters.
+// Host side of Hopper kernels: TMA tensor maps and cluster launches.
 #pragma once
 
 #include <cuda.h>
@@ -11,14 +11,14 @@
 namespace lltm_ext {
 namespace hopper {
 
-// [batch, rows, columns] in memory, with columns side by side.
-struct Layout {
+// [batch, rows, columns] in global memory; columns are contiguous.
+struct GlobalTensor {
   const void* data;
   int64_t columns, rows, batch, row_stride, batch_stride;  // strides in elements
 };
 
-// What the copy engine asks of addresses and strides.
-inline bool engine_takes(const Layout& x, int element_size) {
+// Whether TMA can address the tensor.
+inline bool tma_supports(const GlobalTensor& x, int element_size) {
   const int64_t limit = int64_t{1} << 40;
   const auto fits = [&](int64_t stride, int64_t size) {
     return size == 1 || (stride > 0 && stride * element_size % 16 == 0 && stride * element_size < limit);
@@ -31,8 +31,8 @@ using EncodeTiled = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void
                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function, by its name: no library to link.
-inline EncodeTiled* encode_tiled() {
+// Looked up at run time, so that nothing links to libcuda.
+inline EncodeTiled* find_encode_tiled() {
   static EncodeTiled* const found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -49,9 +49,10 @@ template <typename T>
 constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 template <>
 inline constexpr CUtensorMapDataType kMapType<__nv_bfloat16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+inline constexpr CUtensorMapDataType kMapType<float> = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 
-// The driver's functions want a context, which a thread that has called none of the runtime's lacks:
-// autograd's, say, whose first call is ours.
+// Driver functions need a context. A thread that has made no runtime call yet has none: autograd's, for one.
 inline cudaError_t bind_context() {
   thread_local const cudaError_t bound = [] {
     int device;
@@ -61,17 +62,14 @@ inline cudaError_t bind_context() {
   return bound;
 }
 
-template <>
-inline constexpr CUtensorMapDataType kMapType<float> = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-
-// Boxes of 128 bytes of columns and `box_rows` rows.
+// Boxes of 128 bytes of columns by `box_rows` rows, with the 128-byte swizzle.
 template <typename T>
-cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
-  EncodeTiled* const encode = encode_tiled();
+cudaError_t encode_tensor_map(CUtensorMap& map, const GlobalTensor& x, int box_rows) {
+  EncodeTiled* const encode = find_encode_tiled();
   if (!encode) return cudaErrorNotSupported;
   if (const cudaError_t error = bind_context(); error != cudaSuccess) return error;
   const auto bytes = [](int64_t stride, int64_t size) -> cuuint64_t {
-    return size == 1 ? 16 : stride * sizeof(T);  // a stride that nobody takes
+    return size == 1 ? 16 : stride * sizeof(T);  // any valid stride, if it is never used
   };
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(x.columns), static_cast<cuuint64_t>(x.rows),
                               static_cast<cuuint64_t>(x.batch)};
@@ -83,16 +81,16 @@ cudaError_t describe(CUtensorMap& map, const Layout& x, int box_rows) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Once before launches of a kernel on the current device.
+// Needed before a launch with more than 48 KiB.
 template <class F>
-cudaError_t allow_shared(F* kernel, int bytes) {
+cudaError_t set_max_dynamic_shared(F* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// early: the kernel may begin before the one before it in the stream has ended, and waits for that itself.
+// programmatic: see launch_kernel of common/launch.cuh.
 template <class F, class... Args>
-cudaError_t launch_clusters(F* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes, bool early,
-                            cudaStream_t stream, const Args&... args) {
+cudaError_t launch_clusters(F* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes,
+                            bool programmatic, cudaStream_t stream, const Args&... args) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {cluster.x, cluster.y, cluster.z};
@@ -104,7 +102,7 @@ cudaError_t launch_clusters(F* kernel, dim3 grid, dim3 cluster, int threads, int
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = early ? 2 : 1;
+  config.numAttrs = programmatic ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

@@ -1,5 +1,4 @@
-// Hopper's instructions, by name: barriers that count bytes, the tensor copy engine, warpgroup products.
-// For compute capability 9.0 alone (sm_90a).
+// Hopper's PTX instructions by name: mbarrier, clusters, TMA, setmaxnreg, wgmma. For sm_90a only.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +8,7 @@
 
 #include "common/launch.cuh"
 
-// The body of a kernel of these, which is compiled for other chips too but never called there.
+// Wraps a kernel's body. Other architectures compile the kernel too, but never launch it.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LLTM_HOPPER(...) __VA_ARGS__
 #else
@@ -23,29 +22,29 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- barriers: of a phase that ends when `count` have arrived and all bytes announced have come
+// ---- mbarrier. A phase ends when `count` threads have arrived and all expected bytes are written.
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(count));
 }
 
-// Makes barriers known to the copy engine and to the cluster, before any of them uses one.
-__device__ __forceinline__ void barrier_init_fence() {
+// Makes initialised barriers visible to TMA and to the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
                : "r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block_of_cluster) {
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
       " .reg .b32 there;\n"
@@ -53,12 +52,12 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t bl
       " mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}"
       :
-      : "r"(shared_address(barrier)), "r"(block_of_cluster)
+      : "r"(shared_address(barrier)), "r"(rank)
       : "memory");
 }
 
-// Until the phase of this parity has ended.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+// Waits until the phase of this parity has ended.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       " .reg .pred done;\n"
@@ -71,6 +70,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       :
       : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
+}
+
+// Whether the phase of this parity has ended; waits for it a limited time.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      " .reg .pred done;\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done;
 }
 
 // ---- clusters
@@ -92,8 +106,24 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// The value at the same place of another block's shared memory.
-__device__ __forceinline__ float4 read_from_block(const float4* here, uint32_t block_of_cluster) {
+// The shared::cluster address of the same place in another block.
+__device__ __forceinline__ uint32_t mapa(const void* here, uint32_t rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
+  return there;
+}
+
+// Stores to another block's shared memory and completes 16 bytes of its mbarrier; both addresses by mapa.
+__device__ __forceinline__ void st_async(uint32_t to, const uint4& x, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%4], {%0, %1, %2, %3}, [%5];"
+      :
+      : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(to), "r"(barrier)
+      : "memory");
+}
+
+// Loads from the same address in the shared memory of another block of the cluster.
+__device__ __forceinline__ float4 load_shared_cluster(const float4* here, uint32_t rank) {
   float4 x;
   asm volatile(
       "{\n"
@@ -102,19 +132,19 @@ __device__ __forceinline__ float4 read_from_block(const float4* here, uint32_t b
       " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
       "}"
       : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "r"(shared_address(here)), "r"(block_of_cluster)
+      : "r"(shared_address(here)), "r"(rank)
       : "memory");
   return x;
 }
 
-// ---- the copy engine. Coordinates: along a row, the row, the matrix.
+// ---- TMA. Coordinates: column, row, matrix.
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
-__device__ __forceinline__ void copy_in(void* to, const CUtensorMap* map, int column, int row, int matrix,
-                                        uint64_t* barrier) {
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int column, int row, int matrix,
+                                         uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];"
@@ -123,9 +153,9 @@ __device__ __forceinline__ void copy_in(void* to, const CUtensorMap* map, int co
       : "memory");
 }
 
-// To the same place, and telling the same barrier, in all blocks of the mask.
-__device__ __forceinline__ void copy_in_to_blocks(void* to, const CUtensorMap* map, int column, int row,
-                                                  int matrix, uint64_t* barrier, uint16_t blocks) {
+// To the same address, and with the same barrier, in each block of the mask.
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map, int column, int row,
+                                                   int matrix, uint64_t* barrier, uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -135,8 +165,8 @@ __device__ __forceinline__ void copy_in_to_blocks(void* to, const CUtensorMap* m
       : "memory");
 }
 
-__device__ __forceinline__ void copy_out(const CUtensorMap* map, int column, int row, int matrix,
-                                         const void* from) {
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, int column, int row, int matrix,
+                                          const void* from) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n"
       "cp.async.bulk.commit_group;"
@@ -145,47 +175,47 @@ __device__ __forceinline__ void copy_out(const CUtensorMap* map, int column, int
       : "memory");
 }
 
-// Until all but the last kPending copies out have read their shared memory.
+// Waits until all but the last kPending stores have read their shared memory.
 template <int kPending>
-__device__ __forceinline__ void copies_out_read() {
+__device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
 }
 
-// Ordinary stores to shared memory before it, the copy engine's reads after it.
-__device__ __forceinline__ void shared_stores_to_copies() {
+// Orders ordinary stores to shared memory before TMA's reads.
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
 // ---- warpgroups
 
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 
-// Of the 128 threads of a warpgroup; barrier 0 is __syncthreads'.
+// A barrier for the 128 threads of a warpgroup. Barrier 0 is __syncthreads'.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
   asm volatile("bar.sync %0, 128;" : : "r"(warpgroup + 1) : "memory");
 }
 
-// ---- products. Registers of an accumulator belong to them from products_begin to products_done.
+// ---- wgmma. Accumulator registers must not be touched from wgmma_fence to wgmma_wait_group.
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
-__device__ __forceinline__ void products_commit() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
 }
 template <int kPending>
-__device__ __forceinline__ void products_done() {
+__device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving the use of an accumulator before products_done.
+// Keeps the compiler from moving accesses to the accumulator across this point.
 template <int kCount>
-__device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
+__device__ __forceinline__ void fence_accumulator(float (&accumulator)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulator[i]) : : "memory");
 }
@@ -217,37 +247,37 @@ __device__ __forceinline__ void products_fence(float (&accumulator)[kCount]) {
 #define LLTM_F72(i) LLTM_F64(i), LLTM_F8(i + 64)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
-// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory where their descriptors say. kSwapA and
-// kSwapB: the operand lies with its other dimension, M or N, side by side instead of K.
-template <typename T, int kN, bool kSwapA, bool kSwapB>
-struct Product;
+// d [64, kN] (+)= a [64, 16] @ b [16, kN]: descriptors of operands in shared memory. Operands are K-major, or
+// MN-major where kMnMajor says so.
+template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
+struct Wgmma;
 
-#define LLTM_PRODUCT(TYPE, NAME, N, COUNT, A, B, KEEP, SWAP_A, SWAP_B)                                 \
-  template <bool kSwapA, bool kSwapB>                                                                  \
-  struct Product<TYPE, N, kSwapA, kSwapB> {                                                            \
-    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) { \
-      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
-                   ", 0;\n"                                                                            \
-                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT \
-                   "}, %" A ", %" B ", keep, 1, 1, %" SWAP_A ", %" SWAP_B ";\n}"                       \
-                   : LLTM_F##COUNT(0)                                                                  \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kSwapA)), "n"(int(kSwapB))); \
-    }                                                                                                  \
+#define LLTM_WGMMA(TYPE, NAME, N, COUNT, A, B, KEEP, TRANS_A, TRANS_B)                                       \
+  template <bool kMnMajorA, bool kMnMajorB>                                                                  \
+  struct Wgmma<TYPE, N, kMnMajorA, kMnMajorB> {                                                              \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) {       \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                         \
+                   ", 0;\n"                                                                                  \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT       \
+                   "}, %" A ", %" B ", keep, 1, 1, %" TRANS_A ", %" TRANS_B ";\n}"                           \
+                   : LLTM_F##COUNT(0)                                                                        \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kMnMajorA)), "n"(int(kMnMajorB))); \
+    }                                                                                                        \
   };
-#define LLTM_PRODUCTS(TYPE, NAME)                                 \
-  LLTM_PRODUCT(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")         \
-  LLTM_PRODUCT(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")     \
-  LLTM_PRODUCT(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")  \
-  LLTM_PRODUCT(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")  \
-  LLTM_PRODUCT(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")  \
-  LLTM_PRODUCT(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
-  LLTM_PRODUCT(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
-  LLTM_PRODUCT(TYPE, NAME, 144, 72, "72", "73", "74", "75", "76") \
-  LLTM_PRODUCT(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
-// Of float32, whose last 13 bits the multipliers leave out: with K side by side.
-#define LLTM_PRODUCT_TF32(N, COUNT, A, B, KEEP)                                                        \
+#define LLTM_WGMMAS(TYPE, NAME)                                 \
+  LLTM_WGMMA(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")         \
+  LLTM_WGMMA(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")     \
+  LLTM_WGMMA(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")  \
+  LLTM_WGMMA(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")  \
+  LLTM_WGMMA(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")  \
+  LLTM_WGMMA(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
+  LLTM_WGMMA(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
+  LLTM_WGMMA(TYPE, NAME, 144, 72, "72", "73", "74", "75", "76") \
+  LLTM_WGMMA(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
+// float32, of which the tensor cores ignore the last 13 bits; K-major only.
+#define LLTM_WGMMA_TF32(N, COUNT, A, B, KEEP)                                                          \
   template <>                                                                                          \
-  struct Product<float, N, false, false> {                                                             \
+  struct Wgmma<float, N, false, false> {                                                               \
     __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) { \
       asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
                    ", 0;\n"                                                                            \
@@ -257,24 +287,23 @@ struct Product;
                    : "l"(a), "l"(b), "r"(static_cast<int>(keep)));                                     \
     }                                                                                                  \
   };
-LLTM_PRODUCT_TF32(128, 64, "64", "65", "66")
-LLTM_PRODUCT_TF32(256, 128, "128", "129", "130")
-LLTM_PRODUCTS(__half, "f16")
-LLTM_PRODUCTS(__nv_bfloat16, "bf16")
+LLTM_WGMMA_TF32(128, 64, "64", "65", "66")
+LLTM_WGMMA_TF32(256, 128, "128", "129", "130")
+LLTM_WGMMAS(__half, "f16")
+LLTM_WGMMAS(__nv_bfloat16, "bf16")
 
-// Where an operand lies in shared memory: in lines of 128 bytes, whose eight pieces of 16 bytes the copy
-// engine has exchanged by the line's number, in groups of eight lines. `block`: from 64 columns of a swapped
-// operand to the next 64.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, int block) {
-  constexpr uint64_t kLineGroup = 8 * 128, kSwizzle128 = 1;
-  return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(block >> 4) << 16 | (kLineGroup >> 4) << 32 |
+// wgmma's matrix descriptor of an operand with the 128-byte swizzle: `block` is the distance in bytes from 64
+// rows or columns of an MN-major operand to the next 64.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int block) {
+  constexpr uint64_t kEightRows = 8 * 128, kSwizzle128 = 1;
+  return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(block >> 4) << 16 | (kEightRows >> 4) << 32 |
          kSwizzle128 << 62;
 }
 
-// Four 8 x 8 matrices of 2-byte values from a warp's registers to shared memory; lane l says where row l % 8
-// of matrix l / 8 goes.
-__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
-                                               uint32_t m3) {
+// Stores a warp's four 8 x 8 matrices of 2-byte values. Lane l holds the address of row l % 8 of matrix
+// l / 8.
+__device__ __forceinline__ void stmatrix(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
+                                         uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :
                : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)

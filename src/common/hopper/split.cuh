@@ -1,5 +1,5 @@
-// K shared out among the blocks of a cluster on Hopper: each leaves its products in its shared memory, and
-// all read what they finish from all, in one order.
+// Split-K within a cluster on Hopper: each block puts its partial sums into its shared memory, and all blocks
+// add those of all in one order, each for its share of the tile.
 #pragma once
 
 #include "common/hopper/ptx.cuh"
@@ -8,16 +8,16 @@ namespace lltm_ext {
 namespace hopper {
 
 template <int kTileM, int kTileN>
-class Parts {
-  static constexpr int kStride = kTileN + 4;  // so that the rows of a warp's stores lie in different banks
+class SplitKPartials {
+  static constexpr int kStride = kTileN + 4;  // puts the rows that a warp stores at once in different banks
 
  public:
   static constexpr int kBytes = kTileM * kStride * sizeof(float);
 
-  __device__ explicit Parts(unsigned char* shared) : values_(reinterpret_cast<float*>(shared)) {}
+  __device__ explicit SplitKPartials(unsigned char* shared) : values_(reinterpret_cast<float*>(shared)) {}
 
-  // This warpgroup's 64 rows of the block's part.
-  __device__ __forceinline__ void write(const float (&d)[kTileN / 2], int warpgroup) {
+  // Stores this warpgroup's 64 rows of the block's partial sums.
+  __device__ __forceinline__ void store(const float (&d)[kTileN / 2], int warpgroup) {
     const int thread = threadIdx.x % 128, row = 64 * warpgroup + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < kTileN / 2; i += 2) {
@@ -26,12 +26,12 @@ class Parts {
     }
   }
 
-  // Four neighbours in a row, of all parts together.
-  __device__ __forceinline__ float4 sum(int row, int column, int parts) const {
+  // The sums of all blocks' partials, for four neighbours in a row.
+  __device__ __forceinline__ float4 reduce(int row, int column, int splits) const {
     const float4* here = reinterpret_cast<const float4*>(values_ + row * kStride + column);
-    float4 sum = read_from_block(here, 0);
-    for (int part = 1; part < parts; ++part) {
-      const float4 more = read_from_block(here, part);
+    float4 sum = load_shared_cluster(here, 0);
+    for (int split = 1; split < splits; ++split) {
+      const float4 more = load_shared_cluster(here, split);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     return sum;
@@ -41,8 +41,8 @@ class Parts {
   float* const values_;
 };
 
-// The shared memory of a launch, at a multiple of 1,024 bytes as the copy engine's exchange wants.
-__device__ __forceinline__ unsigned char* aligned_shared() {
+// A launch's dynamic shared memory, aligned for TMA's 128-byte swizzle.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char shared[];
   return shared;
 }

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/activations.cuh"
+#include "common/fast_math.cuh"
 #include "common/portable.h"
 #include "recurrence/cell.h"
 #include "recurrence/persistent/exchange.cuh"

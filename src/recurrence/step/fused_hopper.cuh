@@ -9,7 +9,7 @@
 // read the least.
 #pragma once
 
-#include "common/activations.cuh"
+#include "common/fast_math.cuh"
 #include "common/hopper/launch.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
@@ -23,9 +23,9 @@ constexpr int shared_bytes_per_block(int rows) { return 226 * 1024 / blocks_per_
 
 // As many stages as fit in shared memory.
 template <typename T, int kRows, int kColumns>
-using StepOperands =
-    Operands<T, kRows, kColumns,
-             (shared_bytes_per_block(kRows) - kBarrierBytes) / ((kRows + kColumns) * kLineBytes), false,
+using StepMainloop =
+    Mainloop<T, kRows, kColumns,
+             (shared_bytes_per_block(kRows) - kBarrierBytes) / ((kRows + kColumns) * kSwizzleBytes), false,
              false>;
 
 template <typename T>
@@ -51,16 +51,16 @@ struct FusedForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   static constexpr int kRows = kRows_, kUnits = kFusedForwardUnits;
-  using Operands = StepOperands<T, kRows, kGates * kUnits>;
-  using Stage = typename Pipeline<Operands>::Stage;
+  using Mainloop = StepMainloop<T, kRows, kGates * kUnits>;
+  using Stage = typename Pipeline<Mainloop>::Stage;
 
   struct Arguments {
     SequenceForwardArguments<T> s;
     CUtensorMap h0, output, weight;
   };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
-    prefetch_map(&args.weight);
-    prefetch_map(&args.output);
+    prefetch_tensor_map(&args.weight);
+    prefetch_tensor_map(&args.output);
   }
 
   // What the cell needs, besides the products, of four units of a row.
@@ -84,16 +84,16 @@ struct FusedForwardStep {
                                                       int k) {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      copy_in(to.b + g * kUnits * kLineBytes, &args.weight, k, unit, g, to.full);
+      tma_load(to.b + g * kUnits * kSwizzleBytes, &args.weight, k, unit, g, to.full);
     }
   }
   __device__ static __forceinline__ void load_rows(const Arguments& args, const Stage& to, int step, int row,
                                                    int k) {
     const StepOrder& steps = args.s.steps;
     if (step == 0) {
-      copy_in(to.a, &args.h0, k, row, 0, to.full);
+      tma_load(to.a, &args.h0, k, row, 0, to.full);
     } else {
-      copy_in(to.a, &args.output, k, row, steps.reverse ? steps.length - step : step - 1, to.full);
+      tma_load(to.a, &args.output, k, row, steps.reverse ? steps.length - step : step - 1, to.full);
     }
   }
 
@@ -133,16 +133,16 @@ struct FusedBackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
   static constexpr int kRows = kRows_, kUnits = fused_backward_units(kRows);
-  using Operands = StepOperands<T, kRows, kUnits>;
-  using Stage = typename Pipeline<Operands>::Stage;
+  using Mainloop = StepMainloop<T, kRows, kUnits>;
+  using Stage = typename Pipeline<Mainloop>::Stage;
 
   struct Arguments {
     SequenceBackwardArguments<T> s;
     CUtensorMap grad_gates, weight_t;
   };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
-    prefetch_map(&args.weight_t);
-    prefetch_map(&args.grad_gates);
+    prefetch_tensor_map(&args.weight_t);
+    prefetch_tensor_map(&args.grad_gates);
   }
 
   struct Inputs {
@@ -171,12 +171,12 @@ struct FusedBackwardStep {
   }
   __device__ static __forceinline__ void load_weights(const Arguments& args, const Stage& to, int unit,
                                                       int k) {
-    copy_in(to.b, &args.weight_t, k, unit, 0, to.full);
+    tma_load(to.b, &args.weight_t, k, unit, 0, to.full);
   }
   __device__ static __forceinline__ void load_rows(const Arguments& args, const Stage& to, int step, int row,
                                                    int k) {
     const int64_t first = args.s.steps.at(step + 1).first - args.s.first_row;
-    copy_in(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
+    tma_load(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
   }
 
   static constexpr int kProducts = 1;  // a unit
@@ -226,20 +226,20 @@ struct FusedBackwardStep {
 // The kernel's body. Step is one of the above.
 template <class Step>
 struct FusedStepKernel {
-  using Operands = typename Step::Operands;
+  using Mainloop = typename Step::Mainloop;
   using Arguments = typename Step::Arguments;
-  using Sums = Parts<Step::kRows, Operands::kTileN>;
-  static constexpr int kConsumerThreads = 128 * Operands::kConsumers;
+  using Sums = SplitKPartials<Step::kRows, Mainloop::kTileN>;
+  static constexpr int kConsumerThreads = 128 * Mainloop::kConsumers;
   static constexpr int kThreads = kConsumerThreads + 32,  // and a producer warp
       kBlocks = blocks_per_multiprocessor(Step::kRows);
-  static constexpr int kOperandsOrSums = std::max(Operands::kBytes, Sums::kBytes);
-  static constexpr int kShared = kOperandsOrSums + kBarrierBytes;
+  static constexpr int kMainloopOrSums = std::max(Mainloop::kBytes, Sums::kBytes);
+  static constexpr int kShared = kMainloopOrSums + kBarrierBytes;
   static_assert(kShared <= shared_bytes_per_block(Step::kRows));
 
   __device__ static void run(const Arguments& args, int step) {
-    unsigned char* shared = aligned_shared();
-    Pipeline<Operands> pipeline(
-        shared, *reinterpret_cast<typename Pipeline<Operands>::Barriers*>(shared + kOperandsOrSums));
+    unsigned char* shared = dynamic_shared();
+    Pipeline<Mainloop> pipeline(
+        shared, *reinterpret_cast<typename Pipeline<Mainloop>::Barriers*>(shared + kMainloopOrSums));
     if (threadIdx.x == 0) pipeline.init();
     if (threadIdx.x == kConsumerThreads) Step::prefetch_maps(args);
     __syncthreads();
@@ -249,20 +249,20 @@ struct FusedStepKernel {
     const int tiles = Step::tiles_of_k(args, step);
     const int begin = tiles * part / split_k, end = tiles * (part + 1) / split_k;
     const bool is_producer = threadIdx.x >= kConsumerThreads;
-    float d[Operands::kTileN / 2];
+    float d[Mainloop::kTileN / 2];
     Sums sums(shared);
     Epilogue epilogue(args, step, row, unit, part, split_k);
     if (is_producer) {
       if (threadIdx.x == kConsumerThreads) produce(pipeline, args, step, row, unit, begin, end);
       __syncwarp();
     } else {
-      wait_for_launch_before();
+      griddepcontrol_wait();
       epilogue.load(0);  // while the product runs
-      if (tiles > 0) pipeline.multiply(d, end - begin, threadIdx.x / 128);
+      if (tiles > 0) pipeline.mma(d, end - begin, threadIdx.x / 128);
     }
     if (tiles > 0) {
       __syncthreads();  // the stages are free: the partial sums replace them
-      if (!is_producer) sums.write(d, threadIdx.x / 128);
+      if (!is_producer) sums.store(d, threadIdx.x / 128);
       cluster_sync();
     }
     if (!is_producer) {
@@ -275,17 +275,18 @@ struct FusedStepKernel {
 
  private:
   // Weights, which no step writes, are loaded while the step before still runs.
-  __device__ static __forceinline__ void produce(Pipeline<Operands>& pipeline, const Arguments& args,
+  __device__ static __forceinline__ void produce(Pipeline<Mainloop>& pipeline, const Arguments& args,
                                                  int step, int row, int unit, int begin, int end) {
-    const int early = end - begin < Operands::kStages ? end : begin + Operands::kStages;
-    for (int i = begin; i < early; ++i) Step::load_weights(args, pipeline.next(), unit, i * kTileK);
-    wait_for_launch_before();
-    let_next_launch_begin();
+    const int early = end - begin < Mainloop::kStages ? end : begin + Mainloop::kStages;
+    for (int i = begin; i < early; ++i)
+      Step::load_weights(args, pipeline.producer_acquire(), unit, i * kTileK);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     for (int i = begin; i < early; ++i) {
       Step::load_rows(args, pipeline.stage(i - begin), step, row, i * kTileK);
     }
     for (int i = early; i < end; ++i) {
-      const auto to = pipeline.next();
+      const auto to = pipeline.producer_acquire();
       Step::load_weights(args, to, unit, i * kTileK);
       Step::load_rows(args, to, step, row, i * kTileK);
     }
@@ -323,7 +324,7 @@ struct FusedStepKernel {
 #pragma unroll
           for (int g = 0; g < Step::kProducts; ++g) {
             if (!v.valid || !any_products) continue;
-            const float4 sum = sums.sum(v.row, g * Step::kUnits + v.unit, split_k_);
+            const float4 sum = sums.reduce(v.row, g * Step::kUnits + v.unit, split_k_);
             products[i][g][0] = sum.x, products[i][g][1] = sum.y;
             products[i][g][2] = sum.z, products[i][g][3] = sum.w;
           }
@@ -368,10 +369,10 @@ cudaError_t launch_steps(const typename Step::Arguments& args, int first, int la
   using Kernel = FusedStepKernel<Step>;
   const auto kernel = recurrence_fused_step_kernel<Kernel>;
   const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), split_k);
-  cudaError_t error = allow_shared(kernel, Kernel::kShared);
+  cudaError_t error = set_max_dynamic_shared(kernel, Kernel::kShared);
   for (int step = first; error == cudaSuccess && step != last + by; step += by) {
     error = launch_clusters(kernel, grid, dim3(1, 1, split_k), Kernel::kThreads, Kernel::kShared,
-                            /*early=*/step != first, stream, args, step);
+                            /*programmatic=*/step != first, stream, args, step);
     // Later steps can't fall back to another algorithm: earlier ones have overwritten their inputs.
     if (error != cudaSuccess && step != first) return cudaErrorLaunchFailure;
   }
@@ -382,12 +383,13 @@ template <class Step, typename T>
 cudaError_t run_forward(const SequenceForwardArguments<T>& s, int split_k, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}, {}};
   const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
-  cudaError_t error = describe<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
+  cudaError_t error = encode_tensor_map<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
   if (error != cudaSuccess) return error;
-  error = describe<T>(args.output, {s.output, hidden, batch, length, hidden, batch * hidden}, Step::kRows);
+  error = encode_tensor_map<T>(args.output, {s.output, hidden, batch, length, hidden, batch * hidden},
+                               Step::kRows);
   if (error != cudaSuccess) return error;
-  error = describe<T>(args.weight, {s.weight, hidden, hidden, Step::kGates, hidden, hidden * hidden},
-                      Step::kUnits);
+  error = encode_tensor_map<T>(args.weight, {s.weight, hidden, hidden, Step::kGates, hidden, hidden * hidden},
+                               Step::kUnits);
   if (error != cudaSuccess) return error;
   return launch_steps<Step>(args, 0, s.steps.length - 1, 1, split_k, stream);
 }
@@ -396,10 +398,10 @@ template <class Step, typename T>
 cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int split_k, cudaStream_t stream) {
   typename Step::Arguments args = {s, {}, {}};
   const int64_t width = Step::kGates * s.hidden, batch = s.steps.batch, length = s.end - s.begin;
-  cudaError_t error =
-      describe<T>(args.grad_gates, {s.grad_gates, width, batch, length, width, batch * width}, Step::kRows);
+  cudaError_t error = encode_tensor_map<T>(
+      args.grad_gates, {s.grad_gates, width, batch, length, width, batch * width}, Step::kRows);
   if (error != cudaSuccess) return error;
-  error = describe<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
+  error = encode_tensor_map<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
   if (error != cudaSuccess) return error;
   return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, split_k, stream);
 }

@@ -1,7 +1,7 @@
 // One step of a cell on CUDA, a thread a unit (step.h).
 #pragma once
 
-#include "common/activations.cuh"
+#include "common/fast_math.cuh"
 #include "common/launch.cuh"
 #include "recurrence/step/step.h"
 
@@ -10,7 +10,7 @@ namespace lltm_ext {
 // It may begin before the product that it takes is there.
 template <class Cell, class Step, typename T>
 __global__ void __launch_bounds__(kThreads) recurrence_pointwise_step_kernel(Step step) {
-  wait_for_launch_before();
+  griddepcontrol_wait();
   CUDA_KERNEL_LOOP(i, step.batch * step.hidden) {
     step_unit<Cell, typename MathOf<T>::type>(step, i / step.hidden, i % step.hidden);
   }
@@ -23,7 +23,7 @@ cudaError_t launch_step(const Step& step, cudaStream_t stream) {
   const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
   return launch_kernel(kKernel, dim3(blocks_for(step.batch * step.hidden)), dim3(kThreads),
-                       /*shared_bytes=*/0, /*early=*/capability >= 90, stream, step);
+                       /*shared_bytes=*/0, /*programmatic=*/capability >= 90, stream, step);
 }
 
 template <class Cell, typename T>

@@ -1,4 +1,4 @@
-// The functions of cells on CUDA, as exact as the type of the activations deserves.
+// Fast functions of cells and activations on CUDA, as accurate as the dtype of the results needs.
 #pragma once
 
 #include "common/math.h"
@@ -6,9 +6,8 @@
 
 namespace lltm_ext {
 
-// No branch, and errors that float16, which rounds to 2^-11, does not see: an absolute one of about 2^-21,
-// and of the functions that are x times a share of it (gelu, gelu_tanh, silu) at most 2^-14 of the result, or
-// 2^-24 where that is below 2^-10.
+// For float16, which rounds to 2^-11. No branches. Absolute errors of about 2^-21; of gelu, gelu_tanh and
+// silu at most 2^-14 of the result, or 2^-24 where the result is below 2^-10.
 struct FastMath {
   __device__ static float exp(float x) { return exp2(x * kLog2E); }
   __device__ static float reciprocal(float x) {
@@ -31,38 +30,38 @@ struct FastMath {
     const float size = size_of(x);
     return share(x, size, logistic_tail(-kLog2E * size));
   }
-  // Within 2^-15.
+  // Absolute error below 2^-15.
   __device__ static float gelu_derivative(float x) {
-    const float size = fabsf(x) > kAllTail ? kAllTail : fabsf(x);  // and NaN for NaN
+    const float size = fabsf(x) > kTailEnd ? kTailEnd : fabsf(x);  // NaN for NaN
     const float e = exp(-.5f * size * size), tail = normal_tail(size);
     return (x > 0.f ? 1.f - tail : tail) + copysignf(size, x) * e * 0.39894228f;
   }
 
  protected:
   static constexpr float kLog2E = 1.44269504f;
-  static constexpr float kAllTail = 128.f;  // where the tails are 0
+  static constexpr float kTailEnd = 128.f;  // where the tails are 0
 
   __device__ static float exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  __device__ static float size_of(float x) { return fminf(fabsf(x), kAllTail); }
+  __device__ static float size_of(float x) { return fminf(fabsf(x), kTailEnd); }
 
-  // x * share(x), where share(-x) = 1 - share(x), from the tail share(-size). So small results are as exact
-  // in relative terms as the tail; those of infinities are infinity and 0; NaN comes from relu.
+  // x * share(x), where share(-x) = 1 - share(x), from tail = share(-size). Small results have the relative
+  // accuracy of the tail, infinities give infinity and 0, and relu passes NaN on.
   __device__ static float share(float x, float size, float tail) { return fmaf(-size, tail, relu(x)); }
 
-  // 1 - Phi(size), the share of a normal distribution beyond it. Its logarithm is nearly a parabola; the
-  // polynomial is the one of degree 5 with the least greatest error of gelu, relative where that is above
-  // 2^-11: found by linear programming on 0 to 14. From there it falls for ever.
+  // 1 - Phi(size), the tail of the normal distribution. Its logarithm is nearly a parabola. The polynomial of
+  // degree 5 minimises gelu's maximum error, relative where gelu is above 2^-11; found by linear programming
+  // on 0 to 14. Beyond, it decreases for all sizes.
   __device__ static float normal_tail(float size) {
     return exp2(polynomial(
         size, {-1.00007296f, -1.14988256f, -.462532103f, -.0494583622f, .00620386517f, -3.60622245e-4f}));
   }
 
-  // 1 / (1 + e^v) = e^-v / (1 + e^-v), from -v log2(e), which is not above 0: 1 / (1 + e) by the polynomial
-  // of degree 5 with the least greatest error, 2^-14.2, found by linear programming on 0 to 1.
+  // 1 / (1 + e^v) = e^-v / (1 + e^-v), from exponent = -v log2(e) <= 0. The polynomial of degree 5
+  // approximates 1 / (1 + e) with the least maximum error, 2^-14.2; found by linear programming on 0 to 1.
   __device__ static float logistic_tail(float exponent) {
     const float e = exp2(exponent);
     return e *
@@ -79,7 +78,7 @@ struct FastMath {
   }
 };
 
-// For bfloat16, which rounds to 2^-8: 2^-11, by the chip's own tanh.
+// For bfloat16, which rounds to 2^-8: errors of 2^-11, by the hardware's tanh.
 struct FastestMath : FastMath {
   __device__ static float tanh(float x) {
 #if __CUDA_ARCH__ >= 750
@@ -91,8 +90,8 @@ struct FastestMath : FastMath {
 #endif
   }
   __device__ static float sigmoid(float x) { return fmaf(tanh(.5f * x), .5f, .5f); }
-  // At most 2^-11 of the result, or 2^-21 where that is below 2^-10: the logarithm of the tail, as in
-  // normal_tail.
+  // Error at most 2^-11 of the result, or 2^-21 where that is below 2^-10. The polynomial is the tail's
+  // logarithm, as in normal_tail.
   __device__ static float gelu_tanh(float x) {
     const float size = size_of(x);
     return share(x, size,
@@ -114,8 +113,8 @@ struct MathOf<__nv_bfloat16> {
   using type = FastestMath;
 };
 
-// The functions as results of their own, in the half types: as a cell's, but for a sigmoid whose error is
-// relative too (2^-14), since it is small far below 0.
+// For results in half types that are not a cell's gates: as MathOf, but sigmoid has a relative error (2^-14),
+// because it can be far below 1.
 template <typename T>
 struct ActivationMath : MathOf<T>::type {
   __device__ static float sigmoid(float x) {

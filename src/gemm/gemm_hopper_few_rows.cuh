@@ -1,0 +1,157 @@
+// gemm in half types on Hopper for an a of up to 32 rows and K-major weights b [N, K]. Reading the weights
+// takes all the time. Ordinary loads, many in flight in each of many warps, read them faster than TMA fills
+// stages, and put them where mma.sync needs them: in registers.
+//
+// A block has 16 columns of c. They are 16 rows of the weights, mma.sync's first operand; the rows of a are
+// columns of the second, eight at a time. The order of K does not matter if both operands have the same: of
+// each slice of 32 a lane loads 8 neighbours of each of its rows at once, for two products of 16.
+//
+// The warps of a block split K into slices, and add their sums through shared memory in a fixed order.
+#pragma once
+
+#include "common/hopper/launch.cuh"
+#include "common/types.h"
+#include "gemm/gemm_hopper_epilogue.cuh"
+#include "gemm/gemm_ptx.cuh"
+
+namespace lltm_ext {
+namespace hopper {
+
+// 16 bytes that are read once, so they bypass L1 and leave it to a's rows; 0 unless `inside`. Four lanes read
+// half a cache line. The other half is prefetched with it, for the next load.
+__device__ __forceinline__ uint4 load_once(const void* from, bool inside) {
+  uint4 x;
+  asm volatile(
+      "{\n"
+      " .reg .pred inside;\n"
+      " setp.ne.b32 inside, %5, 0;\n"
+      " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
+      " @inside ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "r"(static_cast<int>(inside))
+      : "memory");
+  return x;
+}
+__device__ __forceinline__ uint4 load_or_zero(const void* from, bool inside) {
+  return inside ? *static_cast<const uint4*>(from) : uint4{};
+}
+
+constexpr int kFewRowsColumns = 16;  // of c, per block
+
+// c [m, n] = a [m, k] @ weights [n, k]^T for each matrix of a batch; strides in elements.
+template <typename T>
+struct FewRowsArguments {
+  const T *a, *weights;
+  int64_t a_stride, weights_stride, a_batch_stride, weights_batch_stride;
+  int k, tiles;  // tiles: per matrix, along n
+  Epilogue<T> epilogue;
+};
+
+// EIGHTS: groups of 8 rows of a. SLICES: how many a warp has in flight.
+template <typename T, int EIGHTS, int SLICES>
+struct FewRowsKernel {
+  static constexpr int kRows = 8 * EIGHTS, kColumns = kFewRowsColumns, kSlice = 32, kSlices = SLICES;
+  static constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocks = 2;  // per multiprocessor
+  static constexpr int kStride = kColumns + 4;  // puts the rows that a warp stores at once in different banks
+
+  struct Slice {
+    uint4 upper, lower, x[EIGHTS];
+  };
+
+  __device__ static void run(const FewRowsArguments<T>& args) {
+    __shared__ float sums[kWarps][kRows][kStride];
+    const int matrix = blockIdx.x / args.tiles, column = blockIdx.x % args.tiles * kColumns;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column_of_thread = threadIdx.x % kColumns;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const float bias = args.epilogue.bias_at(column + column_of_thread);
+    float d[EIGHTS][4] = {};
+    multiply(d, args, matrix, column);
+#pragma unroll
+    for (int e = 0; e < EIGHTS; ++e) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[warp][8 * e + lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = d[e][i];
+      }
+    }
+    __syncthreads();
+    for (int row = threadIdx.x / kColumns; row < kRows; row += kThreads / kColumns) {
+      float x[1] = {bias};
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) x[0] += sums[w][row][column_of_thread];
+      args.epilogue.finish(
+          x, [&](T* to) { args.epilogue.write(to, matrix, row, column + column_of_thread, x[0]); });
+    }
+  }
+
+ private:
+  // d: this warp's partial sums in mma.sync's layout. Rows beyond the last repeat it; their results are not
+  // stored.
+  __device__ static __forceinline__ void multiply(float (&d)[EIGHTS][4], const FewRowsArguments<T>& args,
+                                                  int matrix, int column) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, in_slice = lane % 4 * 8;
+    const int slices = (args.k + kSlice - 1) / kSlice;
+    int k = slices * warp / kWarps * kSlice;
+    const int end = min(slices * (warp + 1) / kWarps * kSlice, args.k);
+    const auto row_of = [&](const T* first, int64_t stride, int row, int rows) {
+      return first + min(row + lane / 4, rows - 1) * stride + k + in_slice;
+    };
+    const T* const weights = args.weights + matrix * args.weights_batch_stride;
+    const T* const a = args.a + matrix * args.a_batch_stride;
+    const T* upper = row_of(weights, args.weights_stride, column, args.epilogue.n);
+    const T* lower = row_of(weights, args.weights_stride, column + 8, args.epilogue.n);
+    const T* row[EIGHTS];
+#pragma unroll
+    for (int e = 0; e < EIGHTS; ++e) row[e] = row_of(a, args.a_stride, 8 * e, args.epilogue.m);
+
+    Slice loaded[kSlices];
+    const auto load = [&](int i) {
+      const bool inside = k + i * kSlice + in_slice < end;
+      loaded[i].upper = load_once(upper + i * kSlice, inside);
+      loaded[i].lower = load_once(lower + i * kSlice, inside);
+#pragma unroll
+      for (int e = 0; e < EIGHTS; ++e) loaded[i].x[e] = load_or_zero(row[e] + i * kSlice, inside);
+    };
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) load(i);
+    while (k < end) {
+      constexpr int kRound = kSlices * kSlice;
+      k += kRound, upper += kRound, lower += kRound;
+#pragma unroll
+      for (int e = 0; e < EIGHTS; ++e) row[e] += kRound;
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) {
+        const uint4 u = loaded[i].upper, l = loaded[i].lower;
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+          const uint4 x = loaded[i].x[e];
+          mma(d[e], {u.x, l.x, u.y, l.y}, x.x, x.y, T());
+          mma(d[e], {u.z, l.z, u.w, l.w}, x.z, x.w, T());
+        }
+        load(i);
+        __syncwarp();  // keeps the compiler from moving the next loads behind the wait for all slices
+      }
+    }
+  }
+};
+
+template <class Kernel, typename T>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    gemm_few_rows_kernel(const __grid_constant__ FewRowsArguments<T> args) {
+  LLTM_HOPPER(Kernel::run(args));
+}
+
+// shared_bytes: unused shared memory, to limit the blocks per multiprocessor.
+template <class Kernel, typename T>
+cudaError_t launch_few_rows_kernel(const FewRowsArguments<T>& args, int batch, int shared_bytes,
+                                   cudaStream_t stream) {
+  const auto kernel = gemm_few_rows_kernel<Kernel, T>;
+  const cudaError_t error = shared_bytes > 0 ? set_max_dynamic_shared(kernel, shared_bytes) : cudaSuccess;
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel, dim3(args.tiles * batch), dim3(Kernel::kThreads), shared_bytes,
+                       /*programmatic=*/true, stream, args);
+}
+
+}  // namespace hopper
+}  // namespace lltm_ext
