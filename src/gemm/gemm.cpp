@@ -27,6 +27,10 @@
 #include "common/python.h"
 #include "common/vec.cuh"
 
+#ifdef LLTM_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#endif
+
 namespace lltm_ext {
 namespace {
 

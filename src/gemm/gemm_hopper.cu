@@ -134,7 +134,7 @@ constexpr int kFewRows = 64, kFewColumns = 32;
 template <typename T, bool kMnMajorA, bool kMnMajorB>
 cudaError_t launch_swap_ab(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
-    return launch_few_tiles<decltype(mainloop), true>(problem, device.multiprocessors, stream);
+    return launch_few_tiles<decltype(mainloop), true>(problem, device, stream);
   };
   if constexpr (!kMnMajorB) {
     if (problem.n <= 8) return run(Mainloop<T, 64, 8, 6, kMnMajorA, false>());
@@ -157,7 +157,7 @@ cudaError_t launch_one_tile_row(const Problem<T>& problem, const DeviceInfo& dev
     if (time(columns) <= time(best)) best = columns;
   }
   const auto run = [&](auto mainloop) {
-    return launch_few_tiles<decltype(mainloop), false>(problem, device.multiprocessors, stream);
+    return launch_few_tiles<decltype(mainloop), false>(problem, device, stream);
   };
   if (best == 32) return run(Mainloop<T, kFewRows, 32, 16, false, false>());
   if (best == 88) return run(Mainloop<T, kFewRows, 88, 10, false, false>());
