@@ -314,7 +314,7 @@ class TestGemm(SmoothSuite):
         with torch.inference_mode():
             out = lltm_ext.gemm(a, b)
             lltm_ext.gemm(a, b, out=out)
-        with pytest.raises(RuntimeError, match=r"^gemm: expected out to be no inference tensor"):
+        with pytest.raises(RuntimeError, match=r"^gemm: expected out not to be an inference tensor"):
             lltm_ext.gemm(a, b, out=out)
 
     @activations
@@ -851,7 +851,7 @@ class TestRawBindings:
     def test_they_refuse_a_view_that_memory_holds_negated(self, device):
         a = Make(device=device)(3, 3)
         with pytest.raises(
-            RuntimeError, match=r"^gemm\.forward: expected a as it lies in memory, got a lazily"
+            RuntimeError, match=r"^gemm\.forward: expected a to be materialized, got a lazily"
         ):
             _C.gemm.forward(torch._neg_view(a), a)
 
