@@ -30,8 +30,14 @@ LLTM_EMBED(lltm_ext_vec_cuh, "common/vec.cuh");
 LLTM_EMBED(lltm_ext_elementwise_call_h, "common/elementwise_call.h");
 LLTM_EMBED(lltm_ext_elementwise_kernel_cuh, "common/elementwise_kernel.cuh");
 
+#endif
+
 namespace lltm_ext {
 namespace {
+
+std::atomic<int64_t> compilation_count = 0;
+
+#ifdef LLTM_EXT_WITH_CUDA
 
 constexpr const char* kHeaderNames[] = {"common/portable.h", "common/types.h", "common/vec.cuh",
                                         "common/elementwise_call.h", "common/elementwise_kernel.cuh"};
@@ -41,8 +47,6 @@ constexpr int kHeaderCount = 5;
 
 // Errors 117 and 940: a function body that returns nothing or has no return statement.
 const std::vector<std::string> kOptions = {"--std=c++17", "--diag-error=117,940"};
-
-std::atomic<int64_t> compilation_count = 0;
 
 struct Symbol {
   void* address;
@@ -143,7 +147,13 @@ std::string cache_key(const std::string& source, const std::vector<std::string>&
   return key + "\n" + source;
 }
 
+#endif
+
 }  // namespace
+
+int64_t compilations() { return compilation_count; }
+
+#ifdef LLTM_EXT_WITH_CUDA
 
 std::string compile(const std::string& description, const std::string& source,
                     const std::string& architecture) {
@@ -158,21 +168,10 @@ std::string compile(const std::string& description, const std::string& source,
   cache.write(cubin);
   return cubin;
 }
-
-int64_t compilations() { return compilation_count; }
-
-}  // namespace lltm_ext
-
 #else
-
-namespace lltm_ext {
-
 std::string compile(const std::string& description, const std::string&, const std::string&) {
   TORCH_CHECK(false, description, " cannot be compiled: this lltm_ext was built without CUDA");
 }
-
-int64_t compilations() { return 0; }
+#endif
 
 }  // namespace lltm_ext
-
-#endif

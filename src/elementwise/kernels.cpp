@@ -49,8 +49,8 @@ const Kernels& kernels_of(const Program& program, at::ScalarType type, GradMask 
   return loaded.emplace(key, load(program, type, mask, device)).first->second;
 }
 
-constexpr int kMaxOperands =
-    2 * kMaxTensors + 2;  // a backward's: all gradients, grad_output, tensors, output
+// Of a backward: all gradients, grad_output, the tensors, the output.
+constexpr int kMaxOperands = 2 * kMaxTensors + 2;
 
 // Outputs come before inputs. A kernel with fewer operands reads only the first rows of `strides`.
 struct Operands {
