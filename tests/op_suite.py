@@ -869,9 +869,9 @@ class FormsSuite:
             (out,) = call.run(self.function)
             self.function(*call.args, **call.kwargs, out=out)
             self.in_place(*call.args, **call.kwargs)
-        with pytest.raises(RuntimeError, match="expected input to be no inference tensor"):
+        with pytest.raises(RuntimeError, match="expected input not to be an inference tensor"):
             self.in_place(*call.args, **call.kwargs)
-        with pytest.raises(RuntimeError, match="expected out to be no inference tensor"):
+        with pytest.raises(RuntimeError, match="expected out not to be an inference tensor"):
             self.function(*call.args, **call.kwargs, out=out)
 
     @pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped", "misaligned"])

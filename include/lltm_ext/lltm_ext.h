@@ -1,7 +1,6 @@
-// The ops for C++ programs. Each function calls the dispatcher's op of its name, so autograd, autocast and
-// tracing see it: the results are differentiable, on the CPU and on CUDA. The README's API gives shapes,
-// dtypes and options; a mistake throws the c10::Error that Python raises. Ops without a function here, and
-// all the others, are reached by name:
+// The ops for C++ programs, on the CPU and on CUDA. Each function calls the dispatcher op of its name, so
+// autograd, autocast and tracing see it. The README gives shapes, dtypes and options; errors are c10::Errors
+// with the messages of the Python ops. Other ops are called by name:
 // c10::Dispatcher::singleton().findSchemaOrThrow("lltm_ext::fake_quantize", "").
 #pragma once
 
@@ -19,7 +18,7 @@ using State = std::tuple<at::Tensor, at::Tensor>;  // h and c
 
 LLTM_EXT_API at::Tensor sigmoid(const at::Tensor& input);
 LLTM_EXT_API at::Tensor relu(const at::Tensor& input);
-LLTM_EXT_API at::Tensor round(const at::Tensor& input);  // its gradient passes straight through
+LLTM_EXT_API at::Tensor round(const at::Tensor& input);  // straight-through gradient
 
 // activation(a @ b + bias)
 LLTM_EXT_API at::Tensor gemm(const at::Tensor& a, const at::Tensor& b,
@@ -47,9 +46,9 @@ LLTM_EXT_API std::tuple<at::Tensor, State> lstm(const at::Tensor& input, const S
 
 LLTM_EXT_API const char* version();
 
-// A linker leaves out a library of which a program names nothing, and then the ops are not registered. So who
-// includes this names it, even a program that reaches the ops through the dispatcher or an exported model
-// alone.
+// A linker drops a library that a program does not reference, and then its ops are not registered. This
+// reference keeps the library even in programs that use the ops only through the dispatcher or an exported
+// model.
 inline const char* const kVersion = version();
 
 }  // namespace lltm_ext

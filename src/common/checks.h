@@ -1,5 +1,5 @@
-// What an op demands of its arguments. Every message names the op, the argument, what was expected and
-// what came. The checks read sizes as SymInt, so that real and fake tensors raise the same errors.
+// Checks of an op's arguments. Every message names the op, the argument, the expectation and the actual
+// value. Sizes are read as SymInt, so that real and fake tensors raise the same errors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,12 +10,8 @@
 
 namespace lltm_ext {
 
-inline void check_defined(const char* op, const char* name, const at::Tensor& x) {
-  TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
-}
-
 inline void check_strided(const char* op, const char* name, const at::Tensor& x) {
-  check_defined(op, name, x);
+  TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
   TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
               x.layout());
 }
@@ -26,7 +22,7 @@ inline void check_device(const char* op, const char* name, const at::Tensor& x) 
               " on a CPU or CUDA device, got ", x.device());
 #ifndef LLTM_EXT_WITH_CUDA
   TORCH_CHECK(!x.is_cuda(), op, ": expected ", name,
-              " on the CPU, for which alone this lltm_ext was built, got ", x.device());
+              " on the CPU, because this lltm_ext was built without CUDA, got ", x.device());
 #endif
 }
 
@@ -40,17 +36,18 @@ inline void check_contiguous(const char* op, const char* name, const at::Tensor&
   check_strided(op, name, x);
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
 #ifndef LLTM_EXT_STABLE_ABI
-  // Raw bindings read memory as it is; the dispatcher resolves such views.
+  // Raw bindings bypass the dispatcher, which would resolve such views.
   TORCH_CHECK(!x.is_neg() && !x.is_conj(), op, ": expected ", name,
-              " as it lies in memory, got a lazily negated or conjugated view");
+              " to be materialized, got a lazily negated or conjugated view");
 #endif
 }
 
-// As torch's own ops in place: an inference tensor has no version by which autograd learns of a change.
+// Inference tensors have no version counter, so autograd could not detect the write. torch's in-place ops
+// raise the same error.
 inline void check_writable(const char* op, const char* name, const at::Tensor& x) {
 #ifndef LLTM_EXT_STABLE_ABI
   TORCH_CHECK(!x.is_inference() || x.is_meta() || c10::InferenceMode::is_enabled(), op, ": expected ", name,
-              " to be no inference tensor, since it is written outside of inference mode; clone it first");
+              " not to be an inference tensor, because it is written outside inference mode; clone it first");
 #endif
 }
 
@@ -86,7 +83,7 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& x, c
               ", got ", x.sym_sizes());
 }
 
-// For the backward of an elementwise op: the two tensors belong together.
+// For the backward of an elementwise op.
 inline void check_gradient(const char* op, const at::Tensor& grad_output, const at::Tensor& output,
                            Types types = Types::kFloating) {
   check_device(op, "output", output);
@@ -96,7 +93,7 @@ inline void check_gradient(const char* op, const at::Tensor& grad_output, const 
   check_shape(op, "grad_output", grad_output, output.sym_sizes(), "of output");
 }
 
-// The cell state comes in the input's dtype, or in float32 to spare half types its rounding at every step.
+// With half types the cell state may be float32, which avoids rounding it at every step.
 inline void check_cell_dtype(const char* op, const char* name, const at::Tensor& cell,
                              const at::Tensor& input) {
   const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
@@ -106,7 +103,8 @@ inline void check_cell_dtype(const char* op, const char* name, const at::Tensor&
 
 }  // namespace lltm_ext
 
-// The tutorials' names, for the raw bindings. `x` is also the argument's name in the message.
+// For the raw bindings, by the names the PyTorch tutorials use. `x` is also the argument's name in the
+// message.
 #define CHECK_CONTIGUOUS(op, x) ::lltm_ext::check_contiguous(op, #x, x)
 #define CHECK_INPUT(op, x)                 \
   do {                                     \
@@ -119,5 +117,4 @@ inline void check_cell_dtype(const char* op, const char* name, const at::Tensor&
     ::lltm_ext::check_same_device(op, #x, x, like);                \
     ::lltm_ext::check_same_dtype(op, #x, x, (like).scalar_type()); \
   } while (false)
-#define CHECK_SHAPE_OF(op, x, like) ::lltm_ext::check_shape(op, #x, x, (like).sym_sizes(), "of " #like)
 #define CHECK_SHAPE(op, x, meaning, ...) ::lltm_ext::check_shape(op, #x, x, {__VA_ARGS__}, meaning)

@@ -1,4 +1,4 @@
-// From tensors to typed pointers: picks the C++ type behind a dtype and the backend behind a device.
+// From tensors to typed pointers: selects the C++ type of a dtype and the backend of a device.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -15,8 +15,8 @@
 
 namespace lltm_ext {
 
-// Set while a kernel runs: the tensors' device is current, and the torch functions that it calls neither
-// record gradients nor autocast, whoever called it.
+// For the duration of an op's kernel: makes the tensor's device current, and disables autograd and autocast
+// for the torch functions that the kernel calls.
 struct KernelGuard {
   explicit KernelGuard(const at::Tensor& x) : device(x.device()) {}
   c10::DeviceGuard device;
@@ -40,59 +40,49 @@ T* mutable_pointer(const at::Tensor& x) {
 
 #ifdef LLTM_EXT_WITH_CUDA
 inline void check_launch(const char* kernel, cudaError_t error) {
-  if (error != cudaSuccess) cudaGetLastError();  // else the next launch of another would report it once more
+  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch would report it again
   TORCH_CHECK(error == cudaSuccess, "lltm_ext: launch of ", kernel, " failed: ", cudaGetErrorString(error),
               " (", cudaGetErrorName(error), ")");
 }
 #endif
 
-// Calls f(Type<T>{}, stream...) with the element type of `like`: on CUDA with the current stream, whose f
-// returns a cudaError_t; on the CPU without. The dtype has been checked before.
-template <bool kComplex = false, typename F>
-void launch(const char* kernel, const at::Tensor& like, F&& f) {
-  const at::ScalarType type = like.scalar_type();
-#ifdef LLTM_EXT_WITH_CUDA
-  if (like.is_cuda()) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-    switch (type) {
-      case at::kFloat:
-        return check_launch(kernel, f(Type<float>{}, stream));
-      case at::kDouble:
-        return check_launch(kernel, f(Type<double>{}, stream));
-      case at::kHalf:
-        return check_launch(kernel, f(Type<__half>{}, stream));
-      case at::kBFloat16:
-        return check_launch(kernel, f(Type<__nv_bfloat16>{}, stream));
-      case at::kComplexFloat:
-        if constexpr (kComplex) return check_launch(kernel, f(Type<Complex<float>>{}, stream));
-        [[fallthrough]];
-      case at::kComplexDouble:
-        if constexpr (kComplex) return check_launch(kernel, f(Type<Complex<double>>{}, stream));
-        [[fallthrough]];
-      default:
-        TORCH_INTERNAL_ASSERT(false, kernel, ": unchecked dtype ", type);
-    }
-  }
-#endif
-  TORCH_INTERNAL_ASSERT(like.is_cpu(), kernel, ": unchecked device ", like.device());
+// Calls f(Type<T>{}) with the C++ type of a dtype that has been checked before.
+template <typename Half, typename BFloat16, bool kComplex, typename F>
+void with_element_type(const char* kernel, at::ScalarType type, F&& f) {
   switch (type) {
     case at::kFloat:
       return f(Type<float>{});
     case at::kDouble:
       return f(Type<double>{});
     case at::kHalf:
-      return f(Type<at::Half>{});
+      return f(Type<Half>{});
     case at::kBFloat16:
-      return f(Type<at::BFloat16>{});
+      return f(Type<BFloat16>{});
     case at::kComplexFloat:
       if constexpr (kComplex) return f(Type<Complex<float>>{});
-      [[fallthrough]];
+      break;
     case at::kComplexDouble:
       if constexpr (kComplex) return f(Type<Complex<double>>{});
-      [[fallthrough]];
+      break;
     default:
-      TORCH_INTERNAL_ASSERT(false, kernel, ": unchecked dtype ", type);
+      break;
   }
+  TORCH_INTERNAL_ASSERT(false, kernel, ": unchecked dtype ", type);
+}
+
+// Calls f with the element type of `like`: on CUDA f(Type<T>{}, current stream), which returns a cudaError_t;
+// on the CPU f(Type<T>{}).
+template <bool kComplex = false, typename F>
+void launch(const char* kernel, const at::Tensor& like, F&& f) {
+#ifdef LLTM_EXT_WITH_CUDA
+  if (like.is_cuda()) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
+    return with_element_type<__half, __nv_bfloat16, kComplex>(
+        kernel, like.scalar_type(), [&](auto type) { check_launch(kernel, f(type, stream)); });
+  }
+#endif
+  TORCH_INTERNAL_ASSERT(like.is_cpu(), kernel, ": unchecked device ", like.device());
+  with_element_type<at::Half, at::BFloat16, kComplex>(kernel, like.scalar_type(), f);
 }
 
 }  // namespace lltm_ext

@@ -1,5 +1,5 @@
-// The CUDA elementwise engine: launches of elementwise_kernel.cuh's kernels. An op instantiates it for its
-// functors, LLTM_ELEMENTWISE(Functor, inputs), and its binding calls it through elementwise.h.
+// Launchers of the elementwise kernels in elementwise_kernel.cuh. An op instantiates them for each of its
+// functors, LLTM_ELEMENTWISE(Functor, number of inputs), and its binding calls them through elementwise.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,17 +31,17 @@ cudaError_t launch_strided(const F& f, Pointers<const T, K> in, Pointers<T, 1> o
                                                                                           n);
     return cudaGetLastError();
   }
-  // The kernel divides in 32 bits, so that a larger call goes in halves of its largest dimension.
+  // The kernel divides in 32 bits, so larger calls are split in two along their largest dimension.
   const int d =
       static_cast<int>(std::max_element(strides.sizes, strides.sizes + strides.dims) - strides.sizes);
-  const int64_t size = strides.sizes[d], others = n / size;
-  Strides<K + 1> part = strides;
-  for (const int64_t of_part : {size / 2, size - size / 2}) {
-    part.sizes[d] = of_part;
-    const cudaError_t error = launch_strided(f, in, out, part, others * of_part, stream);
+  const int64_t size = strides.sizes[d];
+  Strides<K + 1> half = strides;
+  for (const int64_t half_size : {size / 2, size - size / 2}) {
+    half.sizes[d] = half_size;
+    const cudaError_t error = launch_strided(f, in, out, half, n / size * half_size, stream);
     if (error != cudaSuccess) return error;
-    out.at[0] += of_part * strides.of[0][d];
-    for (int k = 0; k < K; ++k) in.at[k] += of_part * strides.of[k + 1][d];
+    out.data[0] += half_size * strides.of[0][d];
+    for (int k = 0; k < K; ++k) in.data[k] += half_size * strides.of[k + 1][d];
   }
   return cudaSuccess;
 }
@@ -49,12 +49,12 @@ cudaError_t launch_strided(const F& f, Pointers<const T, K> in, Pointers<T, 1> o
 template <template <typename> class F, typename T, int K>
 cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call, cudaStream_t stream) {
   Pointers<const T, K> in;
-  for (int k = 0; k < K; ++k) in.at[k] = static_cast<const T*>(call.inputs[k]);
+  for (int k = 0; k < K; ++k) in.data[k] = static_cast<const T*>(call.inputs[k]);
   const Pointers<T, 1> out = {{static_cast<T*>(call.outputs[0])}};
   if (call.strides) return launch_strided(f, in, out, *call.strides, call.n, stream);
   constexpr int V = kVecWidth<T>;
-  const void* pointers[K + 1] = {out.at[0]};
-  for (int k = 0; k < K; ++k) pointers[k + 1] = in.at[k];
+  const void* pointers[K + 1] = {out.data[0]};
+  for (int k = 0; k < K; ++k) pointers[k + 1] = in.data[k];
   if (const int head = elementwise_head(pointers, K + 1, sizeof(T)); head < V) {
     elementwise_flat_kernel<V><<<elementwise_blocks(ceil_div(call.n, V)), kElementwiseThreads, 0, stream>>>(
         f, in, out, head, call.n);

@@ -1,4 +1,4 @@
-// An elementwise call as the engines see it: pointers and sizes, no tensors.
+// The arguments of an elementwise kernel: pointers and sizes, no tensors.
 #pragma once
 
 #include "common/portable.h"
@@ -6,16 +6,16 @@
 
 namespace lltm_ext {
 
-// Small blocks spread a short call over more multiprocessors. One vector an input and thread is enough on
-// its way: an H200 copies no faster with more.
+// Small blocks spread short tensors over more multiprocessors. Each thread loads one vector per input: on an
+// H200, more vectors per thread do not copy faster.
 constexpr int kElementwiseThreads = 128;
 
 LLTM_HOST_DEVICE unsigned elementwise_blocks(int64_t threads) {
   return static_cast<unsigned>((threads + kElementwiseThreads - 1) / kElementwiseThreads);
 }
 
-// The first element from which `count` tensors are all aligned to 16-byte vectors: the length of a vector if
-// there is none.
+// The first element at which all tensors are aligned to 16-byte vectors, or the vector's length if there is
+// none.
 LLTM_HOST_DEVICE int elementwise_head(const void* const* pointers, int count, int element_size) {
   const int vector = 16 / element_size;
   for (int head = 0; head < vector; ++head) {
@@ -30,7 +30,7 @@ LLTM_HOST_DEVICE int elementwise_head(const void* const* pointers, int count, in
 
 constexpr int kMaxDims = 16;
 
-// Where N operands, outputs first, have their elements: strides in elements, the fastest dimension first.
+// The strides of N operands, outputs first, in elements. The fastest dimension comes first.
 template <int N>
 struct Strides {
   int dims;
@@ -38,7 +38,7 @@ struct Strides {
   int64_t of[N][kMaxDims];
 };
 
-// n elements of K inputs and M outputs. Without `strides` all of them lie side by side, in the same order.
+// n elements of K inputs and M outputs. Without `strides`, all operands are dense in the same memory order.
 template <int K, int M>
 struct ElementwiseCall {
   int64_t n;

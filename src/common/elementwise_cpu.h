@@ -1,4 +1,4 @@
-// The CPU elementwise engine: the same functors as elementwise.cuh, over torch's thread pool.
+// Elementwise ops on the CPU: the functors of elementwise.cuh on torch's thread pool.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,7 +12,7 @@
 
 namespace lltm_ext {
 
-// Below this many elements a second thread costs more than it saves.
+// With fewer elements, a second thread costs more time than it saves.
 constexpr int64_t kElementwiseGrain = 32768;
 
 template <class F, typename T, size_t... k>
@@ -21,14 +21,14 @@ void run_strided(const F& f, const ElementwiseCall<sizeof...(k), 1>& call, int64
   constexpr int N = sizeof...(k) + 1;
   const Strides<N>& strides = *call.strides;
   for (int64_t i = begin; i < end; ++i) {
-    int64_t at[N] = {}, rest = i;
+    int64_t offsets[N] = {}, rest = i;
     for (int d = 0; d < strides.dims; ++d) {
       const int64_t coordinate = rest % strides.sizes[d];
       rest /= strides.sizes[d];
-      for (int p = 0; p < N; ++p) at[p] += coordinate * strides.of[p][d];
+      for (int p = 0; p < N; ++p) offsets[p] += coordinate * strides.of[p][d];
     }
-    static_cast<T*>(call.outputs[0])[at[0]] =
-        narrow<T>(f(widen(static_cast<const T*>(call.inputs[k])[at[k + 1]])...));
+    static_cast<T*>(call.outputs[0])[offsets[0]] =
+        narrow<T>(f(widen(static_cast<const T*>(call.inputs[k])[offsets[k + 1]])...));
   }
 }
 

@@ -1,7 +1,6 @@
-// The elementwise kernels: outputs[i] = f(inputs[i]...). An op is a functor on the accumulate type; loads,
-// rounding, vectors and strides are handled here. Compiled ahead of time (elementwise.cuh) and at run time,
-// around a user's formula (src/elementwise): so it includes no header of the host. A C++ compiler sees none
-// of it.
+// The elementwise kernels: outputs[i] = f(inputs[i]...), where f is a functor on the accumulate type.
+// nvcc compiles them for the package's ops (elementwise.cuh), and NVRTC for users' formulas
+// (src/elementwise), so this file must not include host headers.
 #pragma once
 
 #include "common/elementwise_call.h"
@@ -14,10 +13,10 @@ namespace lltm_ext {
 
 template <typename T, int N>
 struct Pointers {
-  T* at[N];
+  T* data[N];
 };
 
-// What a functor of several outputs returns.
+// The result of a functor with several outputs.
 template <typename A, int M>
 struct Values {
   A data[M];
@@ -45,7 +44,7 @@ __device__ __forceinline__ auto apply(const F& f, const Vec<In, V> (&x)[K], int 
   return as_values(f(widen(x[k].data[j])...));
 }
 
-// As one access, in PTX: the compiler makes of an assignment a store of each element.
+// Inline PTX, because the compiler turns an assignment into one store per element.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* pointer, const Vec<T, N>& x) {
   if constexpr (N > 1 && sizeof(x) == 16) {
@@ -58,14 +57,15 @@ __device__ __forceinline__ void store(T* pointer, const Vec<T, N>& x) {
   }
 }
 
-// V elements, from in_at[k] of each input to out_at[m] of each output. All loads come before all stores.
+// Computes V elements, which begin at in_offsets[k] in input k and at out_offsets[m] in output m. All loads
+// are issued before the first store.
 template <int V, class F, typename In, typename Out, int K, int M>
-__device__ __forceinline__ void run_at(const F& f, const Pointers<const In, K>& in,
-                                       const Pointers<Out, M>& out, const int64_t (&in_at)[K],
-                                       const int64_t (&out_at)[M]) {
+__device__ __forceinline__ void compute(const F& f, const Pointers<const In, K>& in,
+                                        const Pointers<Out, M>& out, const int64_t (&in_offsets)[K],
+                                        const int64_t (&out_offsets)[M]) {
   Vec<In, V> x[K];
 #pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = *reinterpret_cast<const Vec<In, V>*>(in.at[k] + in_at[k]);
+  for (int k = 0; k < K; ++k) x[k] = *reinterpret_cast<const Vec<In, V>*>(in.data[k] + in_offsets[k]);
   Vec<Out, V> y[M];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -74,36 +74,36 @@ __device__ __forceinline__ void run_at(const F& f, const Pointers<const In, K>& 
     for (int m = 0; m < M; ++m) y[m].data[j] = narrow<Out>(values.data[m]);
   }
 #pragma unroll
-  for (int m = 0; m < M; ++m) store(out.at[m] + out_at[m], y[m]);
+  for (int m = 0; m < M; ++m) store(out.data[m] + out_offsets[m], y[m]);
 }
 
 template <int V, class F, typename In, typename Out, int K, int M>
-__device__ __forceinline__ void run_flat_at(const F& f, const Pointers<const In, K>& in,
-                                            const Pointers<Out, M>& out, int64_t i) {
-  int64_t in_at[K], out_at[M];
+__device__ __forceinline__ void compute_flat(const F& f, const Pointers<const In, K>& in,
+                                             const Pointers<Out, M>& out, int64_t i) {
+  int64_t in_offsets[K], out_offsets[M];
 #pragma unroll
-  for (int k = 0; k < K; ++k) in_at[k] = i;
+  for (int k = 0; k < K; ++k) in_offsets[k] = i;
 #pragma unroll
-  for (int m = 0; m < M; ++m) out_at[m] = i;
-  run_at<V>(f, in, out, in_at, out_at);
+  for (int m = 0; m < M; ++m) out_offsets[m] = i;
+  compute<V>(f, in, out, in_offsets, out_offsets);
 }
 
-// n elements in memory order. Vectors of V begin at `head`, where all pointers are aligned; what lies before
-// and behind them goes element by element.
+// n elements in memory order. Vectors of V elements begin at `head`, where all pointers are aligned. The
+// elements before the first and after the last vector are computed one by one.
 template <int V, class F, typename In, typename Out, int K, int M>
 __device__ __forceinline__ void elementwise_flat(const F& f, const Pointers<const In, K>& in,
                                                  const Pointers<Out, M>& out, int head, int64_t n) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
   const int64_t i = head + thread * V;
   if (i + V <= n) {
-    run_flat_at<V>(f, in, out, i);
+    compute_flat<V>(f, in, out, i);
   } else {
-    for (int64_t j = i; j < n; ++j) run_flat_at<1>(f, in, out, j);
+    for (int64_t j = i; j < n; ++j) compute_flat<1>(f, in, out, j);
   }
-  if (V > 1 && thread < head && thread < n) run_flat_at<1>(f, in, out, thread);
+  if (V > 1 && thread < head && thread < n) compute_flat<1>(f, in, out, thread);
 }
 
-// One element a thread, wherever its operands have it. Index holds n.
+// One element per thread, at any strides. Index is an unsigned type that can hold n.
 template <typename Index, class F, typename In, typename Out, int K, int M>
 __device__ __forceinline__ void elementwise_strided(const F& f, const Pointers<const In, K>& in,
                                                     const Pointers<Out, M>& out,
@@ -111,17 +111,17 @@ __device__ __forceinline__ void elementwise_strided(const F& f, const Pointers<c
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
   if (i >= n) return;
   Index rest = static_cast<Index>(i);
-  int64_t in_at[K] = {}, out_at[M] = {};
+  int64_t in_offsets[K] = {}, out_offsets[M] = {};
   for (int d = 0; d < strides.dims; ++d) {
     const Index size = static_cast<Index>(strides.sizes[d]), quotient = rest / size;
     const int64_t coordinate = rest - quotient * size;
     rest = quotient;
 #pragma unroll
-    for (int m = 0; m < M; ++m) out_at[m] += coordinate * strides.of[m][d];
+    for (int m = 0; m < M; ++m) out_offsets[m] += coordinate * strides.of[m][d];
 #pragma unroll
-    for (int k = 0; k < K; ++k) in_at[k] += coordinate * strides.of[M + k][d];
+    for (int k = 0; k < K; ++k) in_offsets[k] += coordinate * strides.of[M + k][d];
   }
-  run_at<1>(f, in, out, in_at, out_at);
+  compute<1>(f, in, out, in_offsets, out_offsets);
 }
 
 }  // namespace lltm_ext

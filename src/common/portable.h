@@ -1,5 +1,5 @@
-// What a header of kernels may count on wherever it is compiled: for the host, by nvcc, or at run time by
-// NVRTC, which has no host headers.
+// Integer types and function qualifiers for headers that a host compiler, nvcc and NVRTC compile. NVRTC has
+// no host headers.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -18,8 +18,8 @@ using uintptr_t = unsigned long long;
 #define LLTM_HOST_DEVICE inline
 #endif
 
-// Whether code is compiled for Hopper, which gets forms of some kernels that other chips do without: each
-// took up to a megabyte for all of them, and Hopper is where it was measured what they gain.
+// Some kernels have variants that are compiled only for Hopper, where their gain was measured. For all
+// architectures each would add up to a megabyte of code.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr bool kForHopper = true;
 #else

@@ -1,6 +1,5 @@
-// What a binding needs to be a Python module too. TORCH_EXTENSION_NAME is the module's name, which torch's
-// build of Python extensions defines. In the library for C++ programs (CMakeLists.txt) it is not defined, and
-// an op has its dispatcher ops alone: nothing of Python is included or linked there.
+// Headers for a binding's Python module. torch's extension build defines TORCH_EXTENSION_NAME; the library
+// for C++ programs (CMakeLists.txt) does not, and so neither includes nor links Python.
 #pragma once
 
 #ifdef TORCH_EXTENSION_NAME

@@ -1,7 +1,7 @@
-// The element types of the ops: what each computes in, and how it converts. No torch, no kernels.
+// The element types of the ops: their accumulate types and conversions. No torch, no kernels.
 //
-// A half type only stores: values are widened to float32 on load and rounded once on store. The
-// conversions are named functions because torch's build flags switch CUDA's implicit ones off.
+// Half types are storage types: values are widened to float32 on load and rounded once on store. The
+// conversions are named functions because torch's build flags disable CUDA's implicit ones.
 #pragma once
 
 #include "common/portable.h"
@@ -13,13 +13,13 @@
 
 namespace lltm_ext {
 
-// Laid out as torch's complex numbers.
+// Has the memory layout of torch's complex numbers.
 template <typename T>
 struct Complex {
   T real, imaginary;
 };
 
-// The type that arithmetic on T runs in.
+// acc_t<T>: the type in which arithmetic on T is computed.
 template <typename T>
 struct accumulate {
   using type = float;
@@ -46,7 +46,7 @@ LLTM_HOST_DEVICE T narrow(acc_t<T> x) {
 }
 
 #ifdef __CUDACC_RTC__
-// NVRTC has no header of CUDA's either, so the half types are bits here and PTX converts them.
+// NVRTC has no CUDA headers either, so the half types hold raw bits and PTX converts them.
 struct __half {
   unsigned short bits;
 };

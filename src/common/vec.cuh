@@ -1,4 +1,4 @@
-// N elements moved as one aligned access: 16 bytes is the widest load and store a thread has.
+// N elements that are loaded or stored in one aligned access, of at most 16 bytes.
 #pragma once
 
 #include "common/portable.h"

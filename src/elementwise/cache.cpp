@@ -1,5 +1,5 @@
-// An entry is the checksum of what follows, the key's length in 16 digits, the key, the binary. Files are
-// opened through the folder's descriptor: the folder that was checked is the one that is used.
+// An entry is the checksum of what follows it, the key's length in 16 digits, the key and the binary. Files
+// are opened relative to the folder's descriptor, so the folder that was checked is the one that is used.
 #include "elementwise/cache.h"
 
 #include <c10/util/Exception.h>
@@ -19,37 +19,34 @@ namespace {
 
 std::string checksum(const std::string& text) { return c10::sha1(text).str(); }
 
-std::string error() { return std::strerror(errno); }
-
 std::string folder_path() {
-  const auto variable = [](const char* name) {
-    const char* const value = std::getenv(name);
-    return std::string(value ? value : "");
-  };
-  if (const std::string path = variable("LLTM_EXT_CACHE"); !path.empty()) return path;
-  if (const std::string path = variable("XDG_CACHE_HOME"); !path.empty()) return path + "/lltm_ext";
-  if (const std::string path = variable("HOME"); !path.empty()) return path + "/.cache/lltm_ext";
+  const std::pair<const char*, const char*> candidates[] = {
+      {"LLTM_EXT_CACHE", ""}, {"XDG_CACHE_HOME", "/lltm_ext"}, {"HOME", "/.cache/lltm_ext"}};
+  for (const auto& [variable, suffix] : candidates) {
+    const char* const value = std::getenv(variable);
+    if (value && *value) return std::string(value) + suffix;
+  }
   return "";
 }
 
-// A descriptor of the folder, made if need be; -1 and why not.
+// Creates the folder if necessary, and returns its descriptor, or -1 and the reason.
 int open_folder(std::string& reason) {
   const std::string path = folder_path();
   if (path.empty()) {
-    reason = "no folder for it is known: LLTM_EXT_CACHE can name one";
+    reason = "no folder is known; set LLTM_EXT_CACHE to one";
     return -1;
   }
-  std::error_code ignored;  // what could not be made cannot be opened
+  std::error_code ignored;  // if creation fails, opening fails
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
   mkdir(path.c_str(), 0700);
   const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   struct stat status;
   if (folder < 0 || fstat(folder, &status) != 0) {
-    reason = path + ": " + error();
+    reason = path + ": " + std::strerror(errno);
   } else if (status.st_uid != geteuid()) {
     reason = path + " belongs to another user";
   } else if (status.st_mode & (S_IWGRP | S_IWOTH)) {
-    reason = path + " can be written by other users (chmod 700 mends it)";
+    reason = path + " can be written by other users (chmod 700 fixes this)";
   } else {
     return folder;
   }
@@ -76,13 +73,13 @@ std::optional<std::string> read_file(int folder, const std::string& name) {
 bool write_file(int folder, const std::string& name, const std::string& text) {
   const int file = openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0) return false;
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t size = ::write(file, text.data() + done, text.size() - done);
+  size_t written = 0;
+  while (written < text.size()) {
+    const ssize_t size = ::write(file, text.data() + written, text.size() - written);
     if (size < 0) break;
-    done += size;
+    written += size;
   }
-  return close(file) == 0 && done == text.size();
+  return close(file) == 0 && written == text.size();
 }
 
 }  // namespace
@@ -91,8 +88,7 @@ Cache::Cache(std::string key) : key_(std::move(key)), name_(checksum(key_)) {
   std::string reason;
   folder_ = open_folder(reason);
   if (folder_ < 0) {
-    TORCH_WARN_ONCE("lltm_ext: ops made at run time are compiled anew by each process, not kept on disk: ",
-                    reason);
+    TORCH_WARN_ONCE("lltm_ext: ops made at run time are compiled by every process and not cached: ", reason);
   }
 }
 
@@ -109,11 +105,11 @@ std::string Cache::content(const std::string& binary) const {
 
 std::optional<std::string> Cache::read() const {
   if (folder_ < 0) return std::nullopt;
-  const std::optional<std::string> found = read_file(folder_, name_);
-  const size_t before = content("").size();
-  if (!found || found->size() <= before) return std::nullopt;
-  std::string binary = found->substr(before);
-  if (content(binary) != *found) return std::nullopt;
+  const std::optional<std::string> file = read_file(folder_, name_);
+  const size_t header = content("").size();
+  if (!file || file->size() <= header) return std::nullopt;
+  std::string binary = file->substr(header);
+  if (content(binary) != *file) return std::nullopt;
   return binary;
 }
 
@@ -126,7 +122,8 @@ void Cache::write(const std::string& binary) const {
       renameat(folder_, temporary.c_str(), folder_, name_.c_str()) == 0) {
     return;
   }
-  TORCH_WARN_ONCE("lltm_ext: an op made at run time could not be kept in ", folder_path(), ": ", error());
+  TORCH_WARN_ONCE("lltm_ext: cannot write a compiled op to the cache ", folder_path(), ": ",
+                  std::strerror(errno));
   unlinkat(folder_, temporary.c_str(), 0);
 }
 

@@ -1,4 +1,4 @@
-// Binaries on disk, so that a formula is compiled once and not by every process.
+// A cache of binaries on disk, so that a formula is compiled once and not by every process.
 #pragma once
 
 #include <optional>
@@ -6,9 +6,9 @@
 
 namespace lltm_ext {
 
-// The entry of a key: a file in $LLTM_EXT_CACHE, else $XDG_CACHE_HOME/lltm_ext, else ~/.cache/lltm_ext. What
-// it holds runs on the GPU, so a folder that another user could write is not used, and a file counts only if
-// it is whole and of this very key. Where there is no such folder, nothing is kept, and one warning says why.
+// The cache entry of a key: a file in $LLTM_EXT_CACHE, $XDG_CACHE_HOME/lltm_ext or ~/.cache/lltm_ext. Its
+// content runs on the GPU, so a folder that other users can write to is not used, and an entry is valid only
+// if its checksum and key match. Without a usable folder, nothing is cached and one warning gives the reason.
 class Cache {
  public:
   explicit Cache(std::string key);
@@ -17,7 +17,7 @@ class Cache {
   Cache& operator=(const Cache&) = delete;
 
   std::optional<std::string> read() const;
-  // Other processes see all of the entry or nothing of it.
+  // Atomic: other processes see the whole entry or none.
   void write(const std::string& binary) const;
 
  private:

@@ -1,4 +1,3 @@
-// NVRTC, the compiler of CUDA C++ that every CUDA build of torch brings along.
 #include "elementwise/compiler.h"
 
 #include <c10/util/Exception.h>
@@ -15,11 +14,11 @@
 
 #include <vector>
 
-// Included for the compiler's list of what this file depends on: the texts below are theirs.
+// For the compiler's dependency list only: the headers embedded below.
 #include "common/elementwise_kernel.cuh"
 
-// The headers that the kernels include, as they are in src/: NVRTC gets them by name, so that an installed
-// package needs no file of them. setup.py tells the assembler where they are.
+// Embeds the headers that the kernels include, so that an installed package needs no header files. The build
+// passes the assembler's include path.
 #define LLTM_EMBED(symbol, file)                            \
   asm(".pushsection .rodata\n" #symbol ":\n.incbin \"" file \
       "\"\n"                                                \
@@ -31,8 +30,14 @@ LLTM_EMBED(lltm_ext_vec_cuh, "common/vec.cuh");
 LLTM_EMBED(lltm_ext_elementwise_call_h, "common/elementwise_call.h");
 LLTM_EMBED(lltm_ext_elementwise_kernel_cuh, "common/elementwise_kernel.cuh");
 
+#endif
+
 namespace lltm_ext {
 namespace {
+
+std::atomic<int64_t> compilation_count = 0;
+
+#ifdef LLTM_EXT_WITH_CUDA
 
 constexpr const char* kHeaderNames[] = {"common/portable.h", "common/types.h", "common/vec.cuh",
                                         "common/elementwise_call.h", "common/elementwise_kernel.cuh"};
@@ -40,13 +45,22 @@ const char* const kHeaders[] = {lltm_ext_portable_h, lltm_ext_types_h, lltm_ext_
                                 lltm_ext_elementwise_call_h, lltm_ext_elementwise_kernel_cuh};
 constexpr int kHeaderCount = 5;
 
-// 117 and 940: a body that returns nothing, or ends without a return, is a mistake and not a warning.
+// Errors 117 and 940: a function body that returns nothing or has no return statement.
 const std::vector<std::string> kOptions = {"--std=c++17", "--diag-error=117,940"};
 
-// The functions of NVRTC, by their C interface. torch has the same table, at::globalContext().getNVRTC(), but
-// torch 2.11 ships its header no more; and its library of stubs needs the driver, where this one compiles
-// on a machine without a GPU.
+struct Symbol {
+  void* address;
+  template <typename F>
+  operator F*() const {
+    return reinterpret_cast<F*>(address);
+  }
+};
+
+// NVRTC's functions. torch has such a table too, at::globalContext().getNVRTC(), but torch 2.11 does not ship
+// its header, and its stub library needs the driver, which a machine without a GPU does not have.
 class Nvrtc {
+  void* const library_ = open();
+
  public:
   static const Nvrtc& get() {
     static const Nvrtc nvrtc;
@@ -54,60 +68,47 @@ class Nvrtc {
   }
 
   using Handle = void*;
-  int (*version)(int*, int*);
-  const char* (*error_string)(int);
-  int (*create)(Handle*, const char*, const char*, int, const char* const*, const char* const*);
-  int (*destroy)(Handle*);
-  int (*compile)(Handle, int, const char* const*);
-  int (*log_size)(Handle, size_t*);
-  int (*log)(Handle, char*);
-  int (*cubin_size)(Handle, size_t*);
-  int (*cubin)(Handle, char*);
+  int (*const version)(int*, int*) = symbol("nvrtcVersion");
+  const char* (*const error_string)(int) = symbol("nvrtcGetErrorString");
+  int (*const create)(Handle*, const char*, const char*, int, const char* const*,
+                      const char* const*) = symbol("nvrtcCreateProgram");
+  int (*const destroy)(Handle*) = symbol("nvrtcDestroyProgram");
+  int (*const compile)(Handle, int, const char* const*) = symbol("nvrtcCompileProgram");
+  int (*const log_size)(Handle, size_t*) = symbol("nvrtcGetProgramLogSize");
+  int (*const log)(Handle, char*) = symbol("nvrtcGetProgramLog");
+  int (*const cubin_size)(Handle, size_t*) = symbol("nvrtcGetCUBINSize");
+  int (*const cubin)(Handle, char*) = symbol("nvrtcGetCUBIN");
 
-  void check(const char* what, int error) const {
-    TORCH_CHECK(error == 0, "lltm_ext: NVRTC cannot ", what, ": ", error_string(error));
+  void check(const char* action, int error) const {
+    TORCH_CHECK(error == 0, "lltm_ext: NVRTC cannot ", action, ": ", error_string(error));
   }
 
  private:
-  Nvrtc() {
-    void* const library = open();
-    take(library, "nvrtcVersion", version);
-    take(library, "nvrtcGetErrorString", error_string);
-    take(library, "nvrtcCreateProgram", create);
-    take(library, "nvrtcDestroyProgram", destroy);
-    take(library, "nvrtcCompileProgram", compile);
-    take(library, "nvrtcGetProgramLogSize", log_size);
-    take(library, "nvrtcGetProgramLog", log);
-    take(library, "nvrtcGetCUBINSize", cubin_size);
-    take(library, "nvrtcGetCUBIN", cubin);
-  }
-
-  // torch's own, which a library of torch has mostly loaded by now; else through the library of torch that
-  // depends on it and knows where it lies.
+  // torch has usually loaded its NVRTC. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
   static void* open() {
     const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
-    if (void* const found = dlopen(name.c_str(), RTLD_NOW)) return found;
+    if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
     const std::string error = dlerror();
     Dl_info torch;
     if (dladdr(reinterpret_cast<void*>(&at::globalContext), &torch)) {
       const std::string file = torch.dli_fname;
       const std::string stubs = file.substr(0, file.rfind('/') + 1) + "libcaffe2_nvrtc.so";
-      if (void* const found = dlopen(stubs.c_str(), RTLD_NOW)) return found;
+      if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
     }
-    TORCH_CHECK(false, "lltm_ext: to compile an op at run time takes NVRTC, which belongs to torch: ", error);
+    TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
   }
 
-  template <typename F>
-  static void take(void* library, const char* name, F& function) {
-    function = reinterpret_cast<F>(dlsym(library, name));
-    TORCH_CHECK(function, "lltm_ext: NVRTC has no ", name);
+  Symbol symbol(const char* name) const {
+    void* const address = dlsym(library_, name);
+    TORCH_CHECK(address, "lltm_ext: NVRTC has no ", name);
+    return {address};
   }
 };
 
 class Compilation {
  public:
   explicit Compilation(const std::string& source) {
-    nvrtc_.check("take the source",
+    nvrtc_.check("read the source",
                  nvrtc_.create(&program_, source.c_str(), "lltm_ext", kHeaderCount, kHeaders, kHeaderNames));
   }
   ~Compilation() { nvrtc_.destroy(&program_); }
@@ -119,16 +120,16 @@ class Compilation {
     for (const std::string& option : options) pointers.push_back(option.c_str());
     return nvrtc_.compile(program_, static_cast<int>(pointers.size()), pointers.data()) == 0;
   }
-  std::string log() const { return text("give its log", nvrtc_.log_size, nvrtc_.log); }
-  std::string cubin() const { return text("give the binary", nvrtc_.cubin_size, nvrtc_.cubin); }
+  std::string log() const { return text("return its log", nvrtc_.log_size, nvrtc_.log); }
+  std::string cubin() const { return text("return the binary", nvrtc_.cubin_size, nvrtc_.cubin); }
 
  private:
-  std::string text(const char* what, int (*size_of)(Nvrtc::Handle, size_t*),
+  std::string text(const char* action, int (*size_of)(Nvrtc::Handle, size_t*),
                    int (*read)(Nvrtc::Handle, char*)) const {
     size_t size = 0;
-    nvrtc_.check(what, size_of(program_, &size));
+    nvrtc_.check(action, size_of(program_, &size));
     std::string result(size, '\0');
-    nvrtc_.check(what, read(program_, result.data()));
+    nvrtc_.check(action, read(program_, result.data()));
     return result;
   }
 
@@ -136,47 +137,41 @@ class Compilation {
   Nvrtc::Handle program_ = nullptr;
 };
 
-std::atomic<int64_t> compiled = 0;
-
-// All that a binary follows from.
-std::string key(const std::string& source, const std::vector<std::string>& options) {
+// Everything that the binary depends on.
+std::string cache_key(const std::string& source, const std::vector<std::string>& options) {
   int major = 0, minor = 0;
-  Nvrtc::get().check("name its version", Nvrtc::get().version(&major, &minor));
-  std::string text = "NVRTC " + std::to_string(major) + "." + std::to_string(minor);
-  for (const std::string& option : options) text += " " + option;
-  for (int i = 0; i < kHeaderCount; ++i) text += std::string("\n// ") + kHeaderNames[i] + "\n" + kHeaders[i];
-  return text + "\n" + source;
+  Nvrtc::get().check("return its version", Nvrtc::get().version(&major, &minor));
+  std::string key = "NVRTC " + std::to_string(major) + "." + std::to_string(minor);
+  for (const std::string& option : options) key += " " + option;
+  for (int i = 0; i < kHeaderCount; ++i) key += std::string("\n// ") + kHeaderNames[i] + "\n" + kHeaders[i];
+  return key + "\n" + source;
 }
+
+#endif
 
 }  // namespace
 
-std::string compile(const std::string& what, const std::string& source, const std::string& architecture) {
+int64_t compilations() { return compilation_count; }
+
+#ifdef LLTM_EXT_WITH_CUDA
+
+std::string compile(const std::string& description, const std::string& source,
+                    const std::string& architecture) {
   std::vector<std::string> options = kOptions;
   options.push_back("--gpu-architecture=" + architecture);
-  const Cache cache(key(source, options));
-  if (std::optional<std::string> found = cache.read()) return *std::move(found);
-  ++compiled;
+  const Cache cache(cache_key(source, options));
+  if (std::optional<std::string> cubin = cache.read()) return *std::move(cubin);
+  ++compilation_count;
   Compilation compilation(source);
-  TORCH_CHECK(compilation.run(options), what, " does not compile:\n", compilation.log().c_str());
+  TORCH_CHECK(compilation.run(options), description, " does not compile:\n", compilation.log().c_str());
   std::string cubin = compilation.cubin();
   cache.write(cubin);
   return cubin;
 }
-
-int64_t compilations() { return compiled; }
-
-}  // namespace lltm_ext
-
 #else
-
-namespace lltm_ext {
-
-std::string compile(const std::string& what, const std::string&, const std::string&) {
-  TORCH_CHECK(false, what, " cannot be compiled: this lltm_ext was built for the CPU alone");
+std::string compile(const std::string& description, const std::string&, const std::string&) {
+  TORCH_CHECK(false, description, " cannot be compiled: this lltm_ext was built without CUDA");
 }
-
-int64_t compilations() { return 0; }
+#endif
 
 }  // namespace lltm_ext
-
-#endif

@@ -1,4 +1,4 @@
-// CUDA C++ to machine code at run time, by NVRTC. Needs no GPU.
+// Compilation of CUDA C++ at run time with NVRTC. Needs no GPU.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 namespace lltm_ext {
 
-// The cubin of `source` for an architecture such as "sm_90": from the disk's cache if it is there, else
-// compiled, which takes a tenth of a second. A mistake in the source raises what NVRTC says of it, after
-// `what`.
-std::string compile(const std::string& what, const std::string& source, const std::string& architecture);
+// The cubin of `source` for an architecture such as "sm_90", from the disk cache or compiled in about 0.1 s.
+// Errors begin with `description` and contain NVRTC's messages.
+std::string compile(const std::string& description, const std::string& source,
+                    const std::string& architecture);
 
-// How often this process compiled, which the cache is there to avoid.
+// The number of compilations in this process, which cache hits do not count.
 int64_t compilations();
 
 }  // namespace lltm_ext

@@ -1,6 +1,6 @@
-// Ops made at run time: tensors in, tensors out. Dispatcher ops lltm_ext::elementwise and
-// elementwise_backward, whose argument `program` says what they compute (program.h); raw bindings
-// lltm_ext._C.elementwise.call, source, compile and compilations.
+// Ops made at run time: the binding. Dispatcher ops lltm_ext::elementwise and elementwise_backward, whose
+// argument `program` defines the computation (program.h); raw bindings lltm_ext._C.elementwise.call, source,
+// compile and compilations.
 #include <ATen/ExpandUtils.h>
 #include <ATen/native/TypeProperties.h>
 #include <ATen/ops/empty.h>
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "common/call_op.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/library.h"
@@ -23,12 +24,13 @@ using Context = torch::autograd::AutogradContext;
 using Tensors = std::vector<at::Tensor>;
 using c10::string_view;
 
-// ---- What the ops share
+constexpr const char *kForward = "lltm_ext::elementwise", *kBackward = "lltm_ext::elementwise_backward";
 
-void check_operand(const std::string& op, const char* name, const at::Tensor& x, const at::Tensor& first) {
-  check_device(op.c_str(), name, x);
-  check_floating(op.c_str(), name, x);
-  check_same_device(op.c_str(), name, x, first);
+void check_operand(const std::string& op, const std::string& name, const at::Tensor& x,
+                   const at::Tensor& first) {
+  check_device(op.c_str(), name.c_str(), x);
+  check_floating(op.c_str(), name.c_str(), x);
+  check_same_device(op.c_str(), name.c_str(), x, first);
 }
 
 void check_scalars(const Program& program, at::ArrayRef<double> scalars) {
@@ -41,25 +43,10 @@ void check_count(const Program& program, at::TensorList inputs) {
                     program.tensors.size(), " tensors, got ", inputs.size());
 }
 
-void check_inputs(const Program& program, at::TensorList inputs, at::ArrayRef<double> scalars) {
-  check_count(program, inputs);
-  for (size_t k = 0; k < inputs.size(); ++k) {
-    check_operand(program.name, program.tensors[k].c_str(), inputs[k], inputs[0]);
-  }
-  check_scalars(program, scalars);
-}
-
 void convert(Tensors& operands, at::ScalarType type) {
   for (at::Tensor& x : operands) {
     if (x.scalar_type() != type) x = x.to(type);
   }
-}
-
-// In the dtype that torch's arithmetic would give them.
-Tensors promoted(at::TensorList inputs) {
-  Tensors operands = inputs.vec();
-  if (operands.size() > 1) convert(operands, at::native::result_type(inputs));
-  return operands;
 }
 
 c10::SymDimVector broadcast_sizes(const Program& program, const Tensors& operands) {
@@ -77,8 +64,8 @@ c10::SymDimVector broadcast_sizes(const Program& program, const Tensors& operand
   return sizes;
 }
 
-// A tensor for the result: it lies like the first operand of its sizes that has no gaps and no broadcast
-// dimensions, else in the order of the first of its sizes. The same rule for real and for fake tensors.
+// Takes the strides of the first dense operand of the result's sizes, or else the dimension order of the
+// first operand of these sizes. Real and fake tensors follow the same rule.
 at::Tensor empty_result(const Program& program, const Tensors& operands) {
   const c10::SymDimVector sizes = broadcast_sizes(program, operands);
   const at::Tensor* like = nullptr;
@@ -90,7 +77,7 @@ at::Tensor empty_result(const Program& program, const Tensors& operands) {
   return like ? at::empty_like(*like) : at::empty_symint(sizes, operands[0].options());
 }
 
-void run(const Program& program, Wanted wanted, const Tensors& outputs, const Tensors& operands,
+void run(const Program& program, GradMask mask, const Tensors& outputs, const Tensors& operands,
          at::ArrayRef<double> scalars) {
   const at::Tensor& like = outputs[0];
   TORCH_CHECK(!like.is_cpu(), program.name,
@@ -98,138 +85,125 @@ void run(const Program& program, Wanted wanted, const Tensors& outputs, const Te
               "CPU tensors)");
   if (like.is_meta() || like.numel() == 0) return;
 #ifdef LLTM_EXT_WITH_CUDA
-  launch_program(program, wanted, outputs, operands, scalars);
+  launch_program(program, mask, outputs, operands, scalars);
 #endif
 }
 
 // ---- The ops
 
 at::Tensor elementwise(at::TensorList inputs, at::ArrayRef<double> scalars, string_view text) {
-  const Program& program = program_of(text);
-  check_inputs(program, inputs, scalars);
+  const Program& program = Program::get(text);
+  check_count(program, inputs);
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    check_operand(program.name, program.tensors[k], inputs[k], inputs[0]);
+  }
+  check_scalars(program, scalars);
   const KernelGuard guard(inputs[0]);
-  const Tensors operands = promoted(inputs);
+  Tensors operands = inputs.vec();
+  if (operands.size() > 1) convert(operands, at::native::result_type(inputs));
   at::Tensor output = empty_result(program, operands);
   run(program, 0, {output}, operands, scalars);
   return output;
 }
 
-Wanted wanted_of(const Program& program, at::IntArrayRef places) {
-  Wanted wanted = 0;
-  for (const int64_t place : places) {
-    TORCH_CHECK_VALUE(place >= 0 && place < program.output() && program.gradients[place].defined,
-                      program.name, ": has no gradient with respect to tensor ", place);
-    TORCH_CHECK_VALUE(wanted >> place == 0, program.name, ": expected places in ascending order, got ",
-                      places);
-    wanted |= Wanted(1) << place;
+GradMask mask_of(const Program& program, at::IntArrayRef indices) {
+  GradMask mask = 0;
+  for (const int64_t i : indices) {
+    TORCH_CHECK_VALUE(i >= 0 && i < program.output() && program.gradients[i].defined, program.name,
+                      ": has no gradient with respect to tensor ", i);
+    TORCH_CHECK_VALUE(mask >> i == 0, program.name, ": expected indices in ascending order, got ", indices);
+    mask |= GradMask(1) << i;
   }
-  TORCH_CHECK_VALUE(wanted, program.name, ": expected the places of the wanted gradients, got none");
-  return wanted;
+  TORCH_CHECK_VALUE(mask, program.name, ": expected the indices of gradients, got none");
+  return mask;
 }
 
-// The gradients of the tensors at the places `wanted`, in their order, of the output's sizes: those of
-// broadcast tensors are still to be summed. `used` are the operands that they follow from: the tensors, then
-// the output, those of them that a wanted gradient uses.
+// The gradients of the tensors with the indices `wanted`, each of the output's sizes: the caller sums those
+// of broadcast tensors. `used` are the operands that these gradients use (Program::operands_of).
 Tensors elementwise_backward(const at::Tensor& grad_output, at::TensorList used, at::ArrayRef<double> scalars,
-                             string_view text, at::IntArrayRef places) {
-  const Program& program = program_of(text);
-  const Wanted wanted = wanted_of(program, places);
-  const std::vector<int> uses = program.uses(wanted);
+                             string_view text, at::IntArrayRef wanted) {
+  const Program& program = Program::get(text);
+  const GradMask mask = mask_of(program, wanted);
+  const std::vector<int> operand_indices = program.operands_of(mask);
   const std::string op = program.name + "_backward";
-  TORCH_CHECK_VALUE(used.size() == uses.size(), op, ": expected ", uses.size(), " operands, got ",
-                    used.size());
+  TORCH_CHECK_VALUE(used.size() == operand_indices.size(), op, ": expected ", operand_indices.size(),
+                    " operands, got ", used.size());
   check_operand(op, "grad_output", grad_output, grad_output);
   Tensors operands = {grad_output};
   for (size_t k = 0; k < used.size(); ++k) {
-    check_operand(op, program.operand(uses[k]).c_str(), used[k], grad_output);
+    check_operand(op, program.operand_name(operand_indices[k]), used[k], grad_output);
     operands.push_back(used[k]);
   }
   check_scalars(program, scalars);
   const KernelGuard guard(grad_output);
   convert(operands, grad_output.scalar_type());
   Tensors gradients = {empty_result(program, operands)};
-  while (gradients.size() < places.size()) gradients.push_back(at::empty_like(gradients[0]));
-  run(program, wanted, gradients, operands, scalars);
+  while (gradients.size() < wanted.size()) gradients.push_back(at::empty_like(gradients[0]));
+  run(program, mask, gradients, operands, scalars);
   return gradients;
-}
-
-at::Tensor call(at::TensorList inputs, at::ArrayRef<double> scalars, string_view text) {
-  static const auto op = find_op<decltype(elementwise)>("lltm_ext::elementwise");
-  return op.call(inputs, scalars, text);
-}
-
-Tensors call_backward(const at::Tensor& grad_output, at::TensorList used, at::ArrayRef<double> scalars,
-                      string_view text, at::IntArrayRef wanted) {
-  static const auto op = find_op<decltype(elementwise_backward)>("lltm_ext::elementwise_backward");
-  return op.call(grad_output, used, scalars, text, wanted);
 }
 
 // ---- Autograd
 
-std::vector<int64_t> places_of(Wanted wanted) {
-  std::vector<int64_t> places;
-  for (int i = 0; i < kMaxTensors; ++i) {
-    if (wanted >> i & 1) places.push_back(i);
-  }
-  return places;
+bool list_needs_grad(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
 }
 
 struct Node : torch::autograd::Function<Node> {
   static at::Tensor forward(Context* context, at::TensorList inputs, at::ArrayRef<double> scalars,
                             const Program& program) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Wanted wanted = 0;
-    for (int i = 0; i < program.output(); ++i) wanted |= Wanted(inputs[i].requires_grad()) << i;
-    const at::Tensor output = call(inputs, scalars, program.text);
+    GradMask mask = 0;
+    for (int i = 0; i < program.output(); ++i) mask |= GradMask(inputs[i].requires_grad()) << i;
+    const at::Tensor output =
+        call_below_autograd<elementwise>(kForward, inputs, scalars, string_view(program.text));
     Tensors used;
-    for (const int place : program.uses(wanted)) {
-      used.push_back(place == program.output() ? output : inputs[place]);
+    for (const int operand : program.operands_of(mask)) {
+      used.push_back(operand == program.output() ? output : inputs[operand]);
     }
     context->save_for_backward(std::move(used));
-    // Programs stay as long as the process does, and so may a node's pointer to one.
     context->saved_data["program"] = reinterpret_cast<int64_t>(&program);
-    context->saved_data["wanted"] = static_cast<int64_t>(wanted);
+    context->saved_data["mask"] = static_cast<int64_t>(mask);
     if (!scalars.empty()) context->saved_data["scalars"] = scalars.vec();
     return output;
   }
 
-  // Of what was wanted, that which this pass asks for. The engine sums the gradients of broadcast inputs, and
-  // rounds those of promoted ones.
+  // Computes those of the recorded gradients that this backward pass needs. The engine sums gradients of
+  // broadcast inputs and converts those of promoted ones.
   static Tensors backward(Context* context, const Tensors& grad_outputs) {
     const Program& program = *reinterpret_cast<const Program*>(context->saved_data["program"].toInt());
-    const Wanted recorded = static_cast<Wanted>(context->saved_data["wanted"].toInt());
-    Wanted wanted = 0;
+    const GradMask recorded = static_cast<GradMask>(context->saved_data["mask"].toInt());
+    GradMask mask = 0;
+    std::vector<int64_t> indices;
     for (int i = 0; i < program.output(); ++i) {
-      if (recorded >> i & 1) wanted |= Wanted(context->needs_input_grad(i)) << i;
+      if (!(recorded >> i & 1) || !context->needs_input_grad(i)) continue;
+      mask |= GradMask(1) << i;
+      indices.push_back(i);
     }
-    Tensors gradients(program.output() + 2);  // after the inputs', undefined ones of scalars and program
-    if (!wanted) return gradients;
+    Tensors gradients(program.output() + 2);  // those of scalars and program stay undefined
+    if (!mask) return gradients;
 
     Tensors used = context->get_saved_variables();
-    if (wanted != recorded) {
-      const std::vector<int> saved = program.uses(recorded), uses = program.uses(wanted);
-      Tensors fewer;
+    if (mask != recorded) {
+      const std::vector<int> saved = program.operands_of(recorded), needed = program.operands_of(mask);
+      Tensors subset;
       for (size_t k = 0; k < saved.size(); ++k) {
-        if (std::find(uses.begin(), uses.end(), saved[k]) != uses.end()) fewer.push_back(used[k]);
+        if (std::find(needed.begin(), needed.end(), saved[k]) != needed.end()) subset.push_back(used[k]);
       }
-      used = std::move(fewer);
+      used = std::move(subset);
     }
     std::vector<double> scalars;
     if (!program.scalars.empty()) scalars = context->saved_data["scalars"].toDoubleVector();
-    const std::vector<int64_t> places = places_of(wanted);
-    const Tensors found = call_backward(grad_outputs[0], used, scalars, program.text, places);
-    for (size_t k = 0; k < places.size(); ++k) gradients[places[k]] = found[k];
+    const Tensors computed = call_op<elementwise_backward>(
+        kBackward, grad_outputs[0], at::TensorList(used), at::ArrayRef<double>(scalars),
+        string_view(program.text), at::IntArrayRef(indices));
+    for (size_t k = 0; k < indices.size(); ++k) gradients[indices[k]] = computed[k];
     return gradients;
   }
 };
 
 at::Tensor elementwise_autograd(at::TensorList inputs, at::ArrayRef<double> scalars, string_view text) {
-  const auto recorded = [](const at::Tensor& x) { return needs_grad(x); };
-  if (std::none_of(inputs.begin(), inputs.end(), recorded)) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call(inputs, scalars, text);
-  }
-  const Program& program = program_of(text);
+  if (!list_needs_grad(inputs)) return call_below_autograd<elementwise>(kForward, inputs, scalars, text);
+  const Program& program = Program::get(text);
   check_count(program, inputs);
   for (int i = 0; i < program.output(); ++i) {
     TORCH_CHECK(!needs_grad(inputs[i]) || program.gradients[i].defined, program.name,
@@ -239,13 +213,12 @@ at::Tensor elementwise_autograd(at::TensorList inputs, at::ArrayRef<double> scal
   return Node::apply(inputs, scalars, program);
 }
 
-// So that a second derivative, which the formulas do not have, is an error and not a zero.
+// Makes a second derivative, for which there is no formula, an error instead of zero.
 struct BackwardNode : torch::autograd::Function<BackwardNode> {
   static Tensors forward(Context* context, const at::Tensor& grad_output, at::TensorList used,
                          at::ArrayRef<double> scalars, string_view text, at::IntArrayRef wanted) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    context->saved_data["name"] = program_of(text).name;
-    return call_backward(grad_output, used, scalars, text, wanted);
+    context->saved_data["name"] = Program::get(text).name;
+    return call_below_autograd<elementwise_backward>(kBackward, grad_output, used, scalars, text, wanted);
   }
   static Tensors backward(Context* context, const Tensors&) {
     TORCH_CHECK(false, context->saved_data["name"].toStringRef(),
@@ -257,36 +230,34 @@ struct BackwardNode : torch::autograd::Function<BackwardNode> {
 Tensors elementwise_backward_autograd(const at::Tensor& grad_output, at::TensorList used,
                                       at::ArrayRef<double> scalars, string_view text,
                                       at::IntArrayRef wanted) {
-  const auto recorded = [](const at::Tensor& x) { return needs_grad(x); };
-  if (any_needs_grad(grad_output) || std::any_of(used.begin(), used.end(), recorded)) {
+  if (any_needs_grad(grad_output) || list_needs_grad(used)) {
     return BackwardNode::apply(grad_output, used, scalars, text, wanted);
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_backward(grad_output, used, scalars, text, wanted);
+  return call_below_autograd<elementwise_backward>(kBackward, grad_output, used, scalars, text, wanted);
 }
 
 #ifdef TORCH_EXTENSION_NAME
 // ---- Raw bindings
 
-// The dispatcher's op for who calls it from Python, in half of the host's time that torch.ops takes.
-at::Tensor call_elementwise(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
-  return call(inputs, scalars, text);
+// The dispatcher op. Called from Python, it takes half of the host time of torch.ops.
+at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
+  return call_op<elementwise>(kForward, at::TensorList(inputs), at::ArrayRef<double>(scalars), text);
 }
 
 std::string source(const std::string& text, at::ScalarType type, const std::vector<int64_t>& wanted) {
-  const Program& program = program_of(text);
-  return source_for(program, type, wanted.empty() ? 0 : wanted_of(program, wanted));
+  const Program& program = Program::get(text);
+  return program.source(type, wanted.empty() ? 0 : mask_of(program, wanted));
 }
 
-py::bytes compiled(const std::string& text, at::ScalarType type, const std::string& architecture,
-                   const std::vector<int64_t>& wanted) {
-  std::string binary;
-  {
+py::bytes compile_binary(const std::string& text, at::ScalarType type, const std::string& architecture,
+                         const std::vector<int64_t>& wanted) {
+  const auto binary = [&] {
     const py::gil_scoped_release no_gil;
-    const Program& program = program_of(text);
-    binary = binary_for(program, type, wanted.empty() ? 0 : wanted_of(program, wanted), architecture);
-  }
-  return py::bytes(binary);
+    const Program& program = Program::get(text);
+    const GradMask mask = wanted.empty() ? 0 : mask_of(program, wanted);
+    return compile(program.description(mask), program.source(type, mask), architecture);
+  };
+  return py::bytes(binary());
 }
 #endif
 
@@ -307,11 +278,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 
 #ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("call", torch::wrap_pybind_function_no_gil(call_elementwise), py::arg("inputs"), py::arg("scalars"),
+  m.def("call", torch::wrap_pybind_function_no_gil(call), py::arg("inputs"), py::arg("scalars"),
         py::arg("program"));
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("wanted") = std::vector<int64_t>());
-  m.def("compile", torch::wrap_pybind_function(compiled), py::arg("program"), py::arg("dtype"),
+  m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
         py::arg("architecture"), py::arg("wanted") = std::vector<int64_t>());
   m.def("compilations", compilations);
 }

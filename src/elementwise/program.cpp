@@ -1,4 +1,3 @@
-// From the text of an op to the CUDA C++ around its formulas.
 #include "elementwise/program.h"
 
 #include <c10/util/Exception.h>
@@ -6,12 +5,19 @@
 
 #include <algorithm>
 #include <cctype>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
 
 namespace lltm_ext {
 namespace {
 
-std::vector<std::string> split(std::string_view text, char separator) {
-  std::vector<std::string> parts;
+constexpr char kSeparator = '\x1f';
+
+using Strings = std::vector<std::string>;
+
+Strings split(std::string_view text, char separator) {
+  Strings parts;
   for (size_t begin = 0;;) {
     const size_t end = text.find(separator, begin);
     parts.emplace_back(text.substr(begin, end - begin));
@@ -20,49 +26,60 @@ std::vector<std::string> split(std::string_view text, char separator) {
   }
 }
 
+Strings split_names(const std::string& list) { return list.empty() ? Strings() : split(list, ','); }
+
 bool is_identifier(const std::string& name) {
-  const auto letter = [](unsigned char c) { return std::isalnum(c) || c == '_'; };
+  const auto valid = [](unsigned char c) { return std::isalnum(c) || c == '_'; };
   return !name.empty() && !std::isdigit(static_cast<unsigned char>(name[0])) &&
-         std::all_of(name.begin(), name.end(), letter);
+         std::all_of(name.begin(), name.end(), valid);
 }
 
-std::vector<std::string> names(const std::string& list) {
-  return list.empty() ? std::vector<std::string>() : split(list, ',');
-}
-
-int place_of(const std::vector<std::string>& names, const std::string& name) {
+int index_of(const Strings& names, const std::string& name) {
   return static_cast<int>(std::find(names.begin(), names.end(), name) - names.begin());
 }
 
-std::string joined(const std::vector<std::string>& parts) { return c10::Join(", ", parts); }
-
-// "v0, v1, ...", each after `before`.
-std::string numbered(const char* before, const char* name, int count) {
-  std::vector<std::string> parts;
-  for (int i = 0; i < count; ++i) parts.push_back(before + (name + std::to_string(i)));
-  return joined(parts);
+const char* element_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return "float";
+    case at::kDouble:
+      return "double";
+    case at::kHalf:
+      return "__half";
+    case at::kBFloat16:
+      return "__nv_bfloat16";
+    default:
+      TORCH_CHECK_TYPE(false, "elementwise: expected dtype float16, bfloat16, float32 or float64, got ",
+                       c10::getDtypeNames(type).first);
+  }
 }
 
-// The user's body as a function of its own, which sees the parameters by their names and nothing of ours.
-// Messages about it count its lines as the user wrote them.
-std::string function(const std::string& name, const std::vector<std::string>& parameters,
-                     const std::string& file, const std::string& body) {
-  std::vector<std::string> typed;
-  for (const std::string& parameter : parameters) typed.push_back("T " + parameter);
-  return "__device__ __forceinline__ T " + name + "(\n#line 1 \"signature\"\n" + joined(typed) + ") {\n" +
-         "#line 1 \"" + file + "\"\n" + body + "\n}\n#line 1 \"lltm_ext\"\n";
+// "<prefix>0, <prefix>1, ..."
+std::string numbered(const char* prefix, size_t count) {
+  Strings parts;
+  for (size_t i = 0; i < count; ++i) parts.push_back(prefix + std::to_string(i));
+  return c10::Join(", ", parts);
+}
+
+// The user's body in a function of its own, where only the parameters' names are visible. The #line
+// directives make compiler messages count the user's lines.
+std::string define_function(const std::string& name, const Strings& parameters, const std::string& file,
+                            const std::string& body) {
+  return c10::str("__device__ __forceinline__ T ", name, "(\n#line 1 \"signature\"\nT ",
+                  c10::Join(", T ", parameters), ") {\n#line 1 \"", file, "\"\n", body,
+                  "\n}\n#line 1 \"lltm_ext\"\n");
 }
 
 }  // namespace
 
-Program::Program(std::string_view given) : text(given) {
-  const std::vector<std::string> fields = split(text, kSeparator);
+Program::Program(std::string_view text_) : text(text_) {
+  const Strings fields = split(text, kSeparator);
   TORCH_CHECK_VALUE(fields.size() >= 4 && fields.size() % 3 == 1,
                     "elementwise: expected a program as lltm_ext.elementwise writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
-  tensors = names(fields[1]);
-  scalars = names(fields[2]);
+  tensors = split_names(fields[1]);
+  scalars = split_names(fields[2]);
   forward = fields[3];
   gradients.resize(tensors.size());
   TORCH_CHECK_VALUE(!tensors.empty() && tensors.size() <= kMaxTensors, name, ": expected 1 to ", kMaxTensors,
@@ -75,67 +92,91 @@ Program::Program(std::string_view given) : text(given) {
   }
   TORCH_CHECK_VALUE(is_identifier(name), "elementwise: expected the op's name, got '", name, "'");
   for (size_t field = 4; field < fields.size(); field += 3) {
-    const int tensor = place_of(tensors, fields[field]);
+    const int tensor = index_of(tensors, fields[field]);
     TORCH_CHECK_VALUE(tensor < output(), name, ": has no tensor '", fields[field], "' to have a gradient");
     Gradient& gradient = gradients[tensor];
-    for (const std::string& operand : names(fields[field + 1])) {
-      const int place = place_of(tensors, operand);
-      TORCH_CHECK_VALUE(place < output() || operand == "output", name, ": has no tensor '", operand, "'");
-      gradient.uses.push_back(place);
+    for (const std::string& operand : split_names(fields[field + 1])) {
+      gradient.operands.push_back(index_of(tensors, operand));
+      TORCH_CHECK_VALUE(gradient.operands.back() < output() || operand == "output", name, ": has no tensor '",
+                        operand, "'");
     }
     gradient.body = fields[field + 2];
     gradient.defined = true;
   }
 }
 
-const std::string& Program::operand(int place) const {
-  static const std::string output_name = "output";
-  return place == output() ? output_name : tensors[place];
+const Program& Program::get(std::string_view text) {
+  // Consecutive calls are mostly of one op, and comparing its text is faster than hashing it.
+  static thread_local const Program* last = nullptr;
+  if (last && last->text == text) return *last;
+  // Keys point into the programs, which are never removed.
+  static std::mutex mutex;
+  static auto& programs = *new std::unordered_map<std::string_view, std::unique_ptr<const Program>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = programs.find(text); found != programs.end()) return *(last = found->second.get());
+  auto program = std::make_unique<const Program>(text);
+  const std::string_view key = program->text;
+  return *(last = (programs[key] = std::move(program)).get());
 }
 
-std::vector<int> Program::uses(Wanted wanted) const {
-  Wanted used = 0;
+const std::string& Program::operand_name(int operand) const {
+  static const std::string output_name = "output";
+  return operand == output() ? output_name : tensors[operand];
+}
+
+std::vector<int> Program::operands_of(GradMask mask) const {
+  uint32_t used = 0;
   for (int i = 0; i < output(); ++i) {
-    if (wanted >> i & 1) {
-      for (const int place : gradients[i].uses) used |= Wanted(1) << place;
+    if (mask >> i & 1) {
+      for (const int operand : gradients[i].operands) used |= 1u << operand;
     }
   }
-  std::vector<int> places;
-  for (int place = 0; place <= output(); ++place) {
-    if (used >> place & 1) places.push_back(place);
+  std::vector<int> operands;
+  for (int operand = 0; operand <= output(); ++operand) {
+    if (used >> operand & 1) operands.push_back(operand);
   }
-  return places;
+  return operands;
 }
 
-std::string Program::kernel(const char* form, Wanted wanted) const {
-  return "lltm_ext_" + name + (wanted ? "_backward_" : "_") + form;
+std::string Program::description(GradMask mask) const {
+  Strings names;
+  for (int i = 0; i < output(); ++i) {
+    if (mask >> i & 1) names.push_back(tensors[i]);
+  }
+  return mask ? name + ": backward of " + c10::Join(", ", names) : name;
 }
 
-std::string Program::source(const char* element, Wanted wanted) const {
-  // The user's functions, and calls of them on the loaded values v0, v1, ...
+std::string Program::kernel_name(KernelVariant variant, GradMask mask) const {
+  constexpr const char* kSuffixes[kKernelVariants] = {"flat", "scalar", "strided", "strided64"};
+  return "lltm_ext_" + name + (mask ? "_backward_" : "_") + kSuffixes[variant];
+}
+
+std::string Program::source(at::ScalarType type, GradMask mask) const {
+  // Functions with the user's bodies, and calls of them with the loaded values v0, v1, ... and scalars s0,
+  // s1, ...
   std::string functions;
-  std::vector<std::string> calls;
-  const std::string scalar_values = scalars.empty() ? "" : ", " + numbered("", "s", scalars.size());
-  const auto add = [&](const std::string& function_name, std::vector<std::string> parameters,
-                       const std::string& values, const std::string& file, const std::string& body) {
+  Strings calls;
+  const auto add = [&](const std::string& function, Strings parameters, std::string values,
+                       const std::string& file, const std::string& body) {
     parameters.insert(parameters.end(), scalars.begin(), scalars.end());
-    functions += function(function_name, parameters, file, body);
-    calls.push_back(function_name + "(" + values + scalar_values + ")");
+    if (!scalars.empty()) values += ", " + numbered("s", scalars.size());
+    functions += define_function(function, parameters, file, body);
+    calls.push_back(function + "(" + values + ")");
   };
-  int inputs = output();
-  if (!wanted) {
-    add("lltm_ext_forward", tensors, numbered("", "v", inputs), "forward", forward);
+  size_t inputs = tensors.size();
+  if (!mask) {
+    add("lltm_ext_forward", tensors, numbered("v", inputs), "forward", forward);
   } else {
-    const std::vector<int> used = uses(wanted);
-    inputs = static_cast<int>(used.size()) + 1;  // v0 is the incoming gradient
+    const std::vector<int> operands = operands_of(mask);
+    inputs = operands.size() + 1;  // v0 is the incoming gradient
     for (int i = 0; i < output(); ++i) {
-      if (!(wanted >> i & 1)) continue;
-      std::vector<std::string> parameters = {"grad"};
+      if (!(mask >> i & 1)) continue;
+      Strings parameters = {"grad"};
       std::string values = "v0";
-      for (size_t k = 0; k < used.size(); ++k) {
-        const std::vector<int>& own = gradients[i].uses;
-        if (std::find(own.begin(), own.end(), used[k]) == own.end()) continue;
-        parameters.push_back(operand(used[k]));
+      for (size_t k = 0; k < operands.size(); ++k) {
+        const std::vector<int>& own = gradients[i].operands;
+        if (std::find(own.begin(), own.end(), operands[k]) == own.end()) continue;
+        parameters.push_back(operand_name(operands[k]));
         values += ", v" + std::to_string(k + 1);
       }
       add("lltm_ext_gradient" + std::to_string(i), parameters, values, "backward of " + tensors[i],
@@ -143,28 +184,27 @@ std::string Program::source(const char* element, Wanted wanted) const {
     }
   }
 
-  const std::string outputs = std::to_string(calls.size()), inputs_ = std::to_string(inputs);
-  const std::string operands = std::to_string(inputs + static_cast<int>(calls.size()));
-  std::string text = std::string("#include \"common/elementwise_kernel.cuh\"\n\nnamespace lltm_ext {\n") +
-                     "using Element = " + element + ";\nusing T = acc_t<Element>;\n" +
-                     "}\nusing T = lltm_ext::T;\n\n" + functions + "\nnamespace lltm_ext {\n\n" +
-                     "struct Formula {\n";
-  for (size_t i = 0; i < scalars.size(); ++i) text += "  T s" + std::to_string(i) + ";\n";
-  text += "  __device__ __forceinline__ auto operator()(" + numbered("T ", "v", inputs) + ") const {\n" +
-          "    return Values<T, " + outputs + ">{{" + joined(calls) + "}};\n  }\n};\n" +
-          "using In = Pointers<const Element, " + inputs_ + ">;\nusing Out = Pointers<Element, " + outputs +
-          ">;\n";
-  const auto add_kernel = [&](const char* form, const std::string& parameters, const std::string& call) {
-    text += "\nextern \"C\" __global__ void __launch_bounds__(kElementwiseThreads)\n    " +
-            kernel(form, wanted) + "(const Formula f, const In in, const Out out, " + parameters + ") {\n  " +
-            call + ";\n}\n";
+  std::string members;
+  for (size_t i = 0; i < scalars.size(); ++i) members += "  T s" + std::to_string(i) + ";\n";
+  std::string text =
+      c10::str("#include \"common/elementwise_kernel.cuh\"\n\nnamespace lltm_ext {\nusing Element = ",
+               element_name(type), ";\nusing T = acc_t<Element>;\n}\nusing T = lltm_ext::T;\n\n", functions,
+               "\nnamespace lltm_ext {\n\nstruct Formula {\n", members,
+               "  __device__ __forceinline__ auto operator()(", numbered("T v", inputs), ") const {\n",
+               "    return Values<T, ", calls.size(), ">{{", c10::Join(", ", calls), "}};\n  }\n};\n",
+               "using In = Pointers<const Element, ", inputs, ">;\nusing Out = Pointers<Element, ",
+               calls.size(), ">;\n");
+  const auto add_kernel = [&](KernelVariant variant, const std::string& parameters, const char* call) {
+    text += c10::str("\nextern \"C\" __global__ void __launch_bounds__(kElementwiseThreads)\n    ",
+                     kernel_name(variant, mask), "(const Formula f, const In in, const Out out, ", parameters,
+                     ") {\n  ", call, ";\n}\n");
   };
-  const std::string flat = "int head, int64_t n";
-  const std::string strided = "const __grid_constant__ Strides<" + operands + "> strides, int64_t n";
-  add_kernel(kForms[0], flat, "elementwise_flat<kVecWidth<Element>>(f, in, out, head, n)");
-  add_kernel(kForms[1], flat, "elementwise_flat<1>(f, in, out, head, n)");
-  add_kernel(kForms[2], strided, "elementwise_strided<uint32_t>(f, in, out, strides, n)");
-  add_kernel(kForms[3], strided, "elementwise_strided<uint64_t>(f, in, out, strides, n)");
+  const std::string strided =
+      c10::str("const __grid_constant__ Strides<", inputs + calls.size(), "> strides, int64_t n");
+  add_kernel(kFlat, "int head, int64_t n", "elementwise_flat<kVecWidth<Element>>(f, in, out, head, n)");
+  add_kernel(kScalar, "int head, int64_t n", "elementwise_flat<1>(f, in, out, head, n)");
+  add_kernel(kStrided, strided, "elementwise_strided<uint32_t>(f, in, out, strides, n)");
+  add_kernel(kStrided64, strided, "elementwise_strided<uint64_t>(f, in, out, strides, n)");
   return text + "\n}  // namespace lltm_ext\n";
 }
 

@@ -1,9 +1,11 @@
-// An op made at run time, as the dispatcher carries it: a text, so that it can be traced, exported and sent
-// anywhere. Fields, kSeparator between them:
+// An op made at run time, in the text form that the dispatcher carries, so that it can be traced and
+// exported. The text's fields, separated by '\x1f':
 //
-//   the op's name; the names of its tensors and of its scalars, each list with commas; the forward's body;
-//   for each gradient the tensor's name, the names of the operands it uses ("output" among them), its body.
+//   the op's name; the names of its tensors and of its scalars, each separated by commas; the forward's body;
+//   for each gradient: the tensor's name, the names of the operands it uses (including "output"), its body.
 #pragma once
+
+#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <string>
@@ -12,38 +14,43 @@
 
 namespace lltm_ext {
 
-constexpr char kSeparator = '\x1f';
 constexpr int kMaxTensors = 8;
 
-// A set of tensors of the op, a bit each. Asked for the gradients of none, a kernel is the forward.
-using Wanted = uint32_t;
+// The tensors whose gradients a kernel computes, one bit each. 0 means the forward.
+using GradMask = uint32_t;
 
-struct Gradient {
-  std::string body;
-  std::vector<int> uses;  // operands, in order: the tensors by their places, then the output
-  bool defined = false;
-};
+enum KernelVariant { kFlat, kScalar, kStrided, kStrided64, kKernelVariants };
 
+// Operands are numbered: the tensors in order, then the output.
 struct Program {
   explicit Program(std::string_view text);
+
+  // The program of a text. Each text is parsed once per process, and references stay valid.
+  static const Program& get(std::string_view text);
+
+  struct Gradient {
+    std::string body;
+    std::vector<int> operands;
+    bool defined = false;
+  };
 
   std::string text, name;
   std::vector<std::string> tensors, scalars;
   std::string forward;
-  std::vector<Gradient> gradients;  // of each tensor
+  std::vector<Gradient> gradients;  // one per tensor
 
   int output() const { return static_cast<int>(tensors.size()); }
-  const std::string& operand(int place) const;
+  const std::string& operand_name(int operand) const;
 
-  // What the wanted gradients together use, in order.
-  std::vector<int> uses(Wanted wanted) const;
+  // The operands that the gradients in `mask` use, in ascending order.
+  std::vector<int> operands_of(GradMask mask) const;
 
-  // The CUDA C++ of its kernels, as NVRTC takes it. `element` is float, double, __half or __nv_bfloat16.
-  std::string source(const char* element, Wanted wanted) const;
-  std::string kernel(const char* form, Wanted wanted) const;
+  // For error messages: "softsign", or "softsign: backward of x, y".
+  std::string description(GradMask mask) const;
+
+  // The CUDA C++ source of the kernels, for NVRTC.
+  std::string source(at::ScalarType type, GradMask mask) const;
+  std::string kernel_name(KernelVariant variant, GradMask mask) const;
 };
-
-// The kernels of a source, by what their names end in.
-constexpr const char* kForms[] = {"flat", "scalar", "strided", "strided64"};
 
 }  // namespace lltm_ext

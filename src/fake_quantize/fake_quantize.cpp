@@ -1,4 +1,4 @@
-// fake_quantize: tensors in, tensors out. Dispatcher ops lltm_ext::fake_quantize, fake_quantize_with_mask,
+// fake_quantize: the binding. Dispatcher ops lltm_ext::fake_quantize, fake_quantize_with_mask,
 // fake_quantize_mask_backward and fake_quantize_backward; raw bindings lltm_ext._C.fake_quantize.forward,
 // backward and backward_learnable.
 #include "fake_quantize/fake_quantize.h"
@@ -8,10 +8,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 
 #include <tuple>
 
+#include "common/call_op.h"
 #include "common/checks.h"
 #include "common/differentiable.h"
 #include "common/dispatch.h"
@@ -21,67 +21,62 @@
 namespace lltm_ext {
 namespace {
 
+using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Axis = std::optional<int64_t>;
+using OutputAndMask = std::tuple<Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr const char *kForward = "lltm_ext::fake_quantize", *kWithMask = "lltm_ext::fake_quantize_with_mask",
+                     *kMaskBackward = "lltm_ext::fake_quantize_mask_backward",
+                     *kBackward = "lltm_ext::fake_quantize_backward";
 
 // ---- Checks
 
-// One that a call with CUDA tensors may take: its value is known to the host, without waiting.
-bool is_number(const at::Tensor& x) { return x.is_cpu() && x.dim() == 0; }
-
-void check_parameter(const char* op, const char* name, const at::Tensor& x, const at::Tensor& input) {
+void check_parameter(const char* op, const char* name, const Tensor& x, const Tensor& input) {
   check_strided(op, name, x);
-  if (!is_number(x)) check_same_device(op, name, x, input);
+  // The host reads a number without synchronization, so it may be on the CPU in a call on CUDA tensors.
+  const bool is_number = x.is_cpu() && x.dim() == 0;
+  if (!is_number) check_same_device(op, name, x, input);
 }
 
-void check_scale(const char* op, const at::Tensor& scale, const at::Tensor& input) {
-  check_parameter(op, "scale", scale, input);
-  if (scale.scalar_type() != at::kFloat) check_same_dtype(op, "scale", scale, input.scalar_type());
-}
-
-void check_zero_point(const char* op, const at::Tensor& zero_point, const at::Tensor& input) {
-  check_parameter(op, "zero_point", zero_point, input);
-  const at::ScalarType type = zero_point.scalar_type();
-  if (type != at::kInt && type != at::kLong) {
-    TORCH_CHECK_TYPE(at::isFloatingType(type) && c10::elementSize(type) > 1, op,
-                     ": expected zero_point of dtype int32, int64 or floating, got ",
-                     c10::getDtypeNames(type).first);
-  }
-}
-
-// Which dimension of the input the channels are; none if one scale and zero point serve all of it.
-Axis check_channels(const char* op, const at::Tensor& input, const at::Tensor& scale,
-                    const at::Tensor& zero_point, Axis axis) {
+// Returns the input's channel dimension, or none if scale and zero point have one element.
+Axis check_channels(const char* op, const Tensor& input, const Tensor& scale, const Tensor& zero_point,
+                    Axis axis) {
   const int64_t dim = input.dim();
   if (axis) {
     TORCH_CHECK_VALUE(-dim <= *axis && *axis < dim, op, ": expected axis from ", -dim, " to ", dim - 1,
                       " for input of ", dim, " dimensions, got ", *axis);
   }
-  Axis found;
-  for (const at::Tensor& x : {scale, zero_point}) {
+  Axis channel_dim;
+  for (const auto& [name, x] : {std::pair("scale", scale), std::pair("zero_point", zero_point)}) {
     if (x.sym_numel() == 1) continue;
-    const char* const name = x.is_same(scale) ? "scale" : "zero_point";
     TORCH_CHECK(dim > 0, op, ": expected ", name, " of one element for input without dimensions, got shape ",
                 x.sym_sizes());
-    found = axis.value_or(0) < 0 ? *axis + dim : axis.value_or(0);
-    check_shape(op, name, x, {input.sym_size(*found)}, "[input.shape[axis]]");
+    channel_dim = axis.value_or(0) < 0 ? *axis + dim : axis.value_or(0);
+    check_shape(op, name, x, {input.sym_size(*channel_dim)}, "[input.shape[axis]]");
   }
-  return found;
+  return channel_dim;
 }
 
-Axis check(const char* op, const at::Tensor& input, const at::Tensor& scale, const at::Tensor& zero_point,
+Axis check(const char* op, const Tensor& input, const Tensor& scale, const Tensor& zero_point,
            int64_t quant_min, int64_t quant_max, Axis axis) {
   check_device(op, "input", input);
   check_floating(op, "input", input);
-  check_scale(op, scale, input);
-  check_zero_point(op, zero_point, input);
+  check_parameter(op, "scale", scale, input);
+  if (scale.scalar_type() != at::kFloat) check_same_dtype(op, "scale", scale, input.scalar_type());
+  check_parameter(op, "zero_point", zero_point, input);
+  const at::ScalarType type = zero_point.scalar_type();
+  TORCH_CHECK_TYPE(
+      type == at::kInt || type == at::kLong || (at::isFloatingType(type) && c10::elementSize(type) > 1), op,
+      ": expected zero_point of dtype int32, int64 or floating, got ", c10::getDtypeNames(type).first);
   TORCH_CHECK_VALUE(quant_min <= quant_max, op,
                     ": expected quant_min not above quant_max, got quant_min = ", quant_min,
                     ", quant_max = ", quant_max);
-  // Unsigned: the difference of the greatest and the least overflows.
-  const uint64_t steps = static_cast<uint64_t>(quant_max) - static_cast<uint64_t>(quant_min);
-  TORCH_CHECK_VALUE(steps < uint64_t{1} << 22, op,
+  // Unsigned, because the signed difference may overflow.
+  const uint64_t range = static_cast<uint64_t>(quant_max) - static_cast<uint64_t>(quant_min);
+  TORCH_CHECK_VALUE(range < uint64_t{1} << 22, op,
                     ": expected fewer than 2^22 integers from quant_min to quant_max, got quant_min = ",
                     quant_min, ", quant_max = ", quant_max);
   return check_channels(op, input, scale, zero_point, axis);
@@ -89,7 +84,7 @@ Axis check(const char* op, const at::Tensor& input, const at::Tensor& scale, con
 
 // ---- From tensors to the kernels' arguments
 
-Parameter parameter_of(at::Tensor& x, const at::Tensor& input) {
+Parameter make_parameter(Tensor& x, const Tensor& input) {
   if (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) x = x.to(at::kFloat);
   const ParameterType type = x.scalar_type() == at::kFloat    ? ParameterType::kFloat
                              : x.scalar_type() == at::kDouble ? ParameterType::kDouble
@@ -99,78 +94,72 @@ Parameter parameter_of(at::Tensor& x, const at::Tensor& input) {
   return {x.const_data_ptr(), x.numel() == 1 ? 0 : x.stride(0), type, 0};
 }
 
-// The scheme, and the tensors whose memory it points to.
-struct SchemeOf {
-  SchemeOf(const at::Tensor& input, at::Tensor scale_, at::Tensor zero_point_, int64_t quant_min,
-           int64_t quant_max)
+// A scheme, and the tensors that own the memory it points to.
+struct Scheme {
+  Scheme(const Tensor& input, Tensor scale_, Tensor zero_point_, int64_t quant_min, int64_t quant_max)
       : scale(std::move(scale_)),
         zero_point(std::move(zero_point_)),
-        scheme{parameter_of(scale, input), parameter_of(zero_point, input), static_cast<double>(quant_min),
-               static_cast<double>(quant_max)} {}
-  at::Tensor scale, zero_point;
-  QuantizationScheme scheme;
+        arguments{make_parameter(scale, input), make_parameter(zero_point, input),
+                  static_cast<double>(quant_min), static_cast<double>(quant_max)} {}
+  Tensor scale, zero_point;
+  QuantizationScheme arguments;
 };
 
-ChannelLayout layout_of(const at::Tensor& dense, Axis axis) {
+ChannelLayout layout_of(const Tensor& dense, Axis axis) {
   if (!axis || dense.size(*axis) == 1) return {1, 1, dense.numel()};
   const int64_t channels = dense.size(*axis), inner = dense.stride(*axis);
   return {dense.numel() / (channels * inner), channels, inner};
 }
 
-// x with its elements in the memory order of `dense`, of the same sizes.
-at::Tensor in_order_of(const at::Tensor& dense, const at::Tensor& x) {
+// x in the memory order of `dense`, which has the same sizes.
+Tensor in_order_of(const Tensor& dense, const Tensor& x) {
   return x.strides() == dense.strides() ? x : at::empty_like(dense).copy_(x);
 }
 
-bool has_nothing_to_compute(const at::Tensor& x) { return x.is_meta() || x.numel() == 0; }
+bool has_nothing_to_compute(const Tensor& x) { return x.is_meta() || x.numel() == 0; }
 
-at::ScalarType compute_type(const at::Tensor& x) {
+at::ScalarType compute_type(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // ---- Forward
 
-void run_forward(const char* op, const at::Tensor& input, const at::Tensor& output, const at::Tensor& mask,
-                 const at::Tensor& scale, const at::Tensor& zero_point, int64_t quant_min, int64_t quant_max,
-                 Axis axis) {
-  if (has_nothing_to_compute(output)) return;
-  const at::Tensor x = in_order_of(output, input);
-  const SchemeOf of(x, scale, zero_point, quant_min, quant_max);
-  const ChannelLayout layout = layout_of(output, axis);
-  launch(op, output, [&](auto type, auto... stream) {
-    using T = typename decltype(type)::type;
-    return fake_quantize_forward(pointer<T>(x), mutable_pointer<T>(output),
-                                 mutable_pointer<unsigned char>(mask), layout, of.scheme, stream...);
-  });
-}
-
-at::Tensor forward(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& zero_point,
-                   int64_t quant_min, int64_t quant_max, Axis axis, double) {
+Tensor run_forward(const Tensor& input, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
+                   int64_t quant_max, Axis axis, Tensor* mask) {
   constexpr const char* kOp = "fake_quantize";
   axis = check(kOp, input, scale, zero_point, quant_min, quant_max, axis);
   const KernelGuard guard(input);
-  at::Tensor output = at::empty_like(input);
-  run_forward(kOp, input, output, at::Tensor(), scale, zero_point, quant_min, quant_max, axis);
+  const Tensor output = at::empty_like(input);
+  if (mask) *mask = at::empty_symint({(input.sym_numel() + 7) / 8}, input.options().dtype(at::kByte));
+  if (has_nothing_to_compute(output)) return output;
+  const Tensor x = in_order_of(output, input);
+  const Scheme scheme(x, scale, zero_point, quant_min, quant_max);
+  launch(kOp, output, [&](auto type, auto... stream) {
+    using T = typename decltype(type)::type;
+    const FakeQuantizeForwardArguments<T> args = {pointer<T>(x), mutable_pointer<T>(output),
+                                                  mask ? mutable_pointer<unsigned char>(*mask) : nullptr,
+                                                  layout_of(output, axis), scheme.arguments};
+    return fake_quantize_forward(args, stream...);
+  });
   return output;
 }
 
-// Also the bits of what lies within the grid, in the output's memory order.
-std::tuple<at::Tensor, at::Tensor> forward_with_mask(const at::Tensor& input, const at::Tensor& scale,
-                                                     const at::Tensor& zero_point, int64_t quant_min,
-                                                     int64_t quant_max, Axis axis) {
-  constexpr const char* kOp = "fake_quantize";
-  axis = check(kOp, input, scale, zero_point, quant_min, quant_max, axis);
-  const KernelGuard guard(input);
-  at::Tensor output = at::empty_like(input);
-  at::Tensor mask = at::empty_symint({(input.sym_numel() + 7) / 8}, input.options().dtype(at::kByte));
-  run_forward(kOp, input, output, mask, scale, zero_point, quant_min, quant_max, axis);
+Tensor forward(const Tensor& input, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
+               int64_t quant_max, Axis axis, double) {
+  return run_forward(input, scale, zero_point, quant_min, quant_max, axis, nullptr);
+}
+
+OutputAndMask forward_with_mask(const Tensor& input, const Tensor& scale, const Tensor& zero_point,
+                                int64_t quant_min, int64_t quant_max, Axis axis) {
+  Tensor mask;
+  const Tensor output = run_forward(input, scale, zero_point, quant_min, quant_max, axis, &mask);
   return {output, mask};
 }
 
 // ---- Backward
 
-// grad_output where the mask's bit is set, else 0; of the strides that the forward's output had.
-at::Tensor mask_backward(const at::Tensor& grad_output, const at::Tensor& mask, c10::SymIntArrayRef strides) {
+// grad_output where the mask's bit is set, else 0. `strides` are those of the forward's output.
+Tensor mask_backward(const Tensor& grad_output, const Tensor& mask, c10::SymIntArrayRef strides) {
   constexpr const char* kOp = "fake_quantize_mask_backward";
   check_device(kOp, "grad_output", grad_output);
   check_floating(kOp, "grad_output", grad_output);
@@ -181,138 +170,115 @@ at::Tensor mask_backward(const at::Tensor& grad_output, const at::Tensor& mask, 
   TORCH_CHECK(static_cast<int64_t>(strides.size()) == grad_output.dim(), kOp,
               ": expected a stride for each dimension of grad_output, got ", strides);
   const KernelGuard guard(grad_output);
-  at::Tensor grad_input = at::empty_strided_symint(grad_output.sym_sizes(), strides, grad_output.options());
+  const Tensor grad_input = at::empty_strided_symint(grad_output.sym_sizes(), strides, grad_output.options());
   if (has_nothing_to_compute(grad_input)) return grad_input;
   TORCH_CHECK(grad_input.is_non_overlapping_and_dense(), kOp, ": expected strides of a dense tensor, got ",
               strides);
-  const at::Tensor gradient = in_order_of(grad_input, grad_output);
+  const Tensor gradient = in_order_of(grad_input, grad_output);
   launch(kOp, grad_input, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    return fake_quantize_mask_backward(pointer<T>(gradient), pointer<unsigned char>(mask),
-                                       mutable_pointer<T>(grad_input), grad_input.numel(), stream...);
+    const FakeQuantizeMaskBackwardArguments<T> args = {pointer<T>(gradient), pointer<unsigned char>(mask),
+                                                       mutable_pointer<T>(grad_input), grad_input.numel()};
+    return fake_quantize_mask_backward(args, stream...);
   });
   return grad_input;
 }
 
-PartialSums plan_for(const at::Tensor& x, const ChannelLayout& layout) {
+ReductionPlan plan_for(const Tensor& x, const ChannelLayout& layout) {
 #ifdef LLTM_EXT_WITH_CUDA
-  if (x.is_cuda()) return plan_partial_sums_cuda(layout);
+  if (x.is_cuda()) return plan_reduction_cuda(layout);
 #endif
-  return plan_partial_sums(layout);
+  return plan_reduction(layout);
 }
 
-// A gradient a channel, in the parameter's shape and type. An integer has a gradient in the computing type.
-at::Tensor gradient_for(const at::Tensor& parameter, const at::Tensor& of_channels) {
+// The channels' gradients in the parameter's shape, and in its dtype if that is floating.
+Tensor gradient_for(const Tensor& parameter, const Tensor& per_channel) {
   const at::ScalarType type =
-      at::isFloatingType(parameter.scalar_type()) ? parameter.scalar_type() : of_channels.scalar_type();
-  if (of_channels.is_meta()) return at::empty_symint(parameter.sym_sizes(), parameter.options().dtype(type));
-  const bool shared = parameter.numel() == 1 && of_channels.numel() > 1;
-  return (shared ? of_channels.sum() : of_channels).to(parameter.device(), type).view(parameter.sizes());
+      at::isFloatingType(parameter.scalar_type()) ? parameter.scalar_type() : per_channel.scalar_type();
+  if (per_channel.is_meta()) return at::empty_symint(parameter.sym_sizes(), parameter.options().dtype(type));
+  const bool shared = parameter.numel() == 1 && per_channel.numel() > 1;
+  return (shared ? per_channel.sum() : per_channel).to(parameter.device(), type).view(parameter.sizes());
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_output,
-                                                        const at::Tensor& input, const at::Tensor& scale,
-                                                        const at::Tensor& zero_point, int64_t quant_min,
-                                                        int64_t quant_max, Axis axis, double grad_factor) {
+Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor& scale,
+                   const Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis,
+                   double grad_factor) {
   constexpr const char* kOp = "fake_quantize_backward";
   axis = check(kOp, input, scale, zero_point, quant_min, quant_max, axis);
   check_same_device(kOp, "grad_output", grad_output, input);
   check_same_dtype(kOp, "grad_output", grad_output, input.scalar_type());
   check_shape(kOp, "grad_output", grad_output, input.sym_sizes(), "of input");
   const KernelGuard guard(input);
-  at::Tensor grad_input = at::empty_like(input);
+  const Tensor grad_input = at::empty_like(input);
   const auto options = input.options().dtype(compute_type(input));
   const c10::SymInt channels = axis ? input.sym_size(*axis) : c10::SymInt(1);
-  const auto of_channels = [&] {  // a kernel writes them all, if there is anything to compute
-    return has_nothing_to_compute(grad_input) ? at::zeros_symint({channels}, options)
-                                              : at::empty_symint({channels}, options);
-  };
-  at::Tensor grad_scale = of_channels(), grad_zero_point = of_channels();
-  if (!has_nothing_to_compute(grad_input)) {
-    const at::Tensor x = in_order_of(grad_input, input), gradient = in_order_of(grad_input, grad_output);
-    const SchemeOf of(x, scale, zero_point, quant_min, quant_max);
+  const Tensor grad_scale = at::empty_symint({channels}, options),
+               grad_zero_point = at::empty_like(grad_scale);
+  if (has_nothing_to_compute(grad_input)) {
+    grad_scale.zero_();
+    grad_zero_point.zero_();
+  } else {
+    const Tensor x = in_order_of(grad_input, input), gradient = in_order_of(grad_input, grad_output);
+    const Scheme scheme(x, scale, zero_point, quant_min, quant_max);
     const ChannelLayout layout = layout_of(grad_input, axis);
-    const PartialSums plan = plan_for(x, layout);
-    const at::Tensor partial_sums = at::empty({plan.outer * layout.channels * plan.inner, 2}, options);
+    const ReductionPlan plan = plan_for(x, layout);
+    const Tensor partial_sums = at::empty({plan.outer * layout.channels * plan.inner, 2}, options);
     launch(kOp, grad_input, [&](auto type, auto... stream) {
       using T = typename decltype(type)::type;
       using A = acc_t<T>;
-      return fake_quantize_backward(pointer<T>(gradient), pointer<T>(x), mutable_pointer<T>(grad_input),
-                                    mutable_pointer<ScaleAndZeroPoint<A>>(partial_sums),
-                                    mutable_pointer<A>(grad_scale), mutable_pointer<A>(grad_zero_point),
-                                    layout, plan, of.scheme, grad_factor, stream...);
+      const FakeQuantizeBackwardArguments<T> args = {pointer<T>(gradient),
+                                                     pointer<T>(x),
+                                                     mutable_pointer<T>(grad_input),
+                                                     mutable_pointer<ParameterGradients<A>>(partial_sums),
+                                                     mutable_pointer<A>(grad_scale),
+                                                     mutable_pointer<A>(grad_zero_point),
+                                                     layout,
+                                                     plan,
+                                                     scheme.arguments,
+                                                     grad_factor};
+      return fake_quantize_backward(args, stream...);
     });
   }
   return {grad_input, gradient_for(scale, grad_scale), gradient_for(zero_point, grad_zero_point)};
 }
 
-// ---- The same from the top of the dispatcher
-
-at::Tensor call(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& zero_point,
-                int64_t quant_min, int64_t quant_max, Axis axis, double grad_factor) {
-  static const auto op = find_op<decltype(forward)>("lltm_ext::fake_quantize");
-  return op.call(input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
-}
-
-std::tuple<at::Tensor, at::Tensor> call_with_mask(const at::Tensor& input, const at::Tensor& scale,
-                                                  const at::Tensor& zero_point, int64_t quant_min,
-                                                  int64_t quant_max, Axis axis) {
-  static const auto op = find_op<decltype(forward_with_mask)>("lltm_ext::fake_quantize_with_mask");
-  return op.call(input, scale, zero_point, quant_min, quant_max, axis);
-}
-
-at::Tensor call_mask_backward(const at::Tensor& grad_output, const at::Tensor& mask,
-                              c10::SymIntArrayRef strides) {
-  static const auto op = find_op<decltype(mask_backward)>("lltm_ext::fake_quantize_mask_backward");
-  return op.call(grad_output, mask, strides);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> call_backward(const at::Tensor& grad_output,
-                                                             const at::Tensor& input, const at::Tensor& scale,
-                                                             const at::Tensor& zero_point, int64_t quant_min,
-                                                             int64_t quant_max, Axis axis,
-                                                             double grad_factor) {
-  static const auto op = find_op<decltype(backward)>("lltm_ext::fake_quantize_backward");
-  return op.call(grad_output, input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
-}
-
 // ---- Autograd
 
-// In torch's differentiable ops, for the double backward: the value is that of the straight line which the
-// gradient pretends, input + scale * (steps - input / scale) with the difference held fixed.
-at::Tensor composed(const variable_list& inputs, int64_t quant_min, int64_t quant_max, Axis axis,
-                    double grad_factor) {
-  const at::Tensor x = inputs[0].to(compute_type(inputs[0]));
-  const auto prepared = [&](const at::Tensor& parameter) {
-    at::Tensor p = parameter.to(x.scalar_type());
+// In torch's differentiable ops, for the double backward. The straight-through gradient is that of input +
+// scale * (level - input / scale) with the difference held constant.
+Tensor composed(const variable_list& inputs, int64_t quant_min, int64_t quant_max, Axis axis,
+                double grad_factor) {
+  const Tensor x = inputs[0].to(compute_type(inputs[0]));
+  const auto prepared = [&](const Tensor& parameter) {
+    Tensor p = parameter.to(x.scalar_type());
     if (grad_factor != 1) p = p.detach() + (p * grad_factor - (p * grad_factor).detach());
     if (p.sym_numel() == 1) return p.reshape({});
     std::vector<c10::SymInt> shape(x.dim(), 1);
     shape[*axis] = -1;
     return p.view_symint(shape);
   };
-  const at::Tensor scale = prepared(inputs[1]), zero_point = prepared(inputs[2]);
+  const Tensor scale = prepared(inputs[1]), zero_point = prepared(inputs[2]);
   const double lowest = static_cast<double>(quant_min), highest = static_cast<double>(quant_max);
-  const at::Tensor z = zero_point + (zero_point.round().clamp(lowest, highest) - zero_point).detach();
-  const at::Tensor quotient = (x / scale).detach();
-  const at::Tensor steps = quotient.round(), shifted = steps + z.detach();
-  const at::Tensor inside = (shifted >= lowest).logical_and(shifted <= highest);
-  const at::Tensor error = at::where(inside, steps - quotient, 0);
-  const at::Tensor bound = at::where(shifted > highest, highest, at::where(inside, 0., lowest));
-  return at::where(inside, x + scale * error, (bound - z) * scale).to(inputs[0].scalar_type());
+  const Tensor z = zero_point + (zero_point.round().clamp(lowest, highest) - zero_point).detach();
+  const Tensor quotient = (x / scale).detach();
+  const Tensor level = quotient.round(), shifted = level + z.detach();
+  const Tensor in_range = (shifted >= lowest).logical_and(shifted <= highest);
+  const Tensor error = at::where(in_range, level - quotient, 0);
+  const Tensor bound = at::where(shifted > highest, highest, at::where(in_range, 0., lowest));
+  return at::where(in_range, x + scale * error, (bound - z) * scale).to(inputs[0].scalar_type());
 }
 
-// The scale or the zero point is learnt.
+// For a scale or zero point that requires a gradient.
 struct LearnableNode : torch::autograd::Function<LearnableNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& scale,
-                            const at::Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis,
-                            double grad_factor) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static Tensor forward(AutogradContext* context, const Tensor& input, const Tensor& scale,
+                        const Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis,
+                        double grad_factor) {
     context->save_for_backward({input, scale, zero_point});
     context->saved_data["range"] = std::vector<int64_t>{quant_min, quant_max};
     context->saved_data["axis"] = axis;
     context->saved_data["grad_factor"] = grad_factor;
-    return call(input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
+    return call_below_autograd<lltm_ext::forward>(kForward, input, scale, zero_point, quant_min, quant_max,
+                                                  axis, grad_factor);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -322,98 +288,91 @@ struct LearnableNode : torch::autograd::Function<LearnableNode> {
     const double grad_factor = context->saved_data["grad_factor"].toDouble();
     variable_list gradients(7);
     if (at::GradMode::is_enabled()) {
-      const Axis channels = check_channels("fake_quantize", saved[0], saved[1], saved[2], axis);
-      const auto of_inputs = [&](const variable_list& inputs) -> variable_list {
-        return {composed(inputs, range[0], range[1], channels, grad_factor)};
+      const Axis channel_dim = check_channels("fake_quantize", saved[0], saved[1], saved[2], axis);
+      const auto function = [&](const variable_list& inputs) -> variable_list {
+        return {composed(inputs, range[0], range[1], channel_dim, grad_factor)};
       };
-      const auto found = differentiable_gradients(of_inputs, saved, grad_outputs);
-      std::copy(found.begin(), found.end(), gradients.begin());
-      return gradients;
+      const variable_list of_inputs = differentiable_gradients(function, saved, grad_outputs);
+      std::copy(of_inputs.begin(), of_inputs.end(), gradients.begin());
+    } else {
+      std::tie(gradients[0], gradients[1], gradients[2]) = call_op<lltm_ext::backward>(
+          kBackward, grad_outputs[0], saved[0], saved[1], saved[2], range[0], range[1], axis, grad_factor);
     }
-    auto [grad_input, grad_scale, grad_zero_point] =
-        call_backward(grad_outputs[0], saved[0], saved[1], saved[2], range[0], range[1], axis, grad_factor);
-    if (saved[0].requires_grad()) gradients[0] = grad_input;
-    if (saved[1].requires_grad()) gradients[1] = grad_scale;
-    if (saved[2].requires_grad()) gradients[2] = grad_zero_point;
     return gradients;
   }
 };
 
-// A backward that is linear in grad_output, and so its own double backward.
+// The mask's backward is linear in grad_output, so it is also its own double backward.
 struct MaskBackwardNode : torch::autograd::Function<MaskBackwardNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& grad_output, const at::Tensor& mask,
-                            c10::SymIntArrayRef strides) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    keep(context, mask, strides);
-    return call_mask_backward(grad_output, mask, strides);
+  static Tensor forward(AutogradContext* context, const Tensor& grad_output, const Tensor& mask,
+                        c10::SymIntArrayRef strides) {
+    save(context, mask, strides);
+    return call_below_autograd<mask_backward>(kMaskBackward, grad_output, mask, strides);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    return {pull(context, grad_outputs[0]), at::Tensor(), at::Tensor()};
+    return {apply_saved(context, grad_outputs[0]), Tensor(), Tensor()};
   }
 
-  static void keep(AutogradContext* context, const at::Tensor& mask, c10::SymIntArrayRef strides) {
+  static void save(AutogradContext* context, const Tensor& mask, c10::SymIntArrayRef strides) {
     context->save_for_backward({mask});
     context->saved_data["strides"] = strides;
   }
-  static at::Tensor pull(AutogradContext* context, const at::Tensor& grad_output) {
+  static Tensor apply_saved(AutogradContext* context, const Tensor& grad_output) {
     const std::vector<c10::SymInt> strides = context->saved_data["strides"].toSymIntVector();
-    return call_mask_backward(grad_output, context->get_saved_variables()[0], strides);
+    return call_op<mask_backward>(kMaskBackward, grad_output, context->get_saved_variables()[0],
+                                  c10::SymIntArrayRef(strides));
   }
 };
 
-// Only the input needs a gradient: a bit an element is saved for it.
+// If only the input requires a gradient, one bit per element is saved.
 struct MaskNode : torch::autograd::Function<MaskNode> {
-  static variable_list forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& scale,
-                               const at::Tensor& zero_point, int64_t quant_min, int64_t quant_max,
-                               Axis axis) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [output, mask] = call_with_mask(input, scale, zero_point, quant_min, quant_max, axis);
+  static variable_list forward(AutogradContext* context, const Tensor& input, const Tensor& scale,
+                               const Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis) {
+    auto [output, mask] = call_below_autograd<forward_with_mask>(kWithMask, input, scale, zero_point,
+                                                                 quant_min, quant_max, axis);
     context->set_materialize_grads(false);
     context->mark_non_differentiable({mask});
-    MaskBackwardNode::keep(context, mask, output.sym_strides());
+    MaskBackwardNode::save(context, mask, output.sym_strides());
     return {output, mask};
   }
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
     variable_list gradients(6);
-    if (grad_outputs[0].defined()) gradients[0] = MaskBackwardNode::pull(context, grad_outputs[0]);
+    if (grad_outputs[0].defined()) gradients[0] = MaskBackwardNode::apply_saved(context, grad_outputs[0]);
     return gradients;
   }
 };
 
-at::Tensor forward_autograd(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& zero_point,
-                            int64_t quant_min, int64_t quant_max, Axis axis, double grad_factor) {
+Tensor forward_autograd(const Tensor& input, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
+                        int64_t quant_max, Axis axis, double grad_factor) {
   if (any_needs_grad(scale, zero_point) && input.defined()) {
     return LearnableNode::apply(input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
   }
   if (any_needs_grad(input) && scale.defined() && zero_point.defined()) {
-    return std::get<0>(call_with_mask(input, scale, zero_point, quant_min, quant_max, axis));
+    return std::get<0>(
+        call_op<forward_with_mask>(kWithMask, input, scale, zero_point, quant_min, quant_max, axis));
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call(input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
+  return call_below_autograd<forward>(kForward, input, scale, zero_point, quant_min, quant_max, axis,
+                                      grad_factor);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_with_mask_autograd(const at::Tensor& input,
-                                                              const at::Tensor& scale,
-                                                              const at::Tensor& zero_point, int64_t quant_min,
-                                                              int64_t quant_max, Axis axis) {
+OutputAndMask forward_with_mask_autograd(const Tensor& input, const Tensor& scale, const Tensor& zero_point,
+                                         int64_t quant_min, int64_t quant_max, Axis axis) {
   if (any_needs_grad(input) && scale.defined() && zero_point.defined()) {
     TORCH_CHECK(
         !any_needs_grad(scale, zero_point),
         "fake_quantize_with_mask: there is no gradient for scale and zero_point, but one requires it");
-    const variable_list found = MaskNode::apply(input, scale, zero_point, quant_min, quant_max, axis);
-    return {found[0], found[1]};
+    const variable_list outputs = MaskNode::apply(input, scale, zero_point, quant_min, quant_max, axis);
+    return {outputs[0], outputs[1]};
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_with_mask(input, scale, zero_point, quant_min, quant_max, axis);
+  return call_below_autograd<forward_with_mask>(kWithMask, input, scale, zero_point, quant_min, quant_max,
+                                                axis);
 }
 
-at::Tensor mask_backward_autograd(const at::Tensor& grad_output, const at::Tensor& mask,
-                                  c10::SymIntArrayRef strides) {
+Tensor mask_backward_autograd(const Tensor& grad_output, const Tensor& mask, c10::SymIntArrayRef strides) {
   if (any_needs_grad(grad_output) && mask.defined()) {
     return MaskBackwardNode::apply(grad_output, mask, strides);
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_mask_backward(grad_output, mask, strides);
+  return call_below_autograd<mask_backward>(kMaskBackward, grad_output, mask, strides);
 }
 
 }  // namespace
@@ -443,39 +402,32 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 #ifdef TORCH_EXTENSION_NAME
-namespace {
-
-std::tuple<at::Tensor, at::Tensor> raw_forward(const at::Tensor& input, const at::Tensor& scale,
-                                               const at::Tensor& zero_point, int64_t quant_min,
-                                               int64_t quant_max, Axis axis) {
-  CHECK_INPUT("fake_quantize.forward", input);
-  return forward_with_mask(input, scale, zero_point, quant_min, quant_max, axis);
-}
-
-at::Tensor raw_backward(const at::Tensor& grad_output, const at::Tensor& mask) {
-  CHECK_INPUT("fake_quantize.backward", grad_output);
-  return mask_backward(grad_output, mask, grad_output.sym_strides());
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> raw_backward_learnable(
-    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& scale,
-    const at::Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis, double grad_factor) {
-  CHECK_INPUT("fake_quantize.backward_learnable", grad_output);
-  CHECK_INPUT("fake_quantize.backward_learnable", input);
-  return backward(grad_output, input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
-}
-
-}  // namespace
-
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("forward", torch::wrap_pybind_function_no_gil(raw_forward), py::arg("input"), py::arg("scale"),
-        py::arg("zero_point"), py::arg("quant_min"), py::arg("quant_max"), py::arg("axis") = py::none());
-  m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_output"),
-        py::arg("mask"));
-  m.def("backward_learnable", torch::wrap_pybind_function_no_gil(raw_backward_learnable),
+  const auto axis = py::arg("axis") = py::none();
+  m.def("forward",
+        torch::wrap_pybind_function_no_gil([](const Tensor& input, const Tensor& scale,
+                                              const Tensor& zero_point, int64_t quant_min, int64_t quant_max,
+                                              Axis axis) {
+          CHECK_INPUT("fake_quantize.forward", input);
+          return forward_with_mask(input, scale, zero_point, quant_min, quant_max, axis);
+        }),
+        py::arg("input"), py::arg("scale"), py::arg("zero_point"), py::arg("quant_min"), py::arg("quant_max"),
+        axis);
+  m.def("backward", torch::wrap_pybind_function_no_gil([](const Tensor& grad_output, const Tensor& mask) {
+          CHECK_INPUT("fake_quantize.backward", grad_output);
+          return mask_backward(grad_output, mask, grad_output.sym_strides());
+        }),
+        py::arg("grad_output"), py::arg("mask"));
+  m.def("backward_learnable",
+        torch::wrap_pybind_function_no_gil(
+            [](const Tensor& grad_output, const Tensor& input, const Tensor& scale, const Tensor& zero_point,
+               int64_t quant_min, int64_t quant_max, Axis axis, double grad_factor) {
+              CHECK_INPUT("fake_quantize.backward_learnable", grad_output);
+              CHECK_INPUT("fake_quantize.backward_learnable", input);
+              return backward(grad_output, input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
+            }),
         py::arg("grad_output"), py::arg("input"), py::arg("scale"), py::arg("zero_point"),
-        py::arg("quant_min"), py::arg("quant_max"), py::arg("axis") = py::none(),
-        py::arg("grad_factor") = 1.0);
+        py::arg("quant_min"), py::arg("quant_max"), axis, py::arg("grad_factor") = 1.0);
 }
 #endif
 

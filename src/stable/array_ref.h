@@ -1,4 +1,4 @@
-// A list that belongs to someone else, as ATen's: torch's header-only one, compared and cut.
+// ATen's ArrayRef: torch's header-only one with == and slices of its own type.
 #pragma once
 
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
@@ -13,7 +13,6 @@ struct ArrayRef : ::c10::HeaderOnlyArrayRef<T> {
   ArrayRef slice(size_t first, size_t count) const { return Base::slice(first, count); }
   ArrayRef slice(size_t first) const { return Base::slice(first); }
   friend bool operator==(ArrayRef a, ArrayRef b) { return a.equals(b); }
-  friend bool operator!=(ArrayRef a, ArrayRef b) { return !a.equals(b); }
 };
 
 }  // namespace stable_torch

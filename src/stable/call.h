@@ -1,5 +1,5 @@
-// Values on their way through torch's stable C ABI, both ways: calls of torch's ops by name, and the ops of
-// ours that torch calls.
+// Conversion of arguments and results for torch's stable C ABI: for calls of torch's ops by name, and for the
+// package's own ops, which torch calls.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -15,87 +15,79 @@
 
 namespace stable_torch {
 
-class Tensor;
+// How a type of the bindings is converted. Stable is the ABI's type for it; Owned is the type that holds a
+// received argument.
 template <typename T>
-class List;
-
-// How a type of the bindings crosses: `Stable` is the stable ABI's own type for it, `Held` keeps what came.
-template <typename T>
-struct Crossing {
+struct Converter {
   using Stable = T;
-  using Held = T;
-  static Stable out(const T& x) { return x; }
-  static Held in(Stable x) { return x; }
+  using Owned = T;
+  static Stable send(const T& x) { return x; }
+  static Owned receive(Stable x) { return x; }
 };
 
 template <typename T>
-using Plain = std::remove_cv_t<std::remove_reference_t<T>>;
+using ConverterOf = Converter<std::remove_cv_t<std::remove_reference_t<T>>>;
 template <typename T>
-using StableOf = typename Crossing<Plain<T>>::Stable;
-template <typename T>
-using HeldOf = typename Crossing<Plain<T>>::Held;
+using OwnedOf = typename ConverterOf<T>::Owned;
 
 template <typename T>
 StableIValue to_stable(const T& x) {
-  return ::torch::stable::detail::from(Crossing<Plain<T>>::out(x));
+  return ::torch::stable::detail::from(ConverterOf<T>::send(x));
 }
 template <typename T>
-HeldOf<T> from_stable(StableIValue x) {
-  return Crossing<Plain<T>>::in(::torch::stable::detail::to<StableOf<T>>(x));
+OwnedOf<T> from_stable(StableIValue x) {
+  return ConverterOf<T>::receive(::torch::stable::detail::to<typename ConverterOf<T>::Stable>(x));
 }
 
 template <typename T>
-struct Crossing<std::optional<T>> {
-  using Stable = std::optional<StableOf<T>>;
-  using Held = std::optional<HeldOf<T>>;
-  static Stable out(const std::optional<T>& x) {
-    return x ? Stable(Crossing<T>::out(*x)) : Stable(std::nullopt);
+struct Converter<std::optional<T>> {
+  using Stable = std::optional<typename Converter<T>::Stable>;
+  using Owned = std::optional<OwnedOf<T>>;
+  static Stable send(const std::optional<T>& x) {
+    return x ? Stable(Converter<T>::send(*x)) : Stable(std::nullopt);
   }
-  static Held in(Stable x) { return x ? Held(Crossing<T>::in(std::move(*x))) : Held(std::nullopt); }
-};
-
-template <typename T>
-struct Crossing<std::vector<T>> {
-  using Stable = std::vector<StableOf<T>>;
-  using Held = std::vector<HeldOf<T>>;
-  static Stable out(const std::vector<T>& x) {
-    Stable found;
-    for (const T& each : x) found.push_back(Crossing<T>::out(each));
-    return found;
-  }
-  static Held in(Stable x) {
-    Held found;
-    for (auto& each : x) found.push_back(Crossing<T>::in(std::move(each)));
-    return found;
+  static Owned receive(Stable x) {
+    return x ? Owned(Converter<T>::receive(std::move(*x))) : Owned(std::nullopt);
   }
 };
 
 template <typename T>
-struct Crossing<ArrayRef<T>> {
-  using Stable = typename Crossing<std::vector<T>>::Stable;
-  using Held = typename Crossing<std::vector<T>>::Held;
-  static Stable out(ArrayRef<T> x) { return Crossing<std::vector<T>>::out(x.vec()); }
-  static Held in(Stable x) { return Crossing<std::vector<T>>::in(std::move(x)); }
+struct Converter<std::vector<T>> {
+  using Stable = std::vector<typename Converter<T>::Stable>;
+  using Owned = std::vector<OwnedOf<T>>;
+  static Stable send(ArrayRef<T> x) {
+    Stable list;
+    for (const T& item : x) list.push_back(Converter<T>::send(item));
+    return list;
+  }
+  static Owned receive(Stable x) {
+    Owned list;
+    for (auto& item : x) list.push_back(Converter<T>::receive(std::move(item)));
+    return list;
+  }
 };
 
-// torch 2.11's conversion to std::string leaks it, so a string's handle is read here.
+template <typename T>
+struct Converter<ArrayRef<T>> : Converter<std::vector<T>> {};
+
+// torch 2.11's own conversion to std::string leaks memory.
 template <>
-struct Crossing<std::string_view> {
+struct Converter<std::string_view> {
   using Stable = StringHandle;
-  using Held = std::string;
-  static std::string in(StringHandle handle) {
+  using Owned = std::string;
+  static Owned receive(Stable handle) {
     size_t length = 0;
     const char* data = nullptr;
     TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
     TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-    std::string found(data, length);
+    std::string text(data, length);
     TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-    return found;
+    return text;
   }
 };
 
-// Calls an op of torch's with all of its arguments. Its schema may have no Scalar, which the ABI cannot
-// carry.
+// Calls an op of torch with all of its arguments. The ABI cannot carry a Scalar, so ops with one in their
+// schema cannot be called.
 template <typename R, typename... Args>
 R call_op(const char* op, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack = {to_stable(args)...};
@@ -103,15 +95,15 @@ R call_op(const char* op, const char* overload, const Args&... args) {
   return from_stable<R>(stack[0]);
 }
 
-// ---- A function of ours as torch calls it: arguments from the stack, results onto it.
+// ---- The package's functions as torch calls them: arguments from the stack, results onto it
 
 template <typename R>
-void give_back(StableIValue* stack, const R& result) {
+void push_result(StableIValue* stack, const R& result) {
   stack[0] = to_stable(result);
 }
 template <typename... R>
-void give_back(StableIValue* stack, const std::tuple<R...>& results) {
-  std::apply([&](const R&... each) { ((*stack++ = to_stable(each)), ...); }, results);
+void push_result(StableIValue* stack, const std::tuple<R...>& results) {
+  std::apply([&](const R&... result) { ((*stack++ = to_stable(result)), ...); }, results);
 }
 
 template <typename F>
@@ -120,11 +112,11 @@ template <typename R, typename... Args>
 struct Signature<R (*)(Args...)> {
   template <auto function, size_t... i>
   static void call(StableIValue* stack, std::index_sequence<i...>) {
-    std::tuple<HeldOf<Args>...> held{from_stable<Args>(stack[i])...};
+    std::tuple<OwnedOf<Args>...> args{from_stable<Args>(stack[i])...};
     if constexpr (std::is_void_v<R>) {
-      function(std::get<i>(held)...);
+      function(std::get<i>(args)...);
     } else {
-      give_back(stack, function(std::get<i>(held)...));
+      push_result(stack, function(std::get<i>(args)...));
     }
   }
   template <auto function>

@@ -1,6 +1,5 @@
-// Errors of the bindings as torch's headers have them. A stable library can only throw what the C++ library
-// has, and torch makes RuntimeErrors of all of it: so the other types travel as a prefix of the message,
-// which lltm_ext/_portable_rules.py takes off.
+// torch's error macros. A stable library can only throw standard C++ exceptions, and torch turns all of them
+// into RuntimeErrors. So other types are a prefix of the message, which lltm_ext/_portable_rules.py removes.
 #pragma once
 
 #include <torch/csrc/stable/device.h>
@@ -11,71 +10,56 @@
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "stable/array_ref.h"
 
 namespace stable_torch {
 
-// A dtype by its names in Python, of which the first is the one to print.
-inline std::pair<std::string, std::string> getDtypeNames(::torch::headeronly::ScalarType type) {
-  using ::torch::headeronly::ScalarType;
-  switch (type) {
-    case ScalarType::Byte:
-      return {"uint8", ""};
-    case ScalarType::Char:
-      return {"int8", ""};
-    case ScalarType::Short:
-      return {"int16", "short"};
-    case ScalarType::Int:
-      return {"int32", "int"};
-    case ScalarType::Long:
-      return {"int64", "long"};
-    case ScalarType::Half:
-      return {"float16", "half"};
-    case ScalarType::Float:
-      return {"float32", "float"};
-    case ScalarType::Double:
-      return {"float64", "double"};
-    case ScalarType::ComplexHalf:
-      return {"complex32", "chalf"};
-    case ScalarType::ComplexFloat:
-      return {"complex64", "cfloat"};
-    case ScalarType::ComplexDouble:
-      return {"complex128", "cdouble"};
-    case ScalarType::Bool:
-      return {"bool", ""};
-    case ScalarType::BFloat16:
-      return {"bfloat16", ""};
-    default:
-      return {::torch::headeronly::toString(type), ""};
+using ::torch::headeronly::DeviceType;
+using ::torch::headeronly::Layout;
+using ::torch::headeronly::ScalarType;
+
+// A dtype's name in Python, as the first of a pair like c10's.
+inline std::pair<const char*, const char*> getDtypeNames(ScalarType type) {
+  constexpr std::pair<ScalarType, const char*> kNames[] = {{ScalarType::Byte, "uint8"},
+                                                           {ScalarType::Char, "int8"},
+                                                           {ScalarType::Short, "int16"},
+                                                           {ScalarType::Int, "int32"},
+                                                           {ScalarType::Long, "int64"},
+                                                           {ScalarType::Half, "float16"},
+                                                           {ScalarType::Float, "float32"},
+                                                           {ScalarType::Double, "float64"},
+                                                           {ScalarType::ComplexHalf, "complex32"},
+                                                           {ScalarType::ComplexFloat, "complex64"},
+                                                           {ScalarType::ComplexDouble, "complex128"},
+                                                           {ScalarType::Bool, "bool"},
+                                                           {ScalarType::BFloat16, "bfloat16"}};
+  for (const auto& [known, name] : kNames) {
+    if (type == known) return {name, ""};
   }
+  return {::torch::headeronly::toString(type), ""};
 }
 
 template <typename T>
-void print(std::ostream& to, const T& x) {
-  to << x;
+void print(std::ostream& out, const T& x) {
+  out << x;
 }
-inline void print(std::ostream& to, bool x) { to << (x ? "True" : "False"); }
-inline void print(std::ostream& to, ::torch::headeronly::Layout x) {
+inline void print(std::ostream& out, Layout x) {
   constexpr const char* kNames[] = {"Strided",   "Sparse",    "SparseCsr", "Mkldnn",
                                     "SparseCsc", "SparseBsr", "SparseBsc", "Jagged"};
   const auto i = static_cast<size_t>(x);
-  to << (i < std::size(kNames) ? kNames[i] : "another");
+  out << (i < std::size(kNames) ? kNames[i] : "another");
 }
-inline void print(std::ostream& to, const ::torch::stable::Device& x) {
-  using ::torch::headeronly::DeviceType;
-  to << (x.type() == DeviceType::CPU ? "cpu" : x.type() == DeviceType::CUDA ? "cuda" : "another device");
-  if (x.has_index() && x.type() != DeviceType::CPU) to << ':' << x.index();
+inline void print(std::ostream& out, const ::torch::stable::Device& x) {
+  out << (x.type() == DeviceType::CPU ? "cpu" : x.type() == DeviceType::CUDA ? "cuda" : "another device");
+  if (x.has_index() && x.type() != DeviceType::CPU) out << ':' << x.index();
 }
-inline void print(std::ostream& to, ArrayRef<int64_t> x) {
-  to << '[';
-  for (size_t i = 0; i < x.size(); ++i) to << (i == 0 ? "" : ", ") << x[i];
-  to << ']';
+inline void print(std::ostream& out, ArrayRef<int64_t> x) {
+  out << '[';
+  for (size_t i = 0; i < x.size(); ++i) out << (i == 0 ? "" : ", ") << x[i];
+  out << ']';
 }
-inline void print(std::ostream& to, const std::vector<int64_t>& x) { print(to, ArrayRef<int64_t>(x)); }
 
 template <typename... Parts>
 [[noreturn]] void raise(const char* type, const Parts&... parts) {

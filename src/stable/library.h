@@ -1,5 +1,5 @@
-// Registration with the dispatcher, on the stable C ABI: definitions and their kernels for every backend.
-// Gradients, casts and shapes of traced graphs are registered by lltm_ext/_portable_rules.py.
+// Registration with the dispatcher on the stable C ABI: schemas, and their kernels for every backend.
+// lltm_ext/_portable_rules.py registers gradients, autocast and the shapes of traced graphs.
 #pragma once
 
 #include <string>
@@ -11,22 +11,22 @@ namespace stable_torch {
 
 enum class Tag { pt2_compliant_tag };
 
-// Each op has a twin of another namespace, <name>_checks: the same kernel. It is for meta tensors, by which
-// traced calls are checked; those of the op itself go to the shapes registered in Python.
+// Each op is also registered in a second namespace, <name>_checks, with the same kernel. Traced calls run it
+// on meta tensors for its checks, because the op itself has a meta kernel in Python.
 class Library {
  public:
   Library(const std::string& name, const char* file, uint32_t line)
-      : op_(name, file, line), twin_(name + "_checks", file, line) {}
+      : ops_(name, file, line), checks_(name + "_checks", file, line) {}
 
   void def(const char* schema, const std::vector<Tag>&) {
-    op_.definitions.def(schema);
-    twin_.definitions.def(schema);
+    ops_.definitions.def(schema);
+    checks_.definitions.def(schema);
   }
 
   template <auto function>
   void impl(const char* op) {
-    op_.kernels.impl(op, Signature<decltype(function)>::template boxed<function>);
-    twin_.kernels.impl(op, Signature<decltype(function)>::template boxed<function>);
+    ops_.kernels.impl(op, Signature<decltype(function)>::template boxed<function>);
+    checks_.kernels.impl(op, Signature<decltype(function)>::template boxed<function>);
   }
 
  private:
@@ -37,7 +37,7 @@ class Library {
     using Stable = ::torch::stable::detail::StableLibrary;
     Stable definitions, kernels;
   };
-  Namespace op_, twin_;
+  Namespace ops_, checks_;
 };
 
 namespace autograd {
@@ -46,7 +46,7 @@ using variable_list = std::vector<Tensor>;
 
 }  // namespace stable_torch
 
-// As torch's, in the namespace of the caller.
+// As torch's, but in the caller's namespace.
 #define TORCH_LIBRARY_FRAGMENT(name, m)                                                                \
   static void register_##name(::stable_torch::Library&);                                               \
   static ::stable_torch::Library& name##_library() {                                                   \

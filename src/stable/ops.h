@@ -1,7 +1,5 @@
-// torch's functions that the bindings call, on the stable C ABI.
-//
-// What has a Scalar in its schema cannot be called by name, so products that are added to something, and
-// sums, go through the functions that compiled models (AOTInductor) call.
+// torch's functions that the bindings call, on the stable C ABI. Ops with a Scalar in their schema cannot be
+// called by name, so sums and products use the C functions of compiled models (AOTInductor).
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,7 +22,7 @@ AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle a, A
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle a,
                                         AtenTensorHandle b, double beta, double alpha);
 #ifdef LLTM_EXT_WITH_CUDA
-// Weak, so that the library loads beside a torch without CUDA too, and links to no cuBLAS: torch's answers.
+// Weak, so that the library also loads with a torch without CUDA and does not link cuBLAS itself.
 __attribute__((weak)) AOTITorchError aoti_torch_cuda_mm_out(AtenTensorHandle out, AtenTensorHandle a,
                                                             AtenTensorHandle b);
 __attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle x,
@@ -38,12 +36,12 @@ __attribute__((weak)) cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cu
 
 namespace stable_torch {
 
-// ---- new tensors
+// ---- Creation
 
 inline Tensor empty(IntArrayRef sizes, const TensorOptions& options) {
   return call_op<Tensor>("aten::empty", "memory_format", sizes, std::optional(options.scalar_type),
-                         std::optional<Layout>(), std::optional(options.where), std::optional(options.pinned),
-                         std::optional<MemoryFormat>());
+                         std::optional<Layout>(), std::optional(options.device),
+                         std::optional(options.pinned), std::optional<MemoryFormat>());
 }
 inline Tensor empty_symint(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options); }
 
@@ -61,7 +59,7 @@ inline Tensor stack(const std::vector<Tensor>& tensors) {
   return call_op<Tensor>("aten::stack", "", tensors, int64_t{0});
 }
 
-// ---- sums and products, of tensors on one device
+// ---- Sums and products
 
 inline Tensor operator+(const Tensor& a, const Tensor& b) {
   AtenTensorHandle sum = nullptr;
@@ -70,27 +68,20 @@ inline Tensor operator+(const Tensor& a, const Tensor& b) {
 }
 inline Tensor Tensor::add_(const Tensor& x) const { return copy_(*this + x); }
 
-inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
-  const auto to = out.handle(), left = a.handle(), right = b.handle();
 #ifdef LLTM_EXT_WITH_CUDA
-  if (a.is_cuda()) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(to.get(), left.get(), right.get()));
-    return;
-  }
+#define LLTM_EXT_AOTI(op, x) ((x).is_cuda() ? aoti_torch_cuda_##op : aoti_torch_cpu_##op)
+#else
+#define LLTM_EXT_AOTI(op, x) aoti_torch_cpu_##op
 #endif
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
+
+inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(mm_out, a)(out.handle().get(), a.handle().get(), b.handle().get()));
 }
 
 // out = x + a @ b
 inline void addmm_out(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b) {
-  const auto to = out.handle(), start = x.handle(), left = a.handle(), right = b.handle();
-#ifdef LLTM_EXT_WITH_CUDA
-  if (a.is_cuda()) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(to.get(), start.get(), left.get(), right.get(), 1., 1.));
-    return;
-  }
-#endif
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(to.get(), start.get(), left.get(), right.get(), 1., 1.));
+  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(addmm_out, a)(out.handle().get(), x.handle().get(), a.handle().get(),
+                                                     b.handle().get(), 1., 1.));
 }
 inline Tensor Tensor::addmm_(const Tensor& a, const Tensor& b) const {
   addmm_out(*this, *this, a, b);
@@ -102,7 +93,7 @@ inline Tensor mm(const Tensor& a, const Tensor& b) {
   mm_out(product, a, b);
   return product;
 }
-// Of half types in float32: on CUDA without a rounding in between.
+// Half types to float32: on CUDA without an intermediate rounding.
 inline Tensor mm(const Tensor& a, const Tensor& b, ScalarType type) {
   if (a.is_cuda()) return call_op<Tensor>("aten::mm", "dtype", a, b, type);
   return mm(a, b).to(type);
@@ -115,13 +106,9 @@ inline Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b) {
 
 inline void sum_out(const Tensor& out, const Tensor& x, int64_t dim) { out.copy_(x.sum(dim)); }
 
-inline std::vector<Tensor> split_with_sizes_copy(const Tensor& x, IntArrayRef sizes, int64_t dim) {
-  return call_op<std::vector<Tensor>>("aten::split_with_sizes_copy", "", x, sizes, dim);
-}
-
 inline ScalarType toOpMathType(ScalarType type) { return type == kHalf || type == kBFloat16 ? kFloat : type; }
 
-// ---- threads, devices
+// ---- Threads, devices
 
 template <typename F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
@@ -149,9 +136,9 @@ inline const cudaDeviceProp* getDeviceProperties(int device) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     TORCH_CHECK(error == cudaSuccess, "lltm_ext: no CUDA device is usable: ", cudaGetErrorString(error));
-    std::vector<cudaDeviceProp> found(count);
-    for (int i = 0; i < count; ++i) cudaGetDeviceProperties(&found[i], i);
-    return found;
+    std::vector<cudaDeviceProp> properties(count);
+    for (int i = 0; i < count; ++i) cudaGetDeviceProperties(&properties[i], i);
+    return properties;
   }();
   return &all.at(device);
 }
@@ -169,7 +156,7 @@ inline CaptureStatus currentStreamCaptureStatusMayInitCtx() {
 }  // namespace cuda
 #endif
 
-// Makes a device current; the CPU needs none.
+// Does nothing for the CPU.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Device& device) {
@@ -180,8 +167,7 @@ class DeviceGuard {
   std::optional<::torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// The bindings' guard against recording and casting, as far as the ABI goes: gradients. Autocast is switched
-// off where the ops are entered (lltm_ext/_portable_rules.py).
+// Only disables gradients, which is all that the ABI offers. lltm_ext/_portable_rules.py disables autocast.
 struct AutoDispatchBelowADInplaceOrView {
   AutoDispatchBelowADInplaceOrView() : enabled(aoti_torch_grad_mode_is_enabled()) {
     aoti_torch_grad_mode_set_enabled(false);
@@ -199,9 +185,9 @@ struct ExcludeDispatchKeyGuard {
 };
 }  // namespace impl
 
-// ---- memory that operands share
+// ---- Memory overlap
 
-// Where the elements lie: [first, last) in bytes.
+// The byte range [first, last) that the elements span.
 inline std::pair<const char*, const char*> extent_of(const Tensor& x) {
   int64_t last = 0;
   for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
@@ -237,8 +223,8 @@ inline void resize_output_symint(const Tensor& x, IntArrayRef sizes) {
 }
 }  // namespace native
 
-// Operands of an elementwise op, broadcast to the first of them, the output, in as few dimensions as their
-// strides allow, the fastest of the output first.
+// Broadcasts the operands of an elementwise op to the first one, the output, and merges dimensions where all
+// strides allow it. The output's fastest dimension comes first.
 class TensorIterator {
  public:
   explicit TensorIterator(const std::vector<Tensor>& operands) : operands_(operands) {
@@ -262,20 +248,20 @@ class TensorIterator {
  private:
   int64_t stride_in(int operand, int64_t d) const {
     const Tensor& x = operands_[operand];
-    const int64_t own = d - operands_[0].dim() + x.dim();
-    if (own < 0) return 0;
-    TORCH_CHECK(x.size(own) == 1 || x.size(own) == operands_[0].size(d), "output with shape ",
+    const int64_t own_d = d - operands_[0].dim() + x.dim();
+    if (own_d < 0) return 0;
+    TORCH_CHECK(x.size(own_d) == 1 || x.size(own_d) == operands_[0].size(d), "output with shape ",
                 operands_[0].sizes(), " doesn't match the broadcast shape ", x.sizes());
-    return x.size(own) == 1 ? 0 : x.stride(own) * element_size(operand);
+    return x.size(own_d) == 1 ? 0 : x.stride(own_d) * element_size(operand);
   }
 
-  // As a part of the last dimension where every operand goes on there as it began.
+  // Merges dimension d into the last one if it continues that one in every operand.
   void add_dimension(int64_t d) {
-    bool joins = !shape_.empty();
-    for (size_t p = 0; p < operands_.size() && joins; ++p) {
-      joins = stride_in(p, d) == strides_[p].back() * shape_.back();
+    bool merges = !shape_.empty();
+    for (size_t p = 0; p < operands_.size() && merges; ++p) {
+      merges = stride_in(p, d) == strides_[p].back() * shape_.back();
     }
-    if (joins) {
+    if (merges) {
       shape_.back() *= operands_[0].size(d);
       return;
     }

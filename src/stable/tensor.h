@@ -1,5 +1,5 @@
-// Tensors as the bindings know them from ATen, on torch's stable C ABI: the members that they use, and no
-// more. A Tensor holds a handle of torch's own tensor, or nothing.
+// ATen's Tensor on torch's stable C ABI, with only the members that the bindings use. A Tensor holds a handle
+// of torch's tensor, or nothing.
 #pragma once
 
 #include <torch/csrc/stable/device.h>
@@ -27,10 +27,7 @@ namespace stable_torch {
 using ::c10::BFloat16;
 using ::c10::Half;
 using std::string_view;
-using ::torch::headeronly::DeviceType;
-using ::torch::headeronly::Layout;
 using ::torch::headeronly::MemoryFormat;
-using ::torch::headeronly::ScalarType;
 using ::torch::stable::Device;
 
 constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat = ScalarType::Float,
@@ -38,7 +35,7 @@ constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat 
                      kComplexFloat = ScalarType::ComplexFloat, kComplexDouble = ScalarType::ComplexDouble;
 constexpr Layout kStrided = Layout::Strided;
 
-// The stable ABI has no symbolic sizes: shapes of traced graphs are computed in Python
+// The stable ABI has no symbolic sizes. Python computes the shapes of traced graphs
 // (lltm_ext/_portable_rules.py).
 using IntArrayRef = ArrayRef<int64_t>;
 using SymIntArrayRef = IntArrayRef;
@@ -48,25 +45,24 @@ using DimVector = std::vector<int64_t>;
 using SymDimVector = DimVector;
 
 struct TensorOptions {
-  ScalarType scalar_type = kFloat;
-  Device where = Device(DeviceType::CPU);
-  bool pinned = false;
+  ScalarType scalar_type;
+  Device device;
+  bool pinned;
 
-  TensorOptions(ScalarType type) : scalar_type(type) {}
-  TensorOptions(ScalarType type, Device device) : scalar_type(type), where(device) {}
-  TensorOptions dtype(ScalarType type) const { return {type, where, pinned}; }
-  TensorOptions pinned_memory(bool pin) const { return {scalar_type, where, pin}; }
-
- private:
-  TensorOptions(ScalarType type, Device device, bool pin) : scalar_type(type), where(device), pinned(pin) {}
+  TensorOptions(ScalarType type, Device device_ = Device(DeviceType::CPU), bool pinned_ = false)
+      : scalar_type(type), device(device_), pinned(pinned_) {}
+  TensorOptions dtype(ScalarType type) const { return {type, device, pinned}; }
+  TensorOptions pinned_memory(bool pin) const { return {scalar_type, device, pin}; }
 };
 
+class Tensor;
+
 template <>
-struct Crossing<Tensor> {
+struct Converter<Tensor> {
   using Stable = ::torch::stable::Tensor;
-  using Held = Tensor;
-  static Stable out(const Tensor& x);
-  static Tensor in(Stable x);
+  using Owned = Tensor;
+  static Stable send(const Tensor& x);
+  static Tensor receive(Stable x);
 };
 
 class Tensor {
@@ -74,7 +70,7 @@ class Tensor {
   Tensor() = default;
   explicit Tensor(::torch::stable::Tensor handle) : handle_(std::move(handle)) {}
 
-  // torch's handle; of no tensor, that of an undefined one.
+  // torch's tensor, undefined if there is none.
   ::torch::stable::Tensor handle() const { return handle_ ? *handle_ : ::torch::stable::Tensor(); }
 
   bool defined() const { return handle_ && handle_->defined(); }
@@ -110,7 +106,6 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  Tensor alias() const { return call("aten::alias", ""); }
   Tensor t() const { return call("aten::t", ""); }
   Tensor mT() const { return transpose(-2, -1); }
   Tensor transpose(int64_t a, int64_t b) const { return call("aten::transpose", "int", a, b); }
@@ -162,10 +157,10 @@ class Tensor {
 
 using TensorList = ArrayRef<Tensor>;
 
-inline ::torch::stable::Tensor Crossing<Tensor>::out(const Tensor& x) { return x.handle(); }
-inline Tensor Crossing<Tensor>::in(::torch::stable::Tensor x) { return Tensor(std::move(x)); }
+inline ::torch::stable::Tensor Converter<Tensor>::send(const Tensor& x) { return x.handle(); }
+inline Tensor Converter<Tensor>::receive(::torch::stable::Tensor x) { return Tensor(std::move(x)); }
 
-// A list as the dispatcher hands it over.
+// c10's List, which a kernel receives for a list of optional tensors.
 template <typename T>
 class List {
  public:
@@ -178,10 +173,10 @@ class List {
 };
 
 template <typename T>
-struct Crossing<List<T>> {
-  using Stable = typename Crossing<std::vector<T>>::Stable;
-  using Held = List<T>;
-  static Held in(Stable x) { return List<T>(Crossing<std::vector<T>>::in(std::move(x))); }
+struct Converter<List<T>> {
+  using Stable = typename Converter<std::vector<T>>::Stable;
+  using Owned = List<T>;
+  static Owned receive(Stable x) { return Owned(Converter<std::vector<T>>::receive(std::move(x))); }
 };
 
 inline bool Tensor::is_non_overlapping_and_dense() const {
@@ -199,7 +194,7 @@ inline bool Tensor::is_non_overlapping_and_dense() const {
   return true;
 }
 
-// Where the tensor's memory as a whole begins.
+// The beginning of the tensor's storage.
 inline const char* storage_of(const Tensor& x) {
   return static_cast<const char*>(x.const_data_ptr()) -
          x.handle().storage_offset() * static_cast<int64_t>(x.element_size());

@@ -1,8 +1,8 @@
-// torch as the bindings see it in a portable build: its stable C ABI under ATen's names. The build puts this
-// header in place of every header of ATen, c10 and torch that they include, so that one source serves both.
+// torch for the bindings of a portable build: its stable C ABI under ATen's names. The build replaces all
+// ATen, c10 and torch headers that the bindings include with this one.
 #pragma once
 
-// torch's build of extensions asks for a Python module; this library has no part of Python.
+// Defined by torch's extension build, but this library is not a Python module.
 #undef TORCH_EXTENSION_NAME
 
 #include "stable/library.h"

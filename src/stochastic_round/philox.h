@@ -1,30 +1,29 @@
-// Random bits by counting: Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
-// 2011, https://doi.org/10.1145/2063384.2063405. Any thread can have any of them.
+// Counter-based random bits: Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+// 2011, https://doi.org/10.1145/2063384.2063405.
 #pragma once
 
 #include "common/portable.h"
 
 namespace lltm_ext {
 
-// Where a call begins in its generator's sequence. Within a CUDA graph the generator's state lies in memory,
-// where a replay finds a new one; then `offset` comes on top of it.
+// The generator's state at the start of a call. Within a CUDA graph, the state is in memory so that each
+// replay sees a new one, and `offset` is added to it.
 struct PhiloxState {
   uint64_t seed, offset;
-  const int64_t *seed_at, *offset_at;
+  const int64_t *graph_seed, *graph_offset;
 };
 
 struct PhiloxBits {
   uint32_t words[4];
-  // The k-th of eight.
   LLTM_HOST_DEVICE uint32_t half_word(int k) const { return words[k / 2] >> (k % 2 * 16) & 0xffff; }
 };
 
-// The 64 bits of a product, as two words.
+// A 64-bit product as two words.
 struct Product {
   uint32_t low, high;
   LLTM_HOST_DEVICE Product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-    // Of a shift by 32 the compiler makes an addition of 0, twice a round.
+    // For a shift by 32, the compiler emits two additions of 0 per round.
     asm("{ .reg .u64 p; mul.wide.u32 p, %2, %3; mov.b64 {%0, %1}, p; }"
         : "=r"(low), "=r"(high)
         : "r"(a), "r"(b));
@@ -35,7 +34,7 @@ struct Product {
   }
 };
 
-// The block of 128 bits at `offset` (in words, a multiple of 4) in the stream of this number.
+// The 128 bits at `offset` (in words, a multiple of 4) of stream number `stream`.
 LLTM_HOST_DEVICE PhiloxBits philox(uint64_t seed, uint64_t offset, uint64_t stream) {
   const uint64_t count = offset / 4;
   uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};

@@ -1,4 +1,4 @@
-// stochastic_round: tensors in, tensors out. Dispatcher op lltm_ext::stochastic_round; raw bindings
+// stochastic_round: the binding. Dispatcher op lltm_ext::stochastic_round; raw bindings
 // lltm_ext._C.stochastic_round.forward and backward.
 #include "stochastic_round/stochastic_round.h"
 
@@ -7,6 +7,7 @@
 
 #include <mutex>
 
+#include "common/call_op.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/library.h"
@@ -28,38 +29,32 @@ void check(const char* op, const at::Tensor& input, at::ScalarType dtype) {
                    ": expected dtype float16 or bfloat16, got ", c10::getDtypeNames(dtype).first);
 }
 
-void check_generator(const char* op, const OptionalGenerator& generator, const at::Tensor& input) {
-  if (!generator || !generator->defined()) return;
-  TORCH_CHECK(generator->device().type() == input.device().type(), op, ": expected a generator on ",
-              input.device(), ", got one on ", generator->device());
-}
-
-// The generator's state for one call, which moves it on.
+// Advances the generator, and returns its state before.
 PhiloxState next_state(const OptionalGenerator& generator, const at::Tensor& input) {
 #ifdef LLTM_EXT_WITH_CUDA
   if (input.is_cuda()) {
-    auto* const found = at::get_generator_or_default<at::CUDAGeneratorImpl>(
+    auto* const cuda_generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
         generator, at::cuda::detail::getDefaultCUDAGenerator(input.get_device()));
-    const std::lock_guard<std::mutex> lock(found->mutex_);
-    // Each thread takes a block of 4 words from a stream of its own.
-    const at::PhiloxCudaState state = found->philox_cuda_state(4);
+    const std::lock_guard<std::mutex> lock(cuda_generator->mutex_);
+    // Each group of elements takes 4 words from its own stream.
+    const at::PhiloxCudaState state = cuda_generator->philox_cuda_state(4);
     if (state.captured_) return {0, state.offset_intragraph_, state.seed_.ptr, state.offset_.ptr};
     return {state.seed_.val, state.offset_.val, nullptr, nullptr};
   }
 #endif
-  auto* const found =
+  auto* const cpu_generator =
       at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());
-  const std::lock_guard<std::mutex> lock(found->mutex_);
-  return {found->random64(), 0, nullptr, nullptr};
+  const std::lock_guard<std::mutex> lock(cpu_generator->mutex_);
+  return {cpu_generator->random64(), 0, nullptr, nullptr};
 }
 
 template <typename Half, typename BFloat16, typename... Stream>
 auto run(const at::Tensor& output, const at::Tensor& input, const PhiloxState& state, Stream... stream) {
-  const auto to = [&](auto* elements, auto round) {
+  const auto run_as = [&](auto* elements, auto round) {
     return stochastic_round(pointer<float>(input), elements, input.numel(), state, round, stream...);
   };
-  return output.scalar_type() == at::kHalf ? to(mutable_pointer<Half>(output), RoundToFloat16())
-                                           : to(mutable_pointer<BFloat16>(output), RoundToBFloat16());
+  return output.scalar_type() == at::kHalf ? run_as(mutable_pointer<Half>(output), RoundToFloat16())
+                                           : run_as(mutable_pointer<BFloat16>(output), RoundToBFloat16());
 }
 
 at::Tensor forward(const at::Tensor& input, at::ScalarType dtype, const OptionalGenerator& generator) {
@@ -68,7 +63,8 @@ at::Tensor forward(const at::Tensor& input, at::ScalarType dtype, const Optional
   const KernelGuard guard(input);
   at::Tensor output = at::empty_like(input, input.options().dtype(dtype));
   if (output.is_meta()) return output;
-  check_generator(kOp, generator, input);
+  TORCH_CHECK(!generator || !generator->defined() || generator->device().type() == input.device().type(), kOp,
+              ": expected a generator on ", input.device(), ", got one on ", generator->device());
   if (output.numel() == 0) return output;
   const at::Tensor x = input.strides() == output.strides()
                            ? input
@@ -85,17 +81,11 @@ at::Tensor forward(const at::Tensor& input, at::ScalarType dtype, const Optional
   return output;
 }
 
-at::Tensor call(const at::Tensor& input, at::ScalarType dtype, const OptionalGenerator& generator) {
-  static const auto op = find_op<decltype(forward)>("lltm_ext::stochastic_round");
-  return op.call(input, dtype, generator);
-}
-
-// Straight through: saves nothing, hands the gradient on in the input's type.
+// Straight-through: the gradient is the incoming one in float32.
 struct Node : torch::autograd::Function<Node> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input, at::ScalarType dtype,
                             const OptionalGenerator& generator) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call(input, dtype, generator);
+    return call_below_autograd<lltm_ext::forward>("lltm_ext::stochastic_round", input, dtype, generator);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list& grad_outputs) {
@@ -106,8 +96,7 @@ struct Node : torch::autograd::Function<Node> {
 at::Tensor forward_autograd(const at::Tensor& input, at::ScalarType dtype,
                             const OptionalGenerator& generator) {
   if (any_needs_grad(input)) return Node::apply(input, dtype, generator);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call(input, dtype, generator);
+  return call_below_autograd<forward>("lltm_ext::stochastic_round", input, dtype, generator);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// stochastic_round: the formulas, for CPU and GPU alike, and what its files agree on. No torch.
+// stochastic_round: the formulas for CPU and GPU, and the launchers' contract. No torch.
 #pragma once
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -13,42 +13,31 @@
 
 namespace lltm_ext {
 
-// Elements that share a block of random bits, 16 for each.
+// The number of elements that share a block of random bits, 16 bits for each. Element i uses stream
+// i / kRandomGroup, whichever thread computes it.
 constexpr int kRandomGroup = 8;
 
-LLTM_HOST_DEVICE uint32_t bits_of(float x) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(x);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-#endif
-}
-LLTM_HOST_DEVICE float from_bits(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-#endif
+template <typename To, typename From>
+LLTM_HOST_DEVICE To bit_cast(From from) {
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
 }
 
 constexpr uint32_t kSign = 0x80000000;
 
-// Each gives a float32 that the half type holds exactly: one of x's two neighbours there, up with the
-// probability of the part that is cut off, in units of the last place kept. `random` is of 16 bits. Adding
-// them below the cut carries into what is kept just as often as that. What lies beyond the largest value,
-// and NaN, is left to be rounded as usual.
+// Each functor returns one of the two values of the half type that are next to x, as a float32. It rounds up
+// in magnitude with the probability of the part that is cut off, in units of the last place kept: adding 16
+// random bits below the cut carries that often. Values beyond the largest finite one and NaN are left to be
+// rounded as usual.
 
 struct RoundToBFloat16 {
   static constexpr uint32_t kLargest = 0x7f7f0000;
 
   LLTM_HOST_DEVICE float operator()(float x, uint32_t random) const {
-    const uint32_t bits = bits_of(x);
+    const uint32_t bits = bit_cast<uint32_t>(x);
     if ((bits & ~kSign) > kLargest) return x;
-    return from_bits((bits + random) & 0xffff0000);
+    return bit_cast<float>((bits + random) & 0xffff0000);
   }
 };
 
@@ -57,18 +46,17 @@ struct RoundToFloat16 {
   static constexpr uint32_t kSmallestNormal = 0x38800000;  // 2^-14
 
   LLTM_HOST_DEVICE float operator()(float x, uint32_t random) const {
-    const uint32_t bits = bits_of(x), magnitude = bits & ~kSign;
+    const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & ~kSign;
     if (magnitude > kLargest) return x;
-    if (magnitude >= kSmallestNormal) return from_bits((bits + (random >> 3)) & 0xffffe000);
-    // Below, the values are the multiples of 2^-24, and more is cut off than there are random bits: its
-    // probability is rounded to 16 bits.
-    const float units = from_bits(magnitude) * 0x1p24f, down = std::floor(units);
+    if (magnitude >= kSmallestNormal) return bit_cast<float>((bits + (random >> 3)) & 0xffffe000);
+    // Subnormals are multiples of 2^-24. More than 16 bits are cut off, so their probability is rounded to 16
+    // bits.
+    const float units = bit_cast<float>(magnitude) * 0x1p24f, down = std::floor(units);
     const float up = std::nearbyint((units - down) * 0x1p16f) > static_cast<float>(random) ? 1.0f : 0.0f;
-    return from_bits(bits_of((down + up) * 0x1p-24f) | (bits & kSign));
+    return bit_cast<float>(bit_cast<uint32_t>((down + up) * 0x1p-24f) | (bits & kSign));
   }
 };
 
-// Element i has the bits of group i / kRandomGroup, wherever it lies and whoever computes it.
 template <typename T, class Round>
 void stochastic_round(const float* input, T* output, int64_t n, PhiloxState state, Round round);
 #ifdef LLTM_EXT_WITH_CUDA

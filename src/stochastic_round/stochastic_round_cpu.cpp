@@ -1,4 +1,4 @@
-// stochastic_round on the CPU, from the same formulas as the kernel.
+// stochastic_round on the CPU, with the kernel's formulas.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -8,15 +8,10 @@
 #include "stochastic_round/stochastic_round.h"
 
 namespace lltm_ext {
-namespace {
-
-// Below this many groups a second thread costs more than it saves.
-constexpr int64_t kGrain = 1024;
-
-}  // namespace
 
 template <typename T, class Round>
 void stochastic_round(const float* input, T* output, int64_t n, PhiloxState state, Round round) {
+  constexpr int64_t kGrain = 1024;  // with fewer groups, a second thread costs more time than it saves
   const int64_t groups = (n + kRandomGroup - 1) / kRandomGroup;
   at::parallel_for(0, groups, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {

@@ -1,4 +1,4 @@
-// stochastic_round on CUDA: a thread rounds the elements of two blocks of random bits.
+// stochastic_round on CUDA: each thread rounds the elements of two blocks of random bits.
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
@@ -6,12 +6,12 @@
 #include "stochastic_round/stochastic_round.h"
 
 namespace lltm_ext {
-// Named: what stands in an unnamed one gets a name from nvcc with the path of this file in it, so that no two
-// builds were alike.
+// Not unnamed, because nvcc puts the file's path into the names of an unnamed namespace, and builds would not
+// be reproducible.
 inline namespace stochastic_round_cuda {
 
 constexpr int kBlock = 128;
-// Of a thread, which share its way to the generator's state and have their loads under way together.
+// Groups per thread. They share the load of the generator's state, and their own loads overlap.
 constexpr int kGroups = 2;
 
 struct Group {
@@ -19,22 +19,22 @@ struct Group {
   __device__ __forceinline__ float& at(int k) { return halves[k / 4].data[k % 4]; }
 };
 
-// What a group is rounded to, as it lies in memory.
+// A group of half-type values.
 using Rounded = Vec<uint32_t, kRandomGroup / 2>;
 
-// A group of values of which none is too large, in fewer instructions than the formulas have, for the same
-// bits. False if one may be: the sizes' sum shows that at once.
+// Rounds a group whose values are all in range, with the formulas' results but in fewer instructions. Returns
+// false if a value may be out of range, which the sum of magnitudes tells in one comparison.
 
 __device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, RoundToBFloat16 round,
                                             Rounded& y) {
-  float sizes = 0;
+  float magnitudes = 0;
 #pragma unroll
-  for (int k = 0; k < kRandomGroup; ++k) sizes += fabsf(x.at(k));
-  if (!(sizes <= from_bits(round.kLargest))) return false;
+  for (int k = 0; k < kRandomGroup; ++k) magnitudes += fabsf(x.at(k));
+  if (!(magnitudes <= bit_cast<float>(round.kLargest))) return false;
 #pragma unroll
   for (int k = 0; k < kRandomGroup; k += 2) {
-    const uint32_t first = bits_of(x.at(k)) + bits.half_word(k);
-    const uint32_t second = bits_of(x.at(k + 1)) + bits.half_word(k + 1);
+    const uint32_t first = bit_cast<uint32_t>(x.at(k)) + bits.half_word(k);
+    const uint32_t second = bit_cast<uint32_t>(x.at(k + 1)) + bits.half_word(k + 1);
     y.data[k / 2] = __byte_perm(first, second, 0x7632);  // bfloat16 is the upper half
   }
   return true;
@@ -42,21 +42,21 @@ __device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, Rou
 
 __device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, RoundToFloat16 round,
                                             Rounded& y) {
-  float sizes = 0;
+  float magnitudes = 0;
   uint32_t least = UINT32_MAX;
 #pragma unroll
   for (int k = 0; k < kRandomGroup; ++k) {
-    sizes += fabsf(x.at(k));
-    // Twice sheds the sign; and 0, which needs no formula of its own, becomes the largest.
-    least = min(least, 2 * bits_of(x.at(k)) - 1);
+    magnitudes += fabsf(x.at(k));
+    // Doubling drops the sign. Subtracting 1 makes 0, which needs no special formula, the largest.
+    least = min(least, 2 * bit_cast<uint32_t>(x.at(k)) - 1);
   }
-  if (!(sizes <= from_bits(round.kLargest))) return false;
+  if (!(magnitudes <= bit_cast<float>(round.kLargest))) return false;
   float rounded[kRandomGroup];
 #pragma unroll
   for (int k = 0; k < kRandomGroup; ++k) {
-    rounded[k] = from_bits((bits_of(x.at(k)) + (bits.half_word(k) >> 3)) & 0xffffe000);
+    rounded[k] = bit_cast<float>((bit_cast<uint32_t>(x.at(k)) + (bits.half_word(k) >> 3)) & 0xffffe000);
   }
-  if (least < 2 * round.kSmallestNormal - 1) {  // rare, and slow
+  if (least < 2 * round.kSmallestNormal - 1) {  // has subnormals: rare and slow
 #pragma unroll
     for (int k = 0; k < kRandomGroup; ++k) rounded[k] = round(x.at(k), bits.half_word(k));
   }
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool round_group(Group x, const PhiloxBits& bits, Rou
   return true;
 }
 
-// aligned: 16-byte accesses.
+// aligned: all groups begin at 16-byte boundaries.
 template <typename T, class Round>
 __global__ void __launch_bounds__(kBlock)
     stochastic_round_kernel(const float* __restrict__ input, T* __restrict__ output, int64_t n,
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kBlock)
     x[g].halves[0] = *reinterpret_cast<const Vec<float, 4>*>(input + i);
     x[g].halves[1] = *reinterpret_cast<const Vec<float, 4>*>(input + i + 4);
   }
-  const uint64_t seed = state.seed_at ? *state.seed_at : state.seed;
-  const uint64_t offset = (state.offset_at ? *state.offset_at : 0) + state.offset;
+  const uint64_t seed = state.graph_seed ? *state.graph_seed : state.seed;
+  const uint64_t offset = (state.graph_offset ? *state.graph_offset : 0) + state.offset;
   unsigned done = 0;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
