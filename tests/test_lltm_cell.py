@@ -209,7 +209,7 @@ def test_a_step_of_few_units_is_one_kernel_each_way(dtype, profiler_sees_kernels
         backward()  # all modules are loaded before the profiler looks
         found = kernels_of([functools.partial(call.run, lltm_ext.lltm_cell), backward])
         for direction, kernels in zip(("forward", "backward"), found, strict=True):
-            is_one = len(kernels) == 1 and f"lltm_whole_{direction}_kernel" in kernels[0]
+            is_one = len(kernels) == 1 and f"lltm_fused_cell_{direction}_kernel" in kernels[0]
             assert is_one == (is_small and dtype != DOUBLE), (sizes, direction, kernels)
 
 
