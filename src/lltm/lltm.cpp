@@ -72,14 +72,10 @@ struct CellOutputs {
     const int64_t batch = new_h.size(0), hidden = new_h.size(1);
     return {.batch = batch,
             .hidden = hidden,
-            .gates = {},
-            .product = nullptr,
             .old_c = pointer<C>(old_cell),
             .new_c = mutable_pointer<C>(new_cell),
             .h = mutable_pointer<T>(new_h),
-            .output = nullptr,
-            .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden),
-            .extra = nullptr};
+            .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden)};
   }
 };
 
@@ -243,11 +239,8 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
                                           .saved = Gates<const T>::stacked(pointer<T>(saved), batch, hidden),
                                           .extra = pointer<C>(cell),
                                           .grad_output = strided_gradient<T>(grad_h),
-                                          .grad_h = nullptr,
                                           .grad_new_c = strided_gradient<C>(grad_cell),
                                           .grad_old_c = mutable_pointer<C>(grad_old_cell),
-                                          .grad_gates = {},
-                                          .grad_bias_rows = nullptr,
                                           .grad_bias = mutable_pointer<T>(grad_bias)};
   };
 #ifdef LLTM_EXT_WITH_CUDA
@@ -323,10 +316,9 @@ struct CellFunction : torch::autograd::Function<CellFunction> {
     }
     static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
     const at::Tensor &input = saved[0], &weights = saved[1], &bias = saved[2], &old_h = saved[3];
-    const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] =
-        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), /*new_cell=*/saved[5],
+        op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), /*new_cell=*/saved[5],
                 /*gates=*/saved[6], input, weights, old_h, input.requires_grad(), old_h.requires_grad(),
                 /*old_cell=*/saved[4].requires_grad());
     if (!bias.defined()) grad_bias.reset();

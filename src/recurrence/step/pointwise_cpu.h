@@ -7,6 +7,9 @@
 namespace lltm_ext {
 namespace step_cpu {
 
+template <typename A>
+alignas(64) inline constexpr A kZeros[kBlock] = {};
+
 template <class Cell, typename T, typename C>
 void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, int n) {
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
@@ -16,13 +19,12 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
     if (v < kGates) return s.saved.data ? &s.saved.at(row, v, unit) : nullptr;
     return s.extra ? s.extra + (row * kExtra + v - kGates) * s.hidden + unit : nullptr;
   };
-  alignas(64) A buffers[kSaved][kBlock], zeros[kBlock], c_buffer[kBlock], h_buffer[kBlock];
+  alignas(64) A buffers[kSaved][kBlock], c_buffer[kBlock], h_buffer[kBlock];
   const A *gates[kGates], *products[kGates];
   A* saved[kSaved];
   for (int g = 0; g < kGates; ++g) {
     gates[g] = source(&s.gates.at(row, g, unit), buffers[g], n);
-    const A* product = s.product ? s.product + (row * kGates + g) * s.hidden + unit : nullptr;
-    products[g] = strided_source(product, 1, zeros, n);
+    products[g] = s.product ? s.product + (row * kGates + g) * s.hidden + unit : kZeros<A>;
   }
   for (int v = 0; v < kSaved; ++v) saved[v] = saved_at(v) ? target(saved_at(v), buffers[v]) : buffers[v];
   const A* old_c = source(s.old_c + at, c_buffer, n);
@@ -49,7 +51,7 @@ void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
   const auto gradient = [&](const auto& x, A* buffer) {
-    return strided_source(x.data ? x.data + row * x.row + unit * x.unit : nullptr, x.unit, buffer, n);
+    return x.data ? strided_source(x.data + row * x.row + unit * x.unit, x.unit, buffer, n) : kZeros<A>;
   };
   alignas(64) A buffers[kSaved][kBlock], gate_buffers[kGates][kBlock], output_buffer[kBlock],
       h_buffer[kBlock], c_buffer[kBlock];
@@ -64,7 +66,7 @@ void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_
     saved[v] = source(s.extra + (row * kExtra + e) * s.hidden + unit, buffers[v], n);
   }
   const A* grad_output = gradient(s.grad_output, output_buffer);
-  const A* grad_h = strided_source(s.grad_h ? s.grad_h + at : nullptr, 1, h_buffer, n);
+  const A* grad_h = s.grad_h ? source(s.grad_h + at, h_buffer, n) : kZeros<A>;
   const A* grad_new_c = gradient(s.grad_new_c, c_buffer);
   A* grad_old_c = s.grad_old_c ? target(s.grad_old_c + at, c_buffer) : c_buffer;
   LLTM_STEP_INDEPENDENT

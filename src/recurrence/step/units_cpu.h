@@ -29,13 +29,9 @@ const A* source(const T* from, A* buffer, int n) {
   return buffer;
 }
 
-// The same for values `stride` apart; null means zeros.
+// The same for values `stride` apart.
 template <typename T, typename A>
 const A* strided_source(const T* from, int64_t stride, A* buffer, int n) {
-  if (!from) {
-    std::fill_n(buffer, n, A(0));
-    return buffer;
-  }
   if (stride == 1) return source(from, buffer, n);
   for (int i = 0; i < n; ++i) buffer[i] = load(from[i * stride]);
   return buffer;

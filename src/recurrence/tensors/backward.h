@@ -205,7 +205,6 @@ struct BackwardOps {
                    .grad_old_c = mutable_pointer<acc_t<T>>(grad_c),
                    .grad_gates = Gates<T>::in_rows(mutable_pointer<T>(step_grad_gates), kGates, hidden),
                    .grad_bias_rows = mutable_pointer<acc_t<T>>(grad_bias),
-                   .grad_bias = nullptr,
                };
                return recurrence_step<Cell>(step, stream...);
              });

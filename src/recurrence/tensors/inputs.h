@@ -72,6 +72,10 @@ inline at::Tensor aligned(const at::Tensor& x) {
   return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
 }
 
+inline OptionalTensor if_defined(const at::Tensor& x) {
+  return x.defined() ? OptionalTensor(x) : std::nullopt;
+}
+
 inline void append(variable_list& to, at::TensorList tensors) {
   to.insert(to.end(), tensors.begin(), tensors.end());
 }

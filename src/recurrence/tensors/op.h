@@ -89,10 +89,6 @@ struct SequenceOps {
     return entry->second.toIntVector();
   }
 
-  static OptionalTensor if_defined(const at::Tensor& x) {
-    return x.defined() ? OptionalTensor(x) : std::nullopt;
-  }
-
   struct SequenceFunction : torch::autograd::Function<SequenceFunction> {
     static constexpr size_t kArguments = 9;
 
