@@ -1,27 +1,27 @@
-// lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell with the forward and backward
-// that its autograd node calls, and the raw bindings lltm_ext._C.lltm.forward and backward of the tutorial.
-// B is the batch, I the input size, H the hidden size; X is [old_h, input] side by side, as weights' columns.
+// lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell, lltm_cell_forward and
+// lltm_cell_backward for its autograd function, and the raw bindings lltm_ext._C.lltm.forward and backward of
+// the tutorial. B is the batch, I the input size, H the hidden size; X is [old_h, input], as weights'
+// columns.
 #include "lltm/lltm.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
 #include <climits>
 
+#include "common/dispatch.h"
+#include "common/library.h"
 #include "common/matmul.h"
 #include "common/python.h"
-#include "lltm/lltm_step.h"
+#include "lltm/lltm_composed.h"
+#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
-using torch::autograd::variable_list;
 
 void check_cell_inputs(const char* op, const at::Tensor& input, const at::Tensor& weights,
                        const OptionalTensor& bias, const at::Tensor& old_h, const at::Tensor& old_cell) {
@@ -48,41 +48,52 @@ void check_cell_inputs(const char* op, const at::Tensor& input, const at::Tensor
   check_shape(op, "bias", one_row ? bias->squeeze(0) : *bias, {3 * hidden}, "[3*hidden_size]");
 }
 
-// (new_h, new_cell), and gates [3, B, H], activated, if `save`.
-struct CellOutputs {
-  at::Tensor new_h, new_cell, gates;
-
-  CellOutputs(const at::Tensor& old_h, const at::Tensor& old_cell, bool save) {
-    const int64_t batch = old_h.size(0), hidden = old_h.size(1);
-    new_h = at::empty({batch, hidden}, old_h.options());
-    new_cell = at::empty({batch, hidden}, old_cell.options());
-    if (save) gates = at::empty({3, batch, hidden}, old_h.options());
-  }
-
-  template <typename T, typename C>
-  ForwardStep<T, C> step(Gates<T> pre_activations, const at::Tensor& old_cell) const {
-    return {.batch = new_h.size(0),
-            .hidden = new_h.size(1),
-            .gates = pre_activations,
-            .old_cell = pointer<C>(old_cell),
-            .new_cell = mutable_pointer<C>(new_cell),
-            .new_h = mutable_pointer<T>(new_h),
-            .activated = stacked_gates<T>(gates)};
-  }
-};
-
-// From the gates' pre-activations [B, 3 * H].
-void run_units(const CellOutputs& out, const at::Tensor& gates, const at::Tensor& old_cell) {
-  if (out.new_h.numel() == 0) return;
-  launch_step("lltm_forward_step", gates, old_cell, [&](auto type, auto cell_type, auto... stream) {
+// Calls f(Type<T>{}, Type<C>{}, stream...) with the types of gates and cell.
+template <typename F>
+void launch_cell(const char* kernel, const at::Tensor& gates, const at::Tensor& cell, F&& f) {
+  launch(kernel, gates, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    using C = typename decltype(cell_type)::type;
-    return lltm_forward_step(out.step<T, C>(gates_of_rows<T>(gates), old_cell), stream...);
+    if (cell.scalar_type() == gates.scalar_type()) return f(type, type, stream...);
+    return f(type, Type<acc_t<T>>{}, stream...);
   });
 }
 
-// [old_h, input] side by side, which products of a library want: a second product costs more than the copy.
-at::Tensor side_by_side(const at::Tensor& old_h, const at::Tensor& input) {
+// (new_h, new_cell), and if `save` the activated gates [3, B, H].
+struct CellOutputs {
+  at::Tensor new_h, new_cell, gates;
+
+  CellOutputs(const at::Tensor& old_h, const at::Tensor& old_cell, bool save)
+      : new_h(empty_contiguous(old_h)), new_cell(empty_contiguous(old_cell)) {
+    if (save) gates = at::empty_symint({3, old_h.sym_size(0), old_h.sym_size(1)}, old_h.options());
+  }
+
+  template <typename T, typename C>
+  StepForwardArguments<T, C> arguments(const at::Tensor& old_cell) const {
+    const int64_t batch = new_h.size(0), hidden = new_h.size(1);
+    return {.batch = batch,
+            .hidden = hidden,
+            .old_c = pointer<C>(old_cell),
+            .new_c = mutable_pointer<C>(new_cell),
+            .h = mutable_pointer<T>(new_h),
+            .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden)};
+  }
+};
+
+// The cell of the gates' pre-activations [B, 3 * H].
+void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Tensor& old_cell) {
+  if (out.new_h.numel() == 0) return;
+  launch_cell("recurrence_pointwise_forward", gates, old_cell,
+              [&](auto type, auto cell_type, auto... stream) {
+                using T = typename decltype(type)::type;
+                using C = typename decltype(cell_type)::type;
+                StepForwardArguments<T, C> step = out.arguments<T, C>(old_cell);
+                step.gates = Gates<const T>::in_rows(pointer<T>(gates), 3, step.hidden);
+                return recurrence_step<LltmOneStepCell>(step, stream...);
+              });
+}
+
+// X, for a library's products: a second product costs more than the copy.
+at::Tensor concatenate(const at::Tensor& old_h, const at::Tensor& input) {
   return at::cat({old_h, input}, 1);
 }
 at::Tensor gate_products(const at::Tensor& X, const at::Tensor& weights, const OptionalTensor& bias) {
@@ -90,24 +101,22 @@ at::Tensor gate_products(const at::Tensor& X, const at::Tensor& weights, const O
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Whether a step is so small that a kernel of its own serves it best. Its offsets have 32 bits.
-bool in_one_launch(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
+// Whether the fused kernels take this step, and are the fastest. Their offsets have 32 bits.
+bool uses_fused_cell(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
   const auto fits = [](const at::Tensor& x) { return x.size(0) * x.stride(0) < INT_MAX && x.stride(1) == 1; };
   return input.is_cuda() && input.scalar_type() != at::kDouble && old_h.numel() > 0 &&
-         lltm_is_small(input.size(0), old_h.size(1), weights.size(1)) && fits(input) && fits(weights) &&
+         fused_cell_pays(input.size(0), old_h.size(1), weights.size(1)) && fits(input) && fits(weights) &&
          fits(old_h);
 }
 
-// launch_step for what in_one_launch lets through.
+// Calls f(Type<T>{}, Type<C>{}, stream).
 template <typename F>
-void launch_whole(const char* kernel, const at::Tensor& gates, const at::Tensor& cell, F&& f) {
-  launch_step(kernel, gates, cell, [&](auto type, auto cell_type, auto... stream) {
-    constexpr bool kIsDouble = std::is_same_v<typename decltype(type)::type, double>;
-    if constexpr (sizeof...(stream) > 0) {
-      if constexpr (kIsDouble) return cudaErrorInvalidValue;
-      if constexpr (!kIsDouble) return f(type, cell_type, stream...);
-    }
-  });
+void launch_fused_cell_on_stream(const char* kernel, const at::Tensor& gates, const at::Tensor& cell, F&& f) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(gates.get_device());
+  check_launch(kernel, with_fused_type(gates.scalar_type(), [&](auto type) {
+                 return cell.scalar_type() == gates.scalar_type() ? f(type, type, stream)
+                                                                  : f(type, Type<float>{}, stream);
+               }));
 }
 
 template <typename T>
@@ -124,26 +133,29 @@ CellInput<T> cell_input(const at::Tensor& input, const at::Tensor& old_h) {
 
 CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const OptionalTensor& bias,
                      const at::Tensor& old_h, const at::Tensor& old_cell, bool save) {
+  check_cell_inputs("lltm_cell", input, weights, bias, old_h, old_cell);
   const KernelGuard guard(input);
   const CellOutputs out(old_h, old_cell, save);
+  if (input.is_meta()) return out;
   const at::Tensor cell = old_cell.contiguous();
 #ifdef LLTM_EXT_WITH_CUDA
-  if (in_one_launch(input, weights, old_h)) {
+  if (uses_fused_cell(input, weights, old_h)) {
     const at::Tensor bias_row = bias ? bias->contiguous() : at::Tensor();
-    launch_whole("lltm_whole_forward", input, cell, [&](auto type, auto cell_type, cudaStream_t stream) {
-      using T = typename decltype(type)::type;
-      using C = typename decltype(cell_type)::type;
-      const WholeForward<T, C> step = {.units = out.step<T, C>({}, cell),
-                                       .X = cell_input<T>(input, old_h),
-                                       .weights = pointer<T>(weights),
-                                       .weights_row = static_cast<int>(weights.stride(0)),
-                                       .bias = pointer<T>(bias_row)};
-      return lltm_whole_forward(step, stream);
-    });
+    launch_fused_cell_on_stream(
+        "lltm_fused_cell_forward", input, cell, [&](auto type, auto cell_type, auto stream) {
+          using T = typename decltype(type)::type;
+          using C = typename decltype(cell_type)::type;
+          const FusedCellForwardArguments<T, C> args = {.step = out.arguments<T, C>(cell),
+                                                        .X = cell_input<T>(input, old_h),
+                                                        .weights = pointer<T>(weights),
+                                                        .weights_row = static_cast<int>(weights.stride(0)),
+                                                        .bias = pointer<T>(bias_row)};
+          return launch_fused_cell(args, stream);
+        });
     return out;
   }
 #endif
-  run_units(out, gate_products(side_by_side(old_h, input), weights, bias), cell);
+  run_pointwise(out, gate_products(concatenate(old_h, input), weights, bias), cell);
   return out;
 }
 
@@ -151,11 +163,6 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
 std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tensor& weights,
                                         const OptionalTensor& bias, const at::Tensor& old_h,
                                         const at::Tensor& old_cell) {
-  check_cell_inputs("lltm_cell", input, weights, bias, old_h, old_cell);
-  if (input.is_meta()) {
-    return {at::empty_like(old_h, at::MemoryFormat::Contiguous),
-            at::empty_like(old_cell, at::MemoryFormat::Contiguous)};
-  }
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/false);
   return {out.new_h, out.new_cell};
 }
@@ -166,12 +173,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& in
                                                             const OptionalTensor& bias,
                                                             const at::Tensor& old_h,
                                                             const at::Tensor& old_cell) {
-  check_cell_inputs("lltm_cell", input, weights, bias, old_h, old_cell);
-  if (input.is_meta()) {
-    return {at::empty_like(old_h, at::MemoryFormat::Contiguous),
-            at::empty_like(old_cell, at::MemoryFormat::Contiguous),
-            at::empty_symint({3, input.sym_size(0), old_h.sym_size(1)}, old_h.options())};
-  }
   const CellOutputs out = run_cell(input, weights, bias, old_h, old_cell, /*save=*/true);
   return {out.new_h, out.new_cell, out.gates};
 }
@@ -209,20 +210,9 @@ void check_cell_backward(const char* op, const OptionalTensor& grad_h, const Opt
   }
 }
 
-// What a step backward reads and writes; null stands for what is not needed.
-template <typename T, typename C>
-BackwardStep<T, C> backward_step(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
-                                 const at::Tensor& gates, const at::Tensor& new_cell,
-                                 const at::Tensor& grad_bias, const at::Tensor& grad_old_cell) {
-  return {.batch = gates.size(1),
-          .hidden = gates.size(2),
-          .grad_h = matrix<T>(grad_h.value_or(at::Tensor())),
-          .grad_cell = matrix<C>(grad_cell.value_or(at::Tensor())),
-          .activated = stacked_gates<T>(gates),
-          .new_cell = pointer<C>(new_cell),
-          .grad_gates = {},
-          .grad_bias = mutable_pointer<T>(grad_bias),
-          .grad_old_cell = mutable_pointer<C>(grad_old_cell)};
+template <typename T>
+StridedGradient<T> strided_gradient(const OptionalTensor& x) {
+  return x ? StridedGradient<T>{pointer<T>(*x), x->stride(0), x->stride(1)} : StridedGradient<T>{};
 }
 
 CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
@@ -231,7 +221,7 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
                             bool old_h_needs_grad, bool old_cell_needs_grad) {
   check_cell_backward("lltm_cell_backward", grad_h, grad_cell, new_cell, gates, input, weights, old_h);
   const auto gradient_of = [](const at::Tensor& x, bool needed) {
-    return needed ? at::empty_like(x, at::MemoryFormat::Contiguous) : at::Tensor();
+    return needed ? empty_contiguous(x) : at::Tensor();
   };
   at::Tensor grad_weights = gradient_of(weights, true), grad_input = gradient_of(input, input_needs_grad),
              grad_old_h = gradient_of(old_h, old_h_needs_grad),
@@ -239,41 +229,53 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
              grad_bias = at::empty_symint({weights.sym_size(0)}, weights.options());
   if (input.is_meta()) return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   const KernelGuard guard(input);
-  const at::Tensor activated = gates.contiguous(), cell = new_cell.contiguous();
+  const at::Tensor saved = gates.contiguous(), cell = new_cell.contiguous();
+  const int64_t batch = gates.size(1), hidden = gates.size(2);
+  const auto arguments = [&](auto type, auto cell_type) {
+    using T = typename decltype(type)::type;
+    using C = typename decltype(cell_type)::type;
+    return StepBackwardArguments<T, C, C>{.batch = batch,
+                                          .hidden = hidden,
+                                          .saved = Gates<const T>::stacked(pointer<T>(saved), batch, hidden),
+                                          .extra = pointer<C>(cell),
+                                          .grad_output = strided_gradient<T>(grad_h),
+                                          .grad_new_c = strided_gradient<C>(grad_cell),
+                                          .grad_old_c = mutable_pointer<C>(grad_old_cell),
+                                          .grad_bias = mutable_pointer<T>(grad_bias)};
+  };
 #ifdef LLTM_EXT_WITH_CUDA
-  if (in_one_launch(input, weights, old_h)) {
-    launch_whole("lltm_whole_backward", activated, cell, [&](auto type, auto cell_type, cudaStream_t stream) {
-      using T = typename decltype(type)::type;
-      using C = typename decltype(cell_type)::type;
-      const WholeBackward<T, C> step = {
-          .units = backward_step<T, C>(grad_h, grad_cell, activated, cell, grad_bias, grad_old_cell),
-          .X = cell_input<T>(input, old_h),
-          .weights = pointer<T>(weights),
-          .weights_row = static_cast<int>(weights.stride(0)),
-          .grad_weights = mutable_pointer<T>(grad_weights),
-          .grad_old_h = mutable_pointer<T>(grad_old_h),
-          .grad_input = mutable_pointer<T>(grad_input),
-      };
-      return lltm_whole_backward(step, stream);
-    });
+  if (uses_fused_cell(input, weights, old_h)) {
+    launch_fused_cell_on_stream("lltm_fused_cell_backward", saved, cell,
+                                [&](auto type, auto cell_type, auto stream) {
+                                  using T = typename decltype(type)::type;
+                                  using C = typename decltype(cell_type)::type;
+                                  const FusedCellBackwardArguments<T, C> args = {
+                                      .step = arguments(type, cell_type),
+                                      .X = cell_input<T>(input, old_h),
+                                      .weights = pointer<T>(weights),
+                                      .weights_row = static_cast<int>(weights.stride(0)),
+                                      .grad_weights = mutable_pointer<T>(grad_weights),
+                                      .grad_old_h = mutable_pointer<T>(grad_old_h),
+                                      .grad_input = mutable_pointer<T>(grad_input),
+                                  };
+                                  return launch_fused_cell(args, stream);
+                                });
     return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   }
 #endif
-  const int64_t batch = gates.size(1), hidden = gates.size(2);
   const at::Tensor grad_gates = at::empty({batch, 3 * hidden}, gates.options());
-  const bool sums = input.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0;
+  const bool sums_bias = input.is_cuda() && batch <= kMaxBatchForBias && grad_gates.numel() > 0;
   if (grad_gates.numel() > 0) {
-    launch_step("lltm_backward_step", activated, cell, [&](auto type, auto cell_type, auto... stream) {
+    launch_cell("recurrence_pointwise_backward", saved, cell, [&](auto type, auto cell_type, auto... stream) {
       using T = typename decltype(type)::type;
-      using C = typename decltype(cell_type)::type;
-      auto step = backward_step<T, C>(grad_h, grad_cell, activated, cell, sums ? grad_bias : at::Tensor(),
-                                      grad_old_cell);
-      step.grad_gates = gates_of_rows<T>(grad_gates);
-      return lltm_backward_step(step, stream...);
+      auto step = arguments(type, cell_type);
+      step.grad_gates = Gates<T>::in_rows(mutable_pointer<T>(grad_gates), 3, hidden);
+      if (!sums_bias) step.grad_bias = nullptr;
+      return recurrence_step<LltmOneStepCell>(step, stream...);
     });
   }
-  if (!sums) at::sum_out(grad_bias, grad_gates, 0);
-  at::mm_out(grad_weights, grad_gates.t(), side_by_side(old_h, input));
+  if (!sums_bias) at::sum_out(grad_bias, grad_gates, 0);
+  at::mm_out(grad_weights, grad_gates.t(), concatenate(old_h, input));
   if (input_needs_grad && old_h_needs_grad) {
     const at::Tensor both = affine(grad_gates, weights, std::nullopt);
     grad_old_h.copy_(both.slice(1, 0, hidden)), grad_input.copy_(both.slice(1, hidden));
@@ -293,7 +295,7 @@ std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::
   return op.call(input, weights, bias, old_h, old_cell);
 }
 
-struct CellNode : torch::autograd::Function<CellNode> {
+struct CellFunction : torch::autograd::Function<CellFunction> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                const at::Tensor& weights, const OptionalTensor& bias, const at::Tensor& old_h,
                                const at::Tensor& old_cell) {
@@ -314,10 +316,9 @@ struct CellNode : torch::autograd::Function<CellNode> {
     }
     static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
     const at::Tensor &input = saved[0], &weights = saved[1], &bias = saved[2], &old_h = saved[3];
-    const auto optional = [](const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] =
-        op.call(optional(grad_outputs[0]), optional(grad_outputs[1]), /*new_cell=*/saved[5],
+        op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), /*new_cell=*/saved[5],
                 /*gates=*/saved[6], input, weights, old_h, input.requires_grad(), old_h.requires_grad(),
                 /*old_cell=*/saved[4].requires_grad());
     if (!bias.defined()) grad_bias.reset();
@@ -336,7 +337,7 @@ std::tuple<at::Tensor, at::Tensor> cell_autograd(const at::Tensor& input, const 
                                                  const OptionalTensor& bias, const at::Tensor& old_h,
                                                  const at::Tensor& old_cell) {
   if (any_needs_grad(input, weights, bias, old_h, old_cell)) {
-    const variable_list outputs = CellNode::apply(input, weights, bias, old_h, old_cell);
+    const variable_list outputs = CellFunction::apply(input, weights, bias, old_h, old_cell);
     return {outputs[0], outputs[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -351,7 +352,7 @@ std::tuple<at::Tensor, at::Tensor> cell_autocast(const at::Tensor& input, const 
 }
 #endif
 
-// The raw bindings, of the tutorial's contract.
+// The tutorial's raw bindings.
 
 variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, const OptionalTensor& bias,
                           const at::Tensor& old_h, const at::Tensor& old_cell) {
@@ -364,8 +365,8 @@ variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, co
   check_cell_inputs(op, input, weights, bias, old_h, old_cell);
   const KernelGuard guard(input);
   const CellOutputs out(old_h, old_cell, /*save=*/true);
-  const at::Tensor X = side_by_side(old_h, input), gate_weights = gate_products(X, weights, bias);
-  run_units(out, gate_weights, old_cell);
+  const at::Tensor X = concatenate(old_h, input), gate_weights = gate_products(X, weights, bias);
+  run_pointwise(out, gate_weights, old_cell);
   return {out.new_h, out.new_cell, out.gates[0], out.gates[1], out.gates[2], X, gate_weights};
 }
 
@@ -446,7 +447,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_h"), py::arg("grad_cell"),
         py::arg("new_cell"), py::arg("input_gate"), py::arg("output_gate"), py::arg("candidate_cell"),
         py::arg("X"), py::arg("gate_weights"), py::arg("weights"));
-  // The dispatcher's op for who calls it from Python, in half of the host's time that torch.ops takes.
+  // The dispatcher's op: called from Python, it takes half of the host time of torch.ops.
   m.def("call_lltm_cell", torch::wrap_pybind_function_no_gil(call_cell), py::arg("input"), py::arg("weights"),
         py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
 }

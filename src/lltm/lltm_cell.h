@@ -1,4 +1,4 @@
-// The LLTM's cell, for the engine of src/recurrence: an LSTM without a forget gate.
+// The LLTM's cell, for src/recurrence: an LSTM without a forget gate.
 //   i, o, z = gates;  c' = c + elu(z) * sigmoid(i);  h' = tanh(c') * sigmoid(o)
 #pragma once
 
@@ -20,7 +20,7 @@ struct LltmCell {
     return saved[3] * saved[1];
   }
 
-  // The gradient of c goes straight through: nothing forgets.
+  // No forget gate: the gradient of c passes unscaled.
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c,
                                         A (&grad_gates)[kGates]) {

@@ -1,6 +1,6 @@
 // lltm, a whole sequence: the dispatcher ops lltm_ext::lltm, lltm_forward, lltm_backward and lltm_algorithm.
 #include "lltm/lltm_cell.h"
-#include "lltm/lltm_step.h"
+#include "lltm/lltm_composed.h"
 #include "recurrence/tensors/op.h"
 
 namespace lltm_ext {

@@ -1,4 +1,4 @@
-// The LSTM's cell, for the engine of src/recurrence; gates in the order of torch.nn.LSTM.
+// The LSTM's cell, for src/recurrence; gates in the order of torch.nn.LSTM.
 //   i, f, g, o = gates;  c' = sigmoid(f) * c + sigmoid(i) * tanh(g);  h' = sigmoid(o) * tanh(c')
 #pragma once
 
@@ -8,7 +8,7 @@ namespace lltm_ext {
 
 struct LstmCell {
   static constexpr int kGates = 4;  // input, forget, cell, output
-  static constexpr int kSaved = 5;  // the activated gates; c, from which backward computes c' again
+  static constexpr int kSaved = 5;  // the activated gates; c, from which backward recomputes c'
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]) {

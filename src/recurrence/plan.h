@@ -129,7 +129,7 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden == 0 || p.batch > INT32_MAX / 2 || p.sequences > 1) return {};
+  if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // blockIdx.y has tiles
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 

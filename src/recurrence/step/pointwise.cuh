@@ -1,4 +1,4 @@
-// One step of a cell on CUDA, a thread a unit (step.h).
+// One step of a cell on CUDA (step.h): a thread a unit or, backward, a few rows of one.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -7,36 +7,93 @@
 
 namespace lltm_ext {
 
-// It may begin before the product that it takes is there.
-template <class Cell, class Step, typename T>
-__global__ void __launch_bounds__(kThreads) recurrence_pointwise_step_kernel(Step step) {
+// How the steps of a cell are computed: with which functions, and whether they may sum the bias's gradient.
+template <class Cell, typename T>
+struct StepTraits {
+  using Math = typename MathOf<T>::type;
+  static constexpr bool kSumsBias = false;
+};
+
+// A block has kUnits units of kRows rows, or of all rows if it sums over them.
+constexpr int kUnits = 32, kRows = kThreads / kUnits;
+
+LLTM_HOST_DEVICE unsigned blocks_of_a_row(int64_t hidden) {
+  return static_cast<unsigned>(ceil_div(hidden, kUnits));
+}
+
+// Both kernels may begin before the matrix product that they read has ended.
+template <class Cell, typename T, typename C>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_pointwise_forward_kernel(const StepForwardArguments<T, C> step) {
   griddepcontrol_wait();
-  CUDA_KERNEL_LOOP(i, step.batch * step.hidden) {
-    step_unit<Cell, typename MathOf<T>::type>(step, i / step.hidden, i % step.hidden);
+  const unsigned columns = blocks_of_a_row(step.hidden);
+  const int64_t j = int64_t{blockIdx.x % columns} * kUnits + threadIdx.x % kUnits,
+                b = int64_t{blockIdx.x / columns} * kRows + threadIdx.x / kUnits;
+  if (b < step.batch && j < step.hidden) step_unit<Cell, typename StepTraits<Cell, T>::Math>(step, b, j);
+}
+
+template <class Cell, typename T, typename C, typename Extra>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_pointwise_backward_kernel(const StepBackwardArguments<T, C, Extra> step) {
+  using Traits = StepTraits<Cell, T>;
+  using A = acc_t<T>;
+  constexpr int kGates = Cell::kGates;
+  griddepcontrol_wait();
+  const unsigned columns = blocks_of_a_row(step.hidden);
+  const int unit = threadIdx.x % kUnits, row = threadIdx.x / kUnits;
+  const int64_t j = int64_t{blockIdx.x % columns} * kUnits + unit;
+  const bool sums = Traits::kSumsBias && step.grad_bias;
+  A sum[kGates] = {};
+  for (int64_t b = int64_t{blockIdx.x / columns} * kRows + row; b < step.batch && j < step.hidden;
+       b += kRows) {
+    A grad_gates[kGates];
+    step_unit<Cell, typename Traits::Math>(step, b, j, grad_gates, step.grad_old_c);
+    for (int g = 0; g < kGates; ++g) {
+      step.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
+      if (step.grad_bias_rows) step.grad_bias_rows[(b * kGates + g) * step.hidden + j] += grad_gates[g];
+      sum[g] += grad_gates[g];
+    }
+    if (!sums) break;
+  }
+  if constexpr (Traits::kSumsBias) {
+    static_assert(kGates <= kRows, "a row of threads sums a gate");
+    __shared__ A shared[kRows][kGates][kUnits];
+    if (!sums) return;
+    for (int g = 0; g < kGates; ++g) shared[row][g][unit] = sum[g];
+    __syncthreads();
+    if (row >= kGates || j >= step.hidden) return;
+    A total = 0;  // of gate `row`
+    for (int r = 0; r < kRows; ++r) total += shared[r][row][unit];
+    step.grad_bias[row * step.hidden + j] = narrow<T>(total);
   }
 }
 
-template <class Cell, typename T, class Step>
-cudaError_t launch_step(const Step& step, cudaStream_t stream) {
-  constexpr auto* kKernel = recurrence_pointwise_step_kernel<Cell, Step, T>;
+template <auto* kKernel, class Step>
+cudaError_t launch_pointwise_step(const Step& step, bool sums_rows, cudaStream_t stream) {
   int capability = 0;
   const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kKernel, dim3(blocks_for(step.batch * step.hidden)), dim3(kThreads),
-                       /*shared_bytes=*/0, /*programmatic=*/capability >= 90, stream, step);
+  const int64_t blocks = blocks_of_a_row(step.hidden) * (sums_rows ? 1 : ceil_div(step.batch, kRows));
+  return launch_kernel(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), /*shared_bytes=*/0,
+                       /*programmatic=*/capability >= 90, stream, step);
 }
 
-template <class Cell, typename T>
-cudaError_t recurrence_step(const StepForwardArguments<T>& step, cudaStream_t stream) {
-  return launch_step<Cell, T>(step, stream);
+template <class Cell, typename T, typename C>
+cudaError_t recurrence_step(const StepForwardArguments<T, C>& step, cudaStream_t stream) {
+  return launch_pointwise_step<recurrence_pointwise_forward_kernel<Cell, T, C>>(step, false, stream);
 }
-template <class Cell, typename T>
-cudaError_t recurrence_step(const StepBackwardArguments<T>& step, cudaStream_t stream) {
-  return launch_step<Cell, T>(step, stream);
+template <class Cell, typename T, typename C, typename Extra>
+cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cudaStream_t stream) {
+  constexpr auto* kKernel = recurrence_pointwise_backward_kernel<Cell, T, C, Extra>;
+  return launch_pointwise_step<kKernel>(step, step.grad_bias != nullptr, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP(Cell, T)                                                             \
-  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepForwardArguments<T>&, cudaStream_t); \
-  template cudaError_t lltm_ext::recurrence_step<Cell, T>(const StepBackwardArguments<T>&, cudaStream_t);
+// For activations of type T and a cell state of type C; Extra as in StepBackwardArguments.
+#define INSTANTIATE_STEP(Cell, T, C, Extra)                                                              \
+  template cudaError_t lltm_ext::recurrence_step<Cell>(const StepForwardArguments<T, C>&, cudaStream_t); \
+  template cudaError_t lltm_ext::recurrence_step<Cell>(const StepBackwardArguments<T, C, Extra>&,        \
+                                                       cudaStream_t);
+// For the steps of sequences.
+#define INSTANTIATE_RECURRENCE_STEP(Cell, T) INSTANTIATE_STEP(Cell, T, acc_t<T>, T)

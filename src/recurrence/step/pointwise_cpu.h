@@ -1,5 +1,4 @@
-// The CPU's way of one step of a sequence. Included by <op>_step_cpu.cpp alone, which instantiates it for its
-// cell.
+// One step of a cell on the CPU (step.h). Included by <op>_step_cpu.cpp, which instantiates it for its cell.
 #pragma once
 
 #include "recurrence/step/step.h"
@@ -8,100 +7,113 @@
 namespace lltm_ext {
 namespace step_cpu {
 
-// Saved value v of a unit: the gates first, the extra ones after them.
-template <class Cell, typename T>
-T* saved_at(T* gates, T* extra, int v, int64_t hidden, int64_t row, int64_t unit) {
-  constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  return v < kGates ? gates + (row * kGates + v) * hidden + unit
-                    : extra + (row * kExtra + v - kGates) * hidden + unit;
-}
+template <typename A>
+alignas(64) inline constexpr A kZeros[kBlock] = {};
 
-template <class Cell, typename T>
-void step_block(const StepForwardArguments<T>& s, int64_t row, int64_t unit, int n) {
-  constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
+template <class Cell, typename T, typename C>
+void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, int n) {
+  constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
-  const auto place = [&](int v) { return saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit); };
   const int64_t at = row * s.hidden + unit;
-  alignas(64) A buffers[kSaved + 1][kBlock];
+  const auto saved_at = [&](int v) -> T* {  // null if it is not to be saved
+    if (v < kGates) return s.saved.data ? &s.saved.at(row, v, unit) : nullptr;
+    return s.extra ? s.extra + (row * kExtra + v - kGates) * s.hidden + unit : nullptr;
+  };
+  alignas(64) A buffers[kSaved][kBlock], c_buffer[kBlock], h_buffer[kBlock];
   const A *gates[kGates], *products[kGates];
   A* saved[kSaved];
   for (int g = 0; g < kGates; ++g) {
-    gates[g] = source(place(g), buffers[g], n);
-    products[g] = s.product + (row * kGates + g) * s.hidden + unit;
+    gates[g] = source(&s.gates.at(row, g, unit), buffers[g], n);
+    products[g] = s.product ? s.product + (row * kGates + g) * s.hidden + unit : kZeros<A>;
   }
-  for (int v = 0; v < kSaved; ++v) saved[v] = s.extra ? target(place(v), buffers[v]) : buffers[v];
-  A *c = s.c + at, *h = target(s.h + at, buffers[kSaved]);
+  for (int v = 0; v < kSaved; ++v) saved[v] = saved_at(v) ? target(saved_at(v), buffers[v]) : buffers[v];
+  const A* old_c = source(s.old_c + at, c_buffer, n);
+  A *new_c = target(s.new_c + at, c_buffer), *h = target(s.h + at, h_buffer);
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    ValueOf<T> x[kGates], y[kSaved], unit_c = c[i];
+    ValueOf<T> x[kGates], y[kSaved], c = old_c[i];
     for (int g = 0; g < kGates; ++g) x[g] = gates[g][i] + products[g][i];
-    h[i] = Cell::template forward<MathOf<T>>(x, unit_c, y);
-    c[i] = unit_c;
+    h[i] = Cell::template forward<MathOf<T>>(x, c, y);
+    new_c[i] = c;
     for (int v = 0; v < kSaved; ++v) saved[v][i] = y[v];
   }
   store(h, s.h + at, n);
-  std::copy_n(s.h + at, n, s.output + at);
-  if (!s.extra) return;
-  for (int v = 0; v < kSaved; ++v) store(saved[v], place(v), n);
+  store(new_c, s.new_c + at, n);
+  if (s.output) std::copy_n(s.h + at, n, s.output + at);
+  for (int v = 0; v < kSaved; ++v) {
+    if (saved_at(v)) store(saved[v], saved_at(v), n);
+  }
 }
 
-template <class Cell, typename T>
-void step_block(const StepBackwardArguments<T>& s, int64_t row, int64_t unit, int n) {
-  constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
+template <class Cell, typename T, typename C, typename Extra>
+void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_t unit, int n) {
+  constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
-  const auto gate_at = [&](int g) { return (row * kGates + g) * s.hidden + unit; };
-  alignas(64) A buffers[kSaved + kGates + 2][kBlock];
+  const auto gradient = [&](const auto& x, A* buffer) {
+    return x.data ? strided_source(x.data + row * x.row + unit * x.unit, x.unit, buffer, n) : kZeros<A>;
+  };
+  alignas(64) A buffers[kSaved][kBlock], gate_buffers[kGates][kBlock], output_buffer[kBlock],
+      h_buffer[kBlock], c_buffer[kBlock];
   const A* saved[kSaved];
   A* grad_gates[kGates];
-  for (int v = 0; v < kSaved; ++v) {
-    saved[v] = source(saved_at<Cell>(s.gates, s.extra, v, s.hidden, row, unit), buffers[v], n);
+  for (int g = 0; g < kGates; ++g) {
+    saved[g] = source(&s.saved.at(row, g, unit), buffers[g], n);
+    grad_gates[g] = target(&s.grad_gates.at(row, g, unit), gate_buffers[g]);
   }
-  for (int g = 0; g < kGates; ++g) grad_gates[g] = target(s.grad_gates + gate_at(g), buffers[kSaved + g]);
-  const A* grad_h = source(s.grad_h + at, buffers[kSaved + kGates], n);
-  const T* from = s.grad_output ? s.grad_output + row * s.output_row + unit * s.output_unit : nullptr;
-  const A* grad_output = strided_source(from, s.output_unit, buffers[kSaved + kGates + 1], n);
-  A* grad_c = s.grad_c + at;
+  for (int e = 0; e < kExtra; ++e) {
+    const int v = kGates + e;
+    saved[v] = source(s.extra + (row * kExtra + e) * s.hidden + unit, buffers[v], n);
+  }
+  const A* grad_output = gradient(s.grad_output, output_buffer);
+  const A* grad_h = s.grad_h ? source(s.grad_h + at, h_buffer, n) : kZeros<A>;
+  const A* grad_new_c = gradient(s.grad_new_c, c_buffer);
+  A* grad_old_c = s.grad_old_c ? target(s.grad_old_c + at, c_buffer) : c_buffer;
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    ValueOf<T> y[kSaved], dx[kGates], dc = grad_c[i];
+    ValueOf<T> y[kSaved], dx[kGates], dc = grad_new_c[i];
     const ValueOf<T> dh = grad_h[i] + grad_output[i];
     for (int v = 0; v < kSaved; ++v) y[v] = saved[v][i];
     Cell::template backward<MathOf<T>>(y, dh, dc, dx);
-    grad_c[i] = dc;
+    grad_old_c[i] = dc;
     for (int g = 0; g < kGates; ++g) grad_gates[g][i] = dx[g];
   }
+  if (s.grad_old_c) store(grad_old_c, s.grad_old_c + at, n);
   for (int g = 0; g < kGates; ++g) {
-    store(grad_gates[g], s.grad_gates + gate_at(g), n);
-    if (!s.grad_bias) continue;
-    A* grad_bias = s.grad_bias + gate_at(g);
+    store(grad_gates[g], &s.grad_gates.at(row, g, unit), n);
+    if (!s.grad_bias_rows) continue;
+    A* grad_bias = s.grad_bias_rows + (row * kGates + g) * s.hidden + unit;
     for (int i = 0; i < n; ++i) grad_bias[i] += grad_gates[g][i];
   }
 }
 
-}  // namespace step_cpu
-
-template <class Cell, typename T>
-void recurrence_step(const StepForwardArguments<T>& step) {
-  step_cpu::for_each_block<T>(step.batch, step.hidden, [&](int64_t row, int64_t unit, int n) {
-    step_cpu::step_block<Cell>(step, row, unit, n);
-  });
+template <class Cell, typename T, class Step>
+void run_step(const Step& step) {
+  for_each_block<T>(step.batch, step.hidden,
+                    [&](int64_t row, int64_t unit, int n) { step_block<Cell>(step, row, unit, n); });
 }
 
-template <class Cell, typename T>
-void recurrence_step(const StepBackwardArguments<T>& step) {
-  step_cpu::for_each_block<T>(step.batch, step.hidden, [&](int64_t row, int64_t unit, int n) {
-    step_cpu::step_block<Cell>(step, row, unit, n);
-  });
+}  // namespace step_cpu
+
+template <class Cell, typename T, typename C>
+void recurrence_step(const StepForwardArguments<T, C>& step) {
+  step_cpu::run_step<Cell, T>(step);
+}
+template <class Cell, typename T, typename C, typename Extra>
+void recurrence_step(const StepBackwardArguments<T, C, Extra>& step) {
+  step_cpu::run_step<Cell, T>(step);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, T)                                                    \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepForwardArguments<T>&); \
-  template void lltm_ext::recurrence_step<lltm_ext::Cell, T>(const lltm_ext::StepBackwardArguments<T>&);
-#define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)          \
-  INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, float)     \
-  INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, double)    \
-  INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, c10::Half) \
-  INSTANTIATE_RECURRENCE_STEP_CPU_FOR(Cell, c10::BFloat16)
+// For activations of type T and a cell state of type C; Extra as in StepBackwardArguments.
+#define INSTANTIATE_STEP_CPU(Cell, T, C, Extra)                                                         \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell>(const lltm_ext::StepForwardArguments<T, C>&); \
+  template void lltm_ext::recurrence_step<lltm_ext::Cell>(                                              \
+      const lltm_ext::StepBackwardArguments<T, C, Extra>&);
+// For the steps of sequences.
+#define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)             \
+  INSTANTIATE_STEP_CPU(Cell, float, float, float)         \
+  INSTANTIATE_STEP_CPU(Cell, double, double, double)      \
+  INSTANTIATE_STEP_CPU(Cell, c10::Half, float, c10::Half) \
+  INSTANTIATE_STEP_CPU(Cell, c10::BFloat16, float, c10::BFloat16)

@@ -1,5 +1,5 @@
-// The units of a step on the CPU: shared out among threads and, in blocks on the stack, computed in loops
-// that the compiler turns into vector code for the machine it runs on.
+// The units of a step on the CPU: distributed over threads, and computed in loops that the compiler
+// vectorises for the CPU that runs them.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -11,17 +11,17 @@
 namespace lltm_ext {
 namespace step_cpu {
 
-// Before a loop whose pointers are to different tensors, or to the same place.
+// Before a loop whose pointers are to different tensors, or equal.
 #ifdef __clang__
 #define LLTM_STEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define LLTM_STEP_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// Units of one row that are computed together, in buffers on the stack where T is not its accumulator type.
+// Units of one row that are computed together, in buffers on the stack if T is not its accumulator type.
 constexpr int kBlock = 256;
 
-// Where a loop reads n values: in place, or widened into the buffer.
+// A pointer to n values for a loop to read: `from` itself, or the buffer with the widened values.
 template <typename T, typename A>
 const A* source(const T* from, A* buffer, int n) {
   if constexpr (std::is_same_v<T, A>) return from;
@@ -29,19 +29,15 @@ const A* source(const T* from, A* buffer, int n) {
   return buffer;
 }
 
-// The same of values that lie `stride` apart; null stands for zeros.
+// The same for values `stride` apart.
 template <typename T, typename A>
 const A* strided_source(const T* from, int64_t stride, A* buffer, int n) {
-  if (!from) {
-    std::fill_n(buffer, n, A(0));
-    return buffer;
-  }
   if (stride == 1) return source(from, buffer, n);
   for (int i = 0; i < n; ++i) buffer[i] = load(from[i * stride]);
   return buffer;
 }
 
-// Where a loop writes values for `to`; store() then takes them there.
+// A pointer for a loop to write to: `to` itself, or the buffer, which store() then copies to it.
 template <typename T, typename A>
 A* target(T* to, A* buffer) {
   if constexpr (std::is_same_v<T, A>) return to;
@@ -54,7 +50,7 @@ void store(const A* values, T* to, int n) {
   for (int i = 0; i < n; ++i) save(values[i], to[i]);
 }
 
-// Units [begin, end) of all B * H: calls block(row, unit, n) for n at a time, which lie in one row.
+// Calls block(row, unit, n) for units [begin, end) of all B * H, n of one row at a time.
 template <class Block>
 __attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end;) {
@@ -65,8 +61,8 @@ __attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int6
   }
 }
 
-// The same code, compiled for what a CPU can do and chosen at run time. Not by target_clones, which needs
-// ifunc and stops at the first call that is not inlined: `flatten` inlines them all.
+// The same code compiled for several instruction sets, one of which is chosen at run time. target_clones
+// would need ifunc, and clones no function that is called; `flatten` inlines all of them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define LLTM_STEP_TARGET(isa) __attribute__((flatten, target(isa)))
 
@@ -96,11 +92,11 @@ auto run_units_of_this_cpu() {
 }
 #endif
 
-// All B * H units of a step of type T, by block(row, unit, n).
+// Calls block(row, unit, n) for all B * H units of a step of type T.
 template <typename T, class Block>
 void for_each_block(int64_t batch, int64_t hidden, const Block& block) {
   static const auto units = run_units_of_this_cpu<Block>();
-  constexpr int64_t kGrain = std::is_same_v<T, double> ? 512 : 2048;  // some 10 us of work
+  constexpr int64_t kGrain = std::is_same_v<T, double> ? 512 : 2048;  // about 10 us
   at::parallel_for(0, batch * hidden, kGrain,
                    [&](int64_t begin, int64_t end) { units(block, hidden, begin, end); });
 }

@@ -1,5 +1,5 @@
-// The functions of cells on the CPU in loops that the compiler turns into vector code, and conversions
-// likewise. No torch but its half types.
+// The functions of cells on the CPU, and conversions, in a form that the compiler vectorises. Of torch, only
+// the half types.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -28,21 +28,21 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// By value: a reference would hide the minimum from the compiler, and so does a constant argument.
+// By value, because GCC does not recognise a minimum of references, nor of a constant.
 template <typename Int>
 inline Int smaller(Int a, Int b) {
   return a < b ? a : b;
 }
 
-// The functions of cells in float32, without a call or a branch: GCC vectorises nothing else, and makes a
-// branch of a ?: on floats as soon as one side is constant. So what has to choose does it on the bits, as
-// integers. These sort like the floats above 0 if signed, and in reverse below 0 if unsigned.
+// The functions of cells in float32, without calls or branches, which GCC would not vectorise. It turns a ?:
+// on floats into a branch if one side is constant, so choices are made on the bits, as integers. Signed,
+// these order floats above 0; unsigned, they order floats below 0 in reverse.
 struct VectorMath {
-  // e^x = 2^n * (1 + rest), and rest loses nothing to the 1 when x is small.
+  // e^x = 2^n * (1 + rest). For small x, `rest` is more exact than e^x - 1.
   struct Exp {
     float rest;
     uint32_t n;
-    // 2^n with a bias of 127, half of it with 126.
+    // 2^n if the bias is 127, half of it if 126.
     float power(uint32_t bias) const { return float_of((n + bias) << 23); }
   };
 
@@ -68,7 +68,7 @@ struct VectorMath {
     return e.power(127) * e.rest + (e.power(127) - 1.f);
   }
 
-  // The limits take NaN for a number; this brings it back.
+  // The limits turn NaN into a number; this restores it.
   static float nan_of(float x, float y) { return float_of(bits_of(y) | -static_cast<uint32_t>(x != x)); }
 
   static float at_least(float low, float x) { return float_of(smaller(bits_of(x), bits_of(low))); }
@@ -76,7 +76,7 @@ struct VectorMath {
     return float_of(smaller(static_cast<int32_t>(bits_of(x)), static_cast<int32_t>(bits_of(high))));
   }
 
-  // Half of e^-x, because e^-x itself would be infinite, and sigmoid 0, a little too early.
+  // By half of e^-x: e^-x itself overflows, and sigmoid becomes 0, for an x whose sigmoid is not 0 yet.
   static float sigmoid(float x) {
     const Exp e = exp(at_most(89.4f, at_least(-87.f, -x)));
     return nan_of(x, .5f / (e.power(126) * (1.f + e.rest) + .5f));
@@ -94,14 +94,14 @@ struct VectorMath {
   }
 };
 
-// In float64, which the tests and gradcheck use: exactness matters, speed does not.
+// In float64, which is for tests and gradcheck: exact rather than fast.
 struct StdMath {
   static double sigmoid(double x) { return lltm_ext::sigmoid(x); }
   static double tanh(double x) { return std::tanh(x); }
   static double elu(double x) { return lltm_ext::elu(x); }
 };
 
-// float32 under a name of its own, which gives it formulas of its own.
+// A float32 of its own type, for which functions can be overloaded.
 struct Lane {
   float value;
   Lane() = default;
@@ -110,7 +110,7 @@ struct Lane {
   operator float&() { return value; }
 };
 
-// As lltm_ext::elu_derivative, but without its branch.
+// lltm_ext::elu_derivative without its branch.
 inline Lane elu_derivative(Lane output) {
   const int32_t bits = bits_of(output);
   return VectorMath::nan_of(output, 1.f + float_of(bits & bits >> 31));
@@ -121,8 +121,7 @@ using ValueOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, Lane, double
 template <typename T>
 using MathOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, VectorMath, StdMath>;
 
-// To and from the type that is computed in. c10's conversion of float16 is correct but branches, this does
-// not.
+// To and from acc_t<T>. c10's conversion of float16 has branches, this one does not.
 template <typename T>
 acc_t<T> load(const T& from) {
   return widen(from);
@@ -134,11 +133,11 @@ void save(acc_t<T> value, T& to) {
 }
 
 inline float load(const c10::Half& from) {
-  const uint32_t magnitude = (from.x & 0x7FFFu) << 13;  // the exponent has to move by 127 - 15
+  const uint32_t magnitude = (from.x & 0x7FFFu) << 13;  // the exponent's bias changes by 127 - 15
   const uint32_t subnormal = -static_cast<uint32_t>(magnitude < (1u << 23));
   const uint32_t special = -static_cast<uint32_t>(magnitude >= (31u << 23));  // infinite or NaN: to 255
   const uint32_t exponent = ((127 - 15) << 23) + (subnormal & (1u << 23)) + (special & ((127 - 15) << 23));
-  // A subnormal got a leading 1 that it does not have: 2^-14 is taken off again.
+  // A subnormal has no leading 1: 2^-14 is subtracted again.
   const float value = float_of(magnitude + exponent) - float_of(subnormal & bits_of(0x1p-14f));
   return float_of(bits_of(value) | (from.x & 0x8000u) << 16);
 }
@@ -146,7 +145,8 @@ inline float load(const c10::Half& from) {
 inline void save(float value, c10::Half& to) {
   const uint32_t bits = bits_of(value), exponent = bits & 0x7F800000u, smallest = 113u << 23;
   const uint32_t nan = -static_cast<uint32_t>(value != value);
-  // The sum with 2^(e + 15) leaves ten bits of the mantissa, rounded. To infinity and back: so does 65520.
+  // The sum with 2^(e + 15) rounds the mantissa to ten bits. 65536 and more become infinite in the product,
+  // 65520 and more in the rounding.
   const float large = std::fabs(value) * 0x1p112f * 0x1p-110f;
   const uint32_t sum = bits_of(large + float_of((exponent < smallest ? smallest : exponent) + (15u << 23)));
   const uint32_t magnitude = (sum >> 13 & 0x7C00u) + (sum & 0x0FFFu);

@@ -1,6 +1,5 @@
-// The ops of a whole sequence (sequence.h) backward: <op>_backward, and that of both directions. From the
-// last step to the first in a few chunks, each of which leaves the gradients of its gates, and then adds what
-// follows from them by matrix products.
+// A sequence op (op.h) backward: <op>_backward, and that of two directions. The steps run in a few chunks,
+// the last steps first. A chunk computes the gradients of its gates, from which matrix products follow.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -21,20 +20,20 @@
 
 namespace lltm_ext {
 
-// Steps [first, last), whose rows [begin, end) lie side by side.
+// Steps [first, last) and their rows [begin, end).
 struct Chunk {
   size_t first, last;
   int64_t begin, end;
 };
 
-// At most four chunks, so that the gradients of a quarter of all gates are in memory at a time; few, so that
-// the weights' gradients stay large matrix products and half types round their sum but thrice.
-inline std::vector<Chunk> chunks_of(const std::vector<Steps::Step>& steps, int64_t total_rows) {
-  const int64_t enough_rows = std::max<int64_t>(4096, (total_rows + 3) / 4);
+// Four chunks, so that gradients of only a quarter of all gates are in memory at a time; no more, so that the
+// weights' gradients stay large matrix products, and half types round their sum only three times.
+inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
+  const int64_t min_rows = std::max<int64_t>(4096, (total_rows + 3) / 4);
   std::vector<Chunk> chunks;
   for (size_t k = 0; k < steps.size(); ++k) {
-    const int64_t begin = steps[k].first_row, end = begin + steps[k].rows;
-    if (chunks.empty() || chunks.back().end - chunks.back().begin >= enough_rows) {
+    const int64_t begin = steps[k].first, end = begin + steps[k].count;
+    if (chunks.empty() || chunks.back().end - chunks.back().begin >= min_rows) {
       chunks.push_back({k, k + 1, begin, end});
     } else {
       Chunk& chunk = chunks.back();
@@ -44,10 +43,10 @@ inline std::vector<Chunk> chunks_of(const std::vector<Steps::Step>& steps, int64
   return chunks;
 }
 
-// gradient += grad_gates^T @ (the h that each of the chunk's rows started from: h0, or the step before).
+// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's).
 inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates,
                                    const at::Tensor& output, const at::Tensor& h0,
-                                   const std::vector<Steps::Step>& steps, const Chunk& chunk) {
+                                   const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first of the rows in grad_gates
     const at::Tensor* source;
@@ -63,17 +62,17 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
       runs.push_back({row, &source, source_row, rows});
     }
   };
-  const bool descending = steps[chunk.first].first_row != chunk.begin;
+  const bool descending = steps[chunk.first].first != chunk.begin;
   for (size_t i = chunk.first; i < chunk.last; ++i) {
     const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // in the order of the rows
-    const int64_t row = steps[k].first_row - chunk.begin;
-    const int64_t carried = k == 0 ? 0 : std::min(steps[k].rows, steps[k - 1].rows);
-    if (carried > 0) add(row, output, steps[k - 1].first_row, carried);
-    add(row + carried, h0, carried, steps[k].rows - carried);
+    const int64_t row = steps[k].first - chunk.begin;
+    const int64_t carried = k == 0 ? 0 : std::min(steps[k].count, steps[k - 1].count);
+    if (carried > 0) add(row, output, steps[k - 1].first, carried);
+    add(row + carried, h0, carried, steps[k].count - carried);
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  if (runs.size() > 2) {  // a packed sequence; a dense one has no more than two, and needs no copy
+  if (runs.size() > 2) {  // only in a packed sequence; two products are faster than a copy
     add_weight_gradient(gradient, grad_gates, at::cat(sources));
     return;
   }
@@ -83,21 +82,21 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
 }
 
 template <class Op>
-struct SequenceBackward {
+struct BackwardOps {
   using Cell = typename Op::Cell;
   static constexpr int64_t kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
 
-  // What a direction's backward starts from.
-  struct Saved {
+  // What a direction's backward reads, besides the forward's inputs.
+  struct BackwardInputs {
     OptionalTensor grad_output, grad_h_n, grad_c_n;
     at::Tensor output, gates, extra;  // as the forward left them
   };
 
-  static void check_backward_inputs(const Saved& saved, const at::Tensor& input, const at::Tensor& h0,
-                                    const at::Tensor& c0) {
-    const auto& [grad_output, grad_h_n, grad_c_n, output, gates, extra] = saved;
-    const std::string op_name = std::string(Op::name) + "_backward";
-    const char* op = op_name.c_str();
+  static void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input,
+                                    const at::Tensor& h0, const at::Tensor& c0) {
+    const auto& [grad_output, grad_h_n, grad_c_n, output, gates, extra] = given;
+    const std::string full_name = op_name<Op>("_backward");
+    const char* op = full_name.c_str();
     check_device(op, "input", input);
     check_floating(op, "input", input);
     const at::ScalarType type = input.scalar_type();
@@ -110,7 +109,7 @@ struct SequenceBackward {
     TORCH_CHECK(input.dim() >= 2 && h0.dim() == 2, op,
                 ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
                 h0.sym_sizes());
-    const auto rows_of = [&](const c10::SymInt& width) { return sizes_of_rows(input, width); };
+    const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
     const c10::SymInt hidden = h0.sym_size(1);
     check("output", output, type, rows_of(hidden), "[..., hidden_size]");
     check("gates", gates, type, rows_of(kGates * hidden), "[..., gates*hidden_size]");
@@ -120,90 +119,92 @@ struct SequenceBackward {
     if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
   }
 
-  // A direction on its way backward, chunk by chunk from the last step to the first.
-  struct Retreat {
-    const Direction& direction;
+  // A direction: what its backward reads, and the gradients that its chunks add to.
+  struct DirectionGradients {
+    const Direction& inputs;
     OptionalTensor grad_output;
     at::Tensor output, gates, extra;  // their rows
-    std::vector<Steps::Step> steps;
+    std::vector<RowRange> steps;
     std::vector<Chunk> chunks;
-    at::Tensor grad_h, grad_c;  // [B, H] from after a chunk's steps to before them
+    at::Tensor grad_h, grad_c;  // [B, H] after a chunk's steps, replaced by those before them
     at::Tensor grad_bias;       // [B, G * H], whose sum is the bias's gradient; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
-    // For the engine: weight_hh transposed, and grad_output with nothing between its rows.
-    at::Tensor weight_hh_t, dense_grad_output;
+    at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
-    Retreat(const at::Tensor& input, const Direction& direction, const Saved& saved, const Rows& rows,
-            bool input_needs_grad, bool bias_needs_grad)
-        : direction(direction),
-          grad_output(saved.grad_output),
-          output(flatten_rows(saved.output)),
-          gates(aligned(flatten_rows(saved.gates))),
-          extra(aligned(flatten_rows(saved.extra))),
-          steps(rows.steps(direction.reverse)),
+    DirectionGradients(const at::Tensor& input, const Direction& inputs, const BackwardInputs& given,
+                       const SequenceSizes& sizes, bool input_needs_grad, bool bias_needs_grad)
+        : inputs(inputs),
+          grad_output(given.grad_output),
+          output(flatten_rows(given.output)),
+          gates(aligned(flatten_rows(given.gates))),
+          extra(aligned(flatten_rows(given.extra))),
+          steps(sizes.steps(inputs.reverse)),
           chunks(chunks_of(steps, output.size(0))) {
       const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
-      grad_h = at::zeros({rows.batch, rows.hidden}, direction.h0.options());
-      grad_c = at::zeros({rows.batch, rows.hidden}, state_options);
-      if (saved.grad_h_n) grad_h.copy_(*saved.grad_h_n);
-      if (saved.grad_c_n) grad_c.copy_(*saved.grad_c_n);
-      if (bias_needs_grad) grad_bias = at::zeros({rows.batch, kGates * rows.hidden}, state_options);
+      grad_h = at::zeros({sizes.batch, sizes.hidden}, inputs.h0.options());
+      grad_c = at::zeros({sizes.batch, sizes.hidden}, state_options);
+      if (given.grad_h_n) grad_h.copy_(*given.grad_h_n);
+      if (given.grad_c_n) grad_c.copy_(*given.grad_c_n);
+      if (bias_needs_grad) grad_bias = at::zeros({sizes.batch, kGates * sizes.hidden}, state_options);
       if (input_needs_grad) {
         grad_input = empty_contiguous(input);
-        if (rows.batch * rows.hidden == 0) grad_input.zero_();
+        if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
       }
     }
 
-    void prepare_for_engine() {
-      if (!weight_hh_t.defined()) weight_hh_t = aligned(direction.weight_hh.t());
+    void prepare_for_fused() {
+      if (!weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
       if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
     }
   };
 
-  struct RetreatChunk {
-    Retreat& of;
+  struct DirectionChunk {
+    DirectionGradients& direction;
     Chunk chunk;
     at::Tensor grad_gates;  // of the chunk's rows
   };
 
-  // The same by the engine, or by steps: all directions at once where there is room, else one after the
-  // other.
-  static void backward_steps(at::ArrayRef<RetreatChunk> parts, const Rows& rows, c10::string_view algorithm) {
-    const Plan plan = rows.plan<Op>(parts[0].of.gates, /*backward=*/true, algorithm, parts.size());
-    if (plan.is_fused() && backward_at_once(parts, rows, plan, algorithm)) return;
-    if (parts.size() == 1) return backward_stepwise(parts[0]);
-    for (size_t i = 0; i < parts.size(); ++i) backward_steps(parts.slice(i, 1), rows, algorithm);
+  // Computes grad_gates of a chunk of each direction: in one launch if they fit, else one after the other.
+  static void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
+                        c10::string_view algorithm) {
+    const Plan plan = sizes.plan<Op>(parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
+    if (plan.is_fused() && try_run_fused(parts, sizes, plan, algorithm)) return;
+    if (parts.size() == 1) return run_stepwise(parts[0]);
+    for (size_t i = 0; i < parts.size(); ++i) run_steps(parts.slice(i, 1), sizes, algorithm);
   }
 
-  // grad_gates of the chunk's rows, a product and a kernel a step.
-  static void backward_stepwise(const RetreatChunk& part) {
-    const auto& [of, chunk, grad_gates] = part;
-    const at::Tensor &gates = of.gates, &extra = of.extra, &grad_h = of.grad_h, &grad_c = of.grad_c,
-                     &grad_bias = of.grad_bias, &weight_hh = of.direction.weight_hh;
+  // A pointwise kernel and a matrix product a step.
+  static void run_stepwise(const DirectionChunk& part) {
+    const auto& [direction, chunk, grad_gates] = part;
+    const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
+                     &grad_c = direction.grad_c, &grad_bias = direction.grad_bias,
+                     &weight_hh = direction.inputs.weight_hh;
     const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
-    const at::Tensor dy = of.grad_output.value_or(at::Tensor());
+    const at::Tensor dy = direction.grad_output.value_or(at::Tensor());
     const Matmul matmul(gates);
     for (size_t k = chunk.last; k-- > chunk.first;) {
-      const auto [first_row, n] = of.steps[k];
+      const auto [first_row, n] = direction.steps[k];
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n);
-      // In steps, or in rows.
-      const int64_t dy_at =
-          !dy.defined() ? 0 : (dy.dim() == 3 ? first_row / batch : first_row) * dy.stride(0);
-      launch("recurrence_pointwise_step", gates,
+      launch("recurrence_pointwise_backward", gates,
              [&, first_row = first_row, n = n](auto type, auto... stream) {
                using T = typename decltype(type)::type;
+               StridedGradient<T> grad_output = {};
+               if (dy.defined()) {
+                 const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
+                 grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
+               }
                const StepBackwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
-                   .gates = pointer<T>(gates) + first_row * kGates * hidden,
+                   .saved = Gates<const T>::in_rows(pointer<T>(gates) + first_row * kGates * hidden, kGates,
+                                                    hidden),
                    .extra = pointer<T>(extra) + first_row * kExtra * hidden,
-                   .grad_output = dy.defined() ? pointer<T>(dy) + dy_at : nullptr,
-                   .output_row = dy.defined() ? dy.stride(-2) : 0,
-                   .output_unit = dy.defined() ? dy.stride(-1) : 0,
+                   .grad_output = grad_output,
                    .grad_h = pointer<T>(grad_h),
-                   .grad_c = mutable_pointer<acc_t<T>>(grad_c),
-                   .grad_gates = mutable_pointer<T>(step_grad_gates),
-                   .grad_bias = mutable_pointer<acc_t<T>>(grad_bias),
+                   .grad_new_c = {pointer<acc_t<T>>(grad_c), hidden, 1},
+                   .grad_old_c = mutable_pointer<acc_t<T>>(grad_c),
+                   .grad_gates = Gates<T>::in_rows(mutable_pointer<T>(step_grad_gates), kGates, hidden),
+                   .grad_bias_rows = mutable_pointer<acc_t<T>>(grad_bias),
                };
                return recurrence_step<Cell>(step, stream...);
              });
@@ -211,47 +212,49 @@ struct SequenceBackward {
     }
   }
 
-  // The same by the engine. False if the GPU has no room for its kernel now; nothing has run then.
-  static bool backward_at_once(at::ArrayRef<RetreatChunk> parts, const Rows& rows, const Plan& plan,
-                               c10::string_view algorithm) {
-    const at::Tensor& like = parts[0].of.gates;
-    const at::Tensor first_rows = first_rows_on(like, rows.batch_sizes);
-    for (const RetreatChunk& part : parts) part.of.prepare_for_engine();
-    const auto sequence_of = [&](auto type, size_t i) {
+  // As try_launch_fused.
+  static bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, const Plan& plan,
+                            c10::string_view algorithm) {
+    const at::Tensor& like = parts[0].direction.gates;
+    const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
+    for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
+    const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const auto& [of, chunk, grad_gates] = parts[i];
+      const auto& [direction, chunk, grad_gates] = parts[i];
       return SequenceBackwardArguments<T>{
-          .steps = rows.order(of.direction.reverse, first_rows),
+          .steps = sizes.order(direction.inputs.reverse, first_rows),
           .begin = static_cast<int>(chunk.first),
           .end = static_cast<int>(chunk.last),
           .first_row = chunk.begin,
           .rows = chunk.end - chunk.begin,
-          .hidden = static_cast<int>(rows.hidden),
-          .weight_t = pointer<T>(of.weight_hh_t),
-          .gates = pointer<T>(of.gates),
-          .extra = pointer<T>(of.extra),
-          .grad_output = pointer<T>(of.dense_grad_output),
+          .hidden = static_cast<int>(sizes.hidden),
+          .weight_t = pointer<T>(direction.weight_hh_t),
+          .gates = pointer<T>(direction.gates),
+          .extra = pointer<T>(direction.extra),
+          .grad_output = pointer<T>(direction.dense_grad_output),
           .grad_gates = mutable_pointer<T>(grad_gates),
-          .grad_h = mutable_pointer<T>(of.grad_h),
-          .grad_c = mutable_pointer<float>(of.grad_c),
-          .grad_bias = mutable_pointer<float>(of.grad_bias),
+          .grad_h = mutable_pointer<T>(direction.grad_h),
+          .grad_c = mutable_pointer<float>(direction.grad_c),
+          .grad_bias = mutable_pointer<float>(direction.grad_bias),
       };
     };
-    return launch_at_once(
-        "recurrence_persistent_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
-          return launch_sequence_backward<Cell>(together(type, parts.size(), sequence_of), plan, stream);
-        });
+    return try_launch_fused("recurrence_backward", like, plan, algorithm, parts.size(),
+                            [&](auto type, auto stream) {
+                              return launch_sequence_backward<Cell>(
+                                  per_direction(type, parts.size(), arguments_of), plan, stream);
+                            });
   }
 
-  // The matrix products that follow from the gradients of a chunk's gates.
-  static void add_gradients(const RetreatChunk& part, const at::Tensor& input_rows) {
-    const auto& [of, chunk, grad_gates] = part;
+  // The matrix products with a chunk's grad_gates.
+  static void add_products(const DirectionChunk& part, const at::Tensor& input_rows) {
+    const auto& [direction, chunk, grad_gates] = part;
     const int64_t count = chunk.end - chunk.begin;
-    add_weight_gradient(of.grad_weight_ih, grad_gates, input_rows.narrow(0, chunk.begin, count));
-    add_weight_hh_gradient(of.grad_weight_hh, grad_gates, of.output, of.direction.h0, of.steps, chunk);
-    if (!of.grad_input.defined()) return;
-    const at::Tensor grad_rows = flatten_rows(of.grad_input).narrow(0, chunk.begin, count);
-    Matmul{input_rows}(grad_rows, grad_gates, of.direction.weight_ih);
+    add_weight_gradient(direction.grad_weight_ih, grad_gates, input_rows.narrow(0, chunk.begin, count));
+    add_weight_hh_gradient(direction.grad_weight_hh, grad_gates, direction.output, direction.inputs.h0,
+                           direction.steps, chunk);
+    if (!direction.grad_input.defined()) return;
+    const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
+    Matmul{input_rows}(grad_rows, grad_gates, direction.inputs.weight_ih);
   }
 
   static at::Tensor or_zeros(const at::Tensor& gradient, const at::Tensor& of) {
@@ -260,60 +263,60 @@ struct SequenceBackward {
 
   // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
   // and grad_bias are empty unless they are needed.
-  static variable_list checked_backward(const at::Tensor& input, Directions directions,
-                                        at::ArrayRef<Saved> saved, at::OptionalIntArrayRef batch_sizes,
-                                        c10::string_view algorithm, bool input_needs_grad,
-                                        bool bias_needs_grad) {
+  static variable_list check_and_run(const at::Tensor& input, Directions directions,
+                                     at::ArrayRef<BackwardInputs> given, at::OptionalIntArrayRef batch_sizes,
+                                     c10::string_view algorithm, bool input_needs_grad,
+                                     bool bias_needs_grad) {
     for (size_t i = 0; i < directions.size(); ++i) {
       const Direction& d = directions[i];
-      check_backward_inputs(saved[i], input, d.h0, d.c0);
+      check_backward_inputs(given[i], input, d.h0, d.c0);
       check_inputs(Op::name, kGates, input, d.h0, d.c0, d.weight_ih, d.weight_hh, std::nullopt, batch_sizes,
                    algorithm);
     }
-    check_alike<Op>(directions);
+    check_same_sizes<Op>(directions);
     if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
     const KernelGuard guard(input);
-    const Rows rows(input, directions, batch_sizes);
+    const SequenceSizes sizes(input, directions, batch_sizes);
     const at::Tensor input_rows = flatten_rows(input);
-    std::vector<Retreat> retreats;
-    size_t turns = 0;
+    std::vector<DirectionGradients> gradients;
+    size_t chunk_count = 0;
     for (size_t i = 0; i < directions.size(); ++i) {
-      retreats.emplace_back(input, directions[i], saved[i], rows, input_needs_grad, bias_needs_grad);
-      turns = std::max(turns, retreats[i].chunks.size());
+      gradients.emplace_back(input, directions[i], given[i], sizes, input_needs_grad, bias_needs_grad);
+      chunk_count = std::max(chunk_count, gradients[i].chunks.size());
     }
-    for (size_t turn = 1; turn <= turns && rows.batch * rows.hidden > 0; ++turn) {
-      std::vector<RetreatChunk> parts;  // of packed rows, a direction may have a chunk less
-      for (Retreat& of : retreats) {
-        if (turn > of.chunks.size()) continue;
-        const Chunk chunk = of.chunks[of.chunks.size() - turn];
-        const int64_t count = chunk.end - chunk.begin;
-        parts.push_back({of, chunk, at::empty({count, kGates * rows.hidden}, of.gates.options())});
+    for (size_t from_last = 1; from_last <= chunk_count && sizes.batch * sizes.hidden > 0; ++from_last) {
+      std::vector<DirectionChunk> parts;
+      for (DirectionGradients& direction : gradients) {
+        if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
+        const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
+        parts.push_back(
+            {direction, chunk, at::empty({chunk.end - chunk.begin, kGates * sizes.hidden}, input.options())});
       }
-      backward_steps(parts, rows, algorithm);
-      for (const RetreatChunk& part : parts) add_gradients(part, input_rows);
+      run_steps(parts, sizes, algorithm);
+      for (const DirectionChunk& part : parts) add_products(part, input_rows);
     }
-    variable_list found;
-    for (const Retreat& of : retreats) {
-      const Direction& d = of.direction;
-      append(found, {input_needs_grad ? of.grad_input : at::empty({0}, input.options()), of.grad_h,
-                     of.grad_c.to(d.c0.scalar_type()), or_zeros(of.grad_weight_ih, d.weight_ih),
-                     or_zeros(of.grad_weight_hh, d.weight_hh),
-                     bias_needs_grad ? of.grad_bias.sum(0).to(d.weight_hh.scalar_type())
-                                     : at::empty({0}, input.options())});
+    variable_list results;
+    for (const DirectionGradients& g : gradients) {
+      const Direction& d = g.inputs;
+      append(results, {input_needs_grad ? g.grad_input : at::empty({0}, input.options()), g.grad_h,
+                       g.grad_c.to(d.c0.scalar_type()), or_zeros(g.grad_weight_ih, d.weight_ih),
+                       or_zeros(g.grad_weight_hh, d.weight_hh),
+                       bias_needs_grad ? g.grad_bias.sum(0).to(d.weight_hh.scalar_type())
+                                       : at::empty({0}, input.options())});
     }
-    return found;
+    return results;
   }
 
   static variable_list meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
                                      bool bias_needs_grad) {
-    variable_list found;
+    variable_list results;
     for (const Direction& d : directions) {
       const c10::SymInt width = bias_needs_grad ? d.weight_hh.sym_size(0) : 0;
-      append(found, {input_needs_grad ? empty_contiguous(input) : at::empty({0}, input.options()),
-                     empty_contiguous(d.h0), empty_contiguous(d.c0), empty_contiguous(d.weight_ih),
-                     empty_contiguous(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
+      append(results, {input_needs_grad ? empty_contiguous(input) : at::empty({0}, input.options()),
+                       empty_contiguous(d.h0), empty_contiguous(d.c0), empty_contiguous(d.weight_ih),
+                       empty_contiguous(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
     }
-    return found;
+    return results;
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
@@ -323,28 +326,29 @@ struct SequenceBackward {
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
       bool bias_needs_grad) {
     const Direction only = {h0, c0, weight_ih, weight_hh, std::nullopt, reverse};
-    const Saved saved = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
+    const BackwardInputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
     const variable_list g =
-        checked_backward(input, only, saved, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
+        check_and_run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     return {g[0], g[1], g[2], g[3], g[4], g[5]};
   }
 
   // grad_input, and of each direction {grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}, from the
-  // gradients of what the forward gave of each, and {output, gates, extra} as it left them.
-  static variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const at::Tensor& input,
-                                     at::TensorList onward, at::TensorList reverse, at::TensorList saved,
-                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                     bool input_needs_grad, bool bias_needs_grad) {
-    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, named<Op>("_bidirectional_backward"),
-                ": expected three of grad_outputs and three of saved a direction, got ", grad_outputs.size(),
-                " and ", saved.size());
-    std::vector<Saved> of_each;
+  // gradients of each direction's outputs, and its {output, gates, extra}.
+  static variable_list bidirectional_backward(const c10::List<OptionalTensor>& grad_outputs,
+                                              const at::Tensor& input, at::TensorList forward_direction,
+                                              at::TensorList reverse_direction, at::TensorList saved,
+                                              at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                              bool input_needs_grad, bool bias_needs_grad) {
+    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, op_name<Op>("_bidirectional_backward"),
+                ": expected three of grad_outputs and three of saved for each direction, got ",
+                grad_outputs.size(), " and ", saved.size());
+    std::vector<BackwardInputs> given;
     for (size_t i = 0; i < 6; i += 3) {
-      of_each.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
-                         saved[i + 1], saved[i + 2]});
+      given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
+                       saved[i + 1], saved[i + 2]});
     }
-    variable_list g = checked_backward(input, both_of<Op>(onward, reverse), of_each, batch_sizes, algorithm,
-                                       input_needs_grad, bias_needs_grad);
+    variable_list g = check_and_run(input, directions_of<Op>(forward_direction, reverse_direction), given,
+                                    batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     if (input_needs_grad) g[0] = g[0] + g[6];
     g.erase(g.begin() + 6);
     return g;

@@ -1,4 +1,4 @@
-// What an op of a whole sequence is given (sequence.h): its checks, its directions, the rows of its steps.
+// The inputs of a sequence op (op.h): checks, directions, the rows of each step.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -21,23 +21,22 @@ using torch::autograd::variable_list;
 
 // ---- rows
 
-// The rows of each step, in the order in which the steps are computed.
-struct Steps {
-  struct Step {
-    int64_t first_row, rows;
-  };
-  std::vector<Step> steps;
-
-  Steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch, bool reverse) {
-    const auto rows_of = [&](int64_t t) { return batch_sizes ? (*batch_sizes)[t] : batch; };
-    int64_t first_row = 0;
-    for (int64_t t = 0; t < length; ++t) {
-      steps.push_back({first_row, rows_of(t)});
-      first_row += rows_of(t);
-    }
-    if (reverse) std::reverse(steps.begin(), steps.end());
-  }
+struct RowRange {
+  int64_t first, count;
 };
+
+// The rows of each step, in the order in which the steps are computed.
+inline std::vector<RowRange> rows_of_steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch,
+                                           bool reverse) {
+  std::vector<RowRange> steps;
+  int64_t first = 0;
+  for (int64_t t = 0; t < length; ++t) {
+    steps.push_back({first, batch_sizes ? (*batch_sizes)[t] : batch});
+    first += steps.back().count;
+  }
+  if (reverse) std::reverse(steps.begin(), steps.end());
+  return steps;
+}
 
 inline int64_t length_of(const at::Tensor& input, at::OptionalIntArrayRef batch_sizes) {
   return batch_sizes ? static_cast<int64_t>(batch_sizes->size()) : input.size(0);
@@ -47,30 +46,34 @@ inline at::Tensor flatten_rows(const at::Tensor& x) {
   return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
 }
 
-// The first `rows` rows; skips making a view where that is all of them.
+// The first `rows` rows: x itself if that is all of them, to save a view.
 inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
   return rows == x.size(0) ? x : x.narrow(0, 0, rows);
 }
 
-// The shape of rows as the input has them, dense or packed, of another width.
-inline c10::SymDimVector sizes_of_rows(const at::Tensor& input, const c10::SymInt& width) {
+// The input's shape, dense or packed, with another last dimension.
+inline c10::SymDimVector sizes_like_input(const at::Tensor& input, const c10::SymInt& width) {
   c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes.back() = width;
   return sizes;
 }
 
-inline at::Tensor empty_rows(const at::Tensor& input, const c10::SymInt& width) {
-  return at::empty_symint(sizes_of_rows(input, width), input.options());
+inline at::Tensor empty_like_input(const at::Tensor& input, const c10::SymInt& width) {
+  return at::empty_symint(sizes_like_input(input, width), input.options());
 }
 
 inline at::Tensor empty_contiguous(const at::Tensor& x) {
   return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
 
-// Contiguous, and aligned for accesses of 16 bytes.
+// Contiguous, at a multiple of 16 bytes.
 inline at::Tensor aligned(const at::Tensor& x) {
   const at::Tensor contiguous = x.contiguous();
   return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
+}
+
+inline OptionalTensor if_defined(const at::Tensor& x) {
+  return x.defined() ? OptionalTensor(x) : std::nullopt;
 }
 
 inline void append(variable_list& to, at::TensorList tensors) {
@@ -142,13 +145,13 @@ inline void check_inputs(const char* op, int64_t gates, const at::Tensor& input,
 
 // ---- directions
 
-// <op><suffix>, as the dispatcher names it.
+// The dispatcher's name, <op><suffix>.
 template <class Op>
-std::string named(const char* suffix) {
+std::string op_name(const char* suffix) {
   return std::string(Op::name) + suffix;
 }
 
-// What a direction has of its own.
+// The inputs that each direction of a layer has of its own.
 struct Direction {
   at::Tensor h0, c0, weight_ih, weight_hh;
   OptionalTensor bias;
@@ -156,24 +159,24 @@ struct Direction {
 };
 using Directions = at::ArrayRef<Direction>;
 
-// Of lists of h0, c0, weight_ih, weight_hh and, if there is one, the bias.
+// From [h0, c0, weight_ih, weight_hh] or these and bias.
 template <class Op>
-std::array<Direction, 2> both_of(at::TensorList onward, at::TensorList reverse) {
-  for (const at::TensorList& given : {onward, reverse}) {
-    TORCH_CHECK(given.size() == 4 || given.size() == 5, named<Op>("_bidirectional"),
+std::array<Direction, 2> directions_of(at::TensorList forward_direction, at::TensorList reverse_direction) {
+  for (const at::TensorList& given : {forward_direction, reverse_direction}) {
+    TORCH_CHECK(given.size() == 4 || given.size() == 5, op_name<Op>("_bidirectional"),
                 ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
                 given.size(), " tensors");
   }
   const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
     return {x[0], x[1], x[2], x[3], x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt, reverse};
   };
-  return {direction(onward, false), direction(reverse, true)};
+  return {direction(forward_direction, false), direction(reverse_direction, true)};
 }
 
 template <class Op>
-void check_alike(Directions directions) {
+void check_same_sizes(Directions directions) {
   for (const Direction& d : directions.slice(1)) {
-    TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), named<Op>("_bidirectional"),
+    TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), op_name<Op>("_bidirectional"),
                 ": expected h0 of both directions to have one shape, got ", directions[0].h0.sym_sizes(),
                 " and ", d.h0.sym_sizes());
   }

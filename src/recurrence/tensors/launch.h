@@ -1,4 +1,4 @@
-// How sequences of tensors (sequence.h) come to the engine (engine.h): their plan, their sizes, one launch.
+// From tensors to the fused kernels: the plan, the sizes, the launch.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -20,17 +20,17 @@
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Calls f(Type<T>{}) for the types that the engine takes, of which float64 is none.
+// Calls f(Type<T>{}). There are no fused kernels for float64.
 template <typename F>
-auto with_engine_type(at::ScalarType type, F&& f) {
+auto with_fused_type(at::ScalarType type, F&& f) {
   if (type == at::kHalf) return f(Type<__half>{});
   if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
   return f(Type<float>{});
 }
 #endif
 
-// Plans `sequences` side by side on the tensors' device. An algorithm that was asked for and can't run one is
-// an error; several can still run one after the other.
+// Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
+// run one after the other.
 template <class Cell>
 Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
               bool backward, c10::string_view algorithm, size_t sequences = 1) {
@@ -40,15 +40,15 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
     if (wanted == Algorithm::kCluster || wanted == Algorithm::kGrid) plan.why_not = "needs a CUDA device";
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
-    const Problem problem = {hidden,
-                             batch,
-                             dense,
-                             backward,
-                             static_cast<int>(input.element_size()),
-                             Cell::kGates,
-                             static_cast<int>(sequences),
-                             allows_tf32(input)};
-    check_launch(op, with_engine_type(input.scalar_type(), [&](auto type) {
+    const Problem problem = {.hidden = hidden,
+                             .batch = batch,
+                             .dense = dense,
+                             .backward = backward,
+                             .element_size = static_cast<int>(input.element_size()),
+                             .gates = Cell::kGates,
+                             .sequences = static_cast<int>(sequences),
+                             .tf32 = allows_tf32(input)};
+    check_launch(op, with_fused_type(input.scalar_type(), [&](auto type) {
                    return plan_sequence<Cell, typename decltype(type)::type>(problem, wanted, plan);
                  }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
@@ -65,12 +65,12 @@ Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hi
   return plan;
 }
 
-// The rows of the input, as all directions take them.
-struct Rows {
+// The sizes of a sequence, the same for all directions of a layer.
+struct SequenceSizes {
   int64_t length, batch, hidden;
   at::OptionalIntArrayRef batch_sizes;
 
-  Rows(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes)
+  SequenceSizes(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes)
       : length(length_of(input, batch_sizes)),
         batch(directions[0].h0.size(0)),
         hidden(directions[0].h0.size(1)),
@@ -80,8 +80,8 @@ struct Rows {
     return plan_for<typename Op::Cell>(Op::name, like, batch, hidden, !batch_sizes, backward, algorithm,
                                        sequences);
   }
-  std::vector<Steps::Step> steps(bool reverse) const {
-    return Steps(batch_sizes, length, batch, reverse).steps;
+  std::vector<RowRange> steps(bool reverse) const {
+    return rows_of_steps(batch_sizes, length, batch, reverse);
   }
   StepOrder order(bool reverse, const at::Tensor& first_rows) const {
     return {static_cast<int>(length), static_cast<int>(batch), reverse,
@@ -100,30 +100,35 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
   return rows.to(like.device(), /*non_blocking=*/true);
 }
 
-// sequence_of(type, 0), (type, 1), ... as one launch takes them.
+// arguments_of(type, i) for each direction i.
 template <typename Type, typename F>
-auto together(Type type, size_t count, F&& sequence_of) {
-  PerDirection<decltype(sequence_of(type, 0))> sequences = {};
+auto per_direction(Type type, size_t count, F&& arguments_of) {
+  PerDirection<decltype(arguments_of(type, 0))> sequences = {};
   TORCH_INTERNAL_ASSERT(count <= kMaxDirections);
   sequences.count = static_cast<int>(count);
-  for (size_t i = 0; i < count; ++i) sequences.of[i] = sequence_of(type, i);
+  for (size_t i = 0; i < count; ++i) sequences.of[i] = arguments_of(type, i);
   return sequences;
 }
 
-// Calls f(Type<T>{}, stream), which launches what was planned. False if there is no room for it, and a way
-// without.
+#ifdef LLTM_EXT_WITH_CUDA
+// Whether a launch failed because the GPU has no room for its blocks. All other errors are raised.
+inline bool does_not_fit(cudaError_t error) {
+  return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorLaunchOutOfResources ||
+         error == cudaErrorInvalidClusterSize;
+}
+#endif
+
+// Launches a fused plan by f(Type<T>{}, stream). False, and nothing has run, if it does not fit and there is
+// another way: fewer sequences at once, or a kernel a step.
 template <typename F>
-bool launch_at_once(const char* kernel, const at::Tensor& like, const Plan& plan, c10::string_view algorithm,
-                    size_t sequences, F&& f) {
+bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& plan,
+                      c10::string_view algorithm, size_t sequences, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  const cudaError_t error = with_engine_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
-  const bool no_room = error == cudaErrorCooperativeLaunchTooLarge ||
-                       error == cudaErrorInvalidConfiguration || error == cudaErrorInvalidValue ||
-                       error == cudaErrorLaunchOutOfResources || error == cudaErrorInvalidClusterSize ||
-                       error == cudaErrorNotSupported;
-  if (no_room && (algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise)) {
-    cudaGetLastError();
+  const cudaError_t error = with_fused_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
+  const bool has_other_way = algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise;
+  if (does_not_fit(error) && has_other_way) {
+    cudaGetLastError();  // else the next launch would report it
     return false;
   }
   check_launch(kernel, error);

@@ -1,5 +1,5 @@
 // An op that runs a whole sequence of a recurrent cell: tensors in, tensors out. SequenceOps<Op> makes the
-// dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm, and of both directions of a
+// dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm, and for a bidirectional
 // layer <op>_bidirectional, <op>_bidirectional_forward and <op>_bidirectional_backward, from
 //
 //   struct Op {
@@ -9,21 +9,16 @@
 //     static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c);
 //   };
 //
-// T is the length, B the batch, I the input size, H the hidden size, G the number of gates. The input
-// projection of all steps is one matrix product before the loop, the weights' gradients one after it. The
-// loop itself is the engine's (engine.h): a persistent kernel, or a kernel a step. What that does not take is
-// a product and a pointwise kernel a step.
+// T is the length, B the batch, I the input size, H the hidden size, G the number of gates. One matrix
+// product before the steps projects all inputs; products after them give the weights' gradients. The steps
+// run in a persistent kernel, in a fused kernel each, or as a product and a pointwise kernel each.
 //
-// Packed sequences come as the rows of all steps, one step after the other ([N, I], longest sequence first),
-// with the number of rows in each; a dense input is the case of B rows in each. `reverse` walks from the last
-// step to the first and leaves every output at its own step.
+// A packed sequence is given as the rows of all steps, one step after the other ([N, I], longest sequence
+// first), and the number of rows in each; a dense input has B rows in each. `reverse` runs from the last step
+// to the first and leaves every output at its own step.
 //
-// All that runs takes a list of directions, of which a sequence alone is the list of one. Two share the input
-// and nothing else; the engine runs them side by side where the GPU has room for both.
-//
-// What is given and its checks stand in sequence_inputs.h, the way to the engine in sequence_launch.h, what
-// runs in sequence_forward.h and sequence_backward.h; here is what makes it ops: autograd, autocast and the
-// registration.
+// Everything runs on a list of directions: one for a sequence, two for a bidirectional layer, which share the
+// input and run in one launch if the GPU has room for both.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -46,15 +41,15 @@ namespace lltm_ext {
 template <class Op>
 struct SequenceOps {
   using Cell = typename Op::Cell;
-  using Forward = SequenceForward<Op>;
-  using Backward = SequenceBackward<Op>;
+  using Forward = ForwardOps<Op>;
+  using Backward = BackwardOps<Op>;
 
   // The algorithm that a call would take.
   static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
                                   const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                   const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                                   c10::string_view algorithm, bool backward) {
-    const std::string op = named<Op>("_algorithm");
+    const std::string op = op_name<Op>("_algorithm");
     check_inputs(op.c_str(), Cell::kGates, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
     const KernelGuard guard(input);
     const Plan plan =
@@ -80,24 +75,21 @@ struct SequenceOps {
     return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
   }
 
-  static variable_list call_both(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
-                                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-    static const auto op = find_op<decltype(Forward::both)>(qualified("_bidirectional").c_str());
-    return op.call(input, onward, reverse, batch_sizes, algorithm);
+  static variable_list call_bidirectional(const at::Tensor& input, at::TensorList forward_direction,
+                                          at::TensorList reverse_direction,
+                                          at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+    static const auto op = find_op<decltype(Forward::bidirectional)>(qualified("_bidirectional").c_str());
+    return op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm);
   }
 
-  // The batch sizes that a node's forward kept: none of a dense sequence.
-  static std::optional<std::vector<int64_t>> kept_batch_sizes(torch::autograd::AutogradContext* ctx) {
-    const auto found = ctx->saved_data.find("batch_sizes");
-    if (found == ctx->saved_data.end()) return std::nullopt;
-    return found->second.toIntVector();
+  // What forward saved: nothing for a dense sequence.
+  static std::optional<std::vector<int64_t>> saved_batch_sizes(torch::autograd::AutogradContext* ctx) {
+    const auto entry = ctx->saved_data.find("batch_sizes");
+    if (entry == ctx->saved_data.end()) return std::nullopt;
+    return entry->second.toIntVector();
   }
 
-  static OptionalTensor if_defined(const at::Tensor& x) {
-    return x.defined() ? OptionalTensor(x) : std::nullopt;
-  }
-
-  struct Node : torch::autograd::Function<Node> {
+  struct SequenceFunction : torch::autograd::Function<SequenceFunction> {
     static constexpr size_t kArguments = 9;
 
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
@@ -122,26 +114,24 @@ struct SequenceOps {
       variable_list gradients(kArguments);
       if (!any_defined(grad_outputs)) return gradients;
       const variable_list saved = ctx->get_saved_variables();
-      const auto sizes = kept_batch_sizes(ctx);
+      const auto sizes = saved_batch_sizes(ctx);
       const at::OptionalIntArrayRef batch_sizes(sizes);
       const bool reverse = ctx->saved_data["reverse"].toBool(), input_needs_grad = saved[0].requires_grad();
       const std::string algorithm = ctx->saved_data["algorithm"].toStringRef();
       if (at::GradMode::is_enabled()) {
-        const auto found = differentiable_gradients(
+        gradients = differentiable_gradients(
             [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse); },
             variable_list(saved.begin(), saved.begin() + 6), grad_outputs);
-        std::copy(found.begin(), found.end(), gradients.begin());
+        gradients.resize(kArguments);
         return gradients;
       }
       const bool bias_needs_grad = saved[5].defined() && saved[5].requires_grad();
       static const auto op = find_op<decltype(Backward::sequence_backward)>(qualified("_backward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      auto found =
+      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
           op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
                   saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8], batch_sizes,
                   reverse, algorithm, input_needs_grad, bias_needs_grad);
-      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
-          std::move(found);
       if (!input_needs_grad) gradients[0] = at::Tensor();
       if (!bias_needs_grad) gradients[5] = at::Tensor();
       return gradients;
@@ -160,7 +150,7 @@ struct SequenceOps {
       };
       variable_list outputs;
       for (const auto& [first_row, n] :
-           Steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse).steps) {
+           rows_of_steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse)) {
         const at::Tensor gates = projection.narrow(0, first_row, n) + h.narrow(0, 0, n).mm(weight_hh.t());
         const auto [new_h, new_cell] = Op::composed(gates, c.narrow(0, 0, n));
         outputs.push_back(new_h);
@@ -168,68 +158,69 @@ struct SequenceOps {
         c = replace_first_rows(c, new_cell);
       }
       if (reverse) std::reverse(outputs.begin(), outputs.end());
-      const auto sizes = sizes_of_rows(input, h.size(1));
+      const auto sizes = sizes_like_input(input, h.size(1));
       const at::Tensor output =
           outputs.empty() ? at::zeros_symint(sizes, input.options()) : at::cat(outputs).view_symint(sizes);
       return {output, h, c};
     }
   };
 
-  // Both directions of a layer.
-  struct BothNode : torch::autograd::Function<BothNode> {
+  struct BidirectionalFunction : torch::autograd::Function<BidirectionalFunction> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                                 at::TensorList onward, at::TensorList reverse,
+                                 at::TensorList forward_direction, at::TensorList reverse_direction,
                                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
       static const auto op =
-          find_op<decltype(Forward::both_forward)>(qualified("_bidirectional_forward").c_str());
+          find_op<decltype(Forward::bidirectional_forward)>(qualified("_bidirectional_forward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const variable_list y = op.call(input, onward, reverse, batch_sizes, algorithm);
+      const variable_list y = op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm);
       variable_list saved = {input};
-      saved.insert(saved.end(), onward.begin(), onward.end());
-      saved.insert(saved.end(), reverse.begin(), reverse.end());
-      saved.insert(saved.end(), {y[0], y[3], y[4], y[5], y[8], y[9]});
+      append(saved, forward_direction);
+      append(saved, reverse_direction);
+      append(saved, {y[0], y[3], y[4], y[5], y[8], y[9]});
       ctx->save_for_backward(std::move(saved));
       ctx->set_materialize_grads(false);
       if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
-      ctx->saved_data["onward"] = static_cast<int64_t>(onward.size());
+      ctx->saved_data["forward_direction_size"] = static_cast<int64_t>(forward_direction.size());
       ctx->saved_data["algorithm"] = std::string(algorithm);
       return {y[0], y[1], y[2], y[5], y[6], y[7]};
     }
 
     static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
       const variable_list all = ctx->get_saved_variables();
-      const size_t given = all.size() - 6;
-      const at::TensorList inputs = at::TensorList(all).slice(0, given),
-                           saved = at::TensorList(all).slice(given);
-      const size_t split = 1 + ctx->saved_data["onward"].toInt();
-      variable_list gradients(inputs.size() + 2);
+      const size_t input_count = all.size() - 6;
+      const at::TensorList inputs = at::TensorList(all).slice(0, input_count),
+                           saved = at::TensorList(all).slice(input_count);
+      const size_t reverse_begin = 1 + ctx->saved_data["forward_direction_size"].toInt();
+      variable_list gradients(input_count + 2);
       if (!any_defined(grad_outputs)) return gradients;
-      const auto sizes = kept_batch_sizes(ctx);
+      const auto sizes = saved_batch_sizes(ctx);
       const at::OptionalIntArrayRef batch_sizes(sizes);
       if (at::GradMode::is_enabled()) {
-        const auto found = differentiable_gradients(
+        gradients = differentiable_gradients(
             [&](at::TensorList x) {
-              variable_list outputs = composed(x[0], x.slice(1, split - 1), batch_sizes, /*reverse=*/false);
-              const variable_list others = composed(x[0], x.slice(split), batch_sizes, /*reverse=*/true);
-              outputs.insert(outputs.end(), others.begin(), others.end());
+              variable_list outputs = composed(x[0], x.slice(1, reverse_begin - 1), batch_sizes, false);
+              append(outputs, composed(x[0], x.slice(reverse_begin), batch_sizes, /*reverse=*/true));
               return outputs;
             },
             inputs.vec(), grad_outputs);
-        std::copy(found.begin(), found.end(), gradients.begin());
+        gradients.resize(input_count + 2);
         return gradients;
       }
       c10::List<OptionalTensor> grads;
       for (const at::Tensor& x : grad_outputs) grads.push_back(if_defined(x));
-      const at::TensorList onward = inputs.slice(1, split - 1), reverse = inputs.slice(split);
-      const auto has_bias = [](at::TensorList x) { return x.size() > 4 && x[4].requires_grad(); };
+      const at::TensorList forward_direction = inputs.slice(1, reverse_begin - 1),
+                           reverse_direction = inputs.slice(reverse_begin);
+      const auto bias_needs_grad = [](at::TensorList x) { return x.size() > 4 && x[4].requires_grad(); };
       static const auto op =
-          find_op<decltype(Backward::both_backward)>(qualified("_bidirectional_backward").c_str());
+          find_op<decltype(Backward::bidirectional_backward)>(qualified("_bidirectional_backward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const variable_list found = op.call(grads, inputs[0], onward, reverse, saved, batch_sizes,
-                                          ctx->saved_data["algorithm"].toStringRef(),
-                                          inputs[0].requires_grad(), has_bias(onward) || has_bias(reverse));
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        if (inputs[i].requires_grad()) gradients[i] = found[i < split ? i : i - split + 6];
+      const variable_list g =
+          op.call(grads, inputs[0], forward_direction, reverse_direction, saved, batch_sizes,
+                  ctx->saved_data["algorithm"].toStringRef(), inputs[0].requires_grad(),
+                  bias_needs_grad(forward_direction) || bias_needs_grad(reverse_direction));
+      // The op returns five gradients for each direction, whether it has a bias or not.
+      for (size_t i = 0; i < input_count; ++i) {
+        if (inputs[i].requires_grad()) gradients[i] = g[i < reverse_begin ? i : i - reverse_begin + 6];
       }
       return gradients;
     }
@@ -237,35 +228,42 @@ struct SequenceOps {
     static variable_list composed(const at::Tensor& input, at::TensorList direction,
                                   at::OptionalIntArrayRef batch_sizes, bool reverse) {
       variable_list inputs = {input};
-      inputs.insert(inputs.end(), direction.begin(), direction.end());
+      append(inputs, direction);
       inputs.resize(6);  // without a bias, with an undefined one
-      return Node::composed(inputs, batch_sizes, reverse);
+      return SequenceFunction::composed(inputs, batch_sizes, reverse);
     }
   };
 
-  static variable_list both_autograd(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
-                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  static variable_list bidirectional_autograd(const at::Tensor& input, at::TensorList forward_direction,
+                                              at::TensorList reverse_direction,
+                                              at::OptionalIntArrayRef batch_sizes,
+                                              c10::string_view algorithm) {
     const auto some_need_grad = [](at::TensorList tensors) {
       return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
     };
-    if (input.defined() && (needs_grad(input) || some_need_grad(onward) || some_need_grad(reverse))) {
-      return BothNode::apply(input, onward, reverse, batch_sizes, algorithm);
+    if (input.defined() &&
+        (needs_grad(input) || some_need_grad(forward_direction) || some_need_grad(reverse_direction))) {
+      return BidirectionalFunction::apply(input, forward_direction, reverse_direction, batch_sizes,
+                                          algorithm);
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_both(input, onward, reverse, batch_sizes, algorithm);
+    return call_bidirectional(input, forward_direction, reverse_direction, batch_sizes, algorithm);
   }
 
-  static variable_list both_autocast(const at::Tensor& input, at::TensorList onward, at::TensorList reverse,
-                                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  static variable_list bidirectional_autocast(const at::Tensor& input, at::TensorList forward_direction,
+                                              at::TensorList reverse_direction,
+                                              at::OptionalIntArrayRef batch_sizes,
+                                              c10::string_view algorithm) {
     const AutocastInputs cast(input);
     const auto cast_all = [&](at::TensorList direction) {
-      variable_list found;
+      variable_list result;
       for (size_t i = 0; i < direction.size(); ++i) {
-        found.push_back(i == 1 ? cast.cell(direction[i]) : cast(direction[i]));
+        result.push_back(i == 1 ? cast.cell(direction[i]) : cast(direction[i]));
       }
-      return found;
+      return result;
     };
-    return call_both(cast(input), cast_all(onward), cast_all(reverse), batch_sizes, algorithm);
+    return call_bidirectional(cast(input), cast_all(forward_direction), cast_all(reverse_direction),
+                              batch_sizes, algorithm);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
@@ -274,7 +272,7 @@ struct SequenceOps {
       bool reverse, c10::string_view algorithm) {
     if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
       const variable_list outputs =
-          Node::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+          SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
       return {outputs[0], outputs[1], outputs[2]};
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -290,7 +288,7 @@ struct SequenceOps {
                          batch_sizes, reverse, algorithm);
   }
 
-  // What a call under autocast takes, which sees the tensors that it casts.
+  // Under autocast: the algorithm for the tensors that it casts.
   static std::string algorithm_autocast(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
                                         const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                         const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
@@ -304,12 +302,12 @@ struct SequenceOps {
 
   // ---- registration
 
-  static std::string qualified(const char* suffix) { return "lltm_ext::" + named<Op>(suffix); }
+  static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name<Op>(suffix); }
 
   static void define(torch::Library& m) {
     const std::string inputs = "Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, ";
     const auto def = [&](const char* suffix, const std::string& signature) {
-      m.def((named<Op>(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
+      m.def((op_name<Op>(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
     };
     def("", "(" + inputs +
                 "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto') "
@@ -325,25 +323,25 @@ struct SequenceOps {
         "(" + inputs +
             "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) "
             "-> str");
-    const std::string both_inputs = "Tensor input, Tensor[] onward, Tensor[] reverse, ";
-    def("_bidirectional", "(" + both_inputs + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]");
-    def("_bidirectional_forward", "(" + both_inputs + "int[]? batch_sizes, str algorithm) -> Tensor[]");
-    def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + both_inputs +
+    const std::string layer_inputs = "Tensor input, Tensor[] forward_direction, Tensor[] reverse_direction, ";
+    def("_bidirectional", "(" + layer_inputs + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]");
+    def("_bidirectional_forward", "(" + layer_inputs + "int[]? batch_sizes, str algorithm) -> Tensor[]");
+    def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + layer_inputs +
                                        "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-    implement<Forward::both>(m, named<Op>("_bidirectional").c_str());
-    implement<Forward::both_forward>(m, named<Op>("_bidirectional_forward").c_str());
-    implement<Backward::both_backward>(m, named<Op>("_bidirectional_backward").c_str());
+    implement<Forward::bidirectional>(m, op_name<Op>("_bidirectional").c_str());
+    implement<Forward::bidirectional_forward>(m, op_name<Op>("_bidirectional_forward").c_str());
+    implement<Backward::bidirectional_backward>(m, op_name<Op>("_bidirectional_backward").c_str());
     implement<Forward::sequence>(m, Op::name);
-    implement<Forward::sequence_forward>(m, named<Op>("_forward").c_str());
-    implement<Backward::sequence_backward>(m, named<Op>("_backward").c_str());
-    implement<algorithm_of>(m, named<Op>("_algorithm").c_str());
+    implement<Forward::sequence_forward>(m, op_name<Op>("_forward").c_str());
+    implement<Backward::sequence_backward>(m, op_name<Op>("_backward").c_str());
+    implement<algorithm_of>(m, op_name<Op>("_algorithm").c_str());
 #ifndef LLTM_EXT_STABLE_ABI
-    implement_autograd(m, named<Op>("_bidirectional").c_str(), both_autograd);
-    implement_autocast(m, named<Op>("_bidirectional").c_str(), both_autocast);
+    implement_autograd(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autograd);
+    implement_autocast(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autocast);
     implement_autograd(m, Op::name, sequence_autograd);
     implement_autocast(m, Op::name, sequence_autocast);
-    implement_autocast(m, named<Op>("_algorithm").c_str(), algorithm_autocast);
+    implement_autocast(m, op_name<Op>("_algorithm").c_str(), algorithm_autocast);
 #endif
   }
 };
