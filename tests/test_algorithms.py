@@ -1090,7 +1090,7 @@ def forward_and_backward(f, call):
     return {"forward": functools.partial(call.run, f), "backward": backward}
 
 
-FUSED, POINTWISE = "recurrence_fused_step_kernel", "recurrence_pointwise_step_kernel"
+FUSED, POINTWISE = "recurrence_fused_step_kernel", "recurrence_pointwise_{}_kernel"
 
 
 def may_be_fused(dtype, hidden, sizes):
@@ -1119,7 +1119,7 @@ def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_ker
             if planned != "stepwise":
                 allowed = [f"recurrence_persistent_{direction}_kernel"]
             else:
-                allowed = [POINTWISE, FUSED] if may_be_fused(dtype, hidden, sizes) else [POINTWISE]
+                allowed = [POINTWISE.format(direction)] + may_be_fused(dtype, hidden, sizes) * [FUSED]
             cases.append((allowed, f"{algorithm}, {hidden=}, {batch=}, {sizes=}, {direction}: {planned}"))
             functions.append(function)
     for kernels, (allowed, what) in zip(kernels_of(functions), cases, strict=True):
@@ -1146,8 +1146,9 @@ def test_a_step_is_fused_where_that_is_faster(op, dtype, hidden, batch, sizes, f
     call = op.call(Make(dtype, "cuda"), 3, batch, hidden, sizes=sizes)
     f = functools.partial(op, sizes=sizes, algorithm="stepwise")
     expected = FUSED if fused and may_be_fused(dtype, hidden, sizes) else POINTWISE
-    for kernels in kernels_of(forward_and_backward(f, call).values()):
-        assert set(recurrence_kernels(kernels)) == {expected}
+    functions = forward_and_backward(f, call)
+    for direction, kernels in zip(functions, kernels_of(functions.values()), strict=True):
+        assert set(recurrence_kernels(kernels)) == {expected.format(direction)}
 
 
 @needs_cuda
