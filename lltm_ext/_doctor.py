@@ -1,7 +1,7 @@
-"""`python -m lltm_ext doctor`: what is here, what is wrong with it, and the command that mends it.
+"""`python -m lltm_ext doctor`: what is here, what is wrong with it, and the command that fixes it.
 
 It runs where torch or a module is broken, so it is standard library only and imports neither: what may crash
-is asked in another process (_probe.py). `look` gathers the facts, `problems` and `notes` judge them.
+runs in another process (_probe.py). `look` gathers the facts, `problems` and `notes` judge them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lltm_ext import _portable, _probe, _record, _toolchain
+from lltm_ext._version import major, number
 
-SECONDS = 120  # that a question may take: a first import of torch from a slow disk takes tens
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
@@ -67,6 +66,7 @@ class Here:
     torch_cuda: str | None = None
     torch_folder: str | None = None
     imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # its error, or None
+    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of ops: its error, or None
     missing: list[str] = dataclasses.field(default_factory=list)  # files of modules
     driver: str | None = None  # its version
     driver_cuda: str | None = None  # the newest CUDA that it runs
@@ -120,7 +120,7 @@ def look_at_record(here: Here) -> None:
 
 
 def look_at_modules(here: Here) -> None:
-    """Imports torch, and where that could work each module and lltm_ext."""
+    """Imports torch, and if that can work each module and lltm_ext; if that works, calls each op once."""
     modules: dict[str, str | None] = {} if here.torch_folder is None else {"torch": None}
     if modules and here.record is not None and here.unfit is None:
         folder = _record.PACKAGE / "_C"
@@ -135,24 +135,13 @@ def look_at_modules(here: Here) -> None:
                 here.missing.append(str(file))
         if not here.missing:
             modules["lltm_ext"] = None
-    here.imports = try_imports(modules)
-
-
-def try_imports(modules: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The error of each, or None. Behind one that kills the process another process goes on."""
-    found: dict[str, str | None] = {}
-    while len(found) < len(modules) and not found.get("torch"):
-        rest = {name: file for name, file in modules.items() if name == "torch" or name not in found}
-        answers, end = ask("imports", sys.path, rest)
-        found |= dict(answers)
-        killer = next((name for name in modules if name not in found), None)
-        if killer and not found.get("torch"):
-            found[killer] = end
-    return found
+    here.imports = _probe.try_imports(modules)
+    if "lltm_ext" in here.imports and not any(here.imports.values()):
+        here.calls = _probe.try_ops(str(_record.PACKAGE.parent))
 
 
 def look_at_driver(here: Here) -> None:
-    answers, end = ask("driver")
+    answers, end = _probe.ask("driver")
     here.driver_error = f"asking the driver failed: {end}" if end else None
     for answer in answers:
         if "cuda" in answer:
@@ -161,28 +150,6 @@ def look_at_driver(here: Here) -> None:
             here.driver_error = answer["error"]
         else:
             here.gpus.append(Gpu(**answer))
-
-
-def ask(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
-    """The answers of a process of its own, and how that ended, if not well."""
-    command = [sys.executable, _probe.__file__, question, json.dumps(arguments)]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        return answers_in(error.stdout), f"it does not end within {SECONDS} s"
-    return answers_in(done.stdout), how_it_ended(done)
-
-
-def answers_in(output: bytes | None) -> list[Any]:
-    return [json.loads(line) for line in (output or b"").splitlines()]
-
-
-def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str | None:
-    if done.returncode == 0:
-        return None
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return ": ".join([f"it kills the process ({how})", *last])
 
 
 # ---- what a build needs ------------------------------------------------------------------------------------
@@ -254,6 +221,10 @@ def of_the_package(here: Here) -> Iterator[Finding]:
         command = _record.torch_command(here.record) if is_torchs and here.record else reinstall(here)
         if name != "lltm_ext" or len(failed) == 1:
             yield Finding(f"{name} does not import: {error}", command)
+    failing = {call: error for call, error in here.calls.items() if error}
+    for call, error in list(failing.items())[:1]:
+        more = f" (and {len(failing) - 1} more calls fail)" if len(failing) > 1 else ""
+        yield Finding(f"{call} fails: {error}{more}", reinstall(here))
 
 
 def of_the_driver(here: Here) -> Iterator[Finding]:
@@ -282,7 +253,7 @@ def of_the_gpus(here: Here) -> Iterator[Finding]:
         return
     listed = " ".join(here.record["architectures"])
     for i, gpu in enumerate(here.gpus):
-        if runs_on(here.record["architectures"], gpu.capability):
+        if _toolchain.runs_on(here.record["architectures"], gpu.capability):
             continue
         what = f"GPU {i}, {gpu.name}, has compute capability {gpu.capability}; lltm_ext is built for {listed}"
         if number(gpu.capability) < number(_toolchain.ARCHITECTURES[0]):
@@ -312,34 +283,13 @@ def no_gpu(here: Here) -> Finding:
     return Finding("the NVIDIA driver shows no GPU: CPU tensors only", "nvidia-smi --list-gpus")
 
 
-def runs_on(architectures: list[str], capability: str) -> bool:
-    """Whether code for these runs on the GPU: of its major version up to its own, or PTX for any older."""
-    for architecture in architectures:
-        match = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", architecture)
-        if match is None:  # a name, such as Hopper
-            return True
-        built = number(match[1])
-        same = match[1] == capability
-        older = built <= number(capability) and not match[2]
-        if same or (older and (match[3] or major(match[1]) == major(capability))):
-            return True
-    return False
-
-
 def able(here: Here) -> str:
     """CUDA_VISIBLE_DEVICES of the GPUs for which there is code."""
     assert here.record is not None
     chosen = here.variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = chosen if len(chosen) == len(here.gpus) else [str(i) for i in range(len(here.gpus))]
-    fit = (runs_on(here.record["architectures"], gpu.capability) for gpu in here.gpus)
+    fit = (_toolchain.runs_on(here.record["architectures"], gpu.capability) for gpu in here.gpus)
     return ",".join(name for name, fits in zip(names, fit, strict=True) if fits)
-
-
-def number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
-
-
-major = _toolchain.major
 
 
 # ---- mending -----------------------------------------------------------------------------------------------
@@ -442,6 +392,9 @@ def facts(here: Here) -> Iterator[tuple[str, str]]:
     tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
     if tried:
         yield "import", ", ".join(name if error is None else f"{name} FAILS" for name, error in tried.items())
+    if here.calls:
+        failed = [call for call, error in here.calls.items() if error]
+        yield "calls", ", ".join(f"{call} FAILS" for call in failed) or f"{len(here.calls)}, none fails"
     yield "driver", f"{here.driver or 'unknown'}, CUDA {here.driver_cuda}" if here.driver_cuda else "none"
     for i, gpu in enumerate(here.gpus):
         yield f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}"

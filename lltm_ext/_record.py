@@ -1,7 +1,7 @@
-"""The record of the build, and the check that this torch is the one that the modules were built for.
+"""The record of the build, and the check that the modules fit this torch, before any is loaded.
 
-The modules link to torch's C++ library, whose ABI changes from minor to minor version: loaded beside
-another torch they die of undefined symbols, or worse. So `import lltm_ext` comes here first.
+The modules link to torch's C++ library, whose ABI changes from minor to minor version: with another torch
+they fail with undefined symbols, or worse.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lltm_ext import _portable
+from lltm_ext._version import major, minor
 
 PACKAGE = Path(__file__).resolve().parent
 FILE = PACKAGE / "_build_record.json"
@@ -34,7 +35,7 @@ def read() -> dict[str, Any]:
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built; else the portable one."""
+    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of a JIT build; else the portable one."""
     if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
         from lltm_ext import _toolchain, jit
 
@@ -48,13 +49,25 @@ def provide(torch: ModuleType) -> dict[str, Any]:
     return record
 
 
+def use(folder: Path | str) -> None:
+    """Imports the modules of lltm_ext._C from that folder and no other."""
+    from lltm_ext import _C
+
+    global FILE
+    _C.__path__ = [str(Path(folder, "_C"))]
+    FILE = Path(folder, FILE.name)
+
+
 def modules_fit(torch: ModuleType) -> bool:
     return FILE.is_file() and _problem(read(), torch) is None
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
-    """The record of what fits: the modules, else the portable library. Else an ImportError that says what was
-    built for, what is here and which command mends it."""
+    """The record of what fits: the modules, else the portable library.
+
+    Raises:
+        ImportError: if neither does; with what it was built for, what is here and what to run.
+    """
     record = read()
     problem = _problem(record, torch)
     if problem is None:
@@ -65,13 +78,14 @@ def check(torch: ModuleType) -> dict[str, Any]:
 
 
 def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
-    """What is here, where the modules do not fit it."""
+    """What is here, if the modules do not fit it."""
     built, here = record["torch"], str(torch.__version__)
     if "portable" in record:
         return None if _portable.fits(torch) else f"this is {_named(here, torch.version.cuda)}"
     if f".{record['python']}.so" not in EXTENSION_SUFFIXES:
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
-    if _minor(built) != _minor(here) or _major(record["cuda"]) not in (None, _major(torch.version.cuda)):
+    other_cuda = record["cuda"] and major(record["cuda"]) != major(torch.version.cuda or "")
+    if minor(built) != minor(here) or other_cuda:
         return f"this is {_named(here, torch.version.cuda)}"
     return None
 
@@ -90,7 +104,7 @@ def built_for(record: dict[str, Any]) -> str:
 
 
 def _remedy(record: dict[str, Any]) -> str:
-    """A source folder is rebuilt for the torch that is here; a wheel wants the torch it was built for."""
+    """Rebuilds a source folder for this torch; installs the torch that a wheel was built for."""
     if (PACKAGE.parent / "setup.py").is_file():
         return f"cd {PACKAGE.parent} && python setup.py develop"
     return torch_command(record)
@@ -100,7 +114,7 @@ def torch_command(record: dict[str, Any]) -> str:
     """Installs a torch that the modules fit."""
     if "portable" in record:
         return f'python -m pip install --upgrade "torch>={record["torch"]}"'
-    torch = f'python -m pip install "torch=={_minor(record["torch"])}.*"'
+    torch = f'python -m pip install "torch=={minor(record["torch"])}.*"'
     if record["cuda"] is None:
         return torch
     cuda = record["cuda"].replace(".", "")
@@ -109,11 +123,3 @@ def torch_command(record: dict[str, Any]) -> str:
 
 def _named(torch: str, cuda: str | None) -> str:
     return f"torch {torch} with CUDA {cuda}" if cuda else f"torch {torch} without CUDA"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _major(cuda: str | None) -> str | None:
-    return cuda.split(".")[0] if cuda else None
