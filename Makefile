@@ -1,13 +1,13 @@
-# Each target makes what it needs, says what it is doing, and a second call redoes nothing that is done.
+# Each target makes what it needs, and a second call repeats nothing that is done.
 # Needed beforehand: Python >= 3.10, a C++ compiler and make. The CUDA compiler comes from PyPI with torch.
-# Some tests of many: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
+# Some of the tests: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
-COMPILER ?= "cuda-toolkit[nvcc,crt,nvvm,cccl]"
+COMPILER ?= $(shell sed -n 's/^TOOLKIT = //p' lltm_ext/_version.py)
 
-# What `make wheels` builds, each with the pythonX.Y on PATH; one alone: make wheels WHEELS=3.12-torch2.11.
-# The portable one is for every Python from 3.10 and every torch from 2.10, whichever built it.
-WHEELS ?= 3.10-torch2.11 3.11-torch2.11 3.12-torch2.11 3.13-torch2.11 3.11-torch2.15 portable-torch2.11
+# What `make wheels` builds, each with the pythonX.Y on PATH: all but those of CUDA 12, of which PyPI has no compiler.
+# One of them: make wheels WHEELS=3.12-torch2.11.
+WHEELS ?= $(shell sed -n '/"12\./d; s/.*"wheel": "\([^"]*\)".*/\1/p' tools/wheels.json)
 PLATFORM ?= auto
 
 BIN := .venv/bin
@@ -15,7 +15,7 @@ TOOLS := .venv/.tools
 INSTALLED := .venv/.installed
 WHEEL := dist/.checked
 HOUSE := wheelhouse
-SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py) setup.py MANIFEST.in
+SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
 .PHONY: test demo bench wheel wheels lint
 
@@ -65,5 +65,5 @@ $(HOUSE)/.sdist: $(TOOLS) $(SOURCES)
 $(HOUSE)/.%: $(HOUSE)/.sdist
 	@echo "== wheelhouse: the wheel for Python and torch $* (two environments of some 5 GB, one after the other)"
 	$(BIN)/python tools/wheels.py build $* --sdist $(HOUSE)/*.tar.gz --platform $(PLATFORM) \
-	  --beside $(COMPILER) --pytest="$(PYTEST)"
+	  --compiler $(COMPILER) --pytest="$(PYTEST)"
 	@touch $@

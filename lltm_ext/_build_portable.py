@@ -2,7 +2,7 @@
 
 All ops but those of _portable.LACKING, as one shared library on torch's stable C ABI. CUDA's runtime is
 linked statically, for any torch's CUDA. The bindings are the native ones: a folder of this build, first on
-the include path, has src/stable/torch.h under the name of each header of torch, ATen and c10 that they include.
+the include path, has src/stable/torch.h under the name of each header of torch that they include.
 
 Standard library only until a torch is passed in, like _build.py.
 """
