@@ -221,10 +221,11 @@ def of_the_package(here: Here) -> Iterator[Finding]:
         command = _record.torch_command(here.record) if is_torchs and here.record else reinstall(here)
         if name != "lltm_ext" or len(failed) == 1:
             yield Finding(f"{name} does not import: {error}", command)
-    failing = {call: error for call, error in here.calls.items() if error}
-    for call, error in list(failing.items())[:1]:
-        more = f" (and {len(failing) - 1} more calls fail)" if len(failing) > 1 else ""
-        yield Finding(f"{call} fails: {error}{more}", reinstall(here))
+    failing = [(call, error) for call, error in here.calls.items() if error]
+    for call, error in failing[:1]:
+        more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
+        built = f"built by {here.record['compiler']['cxx']}, which may link libstdc++ statically"  # type: ignore[index]
+        yield Finding(f"{call} fails: {error}{more}; {built}", from_source(here, "CXX=g++"))
 
 
 def of_the_driver(here: Here) -> Iterator[Finding]:
