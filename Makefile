@@ -26,6 +26,8 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py
 
 bench: $(INSTALLED)
+	$(BIN)/python -c "import time, torch; start = time.perf_counter(); import lltm_ext; \
+	  print(f'import lltm_ext: {1e3 * (time.perf_counter() - start):.0f} ms after import torch')"
 	$(BIN)/python benchmarks/harness.py run
 
 wheel: $(WHEEL)

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _portable, _probe, _record, _toolchain
+from lltm_ext import _portable, _record, _toolchain
 from lltm_ext._launch import is_program
 from lltm_ext._version import label, minor
 
@@ -463,31 +463,34 @@ assert lltm_ext.LLTM(4, 5)(torch.ones(2, 3, 4))[0].shape == (2, 3, 5)
 
 
 @pytest.mark.parametrize(
-    "typed,found",
+    "before,arguments,found",
     [
-        ("-m lltm_ext doctor", True),
-        ("-X dev -m lltm_ext", True),
-        ("-mlltm_ext doctor --json", True),
-        ("-Im lltm_ext", True),
-        ("-m clinic lltm_ext", False),  # which may import lltm_ext
-        ("-m clinic.lltm_ext", False),
-        ("-m lltm_ext.benchmarks.gemm", False),
-        ("-mclinic doctor", False),
+        ("-m lltm_ext", "doctor", True),
+        ("-X dev -m lltm_ext", "", True),
+        ("-mlltm_ext", "doctor --json", True),
+        ("-Im lltm_ext", "", True),
+        ("-m clinic", "lltm_ext", False),  # which may import lltm_ext
+        ("-m clinic.lltm_ext", "", False),
+        ("-m lltm_ext.benchmarks.gemm", "", False),
+        ("-mclinic", "doctor", False),
     ],
 )
 def test_only_python_m_lltm_ext_imports_the_package_without_torch(
-    monkeypatch: pytest.MonkeyPatch, typed: str, found: bool
+    monkeypatch: pytest.MonkeyPatch, before: str, arguments: str, found: bool
 ) -> None:
-    words = typed.split()
-    last = next(i for i, word in enumerate(words) if word.startswith("-") and "m" in word)
-    name = last if words[last].partition("m")[2] else last + 1
-    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
-    monkeypatch.setattr(
-        sys, "argv", ["-m", *words[name + 1 :]]
-    )  # as Python has it until it has found the module
+    monkeypatch.setattr(sys, "orig_argv", ["python", *before.split(), *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["-m", *arguments.split()])  # until Python has found the module
     assert is_program() is found
-    monkeypatch.setattr(sys, "argv", ["/site/lltm_ext/__main__.py", *words[name + 1 :]])  # and from then on
+    monkeypatch.setattr(sys, "argv", ["/site/lltm_ext/__main__.py", *arguments.split()])
     assert not is_program()
+
+
+@pytest.mark.skipif(_portable.in_use, reason="the portable library has more to import")
+def test_the_import_loads_no_other_package(tmp_path: Path) -> None:
+    """Beyond torch's own, which keeps it fast; `make bench` measures it."""
+    program = "import sys, torch; old = set(sys.modules); import lltm_ext; print(*set(sys.modules) - old)"
+    loaded = run(sys.executable, "-c", program, cwd=tmp_path).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} <= {"lltm_ext", *sys.stdlib_module_names}
 
 
 def test_the_package_works_where_there_is_no_gpu(tmp_path: Path) -> None:
