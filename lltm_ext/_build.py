@@ -18,12 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lltm_ext import _probe
+from lltm_ext import _probe, _record
 from lltm_ext import _toolchain as toolchain
 from lltm_ext._version import __version__, label, major, minor
-
-PACKAGE = Path(__file__).resolve().parent
-RECORD = "_build_record.json"
 
 # Most modules are one long file and some short ones, so building one at a time would leave most cores idle.
 MODULES_AT_ONCE = 4
@@ -31,8 +28,8 @@ MODULES_AT_ONCE = 4
 
 def source_folder() -> Path:
     """The sources: in an installed package a part of it, in a checkout its neighbour."""
-    installed = PACKAGE / "_src"
-    return installed if installed.is_dir() else PACKAGE.parent / "src"
+    installed = _record.PACKAGE / "_src"
+    return installed if installed.is_dir() else _record.PACKAGE.parent / "src"
 
 
 def ops(src: Path) -> list[str]:
@@ -98,7 +95,7 @@ class Target:
             extra_link_args=["-Wl,-s"],
         )
 
-    def write_record(self, file: Path, version: str, **more: Any) -> None:
+    def write_record(self, package: Path, version: str, **more: Any) -> None:
         """What _record.py reads at import. No time and no path: the same source gives the same bytes."""
         record = {
             "version": version,
@@ -109,7 +106,7 @@ class Target:
             "python": sysconfig.get_config_var("SOABI"),
             "source": toolchain.source_revision(self.src),
         }
-        file.write_text(json.dumps(record | more, indent=2) + "\n")
+        (package / _record.FILE.name).write_text(json.dumps(record | more, indent=2) + "\n")
 
 
 def module(target: Target, op: str) -> Any:
@@ -147,8 +144,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             print(f"lltm_ext {version}: {target}", flush=True)
             self.start, self.built, self.failed = time.monotonic(), 0, False
             super().run()
-            package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
-            target.write_record(package / RECORD, version)
+            target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)
 
         def build_extension(self, ext: Any) -> None:
             """In a thread and a folder of its own: torch writes a build.ninja there."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from lltm_ext import _build, _portable
-from lltm_ext._version import __version__
+from lltm_ext._version import __version__, number
 
 INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
@@ -44,8 +44,8 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
     from torch.utils.cpp_extension import BuildExtension
 
-    major, minor = _portable.OLDEST_TORCH
-    oldest = f"{major}.{minor}"
+    oldest = _portable.OLDEST_TORCH
+    major, minor = number(oldest)
     library = target.extension(
         "portable",
         sources(src, target.cuda is not None),
@@ -77,7 +77,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             super().run()
             package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
             portable = {"portable": True, "torch": oldest, "headers": torch.__version__, "python": "any"}
-            target.write_record(package / _portable.RECORD.name, __version__, **portable)
+            target.write_record(package, __version__, **portable)
 
     class Wheel(bdist_wheel):
         def get_tag(self) -> tuple[str, str, str]:

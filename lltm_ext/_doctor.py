@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """What a build needs: where it is, or else why it is not and the command that brings it."""
+    """Something that a build needs."""
 
     found: str | None
     missing: Finding | None = None
@@ -103,7 +103,7 @@ def look_for_torch(here: Here) -> None:
     try:
         version = runpy.run_path(str(Path(here.torch_folder, "version.py")))
         here.torch, here.torch_cuda = str(version["__version__"]), version["cuda"]
-    except Exception:  # a torch of which there is half; its import says more
+    except Exception:  # half a torch; the error of its import says more
         here.torch = None
 
 
@@ -174,25 +174,25 @@ def nvcc(here: Here) -> str:
 
 
 def problems(here: Here) -> Iterator[Finding]:
-    """What keeps lltm_ext, or a GPU, from working. Causes only: what follows from them is not said."""
+    """What keeps lltm_ext, or a GPU, from working: causes, not what follows from them."""
     yield from of_torch(here)
     yield from of_the_package(here)
     yield from of_the_driver(here)
     yield from of_the_gpus(here)
     if here.record is None or builds_itself(here):
-        yield from missing_tools(here)
+        yield from (tool.missing for tool in here.tools.values() if tool.missing)
 
 
 def notes(here: Here) -> Iterator[Finding]:
-    """What is worth knowing where all is well."""
     if builds_itself(here):
         what = said(here.unfit or "").what.partition(" (or ")[0]
         yield Finding(f"{what}. LLTM_EXT_JIT=1 has an import of lltm_ext build modules, unless that was done")
         return
     if here.record is None:
         return
-    for finding in missing_tools(here):
-        yield finding._replace(what=f"only to build lltm_ext: {finding.what}")
+    for tool in here.tools.values():
+        if tool.missing:
+            yield tool.missing._replace(what=f"only to build lltm_ext: {tool.missing.what}")
     if here.record["cuda"] and not here.gpus and not here.driver_error:
         yield no_gpu(here)
 
@@ -224,8 +224,11 @@ def of_the_package(here: Here) -> Iterator[Finding]:
     failing = [(call, error) for call, error in here.calls.items() if error]
     for call, error in failing[:1]:
         more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
-        built = f"built by {here.record['compiler']['cxx']}, which may link libstdc++ statically"  # type: ignore[index]
-        yield Finding(f"{call} fails: {error}{more}; {built}", from_source(here, "CXX=g++"))
+        what, command = f"{call} fails: {error}{more}", reinstall(here)
+        if "kills the process" in error and here.record:
+            what += f"; built by {here.record['compiler']['cxx']}, which may link libstdc++ statically"
+            command = from_source(here, "CXX=g++")
+        yield Finding(what, command)
 
 
 def of_the_driver(here: Here) -> Iterator[Finding]:
@@ -269,18 +272,13 @@ def builds_itself(here: Here) -> bool:
     return bool(here.unfit) and here.variables.get("LLTM_EXT_JIT") == "1"
 
 
-def missing_tools(here: Here) -> Iterator[Finding]:
-    return (tool.missing for tool in here.tools.values() if tool.missing)
-
-
 def no_gpu(here: Here) -> Finding:
     if "CUDA_VISIBLE_DEVICES" in here.variables:
         hidden = f"CUDA_VISIBLE_DEVICES={here.variables['CUDA_VISIBLE_DEVICES']} shows no GPU"
         return Finding(f"{hidden}: CPU tensors only", "unset CUDA_VISIBLE_DEVICES")
     if here.driver_cuda is None:
-        return Finding(
-            "no NVIDIA driver: CPU tensors only. A container sees it with", "docker run --gpus all"
-        )
+        what = "no NVIDIA driver: CPU tensors only. A container sees it with"
+        return Finding(what, "docker run --gpus all")
     return Finding("the NVIDIA driver shows no GPU: CPU tensors only", "nvidia-smi --list-gpus")
 
 
@@ -293,11 +291,11 @@ def able(here: Here) -> str:
     return ",".join(name for name, fits in zip(names, fit, strict=True) if fits)
 
 
-# ---- mending -----------------------------------------------------------------------------------------------
+# ---- fixing ------------------------------------------------------------------------------------------------
 
 
 def said(message: str) -> Finding:
-    """An error of ours, which ends in the command that mends it."""
+    """An error of ours, which ends in the command that fixes it."""
     what, _, command = message.partition(" Run: ")
     command, _, alternative = command.partition("  (")
     return Finding(what.removesuffix(".") + (alternative and f" ({alternative}"), command or None)
@@ -308,9 +306,8 @@ def reinstall(here: Here) -> str:
     if is_checkout():
         return f"cd {_record.PACKAGE.parent} && python setup.py develop"
     version = f"=={here.record['version']}" if here.record else ""
-    return (
-        f"python -m pip install --force-reinstall --no-deps {shlex.quote(origin() or 'lltm_ext' + version)}"
-    )
+    wheel = shlex.quote(origin() or f"lltm_ext{version}")
+    return f"python -m pip install --force-reinstall --no-deps {wheel}"
 
 
 def from_source(here: Here, variable: str) -> str:
@@ -352,7 +349,7 @@ def main(args: argparse.Namespace, look: Callable[[], Here] = look) -> int:
         [finding._replace(command=finding.command and exact(finding.command)) for finding in findings(here)]
         for findings in (problems, notes)
     )
-    print(as_json(here, wrong, known) if args.json else as_text(here, wrong, known))
+    print(as_json(here, wrong, known) if args.json else "\n".join(as_text(here, wrong, known)))
     return 1 if wrong else 0
 
 
@@ -364,16 +361,14 @@ def as_json(here: Here, wrong: list[Finding], known: list[Finding]) -> str:
     return json.dumps({"ok": not wrong} | judged | facts, indent=2)
 
 
-def as_text(here: Here, wrong: list[Finding], known: list[Finding]) -> str:
-    lines = [f"{name:<10} {value}" for name, value in facts(here)]
-    for title, findings in (("wrong", wrong), ("note", known)):
-        for finding in findings:
-            lines += [
-                "",
-                f"{title}: {finding.what}",
-                *([f"    {finding.command}"] if finding.command else []),
-            ]
-    return "\n".join([*lines, "", f"{len(wrong)} found wrong" if wrong else "all is well"])
+def as_text(here: Here, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
+    for name, value in facts(here):
+        yield f"{name:<10} {value}"
+    for title, finding in [("wrong", finding) for finding in wrong] + [("note", note) for note in known]:
+        yield f"\n{title}: {finding.what}"
+        if finding.command:
+            yield f"    {finding.command}"
+    yield f"\n{len(wrong)} found wrong" if wrong else "\nall is well"
 
 
 def facts(here: Here) -> Iterator[tuple[str, str]]:
@@ -386,24 +381,17 @@ def facts(here: Here) -> Iterator[tuple[str, str]]:
         yield "built for", _record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
-    if here.torch_folder:
-        yield "torch", f"{named(here.torch or 'of unknown version', here.torch_cuda)}, {here.torch_folder}"
-    else:
-        yield "torch", "none"
-    tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
-    if tried:
-        yield "import", ", ".join(name if error is None else f"{name} FAILS" for name, error in tried.items())
+    torch = _record.named(here.torch or "of unknown version", here.torch_cuda)
+    yield "torch", f"{torch}, {here.torch_folder}" if here.torch_folder else "none"
+    if here.imports:
+        tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
+        yield "import", ", ".join(f"{name} FAILS" if error else name for name, error in tried.items())
     if here.calls:
-        failed = [call for call, error in here.calls.items() if error]
-        yield "calls", ", ".join(f"{call} FAILS" for call in failed) or f"{len(here.calls)}, none fails"
+        failed = ", ".join(f"{call} FAILS" for call, error in here.calls.items() if error)
+        yield "calls", failed or f"{len(here.calls)}, none fails"
     yield "driver", f"{here.driver or 'unknown'}, CUDA {here.driver_cuda}" if here.driver_cuda else "none"
-    for i, gpu in enumerate(here.gpus):
-        yield f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}"
-    for name, tool in here.tools.items():
-        yield name, tool.found or "none"
-    for name, value in here.variables.items():
-        yield "variable", f"{name}={value}"
-
-
-def named(torch: str, cuda: str | None) -> str:
-    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"
+    yield from (
+        (f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}") for i, gpu in enumerate(here.gpus)
+    )
+    yield from ((name, tool.found or "none") for name, tool in here.tools.items())
+    yield from (("variable", f"{name}={value}") for name, value in here.variables.items())

@@ -8,18 +8,14 @@ _portable_bindings.py. LACKING names the ops that it does not have, and why.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
-
-from lltm_ext._version import minor, number
+from typing import NoReturn
 
 PACKAGE = Path(__file__).resolve().parent
 LIBRARY = PACKAGE / "_C" / "portable.so"
-RECORD = PACKAGE / "_portable_record.json"
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = "2.10"
 
 in_use = False
 
@@ -28,17 +24,6 @@ LACKING = {
     "fake_quantize": "its host code is not on the stable ABI yet",
     "stochastic_round": "the stable ABI of torch 2.10 has no random generators",
 }
-
-
-def fits(torch: ModuleType) -> bool:
-    """Whether the portable library is installed and this torch is new enough for it."""
-    return RECORD.is_file() and number(minor(str(torch.__version__))) >= OLDEST_TORCH
-
-
-def read() -> dict[str, Any]:
-    """What the library was built from."""
-    record: dict[str, Any] = json.loads(RECORD.read_text())
-    return record
 
 
 def load(torch: ModuleType) -> None:

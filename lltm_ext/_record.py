@@ -14,28 +14,26 @@ from types import ModuleType
 from typing import Any
 
 from lltm_ext import _portable
-from lltm_ext._version import major, minor
+from lltm_ext._version import major, minor, number
 
 PACKAGE = Path(__file__).resolve().parent
 FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules, or the portable library, were built from and for: see `record` in _build.py."""
-    if FILE.is_file():
-        record: dict[str, Any] = json.loads(FILE.read_text())
-        return record
-    if _portable.RECORD.is_file():
-        return _portable.read()
-    raise ImportError(
-        f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
-        f"Run: cd {PACKAGE.parent} && python setup.py develop  "
-        "(or import from another folder, if you meant the installed lltm_ext)"
-    )
+    """What the modules, or the portable library, were built from and for: see write_record in _build.py."""
+    if not FILE.is_file():
+        raise ImportError(
+            f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
+            f"Run: cd {PACKAGE.parent} && python setup.py develop  "
+            "(or import from another folder, if you meant the installed lltm_ext)"
+        )
+    record: dict[str, Any] = json.loads(FILE.read_text())
+    return record
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of a JIT build; else the portable one."""
+    """The record of what fits, ready to import. With LLTM_EXT_JIT=1 modules are built if none fit."""
     if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
         from lltm_ext import _toolchain, jit
 
@@ -59,48 +57,44 @@ def use(folder: Path | str) -> None:
 
 
 def modules_fit(torch: ModuleType) -> bool:
-    return FILE.is_file() and _problem(read(), torch) is None
+    """Whether there are modules for this torch, and not the portable library, which lacks ops."""
+    if not FILE.is_file():
+        return False
+    record = read()
+    return "portable" not in record and _problem(record, torch) is None
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
-    """The record of what fits: the modules, else the portable library.
+    """The record of what fits this torch.
 
     Raises:
-        ImportError: if neither does; with what it was built for, what is here and what to run.
+        ImportError: if it does not fit; with what it was built for, what is here and what to run.
     """
     record = read()
-    problem = _problem(record, torch)
-    if problem is None:
-        return record
-    if _portable.fits(torch):
-        return _portable.read()
-    raise ImportError(_message(record, problem))
+    if problem := _problem(record, torch):
+        raise ImportError(
+            f"lltm_ext {record['version']} was built for {built_for(record)}; {problem}. "
+            f"Run: {_remedy(record)}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
+        )
+    return record
 
 
 def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
     """What is here, if the modules do not fit it."""
-    built, here = record["torch"], str(torch.__version__)
+    built, cuda, here = record["torch"], record["cuda"], minor(str(torch.__version__))
     if "portable" in record:
-        return None if _portable.fits(torch) else f"this is {_named(here, torch.version.cuda)}"
-    if f".{record['python']}.so" not in EXTENSION_SUFFIXES:
+        fits = number(here) >= number(built)
+    elif f".{record['python']}.so" not in EXTENSION_SUFFIXES:
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
-    other_cuda = record["cuda"] and major(record["cuda"]) != major(torch.version.cuda or "")
-    if minor(built) != minor(here) or other_cuda:
-        return f"this is {_named(here, torch.version.cuda)}"
-    return None
-
-
-def _message(record: dict[str, Any], here: str) -> str:
-    return (
-        f"lltm_ext {record['version']} was built for {built_for(record)}; {here}. Run: {_remedy(record)}  "
-        "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
-    )
+    else:
+        fits = minor(built) == here and (cuda is None or major(cuda) == major(torch.version.cuda or ""))
+    return None if fits else f"this is torch {named(str(torch.__version__), torch.version.cuda)}"
 
 
 def built_for(record: dict[str, Any]) -> str:
     if "portable" in record:
         return f"torch {record['torch']} and newer, any Python"
-    return f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
+    return f"torch {named(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
 def _remedy(record: dict[str, Any]) -> str:
@@ -121,5 +115,5 @@ def torch_command(record: dict[str, Any]) -> str:
     return f"{torch} --force-reinstall --index-url https://download.pytorch.org/whl/cu{cuda}"
 
 
-def _named(torch: str, cuda: str | None) -> str:
-    return f"torch {torch} with CUDA {cuda}" if cuda else f"torch {torch} without CUDA"
+def named(torch: str, cuda: str | None) -> str:
+    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"

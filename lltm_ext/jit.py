@@ -135,7 +135,11 @@ def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
 def _build_new(folder: Path, environment: dict[str, str]) -> None:
     """Builds next to `folder` and renames it at the end, so that a killed build leaves no `folder`."""
     start = time.monotonic()
-    why = "" if environment["LLTM_EXT_CUDA"] == "1" or torch.version.cuda is None else _why_no_cuda()
+    why = ""
+    if environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None:
+        asked = os.environ.get("LLTM_EXT_CUDA") == "0"
+        reason = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
+        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if asked else reason})"
     _say(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
@@ -145,17 +149,11 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
         package, log = Path(part, "lltm_ext"), Path(f"{folder}.log")
         if _compile(part, environment, log) != 0:
             raise ToolchainError(_failure(log))
-        _build.try_modules(str(_build.PACKAGE.parent), str(package))
+        _build.try_modules(str(_record.PACKAGE.parent), str(package))
         _seal(package)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         package.rename(folder)
     _say(f"built in {time.monotonic() - start:.0f} s")
-
-
-def _why_no_cuda() -> str:
-    if os.environ.get("LLTM_EXT_CUDA") == "0":
-        return " on the CPU only (LLTM_EXT_CUDA=0)"
-    return " on the CPU only (no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same)"
 
 
 # In another process, as torch and setuptools read the environment when they are imported.
@@ -169,7 +167,7 @@ _build.into(sys.argv[1])
 
 def _compile(folder: str, environment: dict[str, str], log: Path) -> int:
     """Builds into a folder. Prints its progress, writes its output to the log, returns its exit status."""
-    path = os.pathsep.join([str(_build.PACKAGE.parent), *map(os.path.abspath, sys.path)])
+    path = os.pathsep.join([str(_record.PACKAGE.parent), *map(os.path.abspath, sys.path)])
     with (
         log.open("w", encoding="utf-8") as written,
         subprocess.Popen(

@@ -1149,10 +1149,7 @@ def test_both_directions_are_one_launch(op, dtype, profiler_sees_kernels):
         for direction, found in zip(
             ("forward", "backward"), kernels_of([lambda call=call: call.run(op.both), backward]), strict=True
         ):
-            assert sum(f"recurrence_persistent_{direction}_kernel" in name for name in found) == 1, (
-                sizes,
-                found,
-            )
+            assert sum(f"recurrence_persistent_{direction}_kernel" in name for name in found) == 1, (sizes, found)
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------

@@ -165,9 +165,7 @@ def test_a_missing_module(site: Site) -> None:
 
 
 def test_a_missing_portable_library(site: Site) -> None:
-    (site.package / "_build_record.json").unlink()
-    record = RECORD | {"portable": True, "torch": "2.10", "python": "any"}
-    (site.package / "_portable_record.json").write_text(json.dumps(record))
+    site.record(portable=True, torch="2.10", python="any")
     assert site.problem() == (f"lltm_ext lacks {site.package}/_C/portable.so", REINSTALL)
 
 
@@ -367,6 +365,13 @@ def test_what_an_import_needs_to_build_modules_is_wrong_where_it_lacks(
 
 
 # ---- drivers and GPUs, which are given ---------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout the doctor names other commands."""
+    monkeypatch.setattr(_doctor, "is_checkout", lambda: False)
+
 
 H200, V100, ORIN = Gpu("NVIDIA H200", "9.0"), Gpu("Tesla V100", "7.0"), Gpu("Orin", "8.7")
 

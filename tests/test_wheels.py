@@ -43,23 +43,21 @@ def make_wheel(house: Path, torch: str, cuda: str, version: str = "0.1.0", pytho
     compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": f"{cuda}.88"}
     abi = f"cpython-{python.removeprefix('cp')}-x86_64-linux-gnu"
     record = {"version": version, "torch": f"{torch}.0", "cuda": cuda, "compiler": compiler, "python": abi}
-    return write_wheel(house, tag, "_build_record.json", record, f"torch=={torch}.*")
+    return write_wheel(house, tag, record, f"torch=={torch}.*")
 
 
 def make_portable_wheel(house: Path, cuda: str | None = "13.0") -> Path:
     compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": cuda and f"{cuda}.88"}
     record = {"version": "0.1.0", "torch": "2.10", "cuda": cuda, "compiler": compiler, "python": "any"}
     record |= {"portable": True}
-    return write_wheel(
-        house, "py3-none-manylinux_2_17_x86_64", "_portable_record.json", record, "torch>=2.10"
-    )
+    return write_wheel(house, "py3-none-manylinux_2_17_x86_64", record, "torch>=2.10")
 
 
-def write_wheel(house: Path, tag: str, record_file: str, record: dict[str, Any], requires: str) -> Path:
+def write_wheel(house: Path, tag: str, record: dict[str, Any], requires: str) -> Path:
     version = record["version"]
     info = f"lltm_ext-{version}.dist-info"
     files = {
-        f"lltm_ext/{record_file}": json.dumps(record),
+        "lltm_ext/_build_record.json": json.dumps(record),
         f"{info}/METADATA": f"Metadata-Version: 2.4\nName: lltm_ext\nVersion: {version}\n"
         f"License-Expression: BSD-3-Clause\nRequires-Python: >=3.10\nRequires-Dist: {requires}\n",
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n",

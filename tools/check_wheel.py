@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
-RECORDS = {"lltm_ext/_build_record.json", "lltm_ext/_portable_record.json"}
+RECORD = "lltm_ext/_build_record.json"
 version = runpy.run_path(str(ROOT / "lltm_ext/_version.py"))
 
 
@@ -19,10 +19,9 @@ def problems(wheel: Path) -> list[str]:
     """What is wrong with the wheel; an empty list if nothing is."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel lists folders
-        records = sorted(names & RECORDS)
-        if len(records) != 1:
-            return [f"holds {' and '.join(records)}" if records else "no build record"]
-        record = json.loads(archive.read(records[0]))
+        if RECORD not in names:
+            return ["no build record"]
+        record = json.loads(archive.read(RECORD))
         dist_info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(f"{dist_info}/METADATA"))
         tags = email.message_from_bytes(archive.read(f"{dist_info}/WHEEL")).get_all("Tag", [])
@@ -56,7 +55,7 @@ def problems(wheel: Path) -> list[str]:
     wanted |= {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
     wanted |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
     wanted |= {f"lltm_ext/_src/{file.relative_to(SRC)}" for file in SRC.rglob("*") if file.is_file()}
-    wanted |= {"lltm_ext/_C/__init__.py", records[0]}
+    wanted |= {"lltm_ext/_C/__init__.py", RECORD}
     extra = {name for name in names - wanted if not name.startswith(f"{dist_info}/")}
     found = [problem for problem, fine in checks.items() if not fine]
     found += [f"lacks {name}" for name in sorted(wanted - names)]

@@ -149,10 +149,9 @@ def publish(house: Path) -> None:
 def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
     """Its METADATA and its build record."""
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        (record,) = (name for name in names if re.fullmatch(r"lltm_ext/_(build|portable)_record.json", name))
-        return email.message_from_bytes(archive.read(metadata)), json.loads(archive.read(record))
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        record = json.loads(archive.read("lltm_ext/_build_record.json"))
+        return email.message_from_bytes(archive.read(metadata)), record
 
 
 def index_of(wheel: str, record: dict[str, Any]) -> str:
