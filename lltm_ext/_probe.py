@@ -28,11 +28,12 @@ SECONDS = 120  # for a question: a first import of torch from a slow disk takes 
 def ask(question: str, *arguments: Any, env: Mapping[str, str] = os.environ) -> tuple[list[Any], str | None]:
     """The answers, and how the process ended, if not well."""
     command = [sys.executable, __file__, question, json.dumps(arguments)]
+    seconds = SECONDS * (5 if question == "calls" else 1)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, env=dict(env))
+        done = subprocess.run(command, capture_output=True, timeout=seconds, env=dict(env))
         output, end = done.stdout, how_it_ended(done)
     except subprocess.TimeoutExpired as error:
-        output, end = error.stdout or b"", f"it does not end within {SECONDS} s"
+        output, end = error.stdout or b"", f"it does not end within {seconds} s"
     return [json.loads(line) for line in output.splitlines()], end
 
 
