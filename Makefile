@@ -14,7 +14,7 @@ BIN := .venv/bin
 TOOLS := .venv/.tools
 INSTALLED := .venv/.installed
 WHEEL := dist/.checked
-HOUSE := wheelhouse
+WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
 .PHONY: test demo bench wheel wheels lint
@@ -33,8 +33,8 @@ bench: $(INSTALLED)
 wheel: $(WHEEL)
 	@ls dist/*
 
-wheels: $(WHEELS:%=$(HOUSE)/.%)
-	$(BIN)/python tools/wheels.py publish $(HOUSE)
+wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
+	$(BIN)/python tools/wheels.py publish $(WHEELHOUSE)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
@@ -60,12 +60,12 @@ $(WHEEL): $(TOOLS) $(SOURCES)
 	$(BIN)/python tools/check_wheel.py dist/*.whl
 	@touch $@
 
-$(HOUSE)/.sdist: $(TOOLS) $(SOURCES)
-	rm -f $(HOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(HOUSE)
+$(WHEELHOUSE)/.sdist: $(TOOLS) $(SOURCES)
+	rm -f $(WHEELHOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(WHEELHOUSE)
 	@touch $@
 
-$(HOUSE)/.%: $(HOUSE)/.sdist
+$(WHEELHOUSE)/.%: $(WHEELHOUSE)/.sdist
 	@echo "== wheelhouse: the wheel for Python and torch $* (two environments of some 5 GB, one after the other)"
-	$(BIN)/python tools/wheels.py build $* --sdist $(HOUSE)/*.tar.gz --platform $(PLATFORM) \
+	$(BIN)/python tools/wheels.py build $* --sdist $(WHEELHOUSE)/*.tar.gz --platform $(PLATFORM) \
 	  --compiler $(COMPILER) --pytest="$(PYTEST)"
 	@touch $@

@@ -29,8 +29,8 @@ from lltm_ext._version import major, number
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-# The oldest driver that runs the modules of a CUDA major version, and what it says that it runs: code is
-# compressed in a way that drivers read from CUDA 12.4 on.
+# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports. Drivers read
+# compressed device code from CUDA 12.4 on.
 OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
 
@@ -159,7 +159,7 @@ def tool(find: Callable[[], str]) -> Tool:
     try:
         return Tool(find())
     except _toolchain.ToolchainError as error:
-        return Tool(None, said(str(error)))
+        return Tool(None, as_finding(str(error)))
 
 
 def nvcc(here: Here) -> str:
@@ -185,7 +185,7 @@ def problems(here: Here) -> Iterator[Finding]:
 
 def notes(here: Here) -> Iterator[Finding]:
     if builds_itself(here):
-        what = said(here.unfit or "").what.partition(" (or ")[0]
+        what = as_finding(here.unfit or "").what.partition(" (or ")[0]
         yield Finding(f"{what}. LLTM_EXT_JIT=1 has an import of lltm_ext build modules, unless that was done")
         return
     if here.record is None:
@@ -209,7 +209,7 @@ def of_torch(here: Here) -> Iterator[Finding]:
 
 def of_the_package(here: Here) -> Iterator[Finding]:
     if here.unfit and not builds_itself(here):
-        yield said(here.unfit)
+        yield as_finding(here.unfit)
     if here.spoilt:
         yield Finding(here.spoilt, reinstall(here))
     if here.missing:
@@ -294,7 +294,7 @@ def able(here: Here) -> str:
 # ---- fixing ------------------------------------------------------------------------------------------------
 
 
-def said(message: str) -> Finding:
+def as_finding(message: str) -> Finding:
     """An error of ours, which ends in the command that fixes it."""
     what, _, command = message.partition(" Run: ")
     command, _, alternative = command.partition("  (")

@@ -1,7 +1,7 @@
-"""Questions about drivers and modules that may kill or hang a process, and so are asked of another one.
+"""Tries drivers, imports and ops in another process, which they may kill or hang.
 
 `ask` runs this file as a script, which writes each answer as a line of JSON as soon as it is known. Standard
-library only; a question about modules imports them.
+library only, but for what it tries.
 """
 
 from __future__ import annotations

@@ -49,9 +49,6 @@ class Cuda(NamedTuple):
         return self.home / NVCC
 
 
-# ---- CUDA or not -------------------------------------------------------------------------------------------
-
-
 def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str] = os.environ) -> bool:
     """Whether to build the CUDA kernels: as torch was built, GPU or not, unless LLTM_EXT_CUDA says so."""
     choice = env.get("LLTM_EXT_CUDA", "")
@@ -65,9 +62,6 @@ def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str
             "--index-url https://download.pytorch.org/whl/cu130"
         )
     return choice != "0" and torch_cuda is not None
-
-
-# ---- the C++ compiler and what it needs --------------------------------------------------------------------
 
 
 def search_path(env: Mapping[str, str] = os.environ) -> str:
@@ -104,9 +98,6 @@ def cxx_version(env: Mapping[str, str] = os.environ) -> str:
         return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
     except ToolchainError as error:
         raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
-
-
-# ---- the CUDA compiler -------------------------------------------------------------------------------------
 
 
 def find_cuda(
@@ -176,9 +167,6 @@ def _output(program: str | Path, *arguments: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ToolchainError(f"{program} does not run ({error})") from error
-
-
-# ---- architectures -----------------------------------------------------------------------------------------
 
 
 def compiled_for(architectures: list[str]) -> list[str]:
@@ -253,9 +241,6 @@ def _known_to(nvcc: Path) -> set[str]:
     return {f"{first}.{last}" for first, last in listed}
 
 
-# ---- parallel jobs -----------------------------------------------------------------------------------------
-
-
 def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
     if env.get("MAX_JOBS"):
@@ -279,9 +264,6 @@ def _memory(root: Path) -> int:
 
 def _read(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
-
-
-# ---- the source --------------------------------------------------------------------------------------------
 
 
 def source_revision(folder: Path) -> str:

@@ -52,9 +52,6 @@ def use(folder: Path) -> None:
     _record.use(folder)
 
 
-# ---- what to build, and where it goes ----------------------------------------------------------------------
-
-
 def _wanted() -> tuple[bool, list[str]]:
     """Whether to build for CUDA, and the architectures: those named or here, or none for all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
@@ -115,9 +112,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-# ---- the build ---------------------------------------------------------------------------------------------
 
 
 def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:

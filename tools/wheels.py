@@ -45,9 +45,6 @@ class WheelError(Exception):
     """No wheel; the message says why."""
 
 
-# ---- one wheel ---------------------------------------------------------------------------------------------
-
-
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     print("+", shlex.join(map(str, command)), flush=True)
     env = os.environ | {"SOURCE_DATE_EPOCH": EPOCH} | variables
@@ -111,18 +108,15 @@ def test(wheel: Path, sdist: Path, user: Path, folder: Path, pytest: str) -> Non
     run(user / "pytest", *options, cwd=tests, CUDA_VISIBLE_DEVICES="")
 
 
-# ---- all of them -------------------------------------------------------------------------------------------
-
-
-def publish(house: Path) -> None:
+def publish(wheelhouse: Path) -> None:
     """An index (PEP 503) for each CUDA and torch, a bill of materials for each wheel, and checksums.
 
     Each torch has an index of its own: from a common one pip would take the newest torch's wheel.
     """
-    wheels = sorted(house.glob("*.whl"))
+    wheels = sorted(wheelhouse.glob("*.whl"))
     if not wheels:
-        raise WheelError(f"{house} has no wheel")
-    for stale in house.glob("*.cdx.json"):
+        raise WheelError(f"{wheelhouse} has no wheel")
+    for stale in wheelhouse.glob("*.cdx.json"):
         stale.unlink()
     links = defaultdict(list)
     for wheel in wheels:
@@ -135,15 +129,17 @@ def publish(house: Path) -> None:
         links[index].append(f'<a href="{href}" data-requires-python="{python}">{wheel.name}</a>')
         print(f"{wheel.stat().st_size / 2**20:6.2f} MiB  {index}  {wheel.name}")
 
-    shutil.rmtree(house / "index", ignore_errors=True)
+    shutil.rmtree(wheelhouse / "index", ignore_errors=True)
     for index, found in links.items():
-        page = house / index / "lltm-ext"
+        page = wheelhouse / index / "lltm-ext"
         page.mkdir(parents=True)
         (page / "index.html").write_text(html_page("Links for lltm_ext", found))
         (page.parent / "index.html").write_text(html_page(index, ['<a href="lltm-ext/">lltm_ext</a>']))
-    files = sorted(file for file in house.iterdir() if file.name.endswith((".tar.gz", ".whl", ".cdx.json")))
+    files = sorted(
+        file for file in wheelhouse.iterdir() if file.name.endswith((".tar.gz", ".whl", ".cdx.json"))
+    )
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
-    (house / "SHA256SUMS").write_text("".join(lines))
+    (wheelhouse / "SHA256SUMS").write_text("".join(lines))
 
 
 def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
@@ -212,11 +208,11 @@ def main(arguments: Sequence[str]) -> int:
     build_.add_argument("--compiler", nargs="*", default=[], help="the CUDA compiler's packages on PyPI")
     build_.add_argument("--platform", default="auto", help="manylinux_2_28_x86_64; auto: the oldest possible")
     build_.add_argument("--pytest", default="", help="options for pytest")
-    commands.add_parser("publish").add_argument("house", type=Path)
+    commands.add_parser("publish").add_argument("wheelhouse", type=Path)
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "publish":
-            publish(chosen.house)
+            publish(chosen.wheelhouse)
         else:
             options = (chosen.compiler, chosen.platform, chosen.pytest)
             print(build(chosen.wheel, chosen.sdist.resolve(), *options))
