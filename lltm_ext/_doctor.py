@@ -29,8 +29,8 @@ from lltm_ext._version import major, number
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports. Drivers read
-# compressed device code from CUDA 12.4 on.
+# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports.
+# Drivers read compressed device code from CUDA 12.4 on.
 OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
 
