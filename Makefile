@@ -1,21 +1,21 @@
-# Each target makes what it needs, says what it is doing, and a second call redoes nothing that is done.
+# Each target makes what it needs, and a second call repeats nothing that is done.
 # Needed beforehand: Python >= 3.10, a C++ compiler and make. The CUDA compiler comes from PyPI with torch.
-# Some tests of many: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
+# Some of the tests: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
-COMPILER ?= "cuda-toolkit[nvcc,crt,nvvm,cccl]"
+COMPILER ?= $(shell sed -n 's/^TOOLKIT = //p' lltm_ext/_version.py)
 
-# What `make wheels` builds, each with the pythonX.Y on PATH; one alone: make wheels WHEELS=3.12-torch2.11.
-# The portable one is for every Python from 3.10 and every torch from 2.10, whichever built it.
-WHEELS ?= 3.10-torch2.11 3.11-torch2.11 3.12-torch2.11 3.13-torch2.11 3.11-torch2.15 portable-torch2.11
+# What `make wheels` builds, each with the pythonX.Y on PATH: all but those of CUDA 12, of which PyPI has no compiler.
+# One of them: make wheels WHEELS=3.12-torch2.11.
+WHEELS ?= $(shell sed -n '/"12\./d; s/.*"wheel": "\([^"]*\)".*/\1/p' tools/wheels.json)
 PLATFORM ?= auto
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
 INSTALLED := .venv/.installed
 WHEEL := dist/.checked
-HOUSE := wheelhouse
-SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py) setup.py MANIFEST.in
+WHEELHOUSE := wheelhouse
+SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
 .PHONY: test demo bench wheel wheels lint
 
@@ -26,13 +26,15 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py
 
 bench: $(INSTALLED)
+	$(BIN)/python -c "import time, torch; start = time.perf_counter(); import lltm_ext; \
+	  print(f'import lltm_ext: {1e3 * (time.perf_counter() - start):.0f} ms after import torch')"
 	$(BIN)/python benchmarks/harness.py run
 
 wheel: $(WHEEL)
 	@ls dist/*
 
-wheels: $(WHEELS:%=$(HOUSE)/.%)
-	$(BIN)/python tools/wheels.py publish $(HOUSE)
+wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
+	$(BIN)/python tools/wheels.py publish $(WHEELHOUSE)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
@@ -58,12 +60,12 @@ $(WHEEL): $(TOOLS) $(SOURCES)
 	$(BIN)/python tools/check_wheel.py dist/*.whl
 	@touch $@
 
-$(HOUSE)/.sdist: $(TOOLS) $(SOURCES)
-	rm -f $(HOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(HOUSE)
+$(WHEELHOUSE)/.sdist: $(TOOLS) $(SOURCES)
+	rm -f $(WHEELHOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(WHEELHOUSE)
 	@touch $@
 
-$(HOUSE)/.%: $(HOUSE)/.sdist
+$(WHEELHOUSE)/.%: $(WHEELHOUSE)/.sdist
 	@echo "== wheelhouse: the wheel for Python and torch $* (two environments of some 5 GB, one after the other)"
-	$(BIN)/python tools/wheels.py build $* --sdist $(HOUSE)/*.tar.gz --platform $(PLATFORM) \
-	  --beside $(COMPILER) --pytest="$(PYTEST)"
+	$(BIN)/python tools/wheels.py build $* --sdist $(WHEELHOUSE)/*.tar.gz --platform $(PLATFORM) \
+	  --compiler $(COMPILER) --pytest="$(PYTEST)"
 	@touch $@

@@ -1,13 +1,10 @@
-"""Builds the wheel; lltm_ext/_build.py says how the modules in it are compiled.
-
-All that does not depend on torch stands in pyproject.toml.
-"""
+"""Builds the wheel. lltm_ext/_build.py compiles its modules; pyproject.toml has what no torch changes."""
 
 import os
 import shutil
 import subprocess
 import sys
-import types
+import sysconfig
 from pathlib import Path
 
 import setuptools
@@ -19,55 +16,58 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit('setuptools is older than 77. Run: python -m pip install --upgrade "setuptools<82"')
 
 ROOT = Path(__file__).resolve().parent
-SRC = Path("src")  # relative, as an sdist's list of files wants it
+SRC = Path("src")  # relative, as the file list of an sdist requires
 
-# A package of its path alone: lltm_ext/__init__.py loads the modules, which are yet to be built.
-package = sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
-package.__path__ = [str(ROOT / "lltm_ext")]
-from lltm_ext import _build, _build_portable, _toolchain  # noqa: E402
-from lltm_ext._version import __version__ as VERSION  # noqa: E402
+sys.path.insert(0, str(ROOT))
+import lltm_ext_cli  # noqa: E402
+
+lltm_ext_cli.find_package()  # its __init__ loads the modules, which are yet to be built
+from lltm_ext import _build, _build_portable, _version  # noqa: E402
+from lltm_ext._toolchain import ToolchainError  # noqa: E402
 
 
 def without_modules(why):
-    """The arguments of setup() for an sdist or metadata, without modules. Asked for one, it says why not."""
+    """The arguments of setup() for an sdist or metadata. A build of modules fails and says why."""
 
     class Refuse(build_ext):
         def run(self):
             raise PlatformError(f"lltm_ext: {why}")
 
     return {
-        "version": VERSION,
+        "version": _version.__version__,
         "install_requires": ["torch>=2.11"],
-        "ext_modules": [
-            setuptools.Extension(f"lltm_ext._C.{op}", _build.sources(SRC, op, cuda=False))
-            for op in _build.ops(SRC)
-        ],
+        "ext_modules": [setuptools.Extension("lltm_ext._C", [])],
         "cmdclass": {"build_ext": Refuse},
     }
 
 
 def arguments():
     if "sdist" in sys.argv:
-        return without_modules("an sdist is for no torch in particular. Run: python setup.py bdist_wheel")
+        return without_modules("an sdist is built for no torch. Run: python setup.py bdist_wheel")
     try:
         import torch
     except ImportError as error:
-        needed = 'torch ninja "cuda-toolkit[nvcc,crt,nvvm,cccl]"'
+        needed = f'torch ninja "{_version.TOOLKIT}"'
         return without_modules(f"the build needs torch ({error}). Run: python -m pip install {needed}")
     portable = os.environ.get("LLTM_EXT_PORTABLE") == "1"
     try:
         return (_build_portable if portable else _build).against(torch, SRC)
-    except _toolchain.ToolchainError as error:
+    except ToolchainError as error:
         return without_modules(str(error))
 
 
 class Build(build):
     def run(self):
-        # What an earlier call left, a module of an op since removed, must not get into the wheel.
+        # A module of a removed op, left by an earlier build, must not get into the wheel.
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
-        # For a build at run time. An editable install has them where they are.
+        # For JIT builds. An editable install has them in place.
         shutil.copytree(SRC, Path(self.build_lib, "lltm_ext/_src"))
+        if sysconfig.get_platform().endswith(os.uname().machine):  # else this is a cross-build
+            try:
+                _build.try_modules(os.path.abspath(self.build_lib))
+            except ToolchainError as error:
+                raise PlatformError(f"lltm_ext: {error}") from error
 
 
 class Develop(setuptools.Command):
@@ -88,6 +88,7 @@ setuptools.setup(
     packages=["lltm_ext", "lltm_ext._C", "lltm_ext.benchmarks"],
     package_dir={"lltm_ext.benchmarks": "benchmarks"},  # for `python -m lltm_ext bench`
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
+    py_modules=["lltm_ext_cli"],
     include_package_data=False,
     **chosen,
 )

@@ -27,6 +27,7 @@ endif()
 target_compile_options(
   lltm_ext PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
                    $<$<COMPILE_LANGUAGE:CUDA>:${smallest_code}>
+                   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
                    # src/elementwise embeds headers, for the compiler of ops made at run time.
                    $<$<COMPILE_LANGUAGE:CXX>:-Wa,-I${PROJECT_SOURCE_DIR}/src>)
 

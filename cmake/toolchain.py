@@ -1,8 +1,8 @@
-"""Prints as CMake variables what setup.py compiles CUDA with; cuda.cmake runs it.
+"""Prints, as CMake variables, the CUDA compiler and options of setup.py; cuda.cmake runs it.
 
     python cmake/toolchain.py <folder of torch> <CMAKE_CUDA_COMPILER> <CMAKE_CUDA_ARCHITECTURES>
 
-The last two are what the user chose, or empty.
+The last two are the user's choice, or empty.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lltm_ext"))
-import _toolchain
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import lltm_ext_cli
+
+lltm_ext_cli.find_package()
+from lltm_ext import _toolchain  # noqa: E402
 
 
 def torch_cuda(folder: Path) -> str:
@@ -37,16 +40,13 @@ def to_cmake(listed: str) -> str:
 
 
 def main(folder: str, compiler: str, chosen: str) -> None:
-    site_packages = str(Path(folder).parent)  # where PyPI's compiler lies, if torch is PyPI's
-    nvcc = (
-        Path(compiler)
-        if compiler
-        else _toolchain.find_cuda(torch_cuda(Path(folder)), sys_path=[site_packages, *sys.path]).nvcc
-    )
-    architectures = (
-        [to_torch(listed) for listed in chosen.split(";")] if chosen else _toolchain.architectures(nvcc)
-    )
-    compiled = dict.fromkeys(map(to_cmake, _toolchain.compiled_for(architectures)))
+    if compiler:
+        nvcc = Path(compiler)
+    else:  # PyPI's is next to PyPI's torch
+        path = [str(Path(folder).parent), *sys.path]
+        nvcc = _toolchain.find_cuda(torch_cuda(Path(folder)), sys_path=path).nvcc
+    listed = map(to_torch, chosen.split(";")) if chosen else _toolchain.architectures(nvcc)
+    compiled = dict.fromkeys(map(to_cmake, _toolchain.compiled_for(list(listed))))
     # Into the cache: what was chosen stays when CMake runs again.
     print(f'set(CMAKE_CUDA_COMPILER "{nvcc}" CACHE FILEPATH "" FORCE)')
     print(f'set(CMAKE_CUDA_ARCHITECTURES "{";".join(compiled)}" CACHE STRING "" FORCE)')

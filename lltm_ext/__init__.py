@@ -1,55 +1,50 @@
 """PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
 
-import sys
-
-if sys.argv[:2] == ["-m", "doctor"] and sys.orig_argv[-len(sys.argv)] in ("lltm_ext", "-mlltm_ext"):
-    # `python -m lltm_ext doctor` comes by here before __main__, and must run where what follows fails.
-    from lltm_ext.__main__ import main
-
-    sys.exit(main())
-
-import torch
-
-from lltm_ext._record import provide as _provide
-
-# Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
-__version__: str = _provide(torch)["version"]
-
 from lltm_ext import _portable
-from lltm_ext.gemm import GemmFunction, Linear, gemm
-from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
-from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
-from lltm_ext.relu import ReLU, ReLUFunction, relu, relu_
-from lltm_ext.round import (
-    Binarize,
-    BinarizeFunction,
-    Ceil,
-    CeilFunction,
-    Floor,
-    FloorFunction,
-    Round,
-    RoundFunction,
-    Trunc,
-    TruncFunction,
-    binarize,
-    binarize_,
-    ceil,
-    ceil_,
-    floor,
-    floor_,
-    round,
-    round_,
-    trunc,
-    trunc_,
-)
-from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
+from lltm_ext._launch import is_program
 
-if _portable.in_use:  # which lacks the others, and says so when they are asked for
-    from lltm_ext import _portable_rules as _portable_rules
-else:
-    from lltm_ext.elementwise import elementwise
-    from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
-    from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
+if not is_program():  # the doctor must run where torch does not import
+    import torch
+
+    from lltm_ext._record import provide as _provide
+
+    # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a JIT build.
+    __version__: str = _provide(torch)["version"]
+
+    from lltm_ext.gemm import GemmFunction, Linear, gemm
+    from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
+    from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
+    from lltm_ext.relu import ReLU, ReLUFunction, relu, relu_
+    from lltm_ext.round import (
+        Binarize,
+        BinarizeFunction,
+        Ceil,
+        CeilFunction,
+        Floor,
+        FloorFunction,
+        Round,
+        RoundFunction,
+        Trunc,
+        TruncFunction,
+        binarize,
+        binarize_,
+        ceil,
+        ceil_,
+        floor,
+        floor_,
+        round,
+        round_,
+        trunc,
+        trunc_,
+    )
+    from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
+
+    if _portable.in_use:  # which lacks the others, and says so when they are asked for
+        from lltm_ext import _portable_rules as _portable_rules
+    else:
+        from lltm_ext.elementwise import elementwise
+        from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
+        from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
 
 __all__ = [
     "LLTM",

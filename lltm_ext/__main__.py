@@ -1,4 +1,4 @@
-"""`python -m lltm_ext`: doctor, selftest, bench."""
+"""`python -m lltm_ext`, `lltm-ext`: doctor, selftest, bench."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import lltm_ext
 from lltm_ext import _bench
 
 
@@ -14,12 +15,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m lltm_ext", description="Looks after an installed lltm_ext.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | selftest | bench")
 
-    doctor = commands.add_parser("doctor", help="what is here, what is wrong, the command that mends it")
+    doctor = commands.add_parser("doctor", help="what is here, what is wrong, the command that fixes it")
     doctor.add_argument("--json", action="store_true", help="for a program to read")
 
     commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")
 
-    bench = commands.add_parser("bench", help="ours beside its peers: tables and pictures")
+    bench = commands.add_parser("bench", help="our ops and their peers: tables and plots")
     bench.add_argument("op", nargs="?", choices=("all", *_bench.OPS), default="all")
     bench.add_argument("--out", type=Path, default=Path(), help="folder for results/ and plots/ (default: .)")
     bench.add_argument("--quick", action="store_true", help="few and small sizes: to see that it runs")
@@ -30,8 +31,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    command = importlib.import_module(f"lltm_ext._{args.command}")
-    status: int = command.main(args)
+    if args.command == "selftest" and not hasattr(lltm_ext, "__version__"):
+        importlib.reload(lltm_ext)  # so far without torch, for the sake of the doctor
+    status: int = importlib.import_module(f"lltm_ext._{args.command}").main(args)
     return status
 
 

@@ -1,7 +1,7 @@
-"""`python -m lltm_ext doctor`: what is here, what is wrong with it, and the command that mends it.
+"""`python -m lltm_ext doctor`: what is here, what is wrong with it, and the command that fixes it.
 
 It runs where torch or a module is broken, so it is standard library only and imports neither: what may crash
-is asked in another process (_probe.py). `look` gathers the facts, `problems` and `notes` judge them.
+runs in another process (_probe.py). `look` gathers the facts, `problems` and `notes` judge them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lltm_ext import _portable, _probe, _record, _toolchain
+from lltm_ext._version import major, number
 
-SECONDS = 120  # that a question may take: a first import of torch from a slow disk takes tens
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-# The oldest driver that runs the modules of a CUDA major version, and what it says that it runs: code is
-# compressed in a way that drivers read from CUDA 12.4 on.
+# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports.
+# Drivers read compressed device code from CUDA 12.4 on.
 OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
 
@@ -46,7 +45,7 @@ class Gpu(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """What a build needs: where it is, or else why it is not and the command that brings it."""
+    """Something that a build needs."""
 
     found: str | None
     missing: Finding | None = None
@@ -67,6 +66,7 @@ class Here:
     torch_cuda: str | None = None
     torch_folder: str | None = None
     imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # its error, or None
+    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of ops: its error, or None
     missing: list[str] = dataclasses.field(default_factory=list)  # files of modules
     driver: str | None = None  # its version
     driver_cuda: str | None = None  # the newest CUDA that it runs
@@ -103,7 +103,7 @@ def look_for_torch(here: Here) -> None:
     try:
         version = runpy.run_path(str(Path(here.torch_folder, "version.py")))
         here.torch, here.torch_cuda = str(version["__version__"]), version["cuda"]
-    except Exception:  # a torch of which there is half; its import says more
+    except Exception:  # half a torch; the error of its import says more
         here.torch = None
 
 
@@ -120,7 +120,7 @@ def look_at_record(here: Here) -> None:
 
 
 def look_at_modules(here: Here) -> None:
-    """Imports torch, and where that could work each module and lltm_ext."""
+    """Imports torch, and if that can work each module and lltm_ext; if that works, calls each op once."""
     modules: dict[str, str | None] = {} if here.torch_folder is None else {"torch": None}
     if modules and here.record is not None and here.unfit is None:
         folder = _record.PACKAGE / "_C"
@@ -135,24 +135,13 @@ def look_at_modules(here: Here) -> None:
                 here.missing.append(str(file))
         if not here.missing:
             modules["lltm_ext"] = None
-    here.imports = try_imports(modules)
-
-
-def try_imports(modules: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The error of each, or None. Behind one that kills the process another process goes on."""
-    found: dict[str, str | None] = {}
-    while len(found) < len(modules) and not found.get("torch"):
-        rest = {name: file for name, file in modules.items() if name == "torch" or name not in found}
-        answers, end = ask("imports", sys.path, rest)
-        found |= dict(answers)
-        killer = next((name for name in modules if name not in found), None)
-        if killer and not found.get("torch"):
-            found[killer] = end
-    return found
+    here.imports = _probe.try_imports(modules)
+    if "lltm_ext" in here.imports and not any(here.imports.values()):
+        here.calls = _probe.try_ops(str(_record.PACKAGE.parent))
 
 
 def look_at_driver(here: Here) -> None:
-    answers, end = ask("driver")
+    answers, end = _probe.ask("driver")
     here.driver_error = f"asking the driver failed: {end}" if end else None
     for answer in answers:
         if "cuda" in answer:
@@ -163,28 +152,6 @@ def look_at_driver(here: Here) -> None:
             here.gpus.append(Gpu(**answer))
 
 
-def ask(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
-    """The answers of a process of its own, and how that ended, if not well."""
-    command = [sys.executable, _probe.__file__, question, json.dumps(arguments)]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        return answers_in(error.stdout), f"it does not end within {SECONDS} s"
-    return answers_in(done.stdout), how_it_ended(done)
-
-
-def answers_in(output: bytes | None) -> list[Any]:
-    return [json.loads(line) for line in (output or b"").splitlines()]
-
-
-def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str | None:
-    if done.returncode == 0:
-        return None
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return ": ".join([f"it kills the process ({how})", *last])
-
-
 # ---- what a build needs ------------------------------------------------------------------------------------
 
 
@@ -192,7 +159,7 @@ def tool(find: Callable[[], str]) -> Tool:
     try:
         return Tool(find())
     except _toolchain.ToolchainError as error:
-        return Tool(None, said(str(error)))
+        return Tool(None, as_finding(str(error)))
 
 
 def nvcc(here: Here) -> str:
@@ -207,25 +174,25 @@ def nvcc(here: Here) -> str:
 
 
 def problems(here: Here) -> Iterator[Finding]:
-    """What keeps lltm_ext, or a GPU, from working. Causes only: what follows from them is not said."""
+    """What keeps lltm_ext, or a GPU, from working: causes, not what follows from them."""
     yield from of_torch(here)
     yield from of_the_package(here)
     yield from of_the_driver(here)
     yield from of_the_gpus(here)
     if here.record is None or builds_itself(here):
-        yield from missing_tools(here)
+        yield from (tool.missing for tool in here.tools.values() if tool.missing)
 
 
 def notes(here: Here) -> Iterator[Finding]:
-    """What is worth knowing where all is well."""
     if builds_itself(here):
-        what = said(here.unfit or "").what.partition(" (or ")[0]
+        what = as_finding(here.unfit or "").what.partition(" (or ")[0]
         yield Finding(f"{what}. LLTM_EXT_JIT=1 has an import of lltm_ext build modules, unless that was done")
         return
     if here.record is None:
         return
-    for finding in missing_tools(here):
-        yield finding._replace(what=f"only to build lltm_ext: {finding.what}")
+    for tool in here.tools.values():
+        if tool.missing:
+            yield tool.missing._replace(what=f"only to build lltm_ext: {tool.missing.what}")
     if here.record["cuda"] and not here.gpus and not here.driver_error:
         yield no_gpu(here)
 
@@ -242,7 +209,7 @@ def of_torch(here: Here) -> Iterator[Finding]:
 
 def of_the_package(here: Here) -> Iterator[Finding]:
     if here.unfit and not builds_itself(here):
-        yield said(here.unfit)
+        yield as_finding(here.unfit)
     if here.spoilt:
         yield Finding(here.spoilt, reinstall(here))
     if here.missing:
@@ -254,6 +221,14 @@ def of_the_package(here: Here) -> Iterator[Finding]:
         command = _record.torch_command(here.record) if is_torchs and here.record else reinstall(here)
         if name != "lltm_ext" or len(failed) == 1:
             yield Finding(f"{name} does not import: {error}", command)
+    failing = [(call, error) for call, error in here.calls.items() if error]
+    for call, error in failing[:1]:
+        more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
+        what, command = f"{call} fails: {error}{more}", reinstall(here)
+        if "kills the process" in error and here.record:
+            what += f"; built by {here.record['compiler']['cxx']}, which may link libstdc++ statically"
+            command = from_source(here, "CXX=g++")
+        yield Finding(what, command)
 
 
 def of_the_driver(here: Here) -> Iterator[Finding]:
@@ -282,7 +257,7 @@ def of_the_gpus(here: Here) -> Iterator[Finding]:
         return
     listed = " ".join(here.record["architectures"])
     for i, gpu in enumerate(here.gpus):
-        if runs_on(here.record["architectures"], gpu.capability):
+        if _toolchain.runs_on(here.record["architectures"], gpu.capability):
             continue
         what = f"GPU {i}, {gpu.name}, has compute capability {gpu.capability}; lltm_ext is built for {listed}"
         if number(gpu.capability) < number(_toolchain.ARCHITECTURES[0]):
@@ -297,33 +272,14 @@ def builds_itself(here: Here) -> bool:
     return bool(here.unfit) and here.variables.get("LLTM_EXT_JIT") == "1"
 
 
-def missing_tools(here: Here) -> Iterator[Finding]:
-    return (tool.missing for tool in here.tools.values() if tool.missing)
-
-
 def no_gpu(here: Here) -> Finding:
     if "CUDA_VISIBLE_DEVICES" in here.variables:
         hidden = f"CUDA_VISIBLE_DEVICES={here.variables['CUDA_VISIBLE_DEVICES']} shows no GPU"
         return Finding(f"{hidden}: CPU tensors only", "unset CUDA_VISIBLE_DEVICES")
     if here.driver_cuda is None:
-        return Finding(
-            "no NVIDIA driver: CPU tensors only. A container sees it with", "docker run --gpus all"
-        )
+        what = "no NVIDIA driver: CPU tensors only. A container sees it with"
+        return Finding(what, "docker run --gpus all")
     return Finding("the NVIDIA driver shows no GPU: CPU tensors only", "nvidia-smi --list-gpus")
-
-
-def runs_on(architectures: list[str], capability: str) -> bool:
-    """Whether code for these runs on the GPU: of its major version up to its own, or PTX for any older."""
-    for architecture in architectures:
-        match = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", architecture)
-        if match is None:  # a name, such as Hopper
-            return True
-        built = number(match[1])
-        same = match[1] == capability
-        older = built <= number(capability) and not match[2]
-        if same or (older and (match[3] or major(match[1]) == major(capability))):
-            return True
-    return False
 
 
 def able(here: Here) -> str:
@@ -331,22 +287,15 @@ def able(here: Here) -> str:
     assert here.record is not None
     chosen = here.variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = chosen if len(chosen) == len(here.gpus) else [str(i) for i in range(len(here.gpus))]
-    fit = (runs_on(here.record["architectures"], gpu.capability) for gpu in here.gpus)
+    fit = (_toolchain.runs_on(here.record["architectures"], gpu.capability) for gpu in here.gpus)
     return ",".join(name for name, fits in zip(names, fit, strict=True) if fits)
 
 
-def number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+# ---- fixing ------------------------------------------------------------------------------------------------
 
 
-major = _toolchain.major
-
-
-# ---- mending -----------------------------------------------------------------------------------------------
-
-
-def said(message: str) -> Finding:
-    """An error of ours, which ends in the command that mends it."""
+def as_finding(message: str) -> Finding:
+    """An error of ours, which ends in the command that fixes it."""
     what, _, command = message.partition(" Run: ")
     command, _, alternative = command.partition("  (")
     return Finding(what.removesuffix(".") + (alternative and f" ({alternative}"), command or None)
@@ -357,9 +306,8 @@ def reinstall(here: Here) -> str:
     if is_checkout():
         return f"cd {_record.PACKAGE.parent} && python setup.py develop"
     version = f"=={here.record['version']}" if here.record else ""
-    return (
-        f"python -m pip install --force-reinstall --no-deps {shlex.quote(origin() or 'lltm_ext' + version)}"
-    )
+    wheel = shlex.quote(origin() or f"lltm_ext{version}")
+    return f"python -m pip install --force-reinstall --no-deps {wheel}"
 
 
 def from_source(here: Here, variable: str) -> str:
@@ -401,7 +349,7 @@ def main(args: argparse.Namespace, look: Callable[[], Here] = look) -> int:
         [finding._replace(command=finding.command and exact(finding.command)) for finding in findings(here)]
         for findings in (problems, notes)
     )
-    print(as_json(here, wrong, known) if args.json else as_text(here, wrong, known))
+    print(as_json(here, wrong, known) if args.json else "\n".join(as_text(here, wrong, known)))
     return 1 if wrong else 0
 
 
@@ -413,16 +361,14 @@ def as_json(here: Here, wrong: list[Finding], known: list[Finding]) -> str:
     return json.dumps({"ok": not wrong} | judged | facts, indent=2)
 
 
-def as_text(here: Here, wrong: list[Finding], known: list[Finding]) -> str:
-    lines = [f"{name:<10} {value}" for name, value in facts(here)]
-    for title, findings in (("wrong", wrong), ("note", known)):
-        for finding in findings:
-            lines += [
-                "",
-                f"{title}: {finding.what}",
-                *([f"    {finding.command}"] if finding.command else []),
-            ]
-    return "\n".join([*lines, "", f"{len(wrong)} found wrong" if wrong else "all is well"])
+def as_text(here: Here, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
+    for name, value in facts(here):
+        yield f"{name:<10} {value}"
+    for title, finding in [("wrong", finding) for finding in wrong] + [("note", note) for note in known]:
+        yield f"\n{title}: {finding.what}"
+        if finding.command:
+            yield f"    {finding.command}"
+    yield f"\n{len(wrong)} found wrong" if wrong else "\nall is well"
 
 
 def facts(here: Here) -> Iterator[tuple[str, str]]:
@@ -435,21 +381,17 @@ def facts(here: Here) -> Iterator[tuple[str, str]]:
         yield "built for", _record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
-    if here.torch_folder:
-        yield "torch", f"{named(here.torch or 'of unknown version', here.torch_cuda)}, {here.torch_folder}"
-    else:
-        yield "torch", "none"
-    tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
-    if tried:
-        yield "import", ", ".join(name if error is None else f"{name} FAILS" for name, error in tried.items())
+    torch = _record.named(here.torch or "of unknown version", here.torch_cuda)
+    yield "torch", f"{torch}, {here.torch_folder}" if here.torch_folder else "none"
+    if here.imports:
+        tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
+        yield "import", ", ".join(f"{name} FAILS" if error else name for name, error in tried.items())
+    if here.calls:
+        failed = ", ".join(f"{call} FAILS" for call, error in here.calls.items() if error)
+        yield "calls", failed or f"{len(here.calls)}, none fails"
     yield "driver", f"{here.driver or 'unknown'}, CUDA {here.driver_cuda}" if here.driver_cuda else "none"
-    for i, gpu in enumerate(here.gpus):
-        yield f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}"
-    for name, tool in here.tools.items():
-        yield name, tool.found or "none"
-    for name, value in here.variables.items():
-        yield "variable", f"{name}={value}"
-
-
-def named(torch: str, cuda: str | None) -> str:
-    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"
+    yield from (
+        (f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}") for i, gpu in enumerate(here.gpus)
+    )
+    yield from ((name, tool.found or "none") for name, tool in here.tools.items())
+    yield from (("variable", f"{name}={value}") for name, value in here.variables.items())

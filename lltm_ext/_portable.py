@@ -1,24 +1,21 @@
 """The portable library: the same kernels on torch's stable C ABI, for every Python and every newer torch.
 
-A native module is built for one torch and one Python. Where none fits what is here, and the wheel holds
-``_C/portable.so``, that one is loaded instead: all its ops in one file, and nothing of Python in it. What the
-stable ABI has no words for follows in Python: gradients, autocast, shapes of traced graphs and the types of
-errors in _portable_rules.py, the raw bindings in _portable_bindings.py. What cannot be said at all is left
-out, and LACKING says why.
+A native module is built for one torch and one Python. Where none fits, a wheel that holds ``_C/portable.so``
+loads that: all its ops in one file, without Python. What the stable ABI cannot express is in Python:
+gradients, autocast, fake tensors and the types of errors in _portable_rules.py, the raw bindings in
+_portable_bindings.py. LACKING names the ops that it does not have, and why.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 PACKAGE = Path(__file__).resolve().parent
 LIBRARY = PACKAGE / "_C" / "portable.so"
-RECORD = PACKAGE / "_portable_record.json"
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = "2.10"
 
 in_use = False
 
@@ -29,19 +26,8 @@ LACKING = {
 }
 
 
-def fits(torch: ModuleType) -> bool:
-    """Whether this is an install of the portable library, for which this torch is new enough."""
-    return RECORD.is_file() and _version(torch) >= OLDEST_TORCH
-
-
-def read() -> dict[str, Any]:
-    """What the library was built from."""
-    record: dict[str, Any] = json.loads(RECORD.read_text())
-    return record
-
-
 def load(torch: ModuleType) -> None:
-    """Loads the library, which registers its ops, and puts what stands for the modules into lltm_ext._C."""
+    """Loads the library, which registers its ops, and gives lltm_ext._C its modules."""
     global in_use
     from lltm_ext import _C
 
@@ -63,7 +49,7 @@ def load(torch: ModuleType) -> None:
 
 
 def lacks(name: str) -> NoReturn:
-    """The __getattr__ of lltm_ext and lltm_ext._C: names what is not there, an op or another of its names."""
+    """The __getattr__ of lltm_ext and lltm_ext._C: says why an op is missing, under any of its names."""
     for op, why in LACKING.items():
         if name.removesuffix("Function").lower() == op.replace("_", "") or name == op:
             raise ImportError(
@@ -72,7 +58,3 @@ def lacks(name: str) -> NoReturn:
                 "builds: export LLTM_EXT_JIT=1"
             )
     raise AttributeError(f"module 'lltm_ext' has no attribute {name!r}")
-
-
-def _version(torch: ModuleType) -> tuple[int, ...]:
-    return tuple(int(part) for part in str(torch.__version__).split(".")[:2])

@@ -1,7 +1,7 @@
-"""The record of the build, and the check that this torch is the one that the modules were built for.
+"""The record of the build, and the check that the modules fit this torch, before any is loaded.
 
-The modules link to torch's C++ library, whose ABI changes from minor to minor version: loaded beside
-another torch they die of undefined symbols, or worse. So `import lltm_ext` comes here first.
+The modules link to torch's C++ library, whose ABI changes from minor to minor version: with another torch
+they fail with undefined symbols, or worse.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from types import ModuleType
 from typing import Any
 
 from lltm_ext import _portable
+from lltm_ext._version import major, minor, number
 
 PACKAGE = Path(__file__).resolve().parent
 FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules, or the portable library, were built from and for: see `record` in _build.py."""
-    if FILE.is_file():
-        record: dict[str, Any] = json.loads(FILE.read_text())
-        return record
-    if _portable.RECORD.is_file():
-        return _portable.read()
-    raise ImportError(
-        f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
-        f"Run: cd {PACKAGE.parent} && python setup.py develop  "
-        "(or import from another folder, if you meant the installed lltm_ext)"
-    )
+    """What the modules, or the portable library, were built from and for: see write_record in _build.py."""
+    if not FILE.is_file():
+        raise ImportError(
+            f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
+            f"Run: cd {PACKAGE.parent} && python setup.py develop  "
+            "(or import from another folder, if you meant the installed lltm_ext)"
+        )
+    record: dict[str, Any] = json.loads(FILE.read_text())
+    return record
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of modules that fit; else, with LLTM_EXT_JIT=1, of some built; else the portable one."""
+    """The record of what fits, ready to import. With LLTM_EXT_JIT=1 modules are built if none fit."""
     if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
         from lltm_ext import _toolchain, jit
 
@@ -48,49 +47,58 @@ def provide(torch: ModuleType) -> dict[str, Any]:
     return record
 
 
+def use(folder: Path | str) -> None:
+    """Imports the modules of lltm_ext._C from that folder and no other."""
+    from lltm_ext import _C
+
+    global FILE
+    _C.__path__ = [str(Path(folder, "_C"))]
+    FILE = Path(folder, FILE.name)
+
+
 def modules_fit(torch: ModuleType) -> bool:
-    return FILE.is_file() and _problem(read(), torch) is None
+    """Whether there are modules for this torch, and not the portable library, which lacks ops."""
+    if not FILE.is_file():
+        return False
+    record = read()
+    return "portable" not in record and _problem(record, torch) is None
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
-    """The record of what fits: the modules, else the portable library. Else an ImportError that says what was
-    built for, what is here and which command mends it."""
+    """The record of what fits this torch.
+
+    Raises:
+        ImportError: if it does not fit; with what it was built for, what is here and what to run.
+    """
     record = read()
-    problem = _problem(record, torch)
-    if problem is None:
-        return record
-    if _portable.fits(torch):
-        return _portable.read()
-    raise ImportError(_message(record, problem))
+    if problem := _problem(record, torch):
+        raise ImportError(
+            f"lltm_ext {record['version']} was built for {built_for(record)}; {problem}. "
+            f"Run: {_remedy(record)}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
+        )
+    return record
 
 
 def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
-    """What is here, where the modules do not fit it."""
-    built, here = record["torch"], str(torch.__version__)
+    """What is here, if the modules do not fit it."""
+    built, cuda, here = record["torch"], record["cuda"], minor(str(torch.__version__))
     if "portable" in record:
-        return None if _portable.fits(torch) else f"this is {_named(here, torch.version.cuda)}"
-    if f".{record['python']}.so" not in EXTENSION_SUFFIXES:
+        fits = number(here) >= number(built)
+    elif f".{record['python']}.so" not in EXTENSION_SUFFIXES:
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
-    if _minor(built) != _minor(here) or _major(record["cuda"]) not in (None, _major(torch.version.cuda)):
-        return f"this is {_named(here, torch.version.cuda)}"
-    return None
-
-
-def _message(record: dict[str, Any], here: str) -> str:
-    return (
-        f"lltm_ext {record['version']} was built for {built_for(record)}; {here}. Run: {_remedy(record)}  "
-        "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
-    )
+    else:
+        fits = minor(built) == here and (cuda is None or major(cuda) == major(torch.version.cuda or ""))
+    return None if fits else f"this is torch {named(str(torch.__version__), torch.version.cuda)}"
 
 
 def built_for(record: dict[str, Any]) -> str:
     if "portable" in record:
         return f"torch {record['torch']} and newer, any Python"
-    return f"{_named(record['torch'], record['cuda'])}, Python {record['python']}"
+    return f"torch {named(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
 def _remedy(record: dict[str, Any]) -> str:
-    """A source folder is rebuilt for the torch that is here; a wheel wants the torch it was built for."""
+    """Rebuilds a source folder for this torch; installs the torch that a wheel was built for."""
     if (PACKAGE.parent / "setup.py").is_file():
         return f"cd {PACKAGE.parent} && python setup.py develop"
     return torch_command(record)
@@ -100,20 +108,12 @@ def torch_command(record: dict[str, Any]) -> str:
     """Installs a torch that the modules fit."""
     if "portable" in record:
         return f'python -m pip install --upgrade "torch>={record["torch"]}"'
-    torch = f'python -m pip install "torch=={_minor(record["torch"])}.*"'
+    torch = f'python -m pip install "torch=={minor(record["torch"])}.*"'
     if record["cuda"] is None:
         return torch
     cuda = record["cuda"].replace(".", "")
     return f"{torch} --force-reinstall --index-url https://download.pytorch.org/whl/cu{cuda}"
 
 
-def _named(torch: str, cuda: str | None) -> str:
-    return f"torch {torch} with CUDA {cuda}" if cuda else f"torch {torch} without CUDA"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _major(cuda: str | None) -> str | None:
-    return cuda.split(".")[0] if cuda else None
+def named(torch: str, cuda: str | None) -> str:
+    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"

@@ -1,7 +1,7 @@
-"""The modules built at run time, from the sources in the package, where none that was built ahead fits.
+"""Builds the modules at run time, from the sources in the package.
 
-With ``LLTM_EXT_JIT=1``, ``import lltm_ext`` comes here when its modules are for another torch, CUDA or Python
-than the one at hand: what :func:`build` builds, or has built before, then takes their place.
+With ``LLTM_EXT_JIT=1``, ``import lltm_ext`` uses what :func:`build` builds, or has built before, if its own
+modules are for another torch, CUDA or Python.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from lltm_ext._version import __version__
 
 
 def build() -> Path:
-    """Builds the modules for this torch, Python and GPU, unless that was done before, and gives their folder.
+    """Builds the modules for this torch, Python and GPU, unless that was done, and returns their folder.
 
     They stay in torch's cache of extensions (``TORCH_EXTENSIONS_DIR``). Of several processes one builds, and
-    the others wait for it. ``LLTM_EXT_CUDA``, ``TORCH_CUDA_ARCH_LIST``, ``CUDA_HOME`` and ``MAX_JOBS`` steer
-    this as they steer the build of a wheel. Where they say nothing, it is for the GPUs that are here, or for
-    the CPU alone where there is none.
+    the others wait for it. ``LLTM_EXT_CUDA``, ``TORCH_CUDA_ARCH_LIST``, ``CUDA_HOME`` and ``MAX_JOBS`` work
+    as for a wheel. By default the build is for the GPUs that are here, or for the CPU only if there is none.
 
     Raises:
-        RuntimeError: where something is missing that a build needs, or a compiler fails; with what to do.
+        RuntimeError: if a build lacks something, a compiler fails or an op does not work; with what to do.
     """
     with_cuda, architectures = _wanted()
     folder = _cache() / _name(with_cuda, architectures)
@@ -49,18 +48,12 @@ def build() -> Path:
 
 
 def use(folder: Path) -> None:
-    """Has ``lltm_ext._C`` import the modules of that folder, and none of those beside it."""
-    from lltm_ext import _C
-
-    _C.__path__ = [str(folder / "_C")]
-    _record.FILE = folder / _record.FILE.name
-
-
-# ---- what to build, and where it goes ----------------------------------------------------------------------
+    """Has ``lltm_ext._C`` import the modules of that folder and no other."""
+    _record.use(folder)
 
 
 def _wanted() -> tuple[bool, list[str]]:
-    """Whether to build for CUDA, and the architectures named or here; none: all that a wheel has."""
+    """Whether to build for CUDA, and the architectures: those named or here, or none for all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
     architectures = toolchain.named_architectures() or toolchain.gpus()
@@ -68,14 +61,14 @@ def _wanted() -> tuple[bool, list[str]]:
 
 
 def _cache() -> Path:
-    """Our part of the folder of torch.utils.cpp_extension, which is not asked: it would import setuptools."""
+    """As torch.utils.cpp_extension has it, whose import would import setuptools."""
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user, "torch_extensions")
     return Path(root).expanduser().resolve() / "lltm_ext"
 
 
 def _name(with_cuda: bool, architectures: list[str]) -> str:
-    """All that the modules depend on, so that those for something else are never loaded."""
+    """All that the modules depend on, so that no others are loaded."""
     src = _build.source_folder()
     if not src.is_dir():
         raise ToolchainError(
@@ -87,7 +80,7 @@ def _name(with_cuda: bool, architectures: list[str]) -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a build is there, with every module as it was: none missing, cut short or altered."""
+    """Whether a build is there, with no module missing or changed."""
     try:
         digests = json.loads((folder / _record.FILE.name).read_text())["modules"]
         return all(_digest(folder / "_C" / name) == digest for name, digest in digests.items())
@@ -101,7 +94,7 @@ def _digest(module: Path) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time. The operating system ends the lock with the process, however that ends."""
+    """One process at a time. The operating system releases the lock of a process that is killed."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -121,11 +114,8 @@ def _locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-# ---- the build ---------------------------------------------------------------------------------------------
-
-
 def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
-    """The variables that say this to _build.py. Raises where something is missing that a build needs."""
+    """The variables that tell _build.py. Raises where something is missing that a build needs."""
     toolchain.check_host()
     if not with_cuda:
         return os.environ | {"LLTM_EXT_CUDA": "0"}
@@ -137,9 +127,13 @@ def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
 
 
 def _build_new(folder: Path, environment: dict[str, str]) -> None:
-    """Into a folder beside it, which becomes `folder` when all is there: a killed build leaves none."""
+    """Builds next to `folder` and renames it at the end, so that a killed build leaves no `folder`."""
     start = time.monotonic()
-    why = "" if environment["LLTM_EXT_CUDA"] == "1" or torch.version.cuda is None else _why_no_cuda()
+    why = ""
+    if environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None:
+        asked = os.environ.get("LLTM_EXT_CUDA") == "0"
+        reason = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
+        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if asked else reason})"
     _say(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
@@ -147,77 +141,33 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
         prefix=f"{folder.name}.", suffix=".part", dir=folder.parent, ignore_cleanup_errors=True
     ) as part:
         package, log = Path(part, "lltm_ext"), Path(f"{folder}.log")
-        log.unlink(missing_ok=True)
-        _compile(part, environment, log)
-        _try(package, environment, log)
+        if _compile(part, environment, log) != 0:
+            raise ToolchainError(_failure(log))
+        _build.try_modules(str(_record.PACKAGE.parent), str(package))
         _seal(package)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         package.rename(folder)
     _say(f"built in {time.monotonic() - start:.0f} s")
 
 
-def _why_no_cuda() -> str:
-    if os.environ.get("LLTM_EXT_CUDA") == "0":
-        return " on the CPU alone (LLTM_EXT_CUDA=0)"
-    return " on the CPU alone (no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same)"
-
-
-# A process of its own. lltm_ext is a package of its path alone there: its own __init__ would come here again.
-_APART = """
-import json, sys, types
-sys.path[:], package, folder = json.loads(sys.argv[1])
-sys.modules["lltm_ext"] = types.ModuleType("lltm_ext")
-sys.modules["lltm_ext"].__path__ = [package]
-"""
-
-# torch and setuptools take their settings from the environment when they are imported.
+# In another process, as torch and setuptools read the environment when they are imported.
 _BUILD = """
+import sys, lltm_ext_cli
+lltm_ext_cli.find_package()
 from lltm_ext import _build
-_build.into(folder)
-"""
-
-# A module may kill the process that calls it. Told where they are, the package imports them itself.
-_TRIAL = """
-from pathlib import Path
-from lltm_ext import jit
-jit.use(Path(folder))
-del sys.modules["lltm_ext"]
-from lltm_ext import _selftest
-_selftest.trial()
+_build.into(sys.argv[1])
 """
 
 
-def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
-    if _run(_BUILD, folder, environment, log) != 0:
-        raise ToolchainError(_failure(log))
-
-
-def _try(package: Path, environment: dict[str, str], log: Path) -> None:
-    """Raises where the modules do not import, crash or compute something else than the references."""
-    # Modules that do not fit are an error there, not another build.
-    status = _run(_TRIAL, str(package), environment | {"LLTM_EXT_JIT": "0"}, log)
-    if status == 0:
-        return
-    said = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
-    how = f"they end the process by signal {-status}" if status < 0 else said[-1].strip()
-    compiler = toolchain.cxx_version(environment)
-    raise ToolchainError(
-        f"the modules were built by {compiler}, but fail when they are tried: {how}. "
-        "Run: export CXX=g++  (or another C++ compiler than this one, which may link libstdc++ statically; "
-        f"all that was said is in {log})"
-    )
-
-
-def _run(program: str, folder: str, environment: dict[str, str], log: Path) -> int:
-    """Runs a program, passes on what it says of its progress, writes down the rest, and gives its status."""
-    search = [*map(os.path.abspath, sys.path), str(_build.PACKAGE.parent)]
-    told = json.dumps([search, str(_build.PACKAGE), folder])
+def _compile(folder: str, environment: dict[str, str], log: Path) -> int:
+    """Builds into a folder. Prints its progress, writes its output to the log, returns its exit status."""
+    path = os.pathsep.join([str(_record.PACKAGE.parent), *map(os.path.abspath, sys.path)])
     with (
-        log.open("a", encoding="utf-8") as written,
+        log.open("w", encoding="utf-8") as written,
         subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", _APART + program, told],
+            [sys.executable, "-c", _BUILD, folder],
             cwd=folder,
-            env=environment,
+            env=environment | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
@@ -237,7 +187,7 @@ def _run(program: str, folder: str, environment: dict[str, str], log: Path) -> i
 
 
 def _failure(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
+    lines = log.read_text(encoding="utf-8").splitlines() or ["no output"]
     error = next((line.strip() for line in lines if "error: " in line.lower()), lines[-1])
     remedy = "Run: export MAX_JOBS=1  (memory was too little)" if "Killed" in error else f"Run: less {log}"
     return f"the modules did not build: {error}. {remedy}"

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lltm_ext import _portable
+from lltm_ext._selftest import BACKWARD, FORWARD
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
@@ -37,10 +38,6 @@ EXAMPLES = hypothesis.settings(
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.differing_executors],
 )
-
-# How far, in relative L2 norm, a result may lie from the one that float64 gives on the same inputs.
-FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 DOUBLE = torch.float64
 FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtypes that every op takes

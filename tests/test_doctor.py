@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from lltm_ext import _doctor, _portable, _record
+from lltm_ext import _doctor, _portable, _probe, _record, _toolchain
 from lltm_ext._doctor import Gpu, Here
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SOABI = sysconfig.get_config_var("SOABI")
+CONSOLE_SCRIPT = "import sys, lltm_ext_cli; sys.exit(lltm_ext_cli.main())"
 RECORD: dict[str, Any] = {
     "version": "0.1.0+cu130torch2.11",
     "torch": "2.11.0+cu130",
@@ -164,9 +165,7 @@ def test_a_missing_module(site: Site) -> None:
 
 
 def test_a_missing_portable_library(site: Site) -> None:
-    (site.package / "_build_record.json").unlink()
-    record = RECORD | {"portable": True, "torch": "2.10", "python": "any"}
-    (site.package / "_portable_record.json").write_text(json.dumps(record))
+    site.record(portable=True, torch="2.10", python="any")
     assert site.problem() == (f"lltm_ext lacks {site.package}/_C/portable.so", REINSTALL)
 
 
@@ -198,24 +197,60 @@ def test_a_module_that_kills_the_process(site: Site) -> None:
 def test_behind_a_module_that_kills_the_process_the_others_are_tried(tmp_path: Path) -> None:
     killer = tmp_path / "killer.py"
     killer.write_text("import os; os.abort()")
-    found = _doctor.try_imports({"json": None, "killer": str(killer), "csv": None, "absent": None})
+    found = _probe.try_imports({"json": None, "killer": str(killer), "csv": None, "absent": None})
     assert found["json"] is found["csv"] is None
     assert str(found["killer"]).startswith("it kills the process (signal 6)")
     assert found["absent"] == "ModuleNotFoundError: No module named 'absent'"
 
 
 def test_a_module_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "SECONDS", 2)
+    monkeypatch.setattr(_probe, "SECONDS", 2)
     hanging = tmp_path / "hanging.py"
     hanging.write_text("import time; time.sleep(60)")
-    found = _doctor.try_imports({"json": None, "hanging": str(hanging)})
+    found = _probe.try_imports({"json": None, "hanging": str(hanging)})
     assert found == {"json": None, "hanging": "it does not end within 2 s"}
+
+
+TRIAL = """
+import os
+def trial(done):
+    for op in ("relu", "killer", "gemm", "wrong"):
+        if op not in done:
+            yield op, None
+            if op == "killer":
+                os.abort()
+            if op == "wrong":
+                yield op, "RuntimeError: wrong"
+"""
+
+
+def test_every_op_is_called_also_after_one_that_kills_the_process(tmp_path: Path) -> None:
+    (tmp_path / "lltm_ext").mkdir()
+    (tmp_path / "lltm_ext/__init__.py").touch()
+    (tmp_path / "lltm_ext/_selftest.py").write_text(TRIAL)
+    found = _probe.try_ops(str(tmp_path))
+    assert found["relu"] is found["gemm"] is None
+    assert str(found["killer"]).startswith("it kills the process (signal 6)")
+    assert found["wrong"] == "RuntimeError: wrong"
+    (tmp_path / "lltm_ext/__init__.py").write_text("import os; os.abort()")
+    (call,) = _probe.try_ops(str(tmp_path))
+    assert call == "import lltm_ext"
+
+
+def test_an_op_that_kills_the_process_when_it_is_called_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = {"relu on cpu": None, "gemm on cpu": "it kills the process (signal 6)", "round on cpu": "no"}
+    status, text = doctor(machine(H200, calls=calls), capsys)
+    assert status == 1
+    assert "\ncalls      gemm on cpu FAILS, round on cpu FAILS\n" in text
+    said = "wrong: gemm on cpu fails: it kills the process (signal 6) (and 1 more); built by c++ 12.2.0, "
+    assert f"{said}which may link libstdc++ statically\n" in text
+    assert "CXX=g++ python " in text
 
 
 def test_what_a_module_prints_is_no_answer(tmp_path: Path) -> None:
     noisy = tmp_path / "noisy.py"
     noisy.write_text("print('[1, 2]')")
-    assert _doctor.try_imports({"noisy": str(noisy)}) == {"noisy": None}
+    assert _probe.try_imports({"noisy": str(noisy)}) == {"noisy": None}
 
 
 def test_a_source_folder(site: Site) -> None:
@@ -254,6 +289,21 @@ def test_the_command_installs_the_wheel_again_that_was_installed(site: Site) -> 
     assert command == f"-m pip install --force-reinstall --no-deps {wheel}"
 
 
+def test_the_console_script_runs_where_torch_does_not_import(site: Site) -> None:
+    site.torch("2.11.0+cu130", "13.0", "import os; os.abort()")
+    cli = Path(_record.PACKAGE.parent, "lltm_ext_cli.py")
+    shutil.copy(cli, site.folder)
+    done = site.run("-c", CONSOLE_SCRIPT, "doctor", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "kills the process (signal 6)" in json.loads(done.stdout)["problems"][0]["what"]
+
+
+def test_the_console_script_loads_torch_for_a_selftest(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CONSOLE_SCRIPT, "selftest"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, " 0 failed" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
 def test_other_programs_that_are_told_doctor_are_left_alone(site: Site) -> None:
     site.torch("1.0.0", None)
     (site.folder / "clinic").mkdir()
@@ -272,7 +322,7 @@ def test_no_cuda_compiler() -> None:
     missing = _doctor.tool(lambda: _doctor.nvcc(here)).missing
     assert missing is not None
     assert missing.what.startswith("torch is built with CUDA 99.0, but ")
-    assert missing.what.endswith("(or set LLTM_EXT_CUDA=0 to build for the CPU alone)")
+    assert missing.what.endswith("(or set LLTM_EXT_CUDA=0 to build for the CPU only)")
     assert missing.command == 'python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"'
 
 
@@ -315,6 +365,13 @@ def test_what_an_import_needs_to_build_modules_is_wrong_where_it_lacks(
 
 
 # ---- drivers and GPUs, which are given ---------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout the doctor names other commands."""
+    monkeypatch.setattr(_doctor, "is_checkout", lambda: False)
+
 
 H200, V100, ORIN = Gpu("NVIDIA H200", "9.0"), Gpu("Tesla V100", "7.0"), Gpu("Orin", "8.7")
 
@@ -385,7 +442,7 @@ def test_a_gpu_that_this_wheel_was_not_built_for(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_which_code_runs_on_which_gpu(architectures: str, capability: str, runs: bool) -> None:
-    assert _doctor.runs_on(architectures.split(), capability) is runs
+    assert _toolchain.runs_on(architectures.split(), capability) is runs
 
 
 def test_a_cpu_build_where_there_is_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -540,5 +597,6 @@ def test_this_installation(tmp_path: Path) -> None:
     assert found["missing"] == []
     ops = set() if _portable.in_use else {stub.stem for stub in (_record.PACKAGE / "_C").glob("*.pyi")}
     assert found["imports"] == dict.fromkeys(["torch", *(f"lltm_ext._C.{op}" for op in ops), "lltm_ext"])
+    assert found["calls"] and set(found["calls"].values()) == {None}
     assert [tool for tool in found["tools"] if tool != "nvcc"] == ["c++", "ninja", "Python.h"]
     assert done.returncode == (1 if found["problems"] else 0)

@@ -1,56 +1,51 @@
-"""The build backend (PEP 517): setuptools', and the torch and CUDA compiler that an isolated build needs.
+"""The build backend (PEP 517): setuptools', with the torch and CUDA compiler that an isolated build needs.
 
-`pip install .` builds in an environment of its own. The modules fit only the torch that they were built
-against, so that environment gets the very torch of the one that the wheel is for, and the compiler beside it.
+The modules fit only the torch that they were built against, so an isolated build gets the same torch as the
+environment that the wheel is for, and the compiler of its CUDA version.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 from setuptools.build_meta import *  # noqa: F403 (build_wheel, build_sdist, build_editable, ...)
 
-# torch's own pin of cuda-toolkit makes this the compiler of torch's CUDA version. PyPI has no nvcc of CUDA
-# 12: there a system toolkit must do.
-CUDA_COMPILER = 'cuda-toolkit[nvcc,crt,nvvm,cccl]; platform_system == "Linux"'
+version = runpy.run_path(str(Path(__file__).resolve().parent.parent / "lltm_ext/_version.py"))
 
 # 2.11 is the first that PyPI has with CUDA 13. If pip could fall back to an older one it would, and pair it
 # with a compiler newer than any torch's.
 ANY_TORCH = "torch>=2.11"
 
-ASK_FOR_TORCH = """
+FIND_TORCH = """
 import importlib.metadata, importlib.util, json, pathlib, runpy
 spec = importlib.util.find_spec("torch")
-if spec is None:
-    print("null")
-else:
-    build = runpy.run_path(str(pathlib.Path(spec.origin).with_name("version.py")))
-    print(json.dumps([importlib.metadata.version("torch"), build["cuda"]]))
+build = spec and runpy.run_path(str(pathlib.Path(spec.origin).with_name("version.py")))
+print(json.dumps(build and [importlib.metadata.version("torch"), build["cuda"]]))
 """
 
 
 def installed_torch() -> tuple[str, str | None] | None:
     """(version, CUDA version) of the torch in the environment that the wheel is for; None if there is none.
 
-    Build isolation is made of PYTHON* variables, and `-E` passes them over. Importing torch takes seconds.
+    -E: build isolation works by PYTHON* variables. The file is read because importing torch takes seconds.
     """
-    answer = subprocess.run(
-        [sys.executable, "-E", "-c", ASK_FOR_TORCH], capture_output=True, text=True, check=True
-    )
-    found = json.loads(answer.stdout)
-    return found and tuple(found)
+    found = subprocess.run([sys.executable, "-E", "-c", FIND_TORCH], stdout=subprocess.PIPE, check=True)
+    answer = json.loads(found.stdout)
+    return answer and tuple(answer)
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    torch = installed_torch()
+    torch, cuda = installed_torch() or (None, "13.0")
     # `===`: the same build, where `==2.11.0` would also take a 2.11.0+cpu that some index offers.
-    requires = [f"torch==={torch[0]}" if torch else ANY_TORCH, "ninja"]
-    has_pypi_compiler = torch is None or (torch[1] is not None and int(torch[1].split(".")[0]) >= 13)
-    if has_pypi_compiler and os.environ.get("LLTM_EXT_CUDA") != "0":
-        requires.append(CUDA_COMPILER)
+    requires = [f"torch==={torch}" if torch else ANY_TORCH, "ninja"]
+    # PyPI has no nvcc of CUDA 12: there a system toolkit must do.
+    if cuda and int(version["major"](cuda)) >= 13 and os.environ.get("LLTM_EXT_CUDA") != "0":
+        requires.append(f'{version["TOOLKIT"]}; platform_system == "Linux"')
     return requires
 
 

@@ -1,9 +1,8 @@
-"""Makes the wheels that are given away; `make wheels` calls it for every Python and torch.
+"""Makes the wheels of a release; `make wheels` calls it for each wheel of wheels.json.
 
     python tools/wheels.py build 3.12-torch2.11 --sdist wheelhouse/lltm_ext-0.1.0.tar.gz
     python tools/wheels.py build portable-torch2.11 --sdist …      for every Python, and this torch or another
-    python tools/wheels.py publish wheelhouse         index, SBOMs, checksums
-    python tools/wheels.py compare one.whl other.whl  what differs in two builds of one source
+    python tools/wheels.py publish wheelhouse                      index, SBOMs, checksums
 
 A wheel is built from the sdist, in an environment of its own with that Python and torch. It is kept only if
 it passes tools/check_wheel.py and, in a second environment of what pip installs with it, the CPU tests.
@@ -29,65 +28,26 @@ import uuid
 import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The first time that a zip file can hold: the same source gives the same bytes, whenever it is built.
+# The time of every file in a wheel: the first that a zip file can hold.
 EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 
 # They come with the torch that the wheel requires. So does OpenMP: two of it would be two pools of threads.
 OF_TORCH = ("libc10*", "libtorch*", "libgomp*", "libcu*", "libnv*")
-
-RECORDS = ("lltm_ext/_build_record.json", "lltm_ext/_portable_record.json")
 
 
 class WheelError(Exception):
     """No wheel; the message says why."""
 
 
-class Recipe(NamedTuple):
-    """What a wheel is for: `3.12-torch2.11`. `portable-torch2.11`: for any, from this torch's headers."""
-
-    python: str
-    torch: str
-
-    @classmethod
-    def parse(cls, text: str) -> Recipe:
-        found = re.fullmatch(r"(3\.\d+|portable)-torch(\d+\.\d+)", text)
-        if found is None:
-            raise WheelError(f"expected 3.12-torch2.11, portable-torch2.11 or their like, got {text!r}")
-        return cls(*found.groups())
-
-    @property
-    def portable(self) -> bool:
-        return self.python == "portable"
-
-    def interpreter(self) -> str:
-        """pythonX.Y of PATH, or for the portable wheel this one.
-
-        It has to run: a version manager's may only say that this version is off.
-        """
-        if self.portable:
-            return sys.executable
-        found = shutil.which(f"python{self.python}")
-        asked = [found or "", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        if found and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == self.python:
-            return found
-        problem = f"{found} does not run" if found else "it is not on PATH"
-        raise WheelError(f"the wheel for Python {self.python} needs python{self.python}, and {problem}")
-
-
-# ---- one wheel ---------------------------------------------------------------------------------------------
-
-
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     print("+", shlex.join(map(str, command)), flush=True)
     env = os.environ | {"SOURCE_DATE_EPOCH": EPOCH} | variables
-    # A zip file holds the files' permissions, which are to be the same whoever builds.
     subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, umask=0o022)
 
 
@@ -97,21 +57,36 @@ def environment(interpreter: str, folder: Path) -> Path:
     return folder / "bin"
 
 
-def build(recipe: Recipe, sdist: Path, beside: Sequence[str], platform: str, pytest: str) -> Path:
-    """The wheel of `recipe`, beside the sdist."""
-    interpreter = recipe.interpreter()
+def interpreter(python: str) -> str:
+    """pythonX.Y of PATH, or this one for the portable wheel. It must run: one of pyenv may be disabled."""
+    if python == "portable":
+        return sys.executable
+    found = shutil.which(f"python{python}")
+    if found and subprocess.run([found, "-V"], capture_output=True).returncode == 0:
+        return found
+    problem = f"{found} does not run" if found else "it is not on PATH"
+    raise WheelError(f"the wheel for Python {python} needs python{python}, and {problem}")
+
+
+def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytest: str) -> Path:
+    """The wheel of that name, next to the sdist."""
+    found = re.fullmatch(r"(3\.\d+|portable)-torch(\d+\.\d+)", wheel)
+    if found is None:
+        raise WheelError(f"expected a wheel such as 3.12-torch2.11 or portable-torch2.11, got {wheel!r}")
+    python, torch = interpreter(found[1]), found[2]
     with tempfile.TemporaryDirectory(dir=sdist.parent, prefix=".build-") as name:
         folder = Path(name)
-        tools = environment(interpreter, folder / "builder")
+        tools = environment(python, folder / "builder")
         group = f"{ROOT / 'pyproject.toml'}:build"
-        run(tools / "pip", "install", "-q", f"torch=={recipe.torch}.*", *beside, "--group", group)
+        run(tools / "pip", "install", "-q", f"torch=={torch}.*", *compiler, "--group", group)
         pip_wheel = (tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
-        run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(recipe.portable)))
-        shutil.rmtree(folder / "builder")  # gigabytes, and the tests want as many
-        wheel = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
-        run(sys.executable, ROOT / "tools/check_wheel.py", wheel)
-        test(wheel, sdist, environment(interpreter, folder / "user"), folder, pytest)
-        return Path(shutil.move(wheel, sdist.parent / wheel.name))
+        portable = str(int(found[1] == "portable"))
+        run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=portable)
+        shutil.rmtree(folder / "builder")  # gigabytes, and the tests need as many
+        built = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
+        run(sys.executable, ROOT / "tools/check_wheel.py", built)
+        test(built, sdist, environment(python, folder / "user"), folder, pytest)
+        return Path(shutil.move(built, sdist.parent / built.name))
 
 
 def repair(wheel: Path, folder: Path, platform: str) -> Path:
@@ -133,54 +108,58 @@ def test(wheel: Path, sdist: Path, user: Path, folder: Path, pytest: str) -> Non
     run(user / "pytest", *options, cwd=tests, CUDA_VISIBLE_DEVICES="")
 
 
-# ---- all of them -------------------------------------------------------------------------------------------
+def publish(wheelhouse: Path) -> None:
+    """An index (PEP 503) for each CUDA and torch, a bill of materials for each wheel, and checksums.
 
-
-def publish(house: Path) -> None:
-    wheels = sorted(house.glob("*.whl"))
-    if not wheels:
-        raise WheelError(f"{house} has no wheel")
-    write_index(house, wheels)
-    for bill in house.glob("*.cdx.json"):
-        bill.unlink()
-    for wheel in wheels:
-        wheel.with_name(f"{wheel.name}.cdx.json").write_text(bill_of_materials(wheel) + "\n")
-    files = [*house.glob("*.tar.gz"), *wheels, *house.glob("*.cdx.json")]
-    lines = [f"{sha256(file)}  {file.name}\n" for file in sorted(files)]
-    (house / "SHA256SUMS").write_text("".join(lines))
-    for wheel in wheels:
-        print(f"{wheel.stat().st_size / 2**20:6.2f} MiB  {index_of(wheel)}  {wheel.name}")
-
-
-def index_of(wheel: Path) -> str:
-    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel.
-
-    Each torch and CUDA has an index of its own: on a common one pip would take the highest version, which is
-    the newest torch's.
+    Each torch has an index of its own: from a common one pip would take the newest torch's wheel.
     """
-    if re.fullmatch(r"lltm_ext-[^-+]+-py3-none-.+\.whl", wheel.name):
-        if build_record(wheel)["cuda"] is None:
-            raise WheelError(f"{wheel.name} is for CPUs alone, which its name does not say")
-        return "index"
-    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel.name)
-    if label is None:
-        raise WheelError(f"{wheel.name}: expected a version such as 0.1.0+cu130torch2.11")
-    return f"index/{label[1]}/{label[2]}"
-
-
-def write_index(house: Path, wheels: Sequence[Path]) -> None:
-    """PEP 503, in files that any web server can serve; the links lead to the wheels of `house`."""
-    shutil.rmtree(house / "index", ignore_errors=True)
+    wheels = sorted(wheelhouse.glob("*.whl"))
+    if not wheels:
+        raise WheelError(f"{wheelhouse} has no wheel")
+    for stale in wheelhouse.glob("*.cdx.json"):
+        stale.unlink()
     links = defaultdict(list)
     for wheel in wheels:
-        index, python = index_of(wheel), html.escape(metadata(wheel)["Requires-Python"])
-        href = f"{os.path.relpath('.', f'{index}/lltm-ext')}/{quote(wheel.name)}#sha256={sha256(wheel)}"
+        metadata, record = contents(wheel)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        bill = bill_of_materials(record, metadata["License-Expression"], digest)
+        wheel.with_name(f"{wheel.name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
+        index, python = index_of(wheel.name, record), html.escape(metadata["Requires-Python"])
+        href = f"{os.path.relpath('.', f'{index}/lltm-ext')}/{quote(wheel.name)}#sha256={digest}"
         links[index].append(f'<a href="{href}" data-requires-python="{python}">{wheel.name}</a>')
+        print(f"{wheel.stat().st_size / 2**20:6.2f} MiB  {index}  {wheel.name}")
+
+    shutil.rmtree(wheelhouse / "index", ignore_errors=True)
     for index, found in links.items():
-        page = house / index / "lltm-ext"
+        page = wheelhouse / index / "lltm-ext"
         page.mkdir(parents=True)
         (page / "index.html").write_text(html_page("Links for lltm_ext", found))
         (page.parent / "index.html").write_text(html_page(index, ['<a href="lltm-ext/">lltm_ext</a>']))
+    files = sorted(
+        file for file in wheelhouse.iterdir() if file.name.endswith((".tar.gz", ".whl", ".cdx.json"))
+    )
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (wheelhouse / "SHA256SUMS").write_text("".join(lines))
+
+
+def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
+    """Its METADATA and its build record."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        record = json.loads(archive.read("lltm_ext/_build_record.json"))
+        return email.message_from_bytes(archive.read(metadata)), record
+
+
+def index_of(wheel: str, record: dict[str, Any]) -> str:
+    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel."""
+    if "portable" in record:
+        if record["cuda"] is None:
+            raise WheelError(f"{wheel} is for CPUs only, which its name does not say")
+        return "index"
+    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel)
+    if label is None:
+        raise WheelError(f"{wheel}: expected a version such as 0.1.0+cu130torch2.11")
+    return f"index/{label[1]}/{label[2]}"
 
 
 def html_page(title: str, links: Sequence[str]) -> str:
@@ -188,88 +167,34 @@ def html_page(title: str, links: Sequence[str]) -> str:
     return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n" + "<br>\n".join(links) + "\n</body></html>\n"
 
 
-def bill_of_materials(wheel: Path) -> str:
+def bill_of_materials(record: dict[str, Any], licence: str, digest: str) -> dict[str, Any]:
     """CycloneDX: the wheel, the torch that it requires and does not hold, and what compiled it."""
-    from cyclonedx.model import HashAlgorithm, HashType
-    from cyclonedx.model.bom import Bom, BomMetaData
-    from cyclonedx.model.component import Component, ComponentScope, ComponentType
-    from cyclonedx.model.license import DisjunctiveLicense
-    from cyclonedx.model.tool import ToolRepository
-    from cyclonedx.output import make_outputter
-    from cyclonedx.schema import OutputFormat, SchemaVersion
-    from packageurl import PackageURL
 
-    def of_pypi(name: str, version: str, **more: Any) -> Component:
-        purl = PackageURL("pypi", None, name, version)
-        kind = ComponentType.LIBRARY
-        return Component(
-            name=name, version=version, type=kind, purl=purl, bom_ref=f"{name}=={version}", **more
-        )
+    def of_pypi(name: str, version: str, **more: Any) -> dict[str, Any]:
+        ref = f"{name}=={version}"
+        purl = f"pkg:pypi/{name}@{quote(version)}"
+        return {"type": "library", "bom-ref": ref, "name": name, "version": version, "purl": purl} | more
 
-    digest, record = sha256(wheel), build_record(wheel)
-    licence = DisjunctiveLicense(id=metadata(wheel)["License-Expression"])
-    hashes = [HashType(alg=HashAlgorithm.SHA_256, content=digest)]
-    whole = of_pypi("lltm-ext", record["version"], licenses=[licence], hashes=hashes)
+    hashes = [{"alg": "SHA-256", "content": digest}]
+    ours = of_pypi("lltm-ext", record["version"], hashes=hashes, licenses=[{"license": {"id": licence}}])
     newer = {"description": f"{record['torch']} or newer"} if "portable" in record else {}
-    torch = of_pypi("torch", record["torch"], scope=ComponentScope.REQUIRED, **newer)
+    torch = of_pypi("torch", record["torch"], scope="required", **newer)
     compilers = [
-        Component(name=name, version=version, type=ComponentType.APPLICATION)
+        {"type": "application", "name": name, "version": version}
         for name, version in record["compiler"].items()
         if version
     ]
-    bom = Bom(
-        components=[torch],
-        serial_number=uuid.UUID(digest[:32]),  # of its content: the same wheel, the same bill
-        metadata=BomMetaData(
-            component=whole,
-            tools=ToolRepository(components=compilers),
-            timestamp=datetime.fromtimestamp(int(EPOCH), timezone.utc),
-        ),
-    )
-    bom.register_dependency(whole, [torch])
-    return make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
-
-
-def metadata(wheel: Path) -> email.message.Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return email.message_from_bytes(archive.read(file))
-
-
-def build_record(wheel: Path) -> dict[str, Any]:
-    """What the modules, or the portable library, say that they were built from."""
-    with zipfile.ZipFile(wheel) as archive:
-        (file,) = (name for name in archive.namelist() if name in RECORDS)
-        return json.loads(archive.read(file))
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-# ---- two builds of one source ------------------------------------------------------------------------------
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """What differs in two wheels, file by file; an empty list if every byte is the same."""
-    if one.read_bytes() == other.read_bytes():
-        return []
-    with zipfile.ZipFile(one) as first, zipfile.ZipFile(other) as second:
-        members = {
-            archive: {entry.filename: entry for entry in archive.infolist()} for archive in (first, second)
-        }
-        found = []
-        for name in sorted({*members[first], *members[second]}):
-            if name not in members[first] or name not in members[second]:
-                found.append(f"{name}: in one alone")
-                continue
-            if first.read(name) != second.read(name):
-                found.append(f"{name}: contents")
-            entries = [members[archive][name] for archive in (first, second)]
-            for field in ("date_time", "external_attr"):
-                if getattr(entries[0], field) != getattr(entries[1], field):
-                    found.append(f"{name}: {field}")
-    return found or ["the archive: order or compression"]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.UUID(digest[:32])}",
+        "metadata": {"component": ours, "tools": {"components": compilers}},
+        "components": [torch],
+        "dependencies": [
+            {"ref": ours["bom-ref"], "dependsOn": [torch["bom-ref"]]},
+            {"ref": torch["bom-ref"]},
+        ],
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -278,29 +203,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     build_ = commands.add_parser("build")
-    build_.add_argument("recipe", help="a Python, or portable, and a torch: 3.12-torch2.11")
+    build_.add_argument("wheel", help="a Python, or portable, and a torch: 3.12-torch2.11")
     build_.add_argument("--sdist", type=Path, required=True)
-    build_.add_argument(
-        "--beside", nargs="*", default=[], help="what pip installs with torch: the CUDA compiler"
-    )
-    build_.add_argument(
-        "--platform", default="auto", help="manylinux_2_28_x86_64; auto: the oldest that holds"
-    )
+    build_.add_argument("--compiler", nargs="*", default=[], help="the CUDA compiler's packages on PyPI")
+    build_.add_argument("--platform", default="auto", help="manylinux_2_28_x86_64; auto: the oldest possible")
     build_.add_argument("--pytest", default="", help="options for pytest")
-    commands.add_parser("publish").add_argument("house", type=Path)
-    compare = commands.add_parser("compare")
-    compare.add_argument("wheels", type=Path, nargs=2)
+    commands.add_parser("publish").add_argument("wheelhouse", type=Path)
     chosen = parser.parse_args(arguments)
     try:
-        if chosen.command == "build":
-            recipe = Recipe.parse(chosen.recipe)
-            print(build(recipe, chosen.sdist.resolve(), chosen.beside, chosen.platform, chosen.pytest))
-        elif chosen.command == "publish":
-            publish(chosen.house)
+        if chosen.command == "publish":
+            publish(chosen.wheelhouse)
         else:
-            found = differences(*chosen.wheels)
-            print("\n".join(found) or "the same, byte for byte")
-            return min(len(found), 1)
+            options = (chosen.compiler, chosen.platform, chosen.pytest)
+            print(build(chosen.wheel, chosen.sdist.resolve(), *options))
     except (WheelError, subprocess.CalledProcessError) as error:
         print(f"wheels: {error}", file=sys.stderr)
         return 1
