@@ -16,8 +16,6 @@ from torch import Tensor
 
 ops = torch.ops.lltm_ext
 
-State = tuple[Tensor, Tensor]
-
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 
@@ -36,6 +34,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
 def is_lazy(x: Tensor) -> bool:
     """Whether memory holds the negative or the conjugate of ``x``; never where a graph is traced."""
     return not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj())
+
+
+def describe(function: Any, module: str, name: str, doc: str | None) -> None:
+    """Names what a declaration made. A function gets its own code object: torch.compile counts by those."""
+    function.__module__, function.__name__, function.__qualname__, function.__doc__ = module, name, name, doc
+    if hasattr(function, "__code__"):
+        function.__code__ = function.__code__.replace(co_name=name)
 
 
 def into(
@@ -143,34 +148,3 @@ def differentiable_gradients(
     for i, gradient in zip(given, found, strict=True):
         gradients[i] = gradient
     return tuple(gradients)
-
-
-def check_sequence(
-    name: str, input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of a sequence, which are tensors, as the dispatcher takes them."""
-    h0, c0 = check_pair(name, hx)
-    check_tensor(name, "input", input)
-    check_tensor(name, "weight_ih", weight_ih)
-    check_tensor(name, "weight_hh", weight_hh)
-    if bias is not None:
-        check_tensor(name, "bias", bias)
-    return input, h0, c0, weight_ih, weight_hh, bias
-
-
-def check_pair(name: str, hx: Any) -> State:
-    """hx as (h0, c0)."""
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    check_tensor(name, "h0", hx[0])
-    check_tensor(name, "c0", hx[1])
-    return hx[0], hx[1]
-
-
-def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
-    """hx as (h0, c0), tensors of the shape that a layer expects."""
-    pair = check_pair(name, hx)
-    for argument, state in zip(("h0", "c0"), pair, strict=True):
-        if state.shape != shape:
-            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
-    return pair

@@ -19,18 +19,11 @@ from torch import Tensor
 
 import lltm_ext
 from lltm_ext import _portable, _record
-from lltm_ext.gemm import _ACTIVATIONS, gemm_reference
-from lltm_ext.lltm import lltm_cell_reference, lltm_reference
-from lltm_ext.lstm import lstm_reference
-from lltm_ext.relu import relu_reference
-from lltm_ext.round import (
-    binarize_reference,
-    ceil_reference,
-    floor_reference,
-    round_reference,
-    trunc_reference,
-)
-from lltm_ext.sigmoid import sigmoid_reference
+from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._sequence import SEQUENCE_OPS
+from lltm_ext._unary import UNARY_OPS
+from lltm_ext.gemm import gemm_reference
+from lltm_ext.lltm import lltm_cell_reference
 
 if not _portable.in_use:  # which has neither
     from lltm_ext.fake_quantize import fake_quantize_reference
@@ -82,8 +75,8 @@ def checks() -> Iterator[Check]:
         yield from of_quantizers()
     yield from of_gemm()
     yield Check("lltm_cell", public("lltm_cell"), lltm_cell_reference, cell_inputs)
-    yield from of_sequences("lltm", 3, lltm_reference)
-    yield from of_sequences("lstm", 4, lstm_reference)
+    for name, op in SEQUENCE_OPS.items():
+        yield from of_sequences(name, op.gates, op.reference)
 
 
 def public(name: str) -> Function:
@@ -92,21 +85,13 @@ def public(name: str) -> Function:
 
 
 def of_elementwise_ops() -> Iterator[Check]:
-    references: dict[str, Function] = {
-        "sigmoid": sigmoid_reference,
-        "relu": relu_reference,
-        "round": round_reference,
-        "floor": floor_reference,
-        "ceil": ceil_reference,
-        "trunc": trunc_reference,
-        "binarize": binarize_reference,
-    }
-    for name, reference in references.items():
-        yield Check(name, public(name), reference, values)
-        yield Check(name, on_view(public(name)), on_view(reference), values)
-        yield Check(name, in_place(name), reference, values)
+    for name, op in UNARY_OPS.items():
+        yield Check(name, public(name), op.reference, values)
+        yield Check(name, on_view(public(name)), on_view(op.reference), values)
+        yield Check(name, in_place(name), op.reference, values)
+    binarize = UNARY_OPS["binarize"].reference
     for grad in ("clipped", "tanh"):
-        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize_reference))
+        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize))
         yield Check("binarize", ours, theirs, values)
 
 
@@ -196,7 +181,7 @@ def of_gemm() -> Iterator[Check]:
     yield Check("gemm, transposed", *turned, matrices((512, 256), (384, 512)))
     yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (7, 65, 67)))
     yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (65, 67)))
-    for activation in _ACTIVATIONS:
+    for activation in ACTIVATIONS:
         for m, k, n in ((63, 65, 67), (128, 64, 256)):
             ours, reference = (functools.partial(with_bias, f, activation) for f in (gemm, gemm_reference))
             yield Check("gemm, bias, activation", ours, reference, matrices((m, k), (k, n), (n,)))

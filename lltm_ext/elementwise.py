@@ -14,6 +14,8 @@ from torch import Tensor
 from lltm_ext._C import elementwise as _C
 from lltm_ext._library import ops, transforms_active
 
+__all__ = ["elementwise"]
+
 SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h
 MAX_TENSORS = 8
 overridden: Callable[[Any], bool] = torch.overrides.has_torch_function

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lltm_ext._C import fake_quantize as _C  # noqa: F401  registers the ops
 from lltm_ext._library import check_tensor, differentiable_gradients, ops, transforms_active, vmap_loop
 
+__all__ = ["FakeQuantize", "FakeQuantizeFunction", "fake_quantize"]
+
 
 def _number(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):

@@ -7,23 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import check_tensor, is_lazy, ops, transforms_active, vmap_elementwise, vmap_loop
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
-# Those whose derivative does not follow from their output.
-_SAVE_INPUT = ("gelu", "gelu_tanh", "silu")
+__all__ = ["GemmFunction", "Linear", "gemm"]
+
+_SAVE_INPUT = {name for name, activation in ACTIVATIONS.items() if activation.saves_input}
 
 
 def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -31,7 +23,7 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
     product = torch.matmul(a, b)
     if bias is not None:
         product = product + bias
-    return product if activation is None else _ACTIVATIONS[activation](product)
+    return product if activation is None else ACTIVATIONS[activation].reference(product)
 
 
 class _Product(torch.autograd.Function):
@@ -203,8 +195,8 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation is not None and activation not in _ACTIVATIONS:
-            names = ", ".join(repr(name) for name in _ACTIVATIONS)
+        if activation is not None and activation not in ACTIVATIONS:
+            names = ", ".join(repr(name) for name in ACTIVATIONS)
             raise ValueError(f"Linear: expected activation None or one of {names}, got {activation!r}")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation

@@ -11,8 +11,6 @@ Source: Goldsborough, "Custom C++ and CUDA Extensions", https://pytorch.org/tuto
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ from torch import Tensor, nn
 
 from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
-    State,
-    check_hx,
-    check_sequence,
     check_tensor,
     differentiable_gradients,
     is_plain,
@@ -31,7 +26,18 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
+from lltm_ext._sequence import (
+    SEQUENCE_OPS,
+    CellLayer,
+    State,
+    check_hx,
+    check_sizes,
+    init_uniform,
+    run_steps,
+    sequence_op,
+)
+
+__all__ = ["LLTM", "LLTMCell", "LLTMFunction", "lltm", "lltm_algorithm", "lltm_cell"]
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -47,22 +53,6 @@ def lltm_cell_reference(
     """:func:`lltm_cell` in pure PyTorch."""
     gates = torch.cat([old_h, input], dim=1) @ weights.t()
     return _cell_reference(gates if bias is None else gates + bias, old_cell)
-
-
-def lltm_reference(
-    input: Tensor, hx: State, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, State]:
-    """:func:`lltm` in pure PyTorch: a Python loop over the steps."""
-    h, c = hx
-    projection = input @ weight_ih.t()
-    if bias is not None:
-        projection = projection + bias
-    outputs = []
-    for gates in projection.unbind(0):
-        h, c = _cell_reference(gates + h @ weight_hh.t(), c)
-        outputs.append(h)
-    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
-    return output, (h, c)
 
 
 class _CellFunction(torch.autograd.Function):
@@ -120,11 +110,6 @@ class LLTMFunction(_CellFunction):
         return lltm_cell(*args)
 
 
-_SequenceFunction = sequence_function("lltm", lltm_reference)
-_sequence = sequence_op("lltm", _SequenceFunction)
-_both = both_directions("lltm", _sequence)
-
-
 def lltm_cell(
     input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -158,6 +143,7 @@ def lltm_cell(
     return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
 
 
+@sequence_op(gates=3)
 def lltm(
     input: Tensor,
     hx: State,
@@ -196,30 +182,10 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    tensors = check_sequence("lltm", input, hx, weight_ih, weight_hh, bias)
-    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
-    return output, (h_n, c_n)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
 
 
-def lltm_algorithm(
-    input: Tensor,
-    hx: State,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None = None,
-    *,
-    algorithm: str = "auto",
-    backward: bool = False,
-) -> str:
-    """The algorithm that :func:`lltm` takes for these arguments: "stepwise", "cluster" or "grid".
-
-    Args:
-        backward: True for that of the backward pass, which may differ from the forward's.
-
-    The other arguments and all errors are those of :func:`lltm`.
-    """
-    tensors = check_sequence("lltm_algorithm", input, hx, weight_ih, weight_hh, bias)
-    return ops.lltm_algorithm(*tensors, algorithm=algorithm, backward=backward)
+lltm_reference, lltm_algorithm, _SequenceFunction = SEQUENCE_OPS["lltm"][:3]
 
 
 class LLTMCell(nn.Module):
@@ -247,7 +213,7 @@ class LLTMCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes("LLTMCell", input_size=input_size, hidden_size=hidden_size)
+        check_sizes("LLTMCell", input_size=input_size, hidden_size=hidden_size)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.weights = nn.Parameter(
@@ -261,7 +227,7 @@ class LLTMCell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as the tutorial and nn.LSTMCell do."""
-        _init_uniform(self, self.hidden_size)
+        init_uniform(self, self.hidden_size)
 
     def forward(self, input: Tensor, hx: State | None = None) -> State:
         check_tensor("LLTMCell", "input", input)
@@ -290,7 +256,7 @@ class LLTMCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias is not None else ", bias=False")
 
 
-class LLTM(SequenceLayer):
+class LLTM(CellLayer):
     """The LLTM as a layer, called like :class:`torch.nn.LSTM`: ``output, (h_n, c_n) = layer(input, hx)``.
 
     Args:
@@ -313,96 +279,7 @@ class LLTM(SequenceLayer):
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
     """
 
-    _sequence = staticmethod(_sequence)
-    _both = staticmethod(_both)
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _check_sizes("LLTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
-        if isinstance(dropout, bool) or not 0 <= dropout <= 1:
-            raise ValueError(f"LLTM: expected dropout to be a probability in [0, 1], got {dropout!r}")
-        if dropout > 0 and num_layers == 1:
-            warnings.warn(
-                "LLTM: dropout acts on the output of every layer but the last, so it does nothing with "
-                f"num_layers=1, got dropout={dropout}",
-                stacklevel=2,
-            )
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.bias = bias
-        self.batch_first = batch_first
-        self.dropout = float(dropout)
-        self.bidirectional = bidirectional
-        for layer in range(num_layers):
-            layer_input = input_size if layer == 0 else hidden_size * self._directions
-            for suffix in ("", "_reverse")[: self._directions]:
-                shapes: dict[str, tuple[int, ...]] = {
-                    "weight_ih": (3 * hidden_size, layer_input),
-                    "weight_hh": (3 * hidden_size, hidden_size),
-                }
-                if bias:
-                    shapes["bias"] = (3 * hidden_size,)
-                for name, shape in shapes.items():
-                    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                    self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
-        _init_uniform(self, self.hidden_size)
-
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        end = f"_l{layer}{('', '_reverse')[direction]}"
-        return (
-            getattr(self, "weight_ih" + end),
-            getattr(self, "weight_hh" + end),
-            getattr(self, "bias" + end) if self.bias else None,
-        )
-
-    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
-        if input.dim() not in dims or input.shape[-1] != self.input_size:
-            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
-            raise RuntimeError(
-                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
-                f"input_size = {self.input_size}, got {list(input.shape)}"
-            )
-
-    def extra_repr(self) -> str:
-        options = {
-            "num_layers": (self.num_layers, 1),
-            "bias": (self.bias, True),
-            "batch_first": (self.batch_first, False),
-            "dropout": (self.dropout, 0.0),
-            "bidirectional": (self.bidirectional, False),
-        }
-        changed = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
-        return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
-
-
-def _check_sizes(name: str, **sizes: int) -> None:
-    for argument, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
-        if size <= 0:
-            raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
-
-
-def _init_uniform(module: nn.Module, hidden_size: int) -> None:
-    bound = 1 / math.sqrt(hidden_size)
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, -bound, bound)
+    _op = SEQUENCE_OPS["lltm"]
 
 
 torch.library.register_vmap("lltm_ext::lltm_cell", vmap_rows(ops.lltm_cell, {0: 0, 3: 0, 4: 0}, (0, 0)))

@@ -17,33 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import State, check_sequence, ops
-from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
+from lltm_ext._sequence import SEQUENCE_OPS, SequenceLayer, State, run_steps, sequence_op
+
+__all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
 
-def lstm_reference(
-    input: Tensor, hx: State, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, State]:
-    """:func:`lstm` in pure PyTorch: a Python loop over the steps."""
-    h, c = hx
-    projection = input @ weight_ih.t()
-    if bias is not None:
-        projection = projection + bias
-    outputs = []
-    for step in projection.unbind(0):
-        i, f, g, o = (step + h @ weight_hh.t()).chunk(4, dim=-1)
-        c = (torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)).to(c.dtype)
-        h = (torch.sigmoid(o) * torch.tanh(c)).to(h.dtype)
-        outputs.append(h)
-    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
-    return output, (h, c)
+def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
+    i, f, g, o = gates.chunk(4, dim=-1)
+    new_cell = torch.sigmoid(f) * old_cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(new_cell), new_cell
 
 
-_SequenceFunction = sequence_function("lstm", lstm_reference)
-_sequence = sequence_op("lstm", _SequenceFunction)
-_both = both_directions("lstm", _sequence)
-
-
+@sequence_op(gates=4)
 def lstm(
     input: Tensor,
     hx: State,
@@ -67,24 +52,10 @@ def lstm(
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    tensors = check_sequence("lstm", input, hx, weight_ih, weight_hh, bias)
-    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
-    return output, (h_n, c_n)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
 
 
-def lstm_algorithm(
-    input: Tensor,
-    hx: State,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None = None,
-    *,
-    algorithm: str = "auto",
-    backward: bool = False,
-) -> str:
-    """The algorithm that :func:`lstm` takes for these arguments; see :func:`lltm_ext.lltm_algorithm`."""
-    tensors = check_sequence("lstm_algorithm", input, hx, weight_ih, weight_hh, bias)
-    return ops.lstm_algorithm(*tensors, algorithm=algorithm, backward=backward)
+lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 
 
 class LSTM(SequenceLayer, nn.LSTM):
@@ -98,8 +69,7 @@ class LSTM(SequenceLayer, nn.LSTM):
         ValueError: for a ``proj_size`` other than 0.
     """
 
-    _sequence = staticmethod(_sequence)
-    _both = staticmethod(_both)
+    _op = SEQUENCE_OPS["lstm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lltm_ext._C import stochastic_round as _C  # noqa: F401  registers the op
 from lltm_ext._library import check_tensor, ops, transforms_active
 
+__all__ = ["StochasticRound", "StochasticRoundFunction", "stochastic_round"]
+
 
 def stochastic_round_reference(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The two values that :func:`stochastic_round` may give, and how likely the upper one is.

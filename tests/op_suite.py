@@ -60,10 +60,25 @@ def assert_all_near(actual, expected, bound, what="result"):
         assert_near(a, e, bound, f"{what} {i}")
 
 
+def bits_of(x):
+    """The elements as integers, so that -0.0 is not 0.0, and a NaN is equal to one with the same payload."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.contiguous().view(integer)
+
+
 def assert_same_bits(actual, expected):
     assert len(actual) == len(expected)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert (a.shape, a.dtype, a.device) == (e.shape, e.dtype, e.device), f"tensor {i}"
+        if not torch.equal(bits_of(a), bits_of(e)):
+            differ = bits_of(a) != bits_of(e)
+            first = tuple(differ.nonzero()[0].tolist())[: a.dim()]
+            raise AssertionError(
+                f"tensor {i}: {differ.sum()} of {differ.numel()} elements differ in their bits, the first "
+                f"at {first}: {a[first].item()!r}, expected {e[first].item()!r}"
+            )
 
 
 class Make:
