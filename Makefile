@@ -36,6 +36,7 @@ wheels: $(WHEELS:%=$(HOUSE)/.%)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+	$(BIN)/python tools/stubs.py --check
 	find src include examples/cpp -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 

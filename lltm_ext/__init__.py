@@ -15,7 +15,7 @@ from lltm_ext._record import provide as _provide
 # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a build at run time.
 __version__: str = _provide(torch)["version"]
 
-# The modules' own __all__ say what is public.
+# The __all__ of each module lists its public names.
 # ruff: noqa: F403
 from lltm_ext import _portable
 from lltm_ext.gemm import *

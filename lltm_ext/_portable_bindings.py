@@ -1,6 +1,6 @@
 """The raw bindings lltm_ext._C.<op> for the portable library, which registers dispatcher ops only.
 
-The stubs in _C say which functions a module has. Those that no dispatcher op computes are written here.
+The stubs in _C list the functions of each module. Those that no dispatcher op computes are written here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the native modules register in C++ and the portable library cannot; _portable.py says why.
+"""What native modules register in C++ and the portable library cannot (see _portable.py).
 
 Each op of the library gets its kernels for Autograd and for autocast, and the shapes of its outputs for fake
 tensors. Its derivative is the ``torch.autograd.Function`` that torch.func's transforms use too.
@@ -400,7 +400,7 @@ def shape_both_backward(grad_outputs: Any, input: Tensor, onward: Any, reverse: 
 
 
 def meta(x: Any) -> Any:
-    """Tensors without memory, of the sizes and strides of those in ``x``."""
+    """Meta tensors with the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
         return [meta(each) for each in x]
     if not isinstance(x, Tensor):

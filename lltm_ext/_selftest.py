@@ -1,7 +1,7 @@
-"""`python -m lltm_ext selftest`: every op and algorithm against its reference, on every device there is.
+"""`python -m lltm_ext selftest`: every op and algorithm against its reference, on every device.
 
-A check calls ours and, in float64 on the CPU, the op's reference in pure PyTorch, on the same random values.
-It compares the results, and the gradients for random output gradients, by their relative L2 error.
+A check runs the op and, in float64 on the CPU, its reference in pure PyTorch, on the same random values. It
+compares the results, and the gradients for random output gradients, by their relative L2 error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lltm_ext._unary import UNARY_OPS
 from lltm_ext.gemm import gemm_reference
 from lltm_ext.lltm import lltm_cell_reference
 
-if not _portable.in_use:  # which has neither
+if not _portable.in_use:  # it lacks both
     from lltm_ext.fake_quantize import fake_quantize_reference
     from lltm_ext.stochastic_round import stochastic_round_reference
 
@@ -40,7 +40,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class Unable(Exception):
-    """What was asked for is not there for this device, dtype or size; says why."""
+    """This device, dtype or size is not supported; the message says why."""
 
 
 class Make:
@@ -54,7 +54,7 @@ class Make:
 
 
 class Check(NamedTuple):
-    """Checks of one name make a row of the table."""
+    """Checks with the same name share a row of the table."""
 
     name: str
     ours: Function
@@ -108,7 +108,7 @@ def in_place(name: str) -> Function:
 
 
 def made_at_run_time() -> Check:
-    """Compiled here and now; it has no kernel for the CPU."""
+    """Compiled at run time; it has no kernel for the CPU."""
     op = lltm_ext.elementwise(
         "T scaled_softsign(T x, T y, T a)",
         forward="return y * x / (a + fabs(x));",
@@ -127,7 +127,7 @@ def made_at_run_time() -> Check:
     def inputs(make: Make) -> Inputs:
         return make(37, 65), (1.5 + torch.tanh(make(37, 65).double())).to(make.dtype)  # y is not near 0
 
-    # The gradient of y reads the output as it was rounded, so that in half types it is no better.
+    # The gradient of y reads the rounded output.
     return Check("elementwise, made now", ours, reference, inputs)
 
 
@@ -142,14 +142,14 @@ def of_quantizers() -> Iterator[Check]:
     for (name, how), inputs in zip(pairs.items(), (steps, steps_by_channel), strict=True):
         yield Check(name, how(public("fake_quantize")), how(fake_quantize_reference), inputs)
     for dtype in HALVES:
-        # To nearest would be off by a fifth of eps, this many draws leave 0.004.
+        # Rounding to nearest would be off by a fifth of eps; this many draws are off by 0.004.
         bound = torch.finfo(dtype).eps / 32
         ours = functools.partial(average_of_draws, dtype)
         yield Check("stochastic_round", ours, lambda x: x, single_values, (dtype,), forward=bound)
 
 
 def steps_by_channel(make: Make) -> Inputs:
-    """Values, scales and zero points; values so far from any tie that no rounding of theirs matters."""
+    """Values, scales and zero points; the values are far from ties, so rounding them does not matter."""
     scale, zero_point = 0.25 + 0.1 * torch.tanh(make(33).double()), (2 * make(33)).round() + 0.25
     x = (5 * make(65, 33).double()).round() + 0.3 * torch.tanh(make(65, 33).double())
     return (x * scale).to(make.dtype), scale.to(make.dtype), zero_point.to(make.dtype)
@@ -197,7 +197,7 @@ def with_bias(function: Function, activation: str, a: Tensor, b: Tensor, bias: T
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
-    """The first scaled so that sums of products are of size 1."""
+    """The first is scaled so that the products are of size 1."""
     return lambda make: tuple(make(*s, scale=1 if i else s[-1] ** -0.5) for i, s in enumerate(shapes))
 
 
@@ -247,7 +247,7 @@ class Errors(NamedTuple):
 class Cell(NamedTuple):
     """What the checks of a row found in one dtype."""
 
-    errors: Errors | None  # the largest; None: none ran through
+    errors: Errors | None  # the largest; None: no check completed
     faults: tuple[str, ...]
     unable: tuple[str, ...]
 
@@ -266,7 +266,7 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
             found = errors_of(check, dtype, device)
         except Unable as reason:
             unable.append(str(reason))
-        except Exception as error:  # whatever it is, the next check goes on
+        except Exception as error:  # any error: the next check still runs
             faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         else:
             errors.append(found)
@@ -281,7 +281,7 @@ def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> Errors:
     return Errors(*map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
 
 
-@functools.cache  # for the next device, and for checks of the same
+@functools.cache  # for other devices, and for checks of the same function
 def expected(
     reference: Function, inputs: Callable[[Make], Inputs], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -291,7 +291,7 @@ def expected(
 def forward_and_gradients(
     function: Function, inputs: list[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs, and the gradients of the inputs for output gradients that are random values of `dtype`."""
+    """The outputs, and the gradients of the inputs for random output gradients in `dtype`."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = flat(function(*leaves))
     make = Make(dtype)
@@ -333,7 +333,7 @@ def main(args: argparse.Namespace) -> int:
         rows.setdefault(check.name, []).append(check)
     print("Relative L2 errors of results and of gradients, against the reference in float64")
     with tempfile.TemporaryDirectory() as folder:
-        # An op made at run time is to be compiled, not read from the disk.
+        # An empty cache, so that ops made at run time are compiled.
         os.environ["LLTM_EXT_CACHE"] = f"{folder}/cache"
         cells = [cell for device in devices() for cell in table(device, rows)]
     failed = sum(bool(cell.faults) for cell in cells)
@@ -348,7 +348,7 @@ def trial() -> None:
     """One call of each op on the CPU, forward and backward.
 
     Raises:
-        RuntimeError: where one fails; says which, and how.
+        RuntimeError: for one that fails; names it and says how.
     """
     torch.manual_seed(0)
     first: dict[str, Check] = {}
@@ -366,7 +366,7 @@ def devices() -> Iterator[torch.device]:
     if not torch.cuda.is_available():
         print("\nNo GPU is tested: torch sees none")
     elif record["cuda"] is None:
-        print(f"\nNo GPU is tested: lltm_ext {record['version']} is built for the CPU alone")
+        print(f"\nNo GPU is tested: lltm_ext {record['version']} is built for the CPU only")
     else:
         yield from (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
 
@@ -376,7 +376,7 @@ def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
     title = device.type if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
     width = max(map(len, rows))
     print(f"\n{title}\n{'':{width}}", *(f"{str(d).removeprefix('torch.'):>13}" for d in DTYPES))
-    said: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for name, row in rows.items():
         cells = {d: examine(row, d, device) for d in DTYPES if any(d in check.dtypes for check in row)}
         print(f"{name:{width}}", *(f"{cells.get(d, '')!s:>13}" for d in DTYPES), flush=True)
@@ -384,7 +384,7 @@ def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
             for line in [f"FAILED {name}: {f}" for f in cell.faults] + [
                 f"- {name}: {u}" for u in cell.unable
             ]:
-                said.setdefault(line, []).append(str(dtype).removeprefix("torch."))
+                lines.setdefault(line, []).append(str(dtype).removeprefix("torch."))
         yield from cells.values()
-    for line, dtypes in said.items():
+    for line, dtypes in lines.items():
         print(f"{line} ({', '.join(dtypes)})")

@@ -166,7 +166,7 @@ def sequence_function(
         batch_sizes: list[int] | None,
         reverse: bool,
     ) -> Outputs:
-        """By the reference: all steps at once, or one by one where the rows differ."""
+        """By the reference: all steps at once, or step by step if the number of rows changes."""
         weights = (weight_ih, weight_hh, bias)
         if batch_sizes is None:
             output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
@@ -181,7 +181,7 @@ def sequence_function(
         return torch.cat(outputs[order]) if outputs else input.new_zeros(0, h0.shape[1]), h0, c0
 
     class SequenceFunction(torch.autograd.Function):
-        """``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
+        """``(output, h_n, c_n, gates, extra)``, the last two for backward."""
 
         composed = staticmethod(by_reference)
 
@@ -252,9 +252,9 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
 
 
 def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[..., list[Outputs]]:
-    """The op ``lltm_ext::<name>_bidirectional``, two ``sequence`` calls in one: onward and in reverse.
+    """The op ``lltm_ext::<name>_bidirectional``, two ``sequence`` calls in one: forward and in reverse.
 
-    They run side by side where the GPU has room for both. Under transforms it is the two calls.
+    They run side by side if the GPU has room for both. Under transforms there are two calls.
     """
     op = getattr(ops, f"{name}_bidirectional")
 
@@ -276,7 +276,7 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
 def check_sequence(
     name: str, input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of a sequence, which are tensors, as the dispatcher takes them."""
+    """The arguments of a sequence, all tensors, as the dispatcher takes them."""
     h0, c0 = check_pair(name, hx)
     check_tensor(name, "input", input)
     check_tensor(name, "weight_ih", weight_ih)
@@ -296,7 +296,7 @@ def check_pair(name: str, hx: Any) -> State:
 
 
 def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
-    """hx as (h0, c0), tensors of the shape that a layer expects."""
+    """hx as (h0, c0), two tensors of this shape."""
     pair = check_pair(name, hx)
     for argument, state in zip(("h0", "c0"), pair, strict=True):
         if state.shape != shape:
@@ -305,7 +305,7 @@ def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
 
 
 def _stack(states: list[Tensor]) -> Tensor:
-    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # the one without a copy
+    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # without a copy
 
 
 class SequenceLayer(nn.Module):

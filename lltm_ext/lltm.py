@@ -58,7 +58,7 @@ def lltm_cell_reference(
 class _CellFunction(torch.autograd.Function):
     """One step: ``(new_h, new_cell, gates)``.
 
-    The last is for backward. It is an output because setup_context sees nothing else.
+    The gates are for backward. They are an output because setup_context sees only inputs and outputs.
     """
 
     @staticmethod
@@ -101,8 +101,8 @@ class _CellFunction(torch.autograd.Function):
 class LLTMFunction(_CellFunction):
     """``LLTMFunction.apply(input, weights, bias, old_h, old_cell)`` returns ``(new_h, new_cell)``.
 
-    One step, with the arguments of the tutorial's function of this name; see :func:`lltm_cell`. Outside
-    torch.func transforms the op's own autograd node does the same at half the host time.
+    One step, with the arguments of the tutorial's function of the same name; see :func:`lltm_cell`. Outside
+    torch.func's transforms it runs the op's C++ autograd node, in half the host time.
     """
 
     @classmethod
@@ -121,8 +121,8 @@ def lltm_cell(
             before those of the output gate and the candidate.
         bias: [3*H] (or [1, 3*H], as old checkpoints of the tutorial have it), or None.
         old_h: [B, H].
-        old_cell: [B, H], in the dtype of ``input``; for half types also float32, which spares the cell state
-            its rounding at every step.
+        old_cell: [B, H], in the dtype of ``input``; for half types also float32, so that the cell state is
+            not rounded at every step.
 
     Returns:
         ``(new_h, new_cell)``, each [B, H]; new_h in the dtype of ``input``, new_cell in that of ``old_cell``.
@@ -161,19 +161,19 @@ def lltm(
         weight_ih: [3*H, I].
         weight_hh: [3*H, H].
         bias: [3*H], or None.
-        algorithm: how the steps run. "auto" picks the fastest that can (:func:`lltm_algorithm` says which).
-            "stepwise" is a matrix product and a pointwise kernel a step, for any size, dtype and device.
-            "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and float32, with
-            H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half types, 128 in
-            float32) exchanges states through the shared memory of thread block clusters; "grid" (8.0 and
-            above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million) through the
-            L2 cache.
+        algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
+            which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
+            device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
+            float32, with H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half
+            types, 128 in float32) exchanges states through the shared memory of thread block clusters; "grid"
+            (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million)
+            through the L2 cache.
 
-    Products of float32 are rounded to TF32 where ``torch.backends.cuda.matmul.allow_tf32`` allows it.
+    Products of float32 are rounded to TF32 if ``torch.backends.cuda.matmul.allow_tf32`` is set.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
-        Inside, the cell state and its gradient stay float32 (float64 for float64).
+        Internally the cell state and its gradient stay float32 (float64 for float64).
 
     Raises:
         TypeError: for another dtype, or no tensor.
@@ -197,7 +197,7 @@ class LLTMCell(nn.Module):
         bias: whether the gates have a bias.
 
     Attributes:
-        weights: [3*H, H+I], as the tutorial's module has it, whose checkpoints load here.
+        weights: [3*H, H+I], as in the tutorial's module, whose checkpoints load here.
         bias: [3*H].
 
     Shapes:
@@ -246,7 +246,7 @@ class LLTMCell(nn.Module):
         return new_h[0], new_cell[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Checkpoints of the tutorial's repository hold a bias of one row.
+        # Checkpoints of the tutorial's repository have a bias of shape [1, 3*H].
         bias = state_dict.get(prefix + "bias")
         if isinstance(bias, Tensor) and bias.shape == (1, 3 * self.hidden_size):
             state_dict[prefix + "bias"] = bias[0]
@@ -266,8 +266,8 @@ class LLTM(CellLayer):
         bias: whether the gates have a bias.
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
-        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). On a
-            GPU with room for both directions they run side by side.
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). Both
+            directions run side by side if the GPU has room for them.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];

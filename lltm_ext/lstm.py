@@ -38,7 +38,7 @@ def lstm(
     *,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
-    """A whole sequence of the LSTM cell; arguments, results and errors as :func:`lltm_ext.lltm` has them.
+    """A whole sequence of the LSTM cell; arguments, results and errors as for :func:`lltm_ext.lltm`.
 
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
@@ -46,8 +46,7 @@ def lstm(
         weight_ih: [4*H, I].
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
-        algorithm: "auto", "stepwise", "cluster" or "grid" (which in float32 takes H up to 512, in
-            TF32 1024).
+        algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -59,11 +58,11 @@ lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 
 
 class LSTM(SequenceLayer, nn.LSTM):
-    """Takes the place of :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
+    """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
-    An ``nn.LSTM`` in all but speed, and but for ``proj_size``, which must be 0. Arguments, shapes and
-    attributes are those of its documentation. As torch.compile refuses every nn.LSTM in fullgraph mode, so
-    it does this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. torch.compile
+    refuses any nn.LSTM in fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is
+    set.
 
     Raises:
         ValueError: for a ``proj_size`` other than 0.

@@ -1,4 +1,4 @@
-"""What every op must pass. An op joins by inheriting from a suite and saying what it is:
+"""The tests that every op must pass. An op inherits from a suite and declares what it is:
 
     class TestSigmoid(ElementwiseSuite):
         op = "sigmoid"
@@ -29,7 +29,7 @@ from lltm_ext import _portable
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
 
-# Examples are the same in each run. A test that classes inherit is run by several of them.
+# The same examples in each run. Several classes run an inherited test.
 EXAMPLES = hypothesis.settings(
     max_examples=40,
     deadline=None,
@@ -38,7 +38,7 @@ EXAMPLES = hypothesis.settings(
     suppress_health_check=[hypothesis.HealthCheck.differing_executors],
 )
 
-# How far, in relative L2 norm, a result may lie from the one that float64 gives on the same inputs.
+# The largest relative L2 error of a result, compared with float64 on the same inputs.
 FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
@@ -47,7 +47,7 @@ FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtype
 
 
 def assert_near(actual, expected, bound, what="result"):
-    """Relative L2 error of at most `bound`. Written so that NaN fails, also where both have it."""
+    """Relative L2 error of at most `bound`. NaN fails, even if both have it."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     error, norm = (actual - expected).norm().item(), expected.norm().item()
@@ -94,7 +94,7 @@ class Make:
 
 
 class Call:
-    """Arguments for a function. Its tensors can be reached, replaced, and given as positional arguments."""
+    """Arguments for a function, whose tensors can be read, replaced and passed as positional arguments."""
 
     def __init__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -114,7 +114,7 @@ class Call:
         return self.map(lambda _: next(remaining))
 
     def leaves(self):
-        """Fresh leaves of the same values and strides, whose gradients can be asked for."""
+        """New leaves with the same values and strides, which require gradients."""
         return self.map(lambda x: x.detach().requires_grad_())
 
     def run(self, function):
@@ -122,7 +122,7 @@ class Call:
         return tuple(pytree.tree_leaves(function(*self.args, **self.kwargs)))
 
     def bind(self, function):
-        """`function` of the tensors alone, returning a tensor or a flat tuple of them."""
+        """`function` of only the tensors, returning a tensor or a flat tuple of them."""
 
         def of_tensors(*tensors):
             outputs = self.with_tensors(tensors).run(function)
@@ -162,7 +162,7 @@ def sum_of_squares(outputs):
     return sum((y * y).sum() for y in outputs)
 
 
-# Other ways for the same values to lie in memory. What lies between them is NaN, so that reading it shows.
+# Other memory layouts of the same values. The gaps are NaN, so that a read of them shows.
 
 
 def transposed(x):
@@ -193,7 +193,7 @@ def negated_view(x):
 
 
 def packed(x):
-    """The values of `x` in a plain contiguous tensor of its own."""
+    """The values of `x` in a new contiguous tensor."""
     return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
@@ -331,7 +331,7 @@ class OpSuite:
                 arguments = arguments.map(layout).leaves()
                 torch.library.opcheck(op, arguments.args, arguments.kwargs)
 
-    def test_fake_tensors_foretell_the_outputs(self, layout, dtype, device):
+    def test_fake_tensors_have_the_layout_of_the_outputs(self, layout, dtype, device):
         call = self.call(self.small, dtype, device).map(self.layouts[layout])
         with FakeTensorMode() as mode:
             fakes = call.map(mode.from_tensor).run(self.function)
@@ -541,7 +541,7 @@ class OpSuite:
         outputs, gradients = forward_and_gradients(self.function, call)
         exact = call.map(torch.Tensor.double).leaves()
         expected = exact.run(self.reference)
-        # Of an empty loop nothing depends on the weights, so the reference's gradients may be missing: zeros.
+        # After an empty loop nothing depends on the weights, so the reference may lack gradients: zeros.
         used = [(y, g) for y, g in zip(expected, cotangents(outputs), strict=True) if y.requires_grad]
         expected_gradients = torch.autograd.grad(
             [y for y, _ in used], exact.tensors, [g.double() for _, g in used], materialize_grads=True
@@ -756,14 +756,14 @@ class ElementwiseSuite(OpSuite):
         _, (expected,) = forward_and_gradients(self.reference, Call(x))
         torch.testing.assert_close(ours, expected, equal_nan=True)
 
-    def test_a_nan_changes_no_element_beside_it(self, dtype, device):
+    def test_a_nan_changes_no_neighbour(self, dtype, device):
         for i in range(20):
             x = Make(dtype, device)(40, scale=2)
             x[i] = torch.nan
             torch.testing.assert_close(self.function(x), self.reference(x), equal_nan=True)
 
     def test_every_length_and_offset(self, dtype, device):
-        """Heads and tails of vectors: each piece gives the bits that it has in the whole."""
+        """Heads and tails of vectors: each piece has the same bits as in the whole."""
         x, grad_output = Make(dtype, device)(64, scale=3), Make(dtype, device, seed=1)(64)
         (whole,), (gradient,) = forward_and_gradients(self.function, Call(x), [grad_output])
         assert_near(whole, self.reference(x.double()), FORWARD[dtype])
@@ -812,7 +812,7 @@ class ElementwiseSuite(OpSuite):
 
 
 class FormsSuite:
-    """For elementwise ops with a form in place, `in_place`, and one with out=."""
+    """For elementwise ops with an in-place form, `in_place`, and out=."""
 
     function = None
     in_place = None
@@ -828,8 +828,8 @@ class FormsSuite:
         assert (x.data_ptr(), x.stride()) == where
         assert_same_bits([x], expected)
 
-    def test_in_place_changes_nothing_beside(self, device):
-        """Heads and tails of vectors: what lies before and behind stays."""
+    def test_in_place_changes_no_neighbours(self, device):
+        """Heads and tails of vectors: the elements before and behind do not change."""
         for start in range(9):
             for end in range(start, start + 40, 3):
                 x = Make(torch.float16, device)(64, scale=3)
@@ -878,7 +878,7 @@ class FormsSuite:
             self.in_place(x)
 
     @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
-    def test_an_inference_tensor_is_written_in_inference_mode_alone(self, device):
+    def test_an_inference_tensor_is_written_only_in_inference_mode(self, device):
         with torch.inference_mode():
             call = self.call("63", DOUBLE, device).map(torch.clone)
             (out,) = call.run(self.function)
@@ -940,7 +940,7 @@ class FormsSuite:
 
 
 class RawBindingSuite:
-    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)`, of contiguous tensors."""
+    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)` on contiguous tensors."""
 
     op: str
     function = None
