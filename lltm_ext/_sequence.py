@@ -54,7 +54,7 @@ class SequenceOp(NamedTuple):
     algorithm: AlgorithmFunction
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
-    run: Callable[..., Outputs]  # (input, *direction, batch_sizes, reverse, algorithm)
+    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=)
     run_both: Callable[..., list[Outputs]]  # (input, onward, reverse, batch_sizes)
 
 
@@ -227,24 +227,19 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
 
     def run(
         input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None,
+        *direction: Tensor | None,
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
     ) -> Outputs:
         if not transforms_active():
-            return op(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm)
+            return op(input, *direction, batch_sizes, reverse, algorithm)
         if batch_sizes is not None:
             raise RuntimeError(
                 f"{name.upper()}: expected a padded input under torch.func transforms, got a PackedSequence"
             )
         steps = input.flip(0) if reverse else input
-        tensors = (steps, h0, c0, weight_ih, weight_hh, bias)
-        output, h_n, c_n, *_ = function.apply(*tensors, None, False, algorithm)
+        output, h_n, c_n, *_ = function.apply(steps, *direction, None, False, algorithm)
         return output.flip(0) if reverse else output, h_n, c_n
 
     torch.library.register_vmap(f"lltm_ext::{name}", vmap_rows(op, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))
@@ -263,8 +258,8 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
     ) -> list[Outputs]:
         if transforms_active():
             return [
-                sequence(input, *onward, batch_sizes, False),
-                sequence(input, *reverse, batch_sizes, True),
+                sequence(input, *direction, batch_sizes=batch_sizes, reverse=is_reverse)
+                for direction, is_reverse in ((onward, False), (reverse, True))
             ]
         given = ([x for x in direction if x is not None] for direction in (onward, reverse))
         outputs = op(input, *given, batch_sizes)
@@ -374,7 +369,7 @@ class SequenceLayer(nn.Module):
                 found = self._op.run_both(input, *directions, batch_sizes)
                 input = torch.cat([output for output, _, _ in found], dim=-1)
             else:
-                found = [self._op.run(input, *directions[0], batch_sizes)]
+                found = [self._op.run(input, *directions[0], batch_sizes=batch_sizes)]
                 input = found[0][0]
             h_n += [h for _, h, _ in found]
             c_n += [c for _, _, c in found]

@@ -7,7 +7,7 @@ the tests read the declarations in ``UNARY_OPS``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,17 @@ class UnaryOp(NamedTuple):
 UNARY_OPS: dict[str, UnaryOp] = {}
 
 
+class OfInput(Protocol):
+    """The type of a function without parameters."""
+
+    def __call__(self, input: Tensor) -> Tensor: ...
+
+
+def forms(name: str) -> tuple[OfInput, OfInput, type[torch.autograd.Function]]:
+    """The reference, the in-place form and the autograd Function that :func:`unary_op` made."""
+    return UNARY_OPS[name][:3]
+
+
 def register(name: str, op: UnaryOp) -> None:
     """Adds a declaration, and the vmap rules of its dispatcher ops."""
     UNARY_OPS[name] = op
@@ -54,8 +65,8 @@ def unary_op(
 ) -> Callable[[F], F]:
     """Declares an op: decorates its reference in pure PyTorch, with the signature ``(input, *, out=None)``.
 
-    Returns the function that runs the op, under the name and docstring of the reference. The reference, the
-    in-place form and the autograd Function are the first fields of ``UNARY_OPS[name]``.
+    Returns the function that runs the op, under the name and docstring of the reference; :func:`forms` has
+    the rest.
 
     Args:
         call: the binding ``_C.call_<name>``, which takes half the host time of ``torch.ops``.

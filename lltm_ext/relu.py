@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import relu as _C
-from lltm_ext._unary import UNARY_OPS, unary_op
+from lltm_ext._unary import forms, unary_op
 
 __all__ = ["ReLU", "ReLUFunction", "relu", "relu_"]
 
@@ -33,7 +33,7 @@ def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.relu(input)
 
 
-relu_reference, relu_, ReLUFunction = UNARY_OPS["relu"][:3]
+relu_reference, relu_, ReLUFunction = forms("relu")
 
 
 class ReLU(nn.Module):

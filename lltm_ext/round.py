@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
 from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
-from lltm_ext._unary import UNARY_OPS, UnaryModule, UnaryOp, register, unary_op
+from lltm_ext._unary import UnaryModule, UnaryOp, forms, register, unary_op
 
 __all__ = [
     "Binarize",
@@ -95,10 +95,10 @@ def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _straight_through(torch.trunc(input), input)
 
 
-round_reference, round_, RoundFunction = UNARY_OPS["round"][:3]
-floor_reference, floor_, FloorFunction = UNARY_OPS["floor"][:3]
-ceil_reference, ceil_, CeilFunction = UNARY_OPS["ceil"][:3]
-trunc_reference, trunc_, TruncFunction = UNARY_OPS["trunc"][:3]
+round_reference, round_, RoundFunction = forms("round")
+floor_reference, floor_, FloorFunction = forms("floor")
+ceil_reference, ceil_, CeilFunction = forms("ceil")
+trunc_reference, trunc_, TruncFunction = forms("trunc")
 
 
 class Round(UnaryModule):

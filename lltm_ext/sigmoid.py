@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import sigmoid as _C
-from lltm_ext._unary import UNARY_OPS, UnaryModule, unary_op
+from lltm_ext._unary import UnaryModule, forms, unary_op
 
 __all__ = ["Sigmoid", "SigmoidFunction", "sigmoid", "sigmoid_"]
 
@@ -36,7 +36,7 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.sigmoid(input)
 
 
-sigmoid_reference, sigmoid_, SigmoidFunction = UNARY_OPS["sigmoid"][:3]
+sigmoid_reference, sigmoid_, SigmoidFunction = forms("sigmoid")
 
 
 class Sigmoid(UnaryModule):
