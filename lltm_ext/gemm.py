@@ -15,6 +15,7 @@ from lltm_ext._library import check_tensor, is_lazy, ops, transforms_active, vma
 
 __all__ = ["GemmFunction", "Linear", "gemm"]
 
+_ACTIVATIONS = {name: activation.reference for name, activation in ACTIVATIONS.items()}
 _SAVE_INPUT = {name for name, activation in ACTIVATIONS.items() if activation.saves_input}
 
 
@@ -23,7 +24,7 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
     product = torch.matmul(a, b)
     if bias is not None:
         product = product + bias
-    return product if activation is None else ACTIVATIONS[activation].reference(product)
+    return product if activation is None else _ACTIVATIONS[activation](product)
 
 
 class _Product(torch.autograd.Function):
