@@ -37,10 +37,14 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def describe(function: Any, module: str, name: str, doc: str | None) -> None:
-    """Names what a declaration made. A function gets its own code object: torch.compile counts by those."""
+    """Names what a declaration made. A function also gets its own code object, because torch.compile limits
+    recompilations per code object."""
     function.__module__, function.__name__, function.__qualname__, function.__doc__ = module, name, name, doc
     if hasattr(function, "__code__"):
         function.__code__ = function.__code__.replace(co_name=name)
+    else:
+        node = function._backward_cls  # as it is printed in a graph
+        node.__name__ = node.__qualname__ = f"{name}Backward"
 
 
 def into(
