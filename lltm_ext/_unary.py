@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lltm_ext._library import (
     check_tensor,
@@ -120,12 +120,3 @@ def unary_op(
 
 
 IN_PLACE_DOC = ":func:`{name}` in place: overwrites ``input`` and returns it. Differentiable."
-
-
-class UnaryModule(nn.Module):
-    """The module of an op without parameters."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.function(input)

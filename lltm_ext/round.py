@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
 from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
-from lltm_ext._unary import UnaryModule, UnaryOp, forms, register, unary_op
+from lltm_ext._unary import UnaryOp, forms, register, unary_op
 
 __all__ = [
     "Binarize",
@@ -101,28 +101,32 @@ ceil_reference, ceil_, CeilFunction = forms("ceil")
 trunc_reference, trunc_, TruncFunction = forms("trunc")
 
 
-class Round(UnaryModule):
+class Round(nn.Module):
     """:func:`round` as a module."""
 
-    function = staticmethod(round)
+    def forward(self, input: Tensor) -> Tensor:
+        return round(input)
 
 
-class Floor(UnaryModule):
+class Floor(nn.Module):
     """:func:`floor` as a module."""
 
-    function = staticmethod(floor)
+    def forward(self, input: Tensor) -> Tensor:
+        return floor(input)
 
 
-class Ceil(UnaryModule):
+class Ceil(nn.Module):
     """:func:`ceil` as a module."""
 
-    function = staticmethod(ceil)
+    def forward(self, input: Tensor) -> Tensor:
+        return ceil(input)
 
 
-class Trunc(UnaryModule):
+class Trunc(nn.Module):
     """:func:`trunc` as a module."""
 
-    function = staticmethod(trunc)
+    def forward(self, input: Tensor) -> Tensor:
+        return trunc(input)
 
 
 def binarize_reference(

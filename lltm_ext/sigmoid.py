@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import sigmoid as _C
-from lltm_ext._unary import UnaryModule, forms, unary_op
+from lltm_ext._unary import forms, unary_op
 
 __all__ = ["Sigmoid", "SigmoidFunction", "sigmoid", "sigmoid_"]
 
@@ -39,7 +39,8 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 sigmoid_reference, sigmoid_, SigmoidFunction = forms("sigmoid")
 
 
-class Sigmoid(UnaryModule):
+class Sigmoid(nn.Module):
     """:func:`sigmoid` as a module, called like :class:`torch.nn.Sigmoid`."""
 
-    function = staticmethod(sigmoid)
+    def forward(self, input: Tensor) -> Tensor:
+        return sigmoid(input)
