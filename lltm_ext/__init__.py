@@ -1,9 +1,11 @@
 """PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
 
+# The __all__ of each module lists its public names.
+# ruff: noqa: F403
 from lltm_ext import _portable
-from lltm_ext._launch import is_program
+from lltm_ext._launch import is_program as _is_program
 
-if not is_program():  # the doctor must run where torch does not import
+if not _is_program():  # the doctor must run where torch does not import
     import torch
 
     from lltm_ext._record import provide as _provide
@@ -11,91 +13,25 @@ if not is_program():  # the doctor must run where torch does not import
     # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a JIT build.
     __version__: str = _provide(torch)["version"]
 
-    from lltm_ext.gemm import GemmFunction, Linear, gemm
-    from lltm_ext.lltm import LLTM, LLTMCell, LLTMFunction, lltm, lltm_algorithm, lltm_cell
-    from lltm_ext.lstm import LSTM, lstm, lstm_algorithm
-    from lltm_ext.relu import ReLU, ReLUFunction, relu, relu_
-    from lltm_ext.round import (
-        Binarize,
-        BinarizeFunction,
-        Ceil,
-        CeilFunction,
-        Floor,
-        FloorFunction,
-        Round,
-        RoundFunction,
-        Trunc,
-        TruncFunction,
-        binarize,
-        binarize_,
-        ceil,
-        ceil_,
-        floor,
-        floor_,
-        round,
-        round_,
-        trunc,
-        trunc_,
-    )
-    from lltm_ext.sigmoid import Sigmoid, SigmoidFunction, sigmoid, sigmoid_
+    from lltm_ext.gemm import *
+    from lltm_ext.lltm import *
+    from lltm_ext.lstm import *
+    from lltm_ext.relu import *
+    from lltm_ext.round import *
+    from lltm_ext.sigmoid import *
 
-    if _portable.in_use:  # which lacks the others, and says so when they are asked for
+    if _portable.in_use:  # without the ops below, which raise an error that explains it
         from lltm_ext import _portable_rules as _portable_rules
     else:
-        from lltm_ext.elementwise import elementwise
-        from lltm_ext.fake_quantize import FakeQuantize, FakeQuantizeFunction, fake_quantize
-        from lltm_ext.stochastic_round import StochasticRound, StochasticRoundFunction, stochastic_round
+        from lltm_ext.elementwise import *
+        from lltm_ext.fake_quantize import *
+        from lltm_ext.stochastic_round import *
 
-__all__ = [
-    "LLTM",
-    "LSTM",
-    "Binarize",
-    "BinarizeFunction",
-    "Ceil",
-    "CeilFunction",
-    "FakeQuantize",
-    "FakeQuantizeFunction",
-    "Floor",
-    "FloorFunction",
-    "GemmFunction",
-    "LLTMCell",
-    "LLTMFunction",
-    "Linear",
-    "ReLU",
-    "ReLUFunction",
-    "Round",
-    "RoundFunction",
-    "Sigmoid",
-    "SigmoidFunction",
-    "StochasticRound",
-    "StochasticRoundFunction",
-    "Trunc",
-    "TruncFunction",
-    "__version__",
-    "binarize",
-    "binarize_",
-    "ceil",
-    "ceil_",
-    "elementwise",
-    "fake_quantize",
-    "floor",
-    "floor_",
-    "gemm",
-    "lltm",
-    "lltm_algorithm",
-    "lltm_cell",
-    "lstm",
-    "lstm_algorithm",
-    "relu",
-    "relu_",
-    "round",
-    "round_",
-    "sigmoid",
-    "sigmoid_",
-    "stochastic_round",
-    "trunc",
-    "trunc_",
-]
-
-if _portable.in_use:
-    __all__ = [name for name in __all__ if name in globals()]  # so that `import *` asks for no other
+    __all__ = sorted(
+        ["__version__"]
+        + [
+            name
+            for name, value in globals().items()
+            if not name.startswith("_") and getattr(value, "__module__", "").startswith("lltm_ext.")
+        ]
+    )

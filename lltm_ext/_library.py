@@ -1,9 +1,9 @@
-"""What the ops' Python faces share: how a function reaches its op, and its rules under torch.func.
+"""What the Python sides of all ops share: how a function reaches its op, and its rules under torch.func.
 
 Kernels, fake kernels, autograd and autocast are registered with the dispatcher by the C++ modules, so that
-``torch.ops.lltm_ext.*`` is complete for torch.compile, torch.export and C++ programs. What stays in Python
-is torch.func: its transforms (vmap, grad, jacrev, ...) cannot enter a C++ autograd function, so under them a
-public function takes the op's ``torch.autograd.Function`` instead.
+``torch.ops.lltm_ext.*`` is complete for torch.compile, torch.export and C++ programs. Only torch.func needs
+Python: its transforms (vmap, grad, jacrev, ...) cannot enter a C++ autograd function, so under them a public
+function takes the op's ``torch.autograd.Function`` instead.
 """
 
 from __future__ import annotations
@@ -16,32 +16,41 @@ from torch import Tensor
 
 ops = torch.ops.lltm_ext
 
-State = tuple[Tensor, Tensor]
-
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raises the TypeError that the dispatcher words less well when no argument is a tensor."""
+    """Raises a TypeError that names the argument. The dispatcher's does not when no argument is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher alone must see an op of these: no graph is traced, no transform or override."""
+    """Whether only the dispatcher must see a call with these: no tracing, no transform, no override."""
     return not (torch.compiler.is_compiling() or transforms_active() or _overridden(tensors))
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether memory holds the negative or the conjugate of ``x``; never where a graph is traced."""
+    """Whether memory holds the negative or the conjugate of ``x``; False while a graph is traced."""
     return not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj())
+
+
+def describe(function: Any, module: str, name: str, doc: str | None) -> None:
+    """Names what a declaration made. A function also gets its own code object, because torch.compile limits
+    recompilations per code object."""
+    function.__module__, function.__name__, function.__qualname__, function.__doc__ = module, name, name, doc
+    if hasattr(function, "__code__"):
+        function.__code__ = function.__code__.replace(co_name=name)
+    else:
+        node = function._backward_cls  # as it is printed in a graph
+        node.__name__ = node.__qualname__ = f"{name}Backward"
 
 
 def into(
     function: Callable[..., Tensor], op: Callable[..., None], out: Tensor, input: Tensor, *args: Any
 ) -> Tensor:
-    """``out``, into which an elementwise function is written, whose dispatcher op for that is ``op``."""
+    """Writes ``function(input, *args)`` into ``out`` by its dispatcher op ``op``, and returns ``out``."""
     check_tensor(function.__name__, "out", out)
     if is_lazy(out):
         return out.copy_(function(input, *args))
@@ -56,16 +65,16 @@ def in_place(
     *args: Any,
     saves_input: bool = False,
 ) -> Tensor:
-    """``input``, overwritten by an elementwise function of it, whose dispatcher op in place is ``op``."""
+    """Overwrites ``input`` with ``function(input, *args)`` by its dispatcher op ``op``, and returns it."""
     check_tensor(f"{function.__name__}_", "input", input)
-    if transforms_active() or torch.compiler.is_compiling() or is_lazy(input):  # which take a copy
+    if transforms_active() or torch.compiler.is_compiling() or is_lazy(input):  # these need a copy
         return input.copy_(function(input.clone() if saves_input else input, *args))
     op(input, *args)
     return input
 
 
 def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """The vmap rule of an elementwise op: one call on the whole batch, whose dimension comes first."""
+    """The vmap rule of an elementwise op: one call on the whole batch, its dimension first."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
         batched = [
@@ -82,7 +91,7 @@ def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
 
 
 def vmap_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The vmap rule of an op that has no batched form: one call a slice, stacked."""
+    """The vmap rule of an op without a batched form: one call per slice, stacked."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
         slices = [
@@ -102,8 +111,8 @@ def vmap_rows(
 ) -> Callable[..., Any]:
     """The vmap rule of an op whose rows are independent: the vmapped dimension joins the rows.
 
-    ``args`` maps the positions of the arguments that have rows to the dimension they lie in, ``outputs``
-    gives that of each output. Where another argument (a weight) is vmapped too, falls back to a call a slice.
+    ``args`` maps the positions of the arguments that have rows to the dimension of the rows; ``outputs`` has
+    that dimension for each output. If another argument (a weight) is vmapped too, there is a call per slice.
     """
     loop = vmap_loop(function)
 
@@ -126,7 +135,7 @@ def vmap_rows(
 def differentiable_gradients(
     reference: Callable[..., Any], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again, by any transform: those of a pure-PyTorch ``reference``."""
+    """Gradients that any transform can differentiate again: those of ``reference``, in pure PyTorch."""
     given = [i for i, x in enumerate(inputs) if x is not None]
 
     def of_given(*tensors: Tensor) -> Any:
@@ -143,34 +152,3 @@ def differentiable_gradients(
     for i, gradient in zip(given, found, strict=True):
         gradients[i] = gradient
     return tuple(gradients)
-
-
-def check_sequence(
-    name: str, input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of a sequence, which are tensors, as the dispatcher takes them."""
-    h0, c0 = check_pair(name, hx)
-    check_tensor(name, "input", input)
-    check_tensor(name, "weight_ih", weight_ih)
-    check_tensor(name, "weight_hh", weight_hh)
-    if bias is not None:
-        check_tensor(name, "bias", bias)
-    return input, h0, c0, weight_ih, weight_hh, bias
-
-
-def check_pair(name: str, hx: Any) -> State:
-    """hx as (h0, c0)."""
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    check_tensor(name, "h0", hx[0])
-    check_tensor(name, "c0", hx[1])
-    return hx[0], hx[1]
-
-
-def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
-    """hx as (h0, c0), tensors of the shape that a layer expects."""
-    pair = check_pair(name, hx)
-    for argument, state in zip(("h0", "c0"), pair, strict=True):
-        if state.shape != shape:
-            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
-    return pair

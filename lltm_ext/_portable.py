@@ -38,9 +38,12 @@ def load(torch: ModuleType) -> None:
     torch.ops.load_library(str(LIBRARY))
     from lltm_ext._portable_bindings import bindings
 
-    for op, functions in bindings().items():
+    for stub in sorted((PACKAGE / "_C").glob("*.pyi")):
+        op = stub.stem
+        if op in LACKING:
+            continue
         module = ModuleType(f"{_C.__name__}.{op}", f"lltm_ext._C.{op}, of the portable library.")
-        vars(module).update(functions)
+        vars(module).update(bindings(stub))
         sys.modules[module.__name__] = module
         setattr(_C, op, module)
     for package in (_C, sys.modules["lltm_ext"]):

@@ -1,14 +1,14 @@
-"""What stands for the native modules lltm_ext._C.<op> beside the portable library: their raw bindings.
+"""The raw bindings lltm_ext._C.<op> for the portable library, which registers dispatcher ops only.
 
-They have the tutorials' contract, and so take contiguous tensors alone. The library has only the dispatcher's
-ops; these are made of them.
+The stubs in _C list the functions of each module. Those that no dispatcher op computes are written here.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,49 +67,40 @@ def cell_backward(
     return [grad_old_h, grad_input, grad_weights, grad_bias.unsqueeze(0), grad_old_cell]
 
 
-def bindings() -> dict[str, dict[str, Binding]]:
-    """By module, by name."""
-    return {
-        **{
-            op: {
-                "forward": raw(f"{op}.forward", getattr(ops, op), "input"),
-                "backward": raw(f"{op}.backward", getattr(ops, f"{op}_backward"), "grad_output", "output"),
-                f"call_{op}": getattr(ops, op),
-            }
-            for op in ("sigmoid", "relu")
-        },
-        "round": {
-            "forward": raw("round.forward", ops.round, "input"),
-            "backward": raw("round.backward", straight_through, "grad_output"),
-            "binarize": raw("round.binarize", ops.binarize, "input"),
-            **{f"call_{op}": getattr(ops, op) for op in ("round", "floor", "ceil", "trunc")},
-        },
-        "gemm": {
-            "gemm": raw("gemm.gemm", gemm_into, *names_of(gemm_into)),
-            "forward": raw("gemm.forward", ops.gemm, "a", "b"),
-            "backward": raw("gemm.backward", gemm_backward, *names_of(gemm_backward)),
-        },
-        "lltm": {
-            "forward": raw("lltm.forward", cell_forward, *names_of(cell_forward)),
-            "backward": raw("lltm.backward", cell_backward, *names_of(cell_backward)),
-            "call_lltm_cell": ops.lltm_cell,
-        },
-        "lstm": {},
-    }
+COMPOSED: dict[str, Binding] = {
+    "gemm.gemm": gemm_into,
+    "gemm.backward": gemm_backward,
+    "round.backward": straight_through,
+    "lltm.forward": cell_forward,
+    "lltm.backward": cell_backward,
+}
 
 
-def names_of(function: Binding) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
+    """The functions of the module that this stub describes, by name."""
+    op = stub.stem
+    for node in ast.parse(stub.read_text()).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        name = node.name
+        if name.startswith("call_"):
+            yield name, getattr(ops, name.removeprefix("call_"))
+            continue
+        types = {x.arg: ast.unparse(x.annotation) for x in node.args.args if x.annotation}
+        tensors = {argument: what for argument, what in types.items() if what.startswith("Tensor")}
+        default = {"forward": op, "backward": f"{op}_backward"}.get(name, name)
+        function = COMPOSED.get(f"{op}.{name}") or getattr(ops, default)
+        yield name, raw(f"{op}.{name}", function, tensors)
 
 
-def raw(op: str, function: Binding, *names: str) -> Binding:
-    """``function``, whose arguments ``names`` are contiguous tensors; its errors name ``op``."""
+def raw(op: str, function: Binding, tensors: dict[str, str]) -> Binding:
+    """``function``, which takes contiguous ``tensors`` only, by name and type; its errors name ``op``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        for name in names:
-            if name != "bias" or given.get(name) is not None:  # the one that may be None
+        given = dict(zip(tensors, args, strict=False)) | kwargs
+        for name, annotation in tensors.items():
+            if annotation == "Tensor" or given.get(name) is not None:
                 check_input(op, name, given.get(name))
         try:
             with torch.no_grad():
@@ -121,7 +112,7 @@ def raw(op: str, function: Binding, *names: str) -> Binding:
     return call
 
 
-# ---- as src/common/checks.h has them
+# ---- the checks of src/common/checks.h
 
 
 def check_input(op: str, name: str, x: Any) -> None:

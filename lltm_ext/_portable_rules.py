@@ -1,14 +1,12 @@
-"""What the native modules register in C++ and the portable library cannot; _portable.py says why.
+"""What native modules register in C++ and the portable library cannot (see _portable.py).
 
-Every op of the library gets from Python a kernel for Autograd, which records a ``torch.autograd.Function``
-where a gradient is wanted and gives errors their types; one for autocast; and the shapes of its outputs, for
-fake tensors.
+Each op of the library gets its kernels for Autograd and for autocast, and the shapes of its outputs for fake
+tensors. Its derivative is the ``torch.autograd.Function`` that torch.func's transforms use too.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._library import differentiable_gradients, ops
+from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
+from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.gemm import _Product
 from lltm_ext.lltm import _CellFunction
-from lltm_ext.lltm import _SequenceFunction as LltmSequence
-from lltm_ext.lstm import _SequenceFunction as LstmSequence
-from lltm_ext.relu import ReLUFunction
-from lltm_ext.round import BinarizeFunction, CeilFunction, FloorFunction, RoundFunction, TruncFunction
-from lltm_ext.sigmoid import SigmoidFunction
 
 Kernel = Callable[..., Any]
 
@@ -38,7 +34,7 @@ _ERRORS = {"TypeError: ": TypeError, "ValueError: ": ValueError}
 
 
 def typed(error: RuntimeError) -> Exception:
-    """An error of the library, all of whose errors come as RuntimeErrors, as what it says it is."""
+    """The error with its type, which the stable ABI puts into the message of a RuntimeError."""
     for prefix, kind in _ERRORS.items():
         if str(error).startswith(prefix):
             return kind(str(error).removeprefix(prefix))
@@ -75,28 +71,31 @@ def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply_of(function: Any) -> Kernel:
-    """``function.apply`` for calls that are under no transform: torch's own first inspects the signature, for
-    defaults, which takes longer than a small op."""
+    """``function.apply`` for calls under no transform, without torch's inspection of the signature, which
+    takes longer than a small op."""
     apply: Kernel = super(torch.autograd.Function, function).apply
     return apply
 
 
-def on_autograd(name: str, recorded: Kernel) -> None:
-    """``recorded`` is the op where a gradient is wanted."""
+def recording(name: str, recorded: Kernel) -> Kernel:
+    """The op, and ``recorded`` where a gradient is wanted."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if needs_grad(*args, *kwargs.values()):
             return recorded(*args, **kwargs)
         return below_autograd(name, *args, **kwargs)
 
-    _library.impl(name, kernel, "Autograd")
-
-
-def refuse(name: str) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name}: with out= there is no gradient, but an argument requires it")
-
     return kernel
+
+
+def checked(name: str, composed: Kernel) -> Kernel:
+    """``composed``, which passes meta tensors through too, after the checks of the op ``name``."""
+
+    def kernel(*args: Any) -> Any:
+        check_on_meta(name, args)
+        return composed(*args)
+
+    return recording(name, kernel)
 
 
 def note_change(x: Tensor) -> None:
@@ -113,13 +112,14 @@ def check_in_place(x: Tensor) -> None:
         raise RuntimeError(f"a {what} Variable that requires grad is being used in an in-place operation.")
 
 
-def in_place(name: str, function: Any) -> Kernel:
-    """``<name>_`` with the gradient of ``function``, whose op is ``name``."""
+def in_place(name: str, op: UnaryOp) -> Kernel:
+    """``<name>_`` with the gradient of ``name``."""
+    function: Any = op.Function
 
     class InPlace(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, input: Tensor, *args: Any) -> Tensor:
-            before = input.clone() if function is BinarizeFunction else input
+            before = input.clone() if op.saves_input else input
             ctx.mark_dirty(input)
             below_autograd(f"{name}_", input, *args)
             function.setup_context(ctx, (before, *args), input)
@@ -138,100 +138,23 @@ def in_place(name: str, function: Any) -> Kernel:
     return kernel
 
 
-def writing_out(name: str, refused: Kernel) -> Kernel:
+def writing_out(name: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> None:
         if needs_grad(*args):
-            refused()
-        below_autograd(name, *args)
+            raise RuntimeError(f"{name}: with out= there is no gradient, but an argument requires it")
+        below_autograd(f"{name}_out", *args)
         note_change(args[-1])
 
     return kernel
 
 
-def elementwise(name: str, function: Any) -> None:
-    """The three forms of an op of one tensor."""
-    on_autograd(name, apply_of(function))
-    _library.impl(f"{name}_", in_place(name, function), "Autograd")
-    _library.impl(f"{name}_out", writing_out(f"{name}_out", refuse(name)), "Autograd")
+def activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation].gradient(grad_output, saved)
 
 
-for _name, _function in (
-    ("sigmoid", SigmoidFunction),
-    ("relu", ReLUFunction),
-    ("round", RoundFunction),
-    ("floor", FloorFunction),
-    ("ceil", CeilFunction),
-    ("trunc", TruncFunction),
-    ("binarize", BinarizeFunction),
-):
-    elementwise(_name, _function)
-
-
-# The double backward: the gradients' own formulas in torch's differentiable ops.
-
-
-def checked(name: str, composed: Kernel) -> Kernel:
-    """``composed``, after the checks of the op ``name``, which meta tensors pass through alone."""
-
-    def kernel(*args: Any) -> Any:
-        check_on_meta(name, args)
-        return composed(*args)
-
-    return kernel
-
-
-def sigmoid_backward(grad_output: Tensor, output: Tensor) -> Tensor:
-    return grad_output * (output * (1 - output)).conj()
-
-
-def relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
-    return grad_output.masked_fill(output <= 0, 0)
-
-
-def binarize_backward(
-    grad_output: Tensor, input: Tensor, threshold: float, low: float, high: float, grad: str
-) -> Tensor:
-    half = (high - low) / 2
-    if grad == "clipped":
-        return grad_output.masked_fill(~((input - threshold).abs() <= half), 0)
-    if grad == "tanh":
-        return grad_output * (1 - torch.tanh((input - threshold) / half).square())
-    return grad_output.view_as(grad_output)
-
-
-def derivative(activation: str, x: Tensor) -> Tensor:
-    """Of an activation of gemm, from its output, or for gelu, gelu_tanh and silu from its input."""
-    if activation == "sigmoid":
-        return x * (1 - x)
-    if activation == "tanh":
-        return 1 - x * x
-    if activation == "elu":
-        return torch.where(x > 0, torch.ones_like(x), x + 1)
-    if activation == "gelu":
-        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density
-    if activation == "gelu_tanh":
-        scale = math.sqrt(2 / math.pi)
-        t = torch.tanh(scale * (x + 0.044715 * x * x * x))
-        return 0.5 * (1 + t + x * (1 - t * t) * scale * (1 + 3 * 0.044715 * x * x))
-    y = torch.sigmoid(x)  # silu
-    return y * (1 + x * (1 - y))
-
-
-def gemm_activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
-    if activation == "relu":  # a choice: of an infinite gradient too
-        return relu_backward(grad_output, saved)
-    return grad_output * derivative(activation, saved)
-
-
-def gemm_activation_bias_backward(
-    grad_output: Tensor, saved: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    grad = gemm_activation_backward(grad_output, saved, activation)
+def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    grad = activation_backward(grad_output, saved, activation)
     return grad, grad.sum(tuple(range(grad.dim() - 1)))
-
-
-# Matrices, cells and sequences.
 
 
 def gemm(
@@ -269,8 +192,8 @@ def sequence(function: Any) -> Kernel:
     return kernel
 
 
-def bidirectional(name: str, sequence_function: Any) -> Kernel:
-    """Both directions of a layer, side by side in one launch where that pays."""
+def bidirectional(name: str, op: SequenceOp) -> Kernel:
+    """Both directions of a layer, side by side in one launch where that is faster."""
     forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
 
     class BothFunction(torch.autograd.Function):
@@ -308,7 +231,7 @@ def bidirectional(name: str, sequence_function: Any) -> Kernel:
         return tuple(
             y
             for tensors, reverse in zip(directions, (False, True), strict=True)
-            for y in sequence_function.composed(input, *(*tensors, None)[:5], ctx.batch_sizes, reverse)
+            for y in op.Function.composed(input, *(*tensors, None)[:5], ctx.batch_sizes, reverse)
         )
 
     def kernel(
@@ -323,38 +246,11 @@ def bidirectional(name: str, sequence_function: Any) -> Kernel:
     return kernel
 
 
-_RECORDED: dict[str, Kernel] = {
-    "sigmoid_backward": checked("sigmoid_backward", sigmoid_backward),
-    "relu_backward": checked("relu_backward", relu_backward),
-    "binarize_backward": checked("binarize_backward", binarize_backward),
-    "gemm_activation_backward": checked("gemm_activation_backward", gemm_activation_backward),
-    "gemm_activation_bias_backward": checked("gemm_activation_bias_backward", gemm_activation_bias_backward),
-    "gemm": gemm,
-    "lltm_cell": lltm_cell,
-    "lltm": sequence(LltmSequence),
-    "lstm": sequence(LstmSequence),
-    "lltm_bidirectional": bidirectional("lltm", LltmSequence),
-    "lstm_bidirectional": bidirectional("lstm", LstmSequence),
-}
-for _name, _recorded in _RECORDED.items():
-    on_autograd(_name, _recorded)
-# No part of a graph: what the Functions call.
-for _name in (
-    "gemm_forward",
-    "lltm_cell_forward",
-    "lltm_cell_backward",
-    *(f"{op}{end}" for op in ("lltm", "lstm") for end in ("_forward", "_backward", "_algorithm")),
-    *(f"{op}_bidirectional{end}" for op in ("lltm", "lstm") for end in ("_forward", "_backward")),
-):
-    on_autograd(_name, functools.partial(below_autograd, _name))
-_library.impl("gemm_out", writing_out("gemm_out", refuse("gemm")), "Autograd")
-
-
 # ---- autocast
 
 
 def cast(x: Any) -> Any:
-    """To autocast's dtype, whatever it casts: no float64, and nothing but floating point."""
+    """To autocast's dtype, which applies to floating point other than float64."""
     if isinstance(x, (list, tuple)):
         return [cast(each) for each in x]
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
@@ -363,7 +259,7 @@ def cast(x: Any) -> Any:
 
 
 def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """``of_args`` casts the arguments. Below, autocast is off: the library's own calls must not cast."""
+    """``of_args`` casts the arguments. Autocast is off in the call: the library's own calls must not cast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args = tuple(of_args(args))
@@ -375,7 +271,7 @@ def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) ->
 
 
 def cast_cell(x: Any) -> Any:
-    """A cell state stays, which float32 serves best, unless it is of the other half type."""
+    """A cell state keeps its dtype, best float32, unless that is the other half type."""
     half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
     return x.float() if half and x.dtype != torch.get_autocast_dtype(x.device.type) else x
 
@@ -392,14 +288,6 @@ def of_directions(args: Sequence[Any]) -> Sequence[Any]:
         [cast_cell(x) if i == 1 else cast(x) for i, x in enumerate(direction)] for direction in directions
     ]
     return cast(input), *lists, batch_sizes, algorithm
-
-
-_CAST = {
-    "gemm": all_with(),
-    "lltm_cell": all_with(4),
-    **{name: all_with(2) for name in ("lltm", "lstm", "lltm_algorithm", "lstm_algorithm")},
-    **dict.fromkeys(("lltm_bidirectional", "lstm_bidirectional"), of_directions),
-}
 
 
 # ---- fake tensors: shapes of the outputs from those of the arguments
@@ -511,30 +399,8 @@ def shape_both_backward(grad_outputs: Any, input: Tensor, onward: Any, reverse: 
     return of_each[0] + of_each[1][1:]
 
 
-_STEPS = ("round", "floor", "ceil", "trunc", "binarize")
-_SHAPES: dict[str, Kernel] = {
-    **dict.fromkeys(("sigmoid", "relu", *_STEPS), of_input),
-    **{f"{name}_": nothing for name in ("sigmoid", "relu", *_STEPS)},
-    **{f"{name}_out": resized for name in ("sigmoid", "relu", *_STEPS)},
-    **{f"{name}_backward": of_last for name in ("sigmoid", "relu", "binarize", "gemm_activation")},
-    "gemm": shape_gemm,
-    "gemm_out": nothing,
-    "gemm_forward": shape_gemm_forward,
-    "gemm_activation_bias_backward": shape_bias_backward,
-    "lltm_cell": shape_cell,
-    "lltm_cell_forward": shape_cell_forward,
-    "lltm_cell_backward": shape_cell_backward,
-    **dict.fromkeys(("lltm", "lstm"), shape_sequence),
-    **{f"{name}_forward": shape_sequence_forward for name in ("lltm", "lstm")},
-    **{f"{name}_backward": shape_sequence_backward for name in ("lltm", "lstm")},
-    **{f"{name}_bidirectional": shape_both for name in ("lltm", "lstm")},
-    **{f"{name}_bidirectional_forward": shape_both_forward for name in ("lltm", "lstm")},
-    **{f"{name}_bidirectional_backward": shape_both_backward for name in ("lltm", "lstm")},
-}
-
-
 def meta(x: Any) -> Any:
-    """Tensors without memory, of the sizes and strides of those in ``x``."""
+    """Meta tensors with the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
         return [meta(each) for each in x]
     if not isinstance(x, Tensor):
@@ -546,7 +412,7 @@ def meta(x: Any) -> Any:
 
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
-    """What meta tensors cannot show: that all tensors are on one device."""
+    """That all tensors are on one device, which meta tensors do not show."""
     first = next(tensors_of(args))
     for argument, x in zip(getattr(ops, name).default._schema.arguments, args, strict=False):
         if isinstance(x, Tensor) and x.device != first.device:
@@ -557,12 +423,12 @@ def check_devices(name: str, args: Sequence[Any]) -> None:
 
 def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
     """The library's own checks, so that a traced call raises the errors of a real one."""
-    # Not above: it brings sympy, half a second of an import. What traces has it already.
+    # Imported here: it brings sympy, half a second of import time. Whoever traces has it already.
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     check_devices(name, args)
     if any(has_free_symbols(x) for x in tensors_of(args)):
-        return  # whose sizes the library cannot see; it checks them when it runs
+        return  # the library cannot see symbolic sizes; it checks them when it runs
     try:
         with _disable_current_modes():
             getattr(torch.ops.lltm_ext_checks, name)(*meta(args), **(kwargs or {}))
@@ -579,7 +445,53 @@ def on_fake(name: str, shapes: Kernel) -> None:
     torch.library.register_fake(f"lltm_ext::{name}", fake, lib=_library, _stacklevel=0)
 
 
-for _name, _shapes in _SHAPES.items():
-    on_fake(_name, _shapes)
-for _name in (*_SHAPES, "lltm_algorithm", "lstm_algorithm"):
-    on_autocast(_name, _CAST.get(_name, lambda args: args))
+# ---- the ops
+
+
+def define(
+    name: str,
+    autograd: Kernel | None = None,
+    shapes: Kernel | None = None,
+    cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
+) -> None:
+    """Registers the kernels of an op. Without ``autograd`` it is no part of a graph, but called by one."""
+    _library.impl(name, autograd or functools.partial(below_autograd, name), "Autograd")
+    on_autocast(name, cast)
+    if shapes is not None:
+        on_fake(name, shapes)
+
+
+def define_unary(name: str, op: UnaryOp) -> None:
+    define(name, recording(name, apply_of(op.Function)), of_input)
+    define(f"{name}_", in_place(name, op), nothing)
+    define(f"{name}_out", writing_out(name), resized)
+    if op.gradient is not None:
+        define(f"{name}_backward", checked(f"{name}_backward", op.gradient), of_last)
+
+
+def define_sequence(name: str, op: SequenceOp) -> None:
+    define(name, recording(name, sequence(op.Function)), shape_sequence, all_with(2))
+    define(f"{name}_forward", None, shape_sequence_forward)
+    define(f"{name}_backward", None, shape_sequence_backward)
+    define(f"{name}_algorithm", None, None, all_with(2))
+    both = f"{name}_bidirectional"
+    define(both, recording(both, bidirectional(name, op)), shape_both, of_directions)
+    define(f"{both}_forward", None, shape_both_forward)
+    define(f"{both}_backward", None, shape_both_backward)
+
+
+for _name, _unary in UNARY_OPS.items():
+    define_unary(_name, _unary)
+for _name, _sequence in SEQUENCE_OPS.items():
+    define_sequence(_name, _sequence)
+define("gemm", recording("gemm", gemm), shape_gemm, all_with())
+define("gemm_out", writing_out("gemm"), nothing)
+define("gemm_forward", None, shape_gemm_forward)
+for _name, _composed, _shapes in (
+    ("gemm_activation_backward", activation_backward, of_last),
+    ("gemm_activation_bias_backward", activation_bias_backward, shape_bias_backward),
+):
+    define(_name, checked(_name, _composed), _shapes)
+define("lltm_cell", recording("lltm_cell", lltm_cell), shape_cell, all_with(4))
+define("lltm_cell_forward", None, shape_cell_forward)
+define("lltm_cell_backward", None, shape_cell_backward)

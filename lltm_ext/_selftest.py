@@ -1,7 +1,7 @@
-"""`python -m lltm_ext selftest`: every op and algorithm against its reference, on every device there is.
+"""`python -m lltm_ext selftest`: every op and algorithm against its reference, on every device.
 
-A check calls ours and, in float64 on the CPU, the op's reference in pure PyTorch, on the same random values.
-It compares the results, and the gradients for random output gradients, by their relative L2 error.
+A check runs the op and, in float64 on the CPU, its reference in pure PyTorch, on the same random values. It
+compares the results, and the gradients for random output gradients, by their relative L2 error.
 """
 
 from __future__ import annotations
@@ -19,20 +19,13 @@ from torch import Tensor
 
 import lltm_ext
 from lltm_ext import _portable, _record, _toolchain
-from lltm_ext.gemm import _ACTIVATIONS, gemm_reference
-from lltm_ext.lltm import lltm_cell_reference, lltm_reference
-from lltm_ext.lstm import lstm_reference
-from lltm_ext.relu import relu_reference
-from lltm_ext.round import (
-    binarize_reference,
-    ceil_reference,
-    floor_reference,
-    round_reference,
-    trunc_reference,
-)
-from lltm_ext.sigmoid import sigmoid_reference
+from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._sequence import SEQUENCE_OPS
+from lltm_ext._unary import UNARY_OPS
+from lltm_ext.gemm import gemm_reference
+from lltm_ext.lltm import lltm_cell_reference
 
-if not _portable.in_use:  # which has neither
+if not _portable.in_use:  # it lacks both
     from lltm_ext.fake_quantize import fake_quantize_reference
     from lltm_ext.stochastic_round import stochastic_round_reference
 
@@ -47,7 +40,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class Unable(Exception):
-    """What was asked for is not there for this device, dtype or size; says why."""
+    """This device, dtype or size is not supported; the message says why."""
 
 
 class Make:
@@ -61,7 +54,7 @@ class Make:
 
 
 class Check(NamedTuple):
-    """Checks of one name make a row of the table."""
+    """Checks with the same name share a row of the table."""
 
     name: str
     ours: Function
@@ -82,8 +75,8 @@ def checks() -> Iterator[Check]:
         yield from of_quantizers()
     yield from of_gemm()
     yield Check("lltm_cell", public("lltm_cell"), lltm_cell_reference, cell_inputs)
-    yield from of_sequences("lltm", 3, lltm_reference)
-    yield from of_sequences("lstm", 4, lstm_reference)
+    for name, op in SEQUENCE_OPS.items():
+        yield from of_sequences(name, op.gates, op.reference)
 
 
 def public(name: str) -> Function:
@@ -92,21 +85,13 @@ def public(name: str) -> Function:
 
 
 def of_elementwise_ops() -> Iterator[Check]:
-    references: dict[str, Function] = {
-        "sigmoid": sigmoid_reference,
-        "relu": relu_reference,
-        "round": round_reference,
-        "floor": floor_reference,
-        "ceil": ceil_reference,
-        "trunc": trunc_reference,
-        "binarize": binarize_reference,
-    }
-    for name, reference in references.items():
-        yield Check(name, public(name), reference, values)
-        yield Check(name, on_view(public(name)), on_view(reference), values)
-        yield Check(name, in_place(name), reference, values)
+    for name, op in UNARY_OPS.items():
+        yield Check(name, public(name), op.reference, values)
+        yield Check(name, on_view(public(name)), on_view(op.reference), values)
+        yield Check(name, in_place(name), op.reference, values)
+    binarize = UNARY_OPS["binarize"].reference
     for grad in ("clipped", "tanh"):
-        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize_reference))
+        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize))
         yield Check("binarize", ours, theirs, values)
 
 
@@ -123,7 +108,7 @@ def in_place(name: str) -> Function:
 
 
 def made_at_run_time() -> Check:
-    """Compiled here and now; it has no kernel for the CPU."""
+    """Compiled at run time; it has no kernel for the CPU."""
 
     def ours(x: Tensor, y: Tensor) -> Tensor:
         op = lltm_ext.elementwise(
@@ -148,7 +133,7 @@ def made_at_run_time() -> Check:
     def inputs(make: Make) -> Inputs:
         return make(37, 65), (1.5 + torch.tanh(make(37, 65).double())).to(make.dtype)  # y is not near 0
 
-    # The gradient of y reads the output as it was rounded, so that in half types it is no better.
+    # The gradient of y reads the rounded output.
     return Check("elementwise, made now", ours, reference, inputs)
 
 
@@ -163,14 +148,14 @@ def of_quantizers() -> Iterator[Check]:
     for (name, how), inputs in zip(pairs.items(), (steps, steps_by_channel), strict=True):
         yield Check(name, how(public("fake_quantize")), how(fake_quantize_reference), inputs)
     for dtype in HALVES:
-        # To nearest would be off by a fifth of eps, this many draws leave 0.004.
+        # Rounding to nearest would be off by a fifth of eps; this many draws are off by 0.004.
         bound = torch.finfo(dtype).eps / 32
         ours = functools.partial(average_of_draws, dtype)
         yield Check("stochastic_round", ours, lambda x: x, single_values, (dtype,), forward=bound)
 
 
 def steps_by_channel(make: Make) -> Inputs:
-    """Values, scales and zero points; values so far from any tie that no rounding of theirs matters."""
+    """Values, scales and zero points; the values are far from ties, so rounding them does not matter."""
     scale, zero_point = 0.25 + 0.1 * torch.tanh(make(33).double()), (2 * make(33)).round() + 0.25
     x = (5 * make(65, 33).double()).round() + 0.3 * torch.tanh(make(65, 33).double())
     return (x * scale).to(make.dtype), scale.to(make.dtype), zero_point.to(make.dtype)
@@ -202,7 +187,7 @@ def of_gemm() -> Iterator[Check]:
     yield Check("gemm, transposed", *turned, matrices((512, 256), (384, 512)))
     yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (7, 65, 67)))
     yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (65, 67)))
-    for activation in _ACTIVATIONS:
+    for activation in ACTIVATIONS:
         for m, k, n in ((63, 65, 67), (128, 64, 256)):
             ours, reference = (functools.partial(with_bias, f, activation) for f in (gemm, gemm_reference))
             yield Check("gemm, bias, activation", ours, reference, matrices((m, k), (k, n), (n,)))
@@ -218,7 +203,7 @@ def with_bias(function: Function, activation: str, a: Tensor, b: Tensor, bias: T
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
-    """The first scaled so that sums of products are of size 1."""
+    """The first is scaled so that the products are of size 1."""
     return lambda make: tuple(make(*s, scale=1 if i else s[-1] ** -0.5) for i, s in enumerate(shapes))
 
 
@@ -268,7 +253,7 @@ class Errors(NamedTuple):
 class Cell(NamedTuple):
     """What the checks of a row found in one dtype."""
 
-    errors: Errors | None  # the largest; None: none ran through
+    errors: Errors | None  # the largest; None: no check completed
     faults: tuple[str, ...]
     unable: tuple[str, ...]
 
@@ -287,7 +272,7 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
             found = errors_of(check, dtype, device)
         except Unable as reason:
             unable.append(str(reason))
-        except Exception as error:  # whatever it is, the next check goes on
+        except Exception as error:  # any error: the next check still runs
             faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         else:
             errors.append(found)
@@ -302,7 +287,7 @@ def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> Errors:
     return Errors(*map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
 
 
-@functools.cache  # for the next device, and for checks of the same
+@functools.cache  # for other devices, and for checks of the same function
 def expected(
     reference: Function, inputs: Callable[[Make], Inputs], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -312,7 +297,7 @@ def expected(
 def forward_and_gradients(
     function: Function, inputs: list[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs, and the gradients of the inputs for output gradients that are random values of `dtype`."""
+    """The outputs, and the gradients of the inputs for random output gradients in `dtype`."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = flat(function(*leaves))
     make = Make(dtype)
@@ -354,7 +339,7 @@ def main(args: argparse.Namespace) -> int:
         rows.setdefault(check.name, []).append(check)
     print("Relative L2 errors of results and of gradients, against the reference in float64")
     with tempfile.TemporaryDirectory() as folder:
-        # An op made at run time is to be compiled, not read from the disk.
+        # An empty cache, so that ops made at run time are compiled.
         os.environ["LLTM_EXT_CACHE"] = f"{folder}/cache"
         cells = [cell for device in devices() for cell in table(device, rows)]
     failed = sum(bool(cell.faults) for cell in cells)
@@ -402,7 +387,7 @@ def devices() -> Iterator[torch.device]:
     if not torch.cuda.is_available():
         print("\nNo GPU is tested: torch sees none")
     elif record["cuda"] is None:
-        print(f"\nNo GPU is tested: lltm_ext {record['version']} is built for the CPU alone")
+        print(f"\nNo GPU is tested: lltm_ext {record['version']} is built for the CPU only")
     else:
         yield from (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
 
@@ -412,7 +397,7 @@ def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
     title = device.type if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
     width = max(map(len, rows))
     print(f"\n{title}\n{'':{width}}", *(f"{str(d).removeprefix('torch.'):>13}" for d in DTYPES))
-    said: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for name, row in rows.items():
         cells = {d: examine(row, d, device) for d in DTYPES if any(d in check.dtypes for check in row)}
         print(f"{name:{width}}", *(f"{cells.get(d, '')!s:>13}" for d in DTYPES), flush=True)
@@ -420,7 +405,7 @@ def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
             for line in [f"FAILED {name}: {f}" for f in cell.faults] + [
                 f"- {name}: {u}" for u in cell.unable
             ]:
-                said.setdefault(line, []).append(str(dtype).removeprefix("torch."))
+                lines.setdefault(line, []).append(str(dtype).removeprefix("torch."))
         yield from cells.values()
-    for line, dtypes in said.items():
+    for line, dtypes in lines.items():
         print(f"{line} ({', '.join(dtypes)})")

@@ -1,13 +1,16 @@
-"""What the sequence ops share in Python: a whole sequence, under torch.func's transforms too, and the layers.
+"""Recurrent cells over whole sequences: an op is declared once by :func:`sequence_op`, and layers run it.
 
-Outside transforms a call goes straight to the op, whose autograd is C++. Inside, where nothing enters a C++
-autograd function, it takes a ``torch.autograd.Function`` of the op's own forward and backward.
+Outside torch.func's transforms a call goes straight to the dispatcher op, whose autograd is C++. A transform
+cannot enter a C++ autograd function, so under it a call takes a ``torch.autograd.Function`` of the op's own
+forward and backward.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,29 +18,141 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._library import (
-    State,
-    check_hx,
     check_tensor,
+    describe,
     differentiable_gradients,
     ops,
     transforms_active,
     vmap_rows,
 )
 
-Reference = Callable[[Tensor, State, Tensor, Tensor, Tensor | None], tuple[Tensor, State]]
+State = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor]
 Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weight_ih, weight_hh, bias
+Reference = Callable[..., tuple[Tensor, State]]
+Declared = TypeVar("Declared", bound=Reference)
 
 
-def _stack(states: list[Tensor]) -> Tensor:
-    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # the one without a copy
+class AlgorithmFunction(Protocol):
+    def __call__(
+        self,
+        input: Tensor,
+        hx: State,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias: Tensor | None = None,
+        *,
+        algorithm: str = "auto",
+        backward: bool = False,
+    ) -> str: ...
 
 
-def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Function]:
+class SequenceOp(NamedTuple):
+    """A declared op."""
+
+    reference: Reference
+    algorithm: AlgorithmFunction
+    Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
+    gates: int
+    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=)
+    run_both: Callable[..., list[Outputs]]  # (input, onward, reverse, batch_sizes)
+
+
+SEQUENCE_OPS: dict[str, SequenceOp] = {}
+
+
+def sequence_op(gates: int) -> Callable[[Declared], Declared]:
+    """Declares an op: decorates its reference in pure PyTorch (:func:`run_steps`).
+
+    Returns the function that runs the op, under the name, signature and docstring of the reference. The
+    reference, ``<name>_algorithm`` and the autograd Function are the first fields of ``SEQUENCE_OPS[name]``.
+
+    Args:
+        gates: how many blocks of hidden_size rows the weights have.
+    """
+
+    def declare(reference: Declared) -> Declared:
+        name, module = reference.__name__, reference.__module__
+        Function = sequence_function(name, reference)
+        run = one_direction(name, Function)
+        algorithm_op = getattr(ops, f"{name}_algorithm")
+
+        def function(
+            input: Tensor,
+            hx: State,
+            weight_ih: Tensor,
+            weight_hh: Tensor,
+            bias: Tensor | None = None,
+            *,
+            algorithm: str = "auto",
+        ) -> tuple[Tensor, State]:
+            tensors = check_sequence(name, input, hx, weight_ih, weight_hh, bias)
+            output, h_n, c_n = run(*tensors, algorithm=algorithm)
+            return output, (h_n, c_n)
+
+        def algorithm_of(
+            input: Tensor,
+            hx: State,
+            weight_ih: Tensor,
+            weight_hh: Tensor,
+            bias: Tensor | None = None,
+            *,
+            algorithm: str = "auto",
+            backward: bool = False,
+        ) -> str:
+            tensors = check_sequence(f"{name}_algorithm", input, hx, weight_ih, weight_hh, bias)
+            return algorithm_op(*tensors, algorithm=algorithm, backward=backward)
+
+        describe(function, module, name, reference.__doc__)
+        describe(reference, module, f"{name}_reference", f":func:`{name}` in pure PyTorch.")
+        describe(algorithm_of, module, f"{name}_algorithm", ALGORITHM_DOC.format(name=name))
+        both = both_directions(name, run)
+        SEQUENCE_OPS[name] = SequenceOp(reference, algorithm_of, Function, gates, run, both)
+        return function  # type: ignore[return-value]
+
+    return declare
+
+
+ALGORITHM_DOC = """The algorithm of :func:`{name}` for these arguments: "stepwise", "cluster" or "grid".
+
+    Args:
+        backward: True for the algorithm of the backward pass, which may differ from the forward's.
+
+    The other arguments and all errors are those of :func:`{name}`.
+    """
+
+
+def run_steps(
+    step: Callable[[Tensor, Tensor], State],
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, State]:
+    """A sequence in pure PyTorch, a Python loop over the steps.
+
+    ``step(gates, c)`` is the cell: it returns ``(h, c)`` from the gates before their activations.
+    """
+    h, c = hx
+    projection = input @ weight_ih.t()
+    if bias is not None:
+        projection = projection + bias
+    outputs = []
+    for gates in projection.unbind(0):
+        new_h, new_c = step(gates + h @ weight_hh.t(), c)
+        h, c = new_h.to(h.dtype), new_c.to(c.dtype)
+        outputs.append(h)
+    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
+    return output, (h, c)
+
+
+def sequence_function(
+    name: str, reference: Callable[..., tuple[Tensor, State]]
+) -> type[torch.autograd.Function]:
     """The Function of the op ``lltm_ext::<name>``, with its arguments.
 
-    ``reference`` is the op in pure PyTorch, which second derivatives under torch.func are those of. Composed
-    of it, the sequence is the Function's ``composed``.
+    Second derivatives are those of ``reference``. The Function's ``composed`` is the op made of it.
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
@@ -51,7 +166,7 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
         batch_sizes: list[int] | None,
         reverse: bool,
     ) -> Outputs:
-        """By the reference: all steps at once, or one by one where the rows differ."""
+        """By the reference: all steps at once, or step by step if the number of rows changes."""
         weights = (weight_ih, weight_hh, bias)
         if batch_sizes is None:
             output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
@@ -66,7 +181,7 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
         return torch.cat(outputs[order]) if outputs else input.new_zeros(0, h0.shape[1]), h0, c0
 
     class SequenceFunction(torch.autograd.Function):
-        """``(output, h_n, c_n, gates, extra)``, of which the last two are for backward."""
+        """``(output, h_n, c_n, gates, extra)``, the last two for backward."""
 
         composed = staticmethod(by_reference)
 
@@ -106,30 +221,25 @@ def sequence_function(name: str, reference: Reference) -> type[torch.autograd.Fu
     return SequenceFunction
 
 
-def sequence_op(name: str, function: type[torch.autograd.Function]) -> Callable[..., Outputs]:
+def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
     """The op ``lltm_ext::<name>`` with its arguments, through ``function`` under transforms."""
     op = getattr(ops, name)
 
     def run(
         input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None,
+        *direction: Tensor | None,
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
     ) -> Outputs:
         if not transforms_active():
-            return op(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm)
+            return op(input, *direction, batch_sizes, reverse, algorithm)
         if batch_sizes is not None:
             raise RuntimeError(
                 f"{name.upper()}: expected a padded input under torch.func transforms, got a PackedSequence"
             )
         steps = input.flip(0) if reverse else input
-        tensors = (steps, h0, c0, weight_ih, weight_hh, bias)
-        output, h_n, c_n, *_ = function.apply(*tensors, None, False, algorithm)
+        output, h_n, c_n, *_ = function.apply(steps, *direction, None, False, algorithm)
         return output.flip(0) if reverse else output, h_n, c_n
 
     torch.library.register_vmap(f"lltm_ext::{name}", vmap_rows(op, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))
@@ -137,9 +247,9 @@ def sequence_op(name: str, function: type[torch.autograd.Function]) -> Callable[
 
 
 def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[..., list[Outputs]]:
-    """The op ``lltm_ext::<name>_bidirectional``, two ``sequence`` calls in one: onward and in reverse.
+    """The op ``lltm_ext::<name>_bidirectional``, two ``sequence`` calls in one: forward and in reverse.
 
-    They run side by side where the GPU has room for both. Under transforms it is the two calls.
+    They run side by side if the GPU has room for both. Under transforms there are two calls.
     """
     op = getattr(ops, f"{name}_bidirectional")
 
@@ -148,8 +258,8 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
     ) -> list[Outputs]:
         if transforms_active():
             return [
-                sequence(input, *onward, batch_sizes, False),
-                sequence(input, *reverse, batch_sizes, True),
+                sequence(input, *direction, batch_sizes=batch_sizes, reverse=is_reverse)
+                for direction, is_reverse in ((onward, False), (reverse, True))
             ]
         given = ([x for x in direction if x is not None] for direction in (onward, reverse))
         outputs = op(input, *given, batch_sizes)
@@ -158,8 +268,43 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
     return run
 
 
+def check_sequence(
+    name: str, input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The arguments of a sequence, all tensors, as the dispatcher takes them."""
+    h0, c0 = check_pair(name, hx)
+    check_tensor(name, "input", input)
+    check_tensor(name, "weight_ih", weight_ih)
+    check_tensor(name, "weight_hh", weight_hh)
+    if bias is not None:
+        check_tensor(name, "bias", bias)
+    return input, h0, c0, weight_ih, weight_hh, bias
+
+
+def check_pair(name: str, hx: Any) -> State:
+    """hx as (h0, c0)."""
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
+    check_tensor(name, "h0", hx[0])
+    check_tensor(name, "c0", hx[1])
+    return hx[0], hx[1]
+
+
+def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
+    """hx as (h0, c0), two tensors of this shape."""
+    pair = check_pair(name, hx)
+    for argument, state in zip(("h0", "c0"), pair, strict=True):
+        if state.shape != shape:
+            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
+    return pair
+
+
+def _stack(states: list[Tensor]) -> Tensor:
+    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # without a copy
+
+
 class SequenceLayer(nn.Module):
-    """A layer with nn.LSTM's options and call, whose class gives the op and the parameters."""
+    """A layer with the options and the call of nn.LSTM. Its class gives the op and the parameters."""
 
     input_size: int
     hidden_size: int
@@ -168,15 +313,14 @@ class SequenceLayer(nn.Module):
     dropout: float
     bidirectional: bool
 
-    _sequence: Callable[..., Outputs]  # of sequence_op
-    _both: Callable[..., list[Outputs]]  # of both_directions
+    _op: SequenceOp
 
     def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """(weight_ih, weight_hh, bias)"""
         raise NotImplementedError
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
-        """Raises for an input that has not one of these numbers of dimensions, or another width."""
+        """Raises for an input with another number of dimensions, or of another input_size."""
         raise NotImplementedError
 
     def forward(
@@ -222,10 +366,10 @@ class SequenceLayer(nn.Module):
                 for i in range(self._directions)
             ]
             if self.bidirectional:
-                found = self._both(input, *directions, batch_sizes)
+                found = self._op.run_both(input, *directions, batch_sizes)
                 input = torch.cat([output for output, _, _ in found], dim=-1)
             else:
-                found = [self._sequence(input, *directions[0], batch_sizes)]
+                found = [self._op.run(input, *directions[0], batch_sizes=batch_sizes)]
                 input = found[0][0]
             h_n += [h for _, h, _ in found]
             c_n += [c for _, _, c in found]
@@ -244,3 +388,98 @@ class SequenceLayer(nn.Module):
     @property
     def _states(self) -> int:
         return self.num_layers * self._directions
+
+
+class CellLayer(SequenceLayer):
+    """A layer that declares its parameters itself, one bias a gate, from the number of the op's gates."""
+
+    bias: bool
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(self._name, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if isinstance(dropout, bool) or not 0 <= dropout <= 1:
+            raise ValueError(f"{self._name}: expected dropout to be a probability in [0, 1], got {dropout!r}")
+        if dropout > 0 and num_layers == 1:
+            warnings.warn(
+                f"{self._name}: dropout acts on the output of every layer but the last, so it does nothing "
+                f"with num_layers=1, got dropout={dropout}",
+                stacklevel=2,
+            )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
+        rows = self._op.gates * hidden_size
+        for layer in range(num_layers):
+            layer_input = input_size if layer == 0 else hidden_size * self._directions
+            for suffix in ("", "_reverse")[: self._directions]:
+                shapes: dict[str, tuple[int, ...]] = {
+                    "weight_ih": (rows, layer_input),
+                    "weight_hh": (rows, hidden_size),
+                }
+                if bias:
+                    shapes["bias"] = (rows,)
+                for name, shape in shapes.items():
+                    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                    self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
+        init_uniform(self, self.hidden_size)
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        end = f"_l{layer}{('', '_reverse')[direction]}"
+        return (
+            getattr(self, "weight_ih" + end),
+            getattr(self, "weight_hh" + end),
+            getattr(self, "bias" + end) if self.bias else None,
+        )
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims or input.shape[-1] != self.input_size:
+            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
+            raise RuntimeError(
+                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
+                f"input_size = {self.input_size}, got {list(input.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        options = {
+            "num_layers": (self.num_layers, 1),
+            "bias": (self.bias, True),
+            "batch_first": (self.batch_first, False),
+            "dropout": (self.dropout, 0.0),
+            "bidirectional": (self.bidirectional, False),
+        }
+        changed = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
+
+
+def check_sizes(name: str, **sizes: int) -> None:
+    for argument, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
+        if size <= 0:
+            raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
+
+
+def init_uniform(module: nn.Module, hidden_size: int) -> None:
+    bound = 1 / math.sqrt(hidden_size)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)

@@ -14,6 +14,8 @@ from torch import Tensor
 from lltm_ext._C import elementwise as _C
 from lltm_ext._library import ops, transforms_active
 
+__all__ = ["elementwise"]
+
 SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h
 MAX_TENSORS = 8
 overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
@@ -87,7 +89,7 @@ class Elementwise:
             inspect.Parameter(p, kind, default=default)
             for p, default in zip(parameters, self._defaults, strict=True)
         ]
-        # A number with a default may stand before a tensor, which has none: then only keywords can skip it.
+        # A number with a default may precede a tensor, which has none: then only keywords can skip it.
         first = next((i for i, p in enumerate(named) if p.default is not required), len(named))
         if any(p.default is required for p in named[first:]):
             named = [p.replace(default=required) for p in named]
@@ -96,7 +98,7 @@ class Elementwise:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors: Sequence[Any]
         scalars: Sequence[float]
-        if len(args) == self._leading and not kwargs:  # as most calls: tensors, and the numbers' defaults
+        if len(args) == self._leading and not kwargs:  # the common case: tensors only, numbers by default
             tensors, scalars = args, self._numbers
         else:
             values = self._values(args, kwargs)
@@ -114,7 +116,7 @@ class Elementwise:
         return _C.call(tensors, scalars, self.program)
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Of all parameters, in their order."""
+        """The values of all parameters, in their order."""
         if len(args) > len(self._defaults):
             raise TypeError(
                 f"{self.__name__}: expected at most {len(self._defaults)} arguments, got {len(args)}"
@@ -155,16 +157,17 @@ class Elementwise:
         return "\n".join(texts)
 
     def gradcheck(self, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> bool:
-        """Compares the gradients with finite differences, in float64: True, or an error that says where.
+        """Compares the gradients with finite differences, in float64; returns True or raises an error.
 
         Args:
-            args, kwargs: as for a call; tensors are taken in float64. With none, random tensors of shape
-                [3, 4], positive and negative; give your own where the formula is not defined for all
-                numbers, or has corners.
-            device: where the random tensors lie; None: the current CUDA device, or the CPU if there is none.
+            args, kwargs: as for a call; tensors are converted to float64. Without any, random tensors of
+                shape [3, 4], positive and negative; give your own if the formula is not defined for all
+                numbers, or not differentiable everywhere.
+            device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            RuntimeError: where a gradient differs; for an op without any. Tensors without one are held fixed.
+            RuntimeError: for a gradient that differs; for an op without gradients. Tensors without a gradient
+                are held fixed.
         """
         if not args and not any(p in kwargs for p in self.tensors):
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -199,13 +202,13 @@ class Elementwise:
 
 
 def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """Which tensors, and "output", a backward names: what it reads and the forward must keep."""
+    """Which tensors, and "output", a backward names: what it reads and the forward must save."""
     named = set(IDENTIFIER.findall(COMMENT.sub(" ", body)))
     return tuple(p for p in (*tensors, "output") if p in named)
 
 
 class ElementwiseFunction(torch.autograd.Function):
-    """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op as torch.func's transforms take it."""
+    """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op under torch.func's transforms."""
 
     @staticmethod
     def forward(op: Elementwise, scalars: tuple[float, ...], *tensors: Tensor) -> Tensor:
@@ -242,7 +245,7 @@ class ElementwiseFunction(torch.autograd.Function):
 
 
 class ElementwiseBackwardFunction(torch.autograd.Function):
-    """The gradients of an op, of the output's sizes. They have no derivatives themselves."""
+    """The gradients of an op, in the output's sizes. They have no derivatives themselves."""
 
     @staticmethod
     def forward(
@@ -270,7 +273,7 @@ class ElementwiseBackwardFunction(torch.autograd.Function):
 
 
 def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The tensors with the vmapped dimension first, before all that they are broadcast to."""
+    """The tensors with the vmapped dimension first, before all dimensions they are broadcast to."""
     ranks = [x.dim() - (d is not None) for x, d in zip(tensors, in_dims, strict=True)]
     ready = []
     for x, d, rank in zip(tensors, in_dims, ranks, strict=True):
@@ -284,7 +287,7 @@ def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> lis
 def batched_gradient(
     size: int, in_dims: tuple[int | None, ...], operands: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The same of a gradient and what it follows from: the results have the sizes of the gradient."""
+    """The same for a gradient and its operands: the results have the sizes of the gradient."""
     grad, d = operands[0], in_dims[0]
     if d is None:
         grad, d = grad.expand(size, *grad.shape), 0
@@ -301,10 +304,10 @@ def elementwise(
 ) -> Elementwise:
     """A differentiable elementwise op of your own, from its formula in CUDA C++.
 
-    The formula is compiled at the first call, by the NVRTC that torch carries (no toolkit is needed), into
-    the same vectorised kernels as this package's own ops; binaries are kept on disk for other processes. The
-    op broadcasts, promotes dtypes as torch does, keeps strides, runs on the current stream, and goes through
-    CUDA graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
+    The first call compiles the formula with the NVRTC that torch ships (no toolkit is needed), into the same
+    vectorised kernels as this package's own ops; binaries are cached on disk for other processes. The op
+    broadcasts, promotes dtypes as torch does, keeps strides, runs on the current stream, and works with CUDA
+    graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
 
         softsign = lltm_ext.elementwise(
             "T softsign(T x, T a)",
@@ -315,34 +318,34 @@ def elementwise(
         y = softsign(x, a=2.0)
 
     Args:
-        signature: the op's name and its parameters, all of type ``T``: the type that arithmetic runs in,
-            float for float16, bfloat16 and float32, double for float64. 1 to 8 of them are tensors.
-        forward: the body of the function. CUDA's mathematical functions are there (``exp``, ``fabs``,
-            ``max``, ...) and take either type. Write ``T(0.5)``: a bare ``0.5`` is a double, and makes float
-            arithmetic slower.
+        signature: the op's name and its parameters, all of type ``T``, the type of the arithmetic: float for
+            float16, bfloat16 and float32, double for float64. 1 to 8 of them are tensors.
+        forward: the body of the function. It may call CUDA's mathematical functions (``exp``, ``fabs``,
+            ``max``, ...), which take either type. Write ``T(0.5)``: a plain ``0.5`` is a double and makes
+            float arithmetic slower.
         backward: for each tensor that has a gradient, the body of a function that returns it. It may use the
-            parameters, ``grad`` (the incoming gradient) and ``output`` (the forward's result); what it does
-            not name is not kept. Without an entry, a tensor that requires a gradient is refused.
+            parameters, ``grad`` (the incoming gradient) and ``output`` (the forward's result). Tensors that
+            it does not name are not saved. A tensor without an entry must not require a gradient.
         scalars: the parameters that are numbers, with their defaults. They have no gradient.
-        cpu: a function of the same parameters for CPU tensors, of torch's ops, which bring its gradient.
-            None: CPU tensors are refused.
+        cpu: a function of the same parameters for CPU tensors, in torch's ops, which also give its gradient.
+            None: CPU tensors raise an error.
 
     Returns:
         A function of the parameters, by position or by name: tensors of float16, bfloat16, float32 or
-        float64 on one CUDA device, of shapes that can be broadcast to one, and Python numbers. It gives a
-        tensor of that shape, which lies in memory like the first full-sized tensor. ``gradcheck()`` compares
-        its gradients with finite differences, ``source`` is the CUDA C++ around the formula.
+        float64 on one CUDA device, with shapes that broadcast to one, and Python numbers. It returns a tensor
+        of that shape, with the memory layout of the first full-sized tensor. ``gradcheck()`` compares its
+        gradients with finite differences; ``source`` is the CUDA C++ around the formula.
 
     Raises:
-        ValueError: for a signature that does not parse, or names in ``scalars`` and ``backward`` that it
+        ValueError: for a signature that does not parse, or for names in ``scalars`` and ``backward`` that it
             does not have.
 
-        A call raises RuntimeError for a formula that does not compile, with the compiler's message, the
-        file "forward" or "backward of x", and the line in your text; for a device, a layout or shapes that
-        do not fit; for a gradient that has no formula, or a derivative of a gradient; and TypeError for
-        another dtype, or no tensor.
+        A call raises RuntimeError for a formula that does not compile, with the compiler's message, the file
+        "forward" or "backward of x", and the line in your text; for a device, a layout or shapes that do not
+        fit; for a gradient without a formula, or a derivative of a gradient; and TypeError for another dtype,
+        or no tensor.
 
-    A program text compiles what it says and runs it on the GPU: load exported programs from people you trust.
+    Loading an exported program compiles and runs its formulas: load only programs that you trust.
     """
     return Elementwise(signature, forward, backward or {}, scalars or {}, cpu)
 

@@ -1,7 +1,7 @@
-"""Fake quantization: values rounded to integers times a scale, with gradients through which to learn both.
+"""Fake quantization: rounds values to integers times a scale, with gradients for the values and the scale.
 
-Training with it prepares a network for integer arithmetic: forward sees what the integers will give, backward
-sees a straight line, clipped where the integers end.
+Training with it prepares a network for integer arithmetic: the forward computes what the integers will give,
+the backward follows a straight line, clipped at the ends of the integer range.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lltm_ext._C import fake_quantize as _C  # noqa: F401  registers the ops
 from lltm_ext._library import check_tensor, differentiable_gradients, ops, transforms_active, vmap_loop
+
+__all__ = ["FakeQuantize", "FakeQuantizeFunction", "fake_quantize"]
 
 
 def _number(name: str, value: Any, dtype: torch.dtype) -> Tensor:
@@ -37,7 +39,7 @@ def _check_grid(name: str, scale: Any, quant_min: int, quant_max: int) -> None:
 
 
 def _parameters(scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero point as tensors. A tensor on the CPU without dimensions goes with any device."""
+    """Scale and zero point as tensors. A 0-dimensional CPU tensor works with any device."""
     _check_grid("fake_quantize", scale, quant_min, quant_max)
     if isinstance(zero_point, (int, float)) and not quant_min <= zero_point <= quant_max:
         raise ValueError(
@@ -89,7 +91,7 @@ def fake_quantize_reference(
     values = torch.where(inside, steps, bound) * step
     if not (input.requires_grad or scale.requires_grad or zero_point.requires_grad):
         return values.to(input.dtype)
-    # The straight line that the gradient pretends. Its slope with respect to the scale is the rounding error.
+    # The straight line of the gradient. Its slope with respect to the scale is the rounding error.
     error = torch.where(inside, steps - x.detach() * inverse, 0)
     shift = zero_point.to(dtype) if zero_point.is_floating_point() else zero
     moved = learning(shift) - shift.detach().to(dtype)
@@ -100,8 +102,8 @@ def fake_quantize_reference(
 class FakeQuantizeFunction(torch.autograd.Function):
     """``FakeQuantizeFunction.apply(input, scale, zero_point, quant_min, quant_max, axis, grad_factor)``.
 
-    Saves the input, the scale and the zero point. (:func:`fake_quantize` saves one bit an element instead
-    where only the input needs a gradient.)
+    Saves the input, the scale and the zero point. (:func:`fake_quantize` saves one bit per element instead
+    if only the input needs a gradient.)
     """
 
     @classmethod
@@ -165,7 +167,7 @@ def _vmap(
     axis: int | None = None,
     grad_factor: float = 1.0,
 ) -> tuple[Tensor, int]:
-    """One call on the whole batch where the batch shares its parameters, else one a slice."""
+    """One call on the whole batch if its slices share the parameters, else one per slice."""
     rest = (quant_min, quant_max, axis, grad_factor)
     if in_dims[1] is not None or in_dims[2] is not None:
         dims = (*in_dims[:3], *[None] * len(rest))
@@ -188,40 +190,41 @@ def fake_quantize(
     axis: int | None = None,
     grad_factor: float = 1.0,
 ) -> Tensor:
-    """Rounds to the values that integers from ``quant_min`` to ``quant_max`` can stand for.
+    """Rounds to the values that integers from ``quant_min`` to ``quant_max`` can represent.
 
     ``q = clamp(nearbyint(input / scale) + zero_point, quant_min, quant_max)``, ties to even; the result is
-    ``(q - zero_point) * scale``. One kernel forward, one backward (and a small one that adds up sums).
+    ``(q - zero_point) * scale``. One kernel forward, one backward (and a small one for the sums).
 
     Args:
         input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64. Half types
             compute in float32.
         scale: above 0; a number or a tensor of one element, or one element for each index of ``axis``,
-            ``[input.shape[axis]]``. float32 or the dtype of ``input``. A number counts as float32.
-        zero_point: likewise; int32, int64 or floating. It is rounded to an integer, and clamped to the range.
-            A number outside of the range is an error.
+            ``[input.shape[axis]]``. float32 or the dtype of ``input``. A number is taken as float32.
+        zero_point: likewise; int32, int64 or floating. It is rounded to an integer and clamped to the range.
+            A number outside the range is an error.
         quant_min, quant_max: the integers' range, such as -128 and 127; less than 2^22 apart.
         axis: the dimension that has the channels, if ``scale`` or ``zero_point`` has more than one element;
             0 if not given. May be negative.
         grad_factor: multiplies the gradients of ``scale`` and ``zero_point``. Esser et al. propose
             ``1 / sqrt(input.numel() * quant_max)``.
 
-        All tensors are on one device; but one without dimensions may be on the CPU, and counts as a number.
+        All tensors are on one device. A 0-dimensional tensor may be on the CPU and is taken as a number.
 
     Returns:
         A tensor of the shape, dtype and memory format of ``input``. NaN becomes the lowest value, infinities
         the outermost ones.
 
     Gradients:
-        Of ``input``: the incoming one where ``q`` was not clamped, else 0. If no other is needed, a bit an
-        element is all that is saved. Of ``scale``, summed over its elements: the incoming one times
+        Of ``input``: the incoming one where ``q`` was not clamped, else 0. If no other gradient is needed,
+        only one bit per element is saved. Of ``scale``, summed over its elements: the incoming one times
         ``(result - input) / scale``, or where clamped times ``q - zero_point``. Of ``zero_point``, if it is
         floating: the incoming one times ``-scale`` where clamped. Sums run in a fixed order, so the same call
-        gives the same bits. A second derivative is that of a straight line.
+        gives the same bits. Second derivatives are those of the straight line.
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        ValueError: for ``quant_min`` above ``quant_max``, an axis that is none, or a number out of range.
+        ValueError: for ``quant_min`` above ``quant_max``, an axis that does not exist, or a number out of
+            range.
         RuntimeError: for another shape, device or layout.
 
     Source: values as :func:`torch.fake_quantize_per_tensor_affine` and ``_per_channel_affine``, gradients as
@@ -243,12 +246,12 @@ class FakeQuantize(nn.Module):
 
     Args:
         quant_min, quant_max: the integers' range.
-        scale, zero_point: what they begin with.
+        scale, zero_point: their initial values.
         num_channels: how many of each there are, one for each index of ``axis``; None: one for all.
         axis: the dimension that has the channels.
-        learn_scale, learn_zero_point: whether they are parameters; else they are buffers.
+        learn_scale, learn_zero_point: whether they are parameters instead of buffers.
         grad_factor: multiplies their gradients.
-        device, dtype: theirs; the dtype is float32 unless given.
+        device, dtype: of scale and zero point; the dtype is float32 unless given.
     """
 
     scale: Tensor

@@ -7,27 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import check_tensor, is_lazy, ops, transforms_active, vmap_elementwise, vmap_loop
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
-# Those whose derivative does not follow from their output.
-_SAVE_INPUT = ("gelu", "gelu_tanh", "silu")
+__all__ = ["GemmFunction", "Linear", "gemm"]
+
+_ACTIVATIONS = {name: activation.reference for name, activation in ACTIVATIONS.items()}
+_SAVE_INPUT = {name for name, activation in ACTIVATIONS.items() if activation.saves_input}
 
 
 def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """The same function in pure PyTorch; half types round before the bias and before the activation too."""
+    """:func:`gemm` in pure PyTorch; half types also round before the bias and before the activation."""
     product = torch.matmul(a, b)
     if bias is not None:
         product = product + bias
@@ -35,9 +28,10 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
 
 
 class _Product(torch.autograd.Function):
-    """``(c,)``, or ``(c, c before the activation)`` where the derivative needs the latter.
+    """``(c,)``, or ``(c, c before the activation)`` if the derivative needs the latter.
 
-    That is an output because setup_context sees nothing else, and the double backward goes through it.
+    It is an output because setup_context sees only inputs and outputs, and because the double backward goes
+    through it.
     """
 
     @staticmethod
@@ -76,7 +70,7 @@ class _Product(torch.autograd.Function):
         if grad_before is not None:
             grad = grad_before if grad is None else grad + grad_before
         if grad is not None:
-            # Under autocast the operands were cast inside the op; autograd casts the gradients back.
+            # Autocast casts the operands inside the op; autograd casts the gradients back.
             if ctx.needs_input_grad[0]:
                 grad_a = gemm(grad, b.mT.to(grad.dtype), precision=ctx.precision).sum_to_size(ctx.shapes[0])
             if ctx.needs_input_grad[1]:
@@ -104,9 +98,9 @@ class _Product(torch.autograd.Function):
 class GemmFunction(_Product):
     """``GemmFunction.apply(a, b, bias=None, activation=None, precision="ieee")``; see :func:`gemm`.
 
-    Saves the operands that the wanted gradients need, and of an activation the output, or for gelu and silu
-    the input, from which its derivative follows. With ``g = grad_output * activation'`` the gradients are
-    ``g @ b^T``, ``a^T @ g`` and the sum of g's rows.
+    Saves the operands that the wanted gradients need, and the output of the activation, or its input for
+    gelu, gelu_tanh and silu. With ``g = grad_output * activation'`` the gradients are ``g @ b^T``,
+    ``a^T @ g`` and the sum of g's rows.
     """
 
     @classmethod
@@ -134,21 +128,21 @@ def gemm(
 
     Args:
         a: ``[M, K]`` or ``[B, M, K]``, on CPU or CUDA; float16, bfloat16, float32 or float64.
-        b: ``[K, N]`` or ``[B, K, N]``. A single matrix, or a batch of one, serves all of the other's batch.
+        b: ``[K, N]`` or ``[B, K, N]``. A single matrix, or a batch of one, serves the other's whole batch.
         bias: ``[N]``, added to every row; or None.
         activation: None, ``"relu"``, ``"sigmoid"``, ``"tanh"``, ``"elu"``, ``"gelu"``, ``"gelu_tanh"`` (its
-            approximation by tanh) or ``"silu"``. At -inf the last three are NaN, as torch's; in half types on
-            Hopper they may be 0.
+            approximation by tanh) or ``"silu"``. At -inf the last three are NaN, as in torch; in half types
+            on Hopper they may be 0.
         precision: how float32 is multiplied. ``"ieee"``: products and sums in float32. ``"bf16x6"`` and
-            ``"bf16x9"``: each value as the sum of three bfloat16, of whose products six or all nine are
+            ``"bf16x9"``: each value as the sum of three bfloat16, and six or all nine of their products
             summed in float32; as exact as ``"ieee"`` for finite values from 1e-33 on (smaller ones
             lose their last bits, infinities may give NaN). ``"tf32"``: values cut to 11 bits.
-            Where the chip has no kernel for it (all but Hopper), and for other dtypes, as ``"ieee"``.
+            GPUs other than Hopper, and other dtypes, compute as ``"ieee"``.
         out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
-        Any strides: a transposed or expanded operand is read where it lies, without a copy. (On Hopper one in
-        half types whose rows are not a multiple of 16 bytes apart is copied first, where that is faster.) Any
-        sizes, 0 too (with K = 0 the product is 0). All tensors are of one dtype and on one device.
+        Any strides: a transposed or expanded operand is read in place, without a copy. (On Hopper an operand
+        in a half type whose rows are not a multiple of 16 bytes apart is copied first if that is faster.) Any
+        sizes, including 0 (with K = 0 the product is 0). All tensors have one dtype and are on one device.
 
     Returns:
         ``[M, N]`` or ``[B, M, N]``, contiguous, of the dtype of ``a``; or ``out``. Bias and activation are
@@ -178,16 +172,16 @@ def gemm(
 
 
 class Linear(nn.Linear):
-    """``activation(input @ weight^T + bias)``: :class:`torch.nn.Linear` and what follows it, in one kernel.
+    """``activation(input @ weight^T + bias)``: :class:`torch.nn.Linear` and its activation in one kernel.
 
     Args:
-        in_features: the size of the input's last dimension.
-        out_features: that of the output's.
-        bias: whether there is one.
-        activation: as :func:`gemm` has it.
+        in_features: the size of the last dimension of the input.
+        out_features: the size of the last dimension of the output.
+        bias: whether there is a bias.
+        activation: as for :func:`gemm`.
 
     Attributes:
-        weight: [out_features, in_features]; bias: [out_features]; initialised as nn.Linear's, whose
+        weight: [out_features, in_features]; bias: [out_features]; initialised as in nn.Linear, whose
         checkpoints load here.
 
     Shapes:
@@ -203,8 +197,8 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation is not None and activation not in _ACTIVATIONS:
-            names = ", ".join(repr(name) for name in _ACTIVATIONS)
+        if activation is not None and activation not in ACTIVATIONS:
+            names = ", ".join(repr(name) for name in ACTIVATIONS)
             raise ValueError(f"Linear: expected activation None or one of {names}, got {activation!r}")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
@@ -226,7 +220,7 @@ class Linear(nn.Linear):
 
 
 def _vmap(product: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """The vmap rule, on gemm's op or Function: one call, whose batch is vmap's."""
+    """The vmap rule of gemm's op or Function: one call, with vmap's batch as its own."""
 
     def rule(
         info: Any, in_dims: Sequence[int | None], a: Tensor, b: Tensor, bias: Tensor | None = None, **how: Any
@@ -243,7 +237,7 @@ def _vmap(product: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
             ]
             found, dims = _with_dims(product(*batches, bias, **how))
             return torch.utils._pytree.tree_map(lambda c: c.unflatten(0, (info.batch_size, -1)), found), dims
-        # A bias for each slice is no bias of the batch. (Operands that do not fit get their error.)
+        # gemm takes one bias for the whole batch. (Operands that do not fit raise their error here too.)
         return vmap_loop(functools.partial(product, **how))(info, (a_dim, b_dim, bias_dim), a, b, bias)
 
     return rule

@@ -11,8 +11,6 @@ Source: Goldsborough, "Custom C++ and CUDA Extensions", https://pytorch.org/tuto
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ from torch import Tensor, nn
 
 from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
-    State,
-    check_hx,
-    check_sequence,
     check_tensor,
     differentiable_gradients,
     is_plain,
@@ -31,7 +26,18 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
+from lltm_ext._sequence import (
+    SEQUENCE_OPS,
+    CellLayer,
+    State,
+    check_hx,
+    check_sizes,
+    init_uniform,
+    run_steps,
+    sequence_op,
+)
+
+__all__ = ["LLTM", "LLTMCell", "LLTMFunction", "lltm", "lltm_algorithm", "lltm_cell"]
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -49,26 +55,10 @@ def lltm_cell_reference(
     return _cell_reference(gates if bias is None else gates + bias, old_cell)
 
 
-def lltm_reference(
-    input: Tensor, hx: State, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, State]:
-    """:func:`lltm` in pure PyTorch: a Python loop over the steps."""
-    h, c = hx
-    projection = input @ weight_ih.t()
-    if bias is not None:
-        projection = projection + bias
-    outputs = []
-    for gates in projection.unbind(0):
-        h, c = _cell_reference(gates + h @ weight_hh.t(), c)
-        outputs.append(h)
-    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
-    return output, (h, c)
-
-
 class _CellFunction(torch.autograd.Function):
     """One step: ``(new_h, new_cell, gates)``.
 
-    The last is for backward. It is an output because setup_context sees nothing else.
+    The gates are for backward. They are an output because setup_context sees only inputs and outputs.
     """
 
     @staticmethod
@@ -111,18 +101,13 @@ class _CellFunction(torch.autograd.Function):
 class LLTMFunction(_CellFunction):
     """``LLTMFunction.apply(input, weights, bias, old_h, old_cell)`` returns ``(new_h, new_cell)``.
 
-    One step, with the arguments of the tutorial's function of this name; see :func:`lltm_cell`. Outside
-    torch.func transforms the op's own autograd node does the same at half the host time.
+    One step, with the arguments of the tutorial's function of the same name; see :func:`lltm_cell`. Outside
+    torch.func's transforms it runs the op's C++ autograd node, in half the host time.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> State:
         return lltm_cell(*args)
-
-
-_SequenceFunction = sequence_function("lltm", lltm_reference)
-_sequence = sequence_op("lltm", _SequenceFunction)
-_both = both_directions("lltm", _sequence)
 
 
 def lltm_cell(
@@ -136,8 +121,8 @@ def lltm_cell(
             before those of the output gate and the candidate.
         bias: [3*H] (or [1, 3*H], as old checkpoints of the tutorial have it), or None.
         old_h: [B, H].
-        old_cell: [B, H], in the dtype of ``input``; for half types also float32, which spares the cell state
-            its rounding at every step.
+        old_cell: [B, H], in the dtype of ``input``; for half types also float32, so that the cell state is
+            not rounded at every step.
 
     Returns:
         ``(new_h, new_cell)``, each [B, H]; new_h in the dtype of ``input``, new_cell in that of ``old_cell``.
@@ -158,6 +143,7 @@ def lltm_cell(
     return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
 
 
+@sequence_op(gates=3)
 def lltm(
     input: Tensor,
     hx: State,
@@ -175,19 +161,19 @@ def lltm(
         weight_ih: [3*H, I].
         weight_hh: [3*H, H].
         bias: [3*H], or None.
-        algorithm: how the steps run. "auto" picks the fastest that can (:func:`lltm_algorithm` says which).
-            "stepwise" is a matrix product and a pointwise kernel a step, for any size, dtype and device.
-            "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and float32, with
-            H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half types, 128 in
-            float32) exchanges states through the shared memory of thread block clusters; "grid" (8.0 and
-            above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million) through the
-            L2 cache.
+        algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
+            which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
+            device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
+            float32, with H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half
+            types, 128 in float32) exchanges states through the shared memory of thread block clusters; "grid"
+            (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million)
+            through the L2 cache.
 
-    Products of float32 are rounded to TF32 where ``torch.backends.cuda.matmul.allow_tf32`` allows it.
+    Products of float32 are rounded to TF32 if ``torch.backends.cuda.matmul.allow_tf32`` is set.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
-        Inside, the cell state and its gradient stay float32 (float64 for float64).
+        Internally the cell state and its gradient stay float32 (float64 for float64).
 
     Raises:
         TypeError: for another dtype, or no tensor.
@@ -196,30 +182,10 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    tensors = check_sequence("lltm", input, hx, weight_ih, weight_hh, bias)
-    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
-    return output, (h_n, c_n)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
 
 
-def lltm_algorithm(
-    input: Tensor,
-    hx: State,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None = None,
-    *,
-    algorithm: str = "auto",
-    backward: bool = False,
-) -> str:
-    """The algorithm that :func:`lltm` takes for these arguments: "stepwise", "cluster" or "grid".
-
-    Args:
-        backward: True for that of the backward pass, which may differ from the forward's.
-
-    The other arguments and all errors are those of :func:`lltm`.
-    """
-    tensors = check_sequence("lltm_algorithm", input, hx, weight_ih, weight_hh, bias)
-    return ops.lltm_algorithm(*tensors, algorithm=algorithm, backward=backward)
+lltm_reference, lltm_algorithm, _SequenceFunction = SEQUENCE_OPS["lltm"][:3]
 
 
 class LLTMCell(nn.Module):
@@ -231,7 +197,7 @@ class LLTMCell(nn.Module):
         bias: whether the gates have a bias.
 
     Attributes:
-        weights: [3*H, H+I], as the tutorial's module has it, whose checkpoints load here.
+        weights: [3*H, H+I], as in the tutorial's module, whose checkpoints load here.
         bias: [3*H].
 
     Shapes:
@@ -247,7 +213,7 @@ class LLTMCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes("LLTMCell", input_size=input_size, hidden_size=hidden_size)
+        check_sizes("LLTMCell", input_size=input_size, hidden_size=hidden_size)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.weights = nn.Parameter(
@@ -261,7 +227,7 @@ class LLTMCell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as the tutorial and nn.LSTMCell do."""
-        _init_uniform(self, self.hidden_size)
+        init_uniform(self, self.hidden_size)
 
     def forward(self, input: Tensor, hx: State | None = None) -> State:
         check_tensor("LLTMCell", "input", input)
@@ -280,7 +246,7 @@ class LLTMCell(nn.Module):
         return new_h[0], new_cell[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Checkpoints of the tutorial's repository hold a bias of one row.
+        # Checkpoints of the tutorial's repository have a bias of shape [1, 3*H].
         bias = state_dict.get(prefix + "bias")
         if isinstance(bias, Tensor) and bias.shape == (1, 3 * self.hidden_size):
             state_dict[prefix + "bias"] = bias[0]
@@ -290,7 +256,7 @@ class LLTMCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias is not None else ", bias=False")
 
 
-class LLTM(SequenceLayer):
+class LLTM(CellLayer):
     """The LLTM as a layer, called like :class:`torch.nn.LSTM`: ``output, (h_n, c_n) = layer(input, hx)``.
 
     Args:
@@ -300,8 +266,8 @@ class LLTM(SequenceLayer):
         bias: whether the gates have a bias.
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
-        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). On a
-            GPU with room for both directions they run side by side.
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). Both
+            directions run side by side if the GPU has room for them.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];
@@ -313,96 +279,7 @@ class LLTM(SequenceLayer):
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
     """
 
-    _sequence = staticmethod(_sequence)
-    _both = staticmethod(_both)
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _check_sizes("LLTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
-        if isinstance(dropout, bool) or not 0 <= dropout <= 1:
-            raise ValueError(f"LLTM: expected dropout to be a probability in [0, 1], got {dropout!r}")
-        if dropout > 0 and num_layers == 1:
-            warnings.warn(
-                "LLTM: dropout acts on the output of every layer but the last, so it does nothing with "
-                f"num_layers=1, got dropout={dropout}",
-                stacklevel=2,
-            )
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.bias = bias
-        self.batch_first = batch_first
-        self.dropout = float(dropout)
-        self.bidirectional = bidirectional
-        for layer in range(num_layers):
-            layer_input = input_size if layer == 0 else hidden_size * self._directions
-            for suffix in ("", "_reverse")[: self._directions]:
-                shapes: dict[str, tuple[int, ...]] = {
-                    "weight_ih": (3 * hidden_size, layer_input),
-                    "weight_hh": (3 * hidden_size, hidden_size),
-                }
-                if bias:
-                    shapes["bias"] = (3 * hidden_size,)
-                for name, shape in shapes.items():
-                    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                    self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
-        _init_uniform(self, self.hidden_size)
-
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        end = f"_l{layer}{('', '_reverse')[direction]}"
-        return (
-            getattr(self, "weight_ih" + end),
-            getattr(self, "weight_hh" + end),
-            getattr(self, "bias" + end) if self.bias else None,
-        )
-
-    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
-        if input.dim() not in dims or input.shape[-1] != self.input_size:
-            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
-            raise RuntimeError(
-                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
-                f"input_size = {self.input_size}, got {list(input.shape)}"
-            )
-
-    def extra_repr(self) -> str:
-        options = {
-            "num_layers": (self.num_layers, 1),
-            "bias": (self.bias, True),
-            "batch_first": (self.batch_first, False),
-            "dropout": (self.dropout, 0.0),
-            "bidirectional": (self.bidirectional, False),
-        }
-        changed = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
-        return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
-
-
-def _check_sizes(name: str, **sizes: int) -> None:
-    for argument, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
-        if size <= 0:
-            raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
-
-
-def _init_uniform(module: nn.Module, hidden_size: int) -> None:
-    bound = 1 / math.sqrt(hidden_size)
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, -bound, bound)
+    _op = SEQUENCE_OPS["lltm"]
 
 
 torch.library.register_vmap("lltm_ext::lltm_cell", vmap_rows(ops.lltm_cell, {0: 0, 3: 0, 4: 0}, (0, 0)))

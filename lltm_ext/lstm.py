@@ -17,33 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import State, check_sequence, ops
-from lltm_ext._sequence import SequenceLayer, both_directions, sequence_function, sequence_op
+from lltm_ext._sequence import SEQUENCE_OPS, SequenceLayer, State, run_steps, sequence_op
+
+__all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
 
-def lstm_reference(
-    input: Tensor, hx: State, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, State]:
-    """:func:`lstm` in pure PyTorch: a Python loop over the steps."""
-    h, c = hx
-    projection = input @ weight_ih.t()
-    if bias is not None:
-        projection = projection + bias
-    outputs = []
-    for step in projection.unbind(0):
-        i, f, g, o = (step + h @ weight_hh.t()).chunk(4, dim=-1)
-        c = (torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)).to(c.dtype)
-        h = (torch.sigmoid(o) * torch.tanh(c)).to(h.dtype)
-        outputs.append(h)
-    output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
-    return output, (h, c)
+def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
+    i, f, g, o = gates.chunk(4, dim=-1)
+    new_cell = torch.sigmoid(f) * old_cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(new_cell), new_cell
 
 
-_SequenceFunction = sequence_function("lstm", lstm_reference)
-_sequence = sequence_op("lstm", _SequenceFunction)
-_both = both_directions("lstm", _sequence)
-
-
+@sequence_op(gates=4)
 def lstm(
     input: Tensor,
     hx: State,
@@ -53,7 +38,7 @@ def lstm(
     *,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
-    """A whole sequence of the LSTM cell; arguments, results and errors as :func:`lltm_ext.lltm` has them.
+    """A whole sequence of the LSTM cell; arguments, results and errors as for :func:`lltm_ext.lltm`.
 
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
@@ -61,45 +46,29 @@ def lstm(
         weight_ih: [4*H, I].
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
-        algorithm: "auto", "stepwise", "cluster" or "grid" (which in float32 takes H up to 512, in
-            TF32 1024).
+        algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    tensors = check_sequence("lstm", input, hx, weight_ih, weight_hh, bias)
-    output, h_n, c_n = _sequence(*tensors, algorithm=algorithm)
-    return output, (h_n, c_n)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
 
 
-def lstm_algorithm(
-    input: Tensor,
-    hx: State,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None = None,
-    *,
-    algorithm: str = "auto",
-    backward: bool = False,
-) -> str:
-    """The algorithm that :func:`lstm` takes for these arguments; see :func:`lltm_ext.lltm_algorithm`."""
-    tensors = check_sequence("lstm_algorithm", input, hx, weight_ih, weight_hh, bias)
-    return ops.lstm_algorithm(*tensors, algorithm=algorithm, backward=backward)
+lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 
 
 class LSTM(SequenceLayer, nn.LSTM):
-    """Takes the place of :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
+    """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
-    An ``nn.LSTM`` in all but speed, and but for ``proj_size``, which must be 0. Arguments, shapes and
-    attributes are those of its documentation. As torch.compile refuses every nn.LSTM in fullgraph mode, so
-    it does this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. torch.compile
+    refuses any nn.LSTM in fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is
+    set.
 
     Raises:
         ValueError: for a ``proj_size`` other than 0.
     """
 
-    _sequence = staticmethod(_sequence)
-    _both = staticmethod(_both)
+    _op = SEQUENCE_OPS["lstm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

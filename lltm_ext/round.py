@@ -1,7 +1,7 @@
 """Steps with a straight-through gradient: round, floor, ceil, trunc and binarize.
 
-A step's own derivative is 0 almost everywhere, so nothing would be learnt through it. Straight through, its
-gradient is taken to be that of the identity, or of a smooth curve.
+The derivative of a step is 0 almost everywhere, so nothing can be learnt through it. A straight-through
+gradient replaces it by that of the identity, or of a smooth curve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
-from lltm_ext._library import check_tensor, in_place, into, is_plain, ops, transforms_active, vmap_elementwise
+from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+from lltm_ext._unary import UnaryOp, forms, register, unary_op
+
+__all__ = [
+    "Binarize",
+    "BinarizeFunction",
+    "Ceil",
+    "CeilFunction",
+    "Floor",
+    "FloorFunction",
+    "Round",
+    "RoundFunction",
+    "Trunc",
+    "TruncFunction",
+    "binarize",
+    "binarize_",
+    "ceil",
+    "ceil_",
+    "floor",
+    "floor_",
+    "round",
+    "round_",
+    "trunc",
+    "trunc_",
+]
 
 
 def _straight_through(step: Tensor, curve: Tensor) -> Tensor:
@@ -21,24 +45,88 @@ def _straight_through(step: Tensor, curve: Tensor) -> Tensor:
     return curve + (step - curve).detach() if curve.requires_grad else step
 
 
-def round_reference(input: Tensor) -> Tensor:
-    """:func:`round` in pure PyTorch."""
+@unary_op(_C.call_round, "RoundFunction")
+def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rounds to the nearest integer, ties to even, with the identity as gradient (straight-through).
+
+    Args:
+        input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
+        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
+            None. Not differentiable.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``input``; or ``out``. NaN and infinities are
+        unchanged.
+
+    Raises:
+        TypeError: for another dtype, or no tensor.
+        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
+
+    Source: values as :func:`torch.round`; the gradient of Bengio et al., "Estimating or Propagating
+    Gradients Through Stochastic Neurons for Conditional Computation", 2013, https://arxiv.org/abs/1308.3432.
+    """
     return _straight_through(torch.round(input), input)
 
 
-def floor_reference(input: Tensor) -> Tensor:
-    """:func:`floor` in pure PyTorch."""
+@unary_op(_C.call_floor, "FloorFunction")
+def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The largest integer that is not above ``input``, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.floor`.
+    """
     return _straight_through(torch.floor(input), input)
 
 
-def ceil_reference(input: Tensor) -> Tensor:
-    """:func:`ceil` in pure PyTorch."""
+@unary_op(_C.call_ceil, "CeilFunction")
+def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The smallest integer that is not below ``input``, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.ceil`.
+    """
     return _straight_through(torch.ceil(input), input)
 
 
-def trunc_reference(input: Tensor) -> Tensor:
-    """:func:`trunc` in pure PyTorch."""
+@unary_op(_C.call_trunc, "TruncFunction")
+def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``input`` without its fractional part, with the identity as gradient.
+
+    Arguments, result and errors as of :func:`round`; values as :func:`torch.trunc`.
+    """
     return _straight_through(torch.trunc(input), input)
+
+
+round_reference, round_, RoundFunction = forms("round")
+floor_reference, floor_, FloorFunction = forms("floor")
+ceil_reference, ceil_, CeilFunction = forms("ceil")
+trunc_reference, trunc_, TruncFunction = forms("trunc")
+
+
+class Round(nn.Module):
+    """:func:`round` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return round(input)
+
+
+class Floor(nn.Module):
+    """:func:`floor` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return floor(input)
+
+
+class Ceil(nn.Module):
+    """:func:`ceil` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ceil(input)
+
+
+class Trunc(nn.Module):
+    """:func:`trunc` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return trunc(input)
 
 
 def binarize_reference(
@@ -49,7 +137,7 @@ def binarize_reference(
     half = (high - low) / 2
     curves: dict[str, Callable[[], Tensor]] = {
         "identity": lambda: x,
-        # 1 at the ends of the ramp too; of clamp, torch's gradient there has changed with its versions.
+        # 1 at the ends of the ramp too. torch.clamp's gradient there differs between versions of torch.
         "clipped": lambda: torch.where((x - threshold).abs() <= half, x, 0.0),
         "tanh": lambda: half * torch.tanh((x - threshold) / half),
     }
@@ -57,71 +145,10 @@ def binarize_reference(
     return _straight_through(step, curves[grad]()).to(input.dtype)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Saves nothing; hands the gradient on as it came."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output
-
-
-class RoundFunction(_StraightThrough):
-    """``RoundFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
-
-    @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        return ops.round(input)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
-        return vmap_elementwise(round)(info, in_dims, input)
-
-
-class FloorFunction(_StraightThrough):
-    """``FloorFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
-
-    @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        return ops.floor(input)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
-        return vmap_elementwise(floor)(info, in_dims, input)
-
-
-class CeilFunction(_StraightThrough):
-    """``CeilFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
-
-    @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        return ops.ceil(input)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
-        return vmap_elementwise(ceil)(info, in_dims, input)
-
-
-class TruncFunction(_StraightThrough):
-    """``TruncFunction.apply(input)``. Saves nothing; hands the gradient on as it came."""
-
-    @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        return ops.trunc(input)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:
-        return vmap_elementwise(trunc)(info, in_dims, input)
-
-
 class BinarizeFunction(torch.autograd.Function):
     """``BinarizeFunction.apply(input, threshold, low, high, grad)``.
 
-    With the identity as gradient it saves nothing and hands the gradient on as it came; else it saves its
-    input.
+    With ``"identity"`` it saves nothing and passes the gradient on unchanged; otherwise it saves its input.
     """
 
     @staticmethod
@@ -132,7 +159,7 @@ class BinarizeFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # Only what the caller gave is there: the rest has its default.
+        # Holds only what the caller gave; the rest has its default.
         defaults = (0.5, 0.0, 1.0, "identity")
         ctx.how = inputs[1:] + defaults[len(inputs) - 1 :]
         ctx.inputs = len(inputs)
@@ -147,72 +174,6 @@ class BinarizeFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return vmap_elementwise(binarize)(info, in_dims, *inputs)
-
-
-def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rounds to the nearest integer, ties to even, with the identity as gradient (straight-through).
-
-    Args:
-        input: any shape and strides, on CPU or CUDA; float16, bfloat16, float32 or float64.
-        out: where to write the result, of the dtype of ``input`` and any strides, resized if need be; or
-            None. Not differentiable.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``input``; or ``out``. NaN and infinities stay what
-        they are.
-
-    Raises:
-        TypeError: for another dtype, or no tensor.
-        RuntimeError: for another device or layout; for ``out`` where a gradient is required.
-
-    Source: values as :func:`torch.round`; the gradient of Bengio et al., "Estimating or Propagating
-    Gradients Through Stochastic Neurons for Conditional Computation", 2013, https://arxiv.org/abs/1308.3432.
-    """
-    check_tensor("round", "input", input)
-    if out is not None:
-        return into(round, ops.round_out, out, input)
-    if is_plain(input):
-        return _C.call_round(input)
-    return RoundFunction.apply(input) if transforms_active() else ops.round(input)
-
-
-def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The largest integer that is not above ``input``, with the identity as gradient.
-
-    Arguments, result and errors as of :func:`round`; values as :func:`torch.floor`.
-    """
-    check_tensor("floor", "input", input)
-    if out is not None:
-        return into(floor, ops.floor_out, out, input)
-    if is_plain(input):
-        return _C.call_floor(input)
-    return FloorFunction.apply(input) if transforms_active() else ops.floor(input)
-
-
-def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The smallest integer that is not below ``input``, with the identity as gradient.
-
-    Arguments, result and errors as of :func:`round`; values as :func:`torch.ceil`.
-    """
-    check_tensor("ceil", "input", input)
-    if out is not None:
-        return into(ceil, ops.ceil_out, out, input)
-    if is_plain(input):
-        return _C.call_ceil(input)
-    return CeilFunction.apply(input) if transforms_active() else ops.ceil(input)
-
-
-def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``input`` without its fraction, with the identity as gradient.
-
-    Arguments, result and errors as of :func:`round`; values as :func:`torch.trunc`.
-    """
-    check_tensor("trunc", "input", input)
-    if out is not None:
-        return into(trunc, ops.trunc_out, out, input)
-    if is_plain(input):
-        return _C.call_trunc(input)
-    return TruncFunction.apply(input) if transforms_active() else ops.trunc(input)
 
 
 def binarize(
@@ -256,63 +217,15 @@ def binarize(
     return ops.binarize(input, threshold, low, high, grad)
 
 
-def round_(input: Tensor) -> Tensor:
-    """:func:`round` in place: overwrites ``input`` and returns it. Differentiable."""
-    return in_place(round, ops.round_, input)
-
-
-def floor_(input: Tensor) -> Tensor:
-    """:func:`floor` in place: overwrites ``input`` and returns it. Differentiable."""
-    return in_place(floor, ops.floor_, input)
-
-
-def ceil_(input: Tensor) -> Tensor:
-    """:func:`ceil` in place: overwrites ``input`` and returns it. Differentiable."""
-    return in_place(ceil, ops.ceil_, input)
-
-
-def trunc_(input: Tensor) -> Tensor:
-    """:func:`trunc` in place: overwrites ``input`` and returns it. Differentiable."""
-    return in_place(trunc, ops.trunc_, input)
-
-
 def binarize_(
     input: Tensor, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
 ) -> Tensor:
     """:func:`binarize` in place: overwrites ``input`` and returns it. Differentiable.
 
-    A gradient other than the identity needs the values that were there, so then a copy of them is kept.
+    A gradient other than the identity needs the old values, so a copy of them is kept.
     """
     saves_input = grad != "identity"
     return in_place(binarize, ops.binarize_, input, threshold, low, high, grad, saves_input=saves_input)
-
-
-class Round(nn.Module):
-    """:func:`round` as a module."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return round(input)
-
-
-class Floor(nn.Module):
-    """:func:`floor` as a module."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return floor(input)
-
-
-class Ceil(nn.Module):
-    """:func:`ceil` as a module."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return ceil(input)
-
-
-class Trunc(nn.Module):
-    """:func:`trunc` as a module."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return trunc(input)
 
 
 class Binarize(nn.Module):
@@ -329,5 +242,15 @@ class Binarize(nn.Module):
         return f"threshold={self.threshold}, low={self.low}, high={self.high}, grad={self.grad!r}"
 
 
-for _op in (ops.round, ops.floor, ops.ceil, ops.trunc, ops.binarize, ops.binarize_backward):
-    torch.library.register_vmap(_op.default, vmap_elementwise(_op))
+def _gradient(
+    grad_output: Tensor, input: Tensor, threshold: float, low: float, high: float, grad: str
+) -> Tensor:
+    half = (high - low) / 2
+    if grad == "clipped":
+        return grad_output.masked_fill(~((input - threshold).abs() <= half), 0)
+    if grad == "tanh":
+        return grad_output * (1 - torch.tanh((input - threshold) / half).square())
+    return grad_output.view_as(grad_output)
+
+
+register("binarize", UnaryOp(binarize_reference, binarize_, BinarizeFunction, _gradient, saves_input=True))

@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from lltm_ext._C import stochastic_round as _C  # noqa: F401  registers the op
 from lltm_ext._library import check_tensor, ops, transforms_active
 
+__all__ = ["StochasticRound", "StochasticRoundFunction", "stochastic_round"]
+
 
 def stochastic_round_reference(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The two values that :func:`stochastic_round` may give, and how likely the upper one is.
 
     Returns:
         ``(down, up, probability)``: the neighbours of ``input`` in ``dtype``, towards and away from zero, and
-        in float64 the probability of ``up``, ``|input - down| / |up - down|``. Where there is only one value,
-        both are that and the probability is 0: where ``dtype`` holds ``input``, for NaN and infinities, and
-        beyond the largest finite value.
+        in float64 the probability of ``up``, ``|input - down| / |up - down|``. If only one value is possible,
+        both are that value and the probability is 0: if ``dtype`` holds ``input`` exactly, for NaN and
+        infinities, and beyond the largest finite value.
     """
     nearest = input.to(dtype)
     x = input.double()
     outside = ~(x.abs() <= torch.finfo(dtype).max)
     away = nearest.double().abs() > x.abs()
-    bits = nearest.view(torch.int16)  # the magnitude's neighbours, sign apart
+    bits = nearest.view(torch.int16)  # integers in the order of the magnitudes
     down = torch.where(away & ~outside, bits - 1, bits).view(dtype)
     exact = outside | (down.double() == x)
     up = torch.where(exact, down.view(torch.int16), down.view(torch.int16) + 1).view(dtype)
@@ -36,7 +38,7 @@ def stochastic_round_reference(input: Tensor, dtype: torch.dtype) -> tuple[Tenso
 class StochasticRoundFunction(torch.autograd.Function):
     """``StochasticRoundFunction.apply(input, dtype, generator=None)``.
 
-    Saves nothing; hands the gradient on in float32.
+    Saves nothing; passes the gradient on in float32.
     """
 
     @staticmethod
@@ -64,7 +66,7 @@ def _vmap(
     dtype: torch.dtype,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """One call on the whole batch, of whose slices each has random bits of its own."""
+    """One call on the whole batch; each slice has its own random bits."""
     if info.randomness != "different":
         raise RuntimeError(
             f"stochastic_round: expected vmap with randomness='different', got randomness='{info.randomness}'"
@@ -77,27 +79,27 @@ def stochastic_round(
 ) -> Tensor:
     """Rounds float32 to one of its two neighbours in a half type, at random and right on average.
 
-    The nearer, the likelier: the expected result is ``input``. So a small update is not lost each time that
-    it is added to a large bfloat16 weight, as it is when rounded to nearest.
+    The nearer neighbour is the likelier, so that the expected result is ``input``. A small update to a large
+    bfloat16 weight then has its effect on average; rounding to nearest would lose it every time.
 
     Args:
         input: float32, any shape and strides, on CPU or CUDA.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
-        generator: whose random numbers to take, on the device of ``input``; None: torch's own.
+        generator: the source of the random numbers, on the device of ``input``; None: torch's default.
 
     Returns:
-        A tensor of ``dtype``, with the shape and memory format of ``input``. What ``dtype`` holds stays as it
-        is, NaN and infinities too; beyond its largest finite value ``input`` is rounded as by ``Tensor.to``.
-        The probability is exact, but for float16 below 2^-14, where it has 16 bits. The gradient is the
-        incoming one, in float32 (straight-through).
+        A tensor of ``dtype``, with the shape and memory format of ``input``. Values that ``dtype`` holds
+        exactly do not change, nor do NaN and infinities; beyond its largest finite value ``input`` is rounded
+        as by ``Tensor.to``. The probability is exact, except for float16 below 2^-14, where it has 16 bits.
+        The gradient is the incoming one, in float32 (straight-through).
 
-        The same seed gives the same bits, on one device and for one order of the elements in memory. CPU and
+        The same seed gives the same bits on one device and for one order of the elements in memory. CPU and
         CUDA, eager and compiled, may differ. A CUDA graph takes new numbers at each replay. Under vmap with
-        ``randomness="different"`` the slices of a batched input have numbers of their own.
+        ``randomness="different"`` each slice of a batched input has its own numbers.
 
     Raises:
         TypeError: for another dtype of either, or no tensor.
-        RuntimeError: for another device or layout, a generator of another device, or a vmap of another
+        RuntimeError: for another device or layout, a generator on another device, or a vmap with another
             ``randomness``.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015,

@@ -1,4 +1,4 @@
-"""What every op must pass. An op joins by inheriting from a suite and saying what it is:
+"""The tests that every op must pass. An op inherits from a suite and declares what it is:
 
     class TestSigmoid(ElementwiseSuite):
         op = "sigmoid"
@@ -30,7 +30,7 @@ from lltm_ext._selftest import BACKWARD, FORWARD
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
 
-# Examples are the same in each run. A test that classes inherit is run by several of them.
+# The same examples in each run. Several classes run an inherited test.
 EXAMPLES = hypothesis.settings(
     max_examples=40,
     deadline=None,
@@ -44,7 +44,7 @@ FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtype
 
 
 def assert_near(actual, expected, bound, what="result"):
-    """Relative L2 error of at most `bound`. Written so that NaN fails, also where both have it."""
+    """Relative L2 error of at most `bound`. NaN fails, even if both have it."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     error, norm = (actual - expected).norm().item(), expected.norm().item()
@@ -57,10 +57,25 @@ def assert_all_near(actual, expected, bound, what="result"):
         assert_near(a, e, bound, f"{what} {i}")
 
 
+def bits_of(x):
+    """The elements as integers, so that -0.0 is not 0.0, and a NaN is equal to one with the same payload."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.contiguous().view(integer)
+
+
 def assert_same_bits(actual, expected):
     assert len(actual) == len(expected)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert (a.shape, a.dtype, a.device) == (e.shape, e.dtype, e.device), f"tensor {i}"
+        if not torch.equal(bits_of(a), bits_of(e)):
+            differ = bits_of(a) != bits_of(e)
+            first = tuple(differ.nonzero()[0].tolist())[: a.dim()]
+            raise AssertionError(
+                f"tensor {i}: {differ.sum()} of {differ.numel()} elements differ in their bits, the first "
+                f"at {first}: {a[first].item()!r}, expected {e[first].item()!r}"
+            )
 
 
 class Make:
@@ -76,7 +91,7 @@ class Make:
 
 
 class Call:
-    """Arguments for a function. Its tensors can be reached, replaced, and given as positional arguments."""
+    """Arguments for a function, whose tensors can be read, replaced and passed as positional arguments."""
 
     def __init__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -96,7 +111,7 @@ class Call:
         return self.map(lambda _: next(remaining))
 
     def leaves(self):
-        """Fresh leaves of the same values and strides, whose gradients can be asked for."""
+        """New leaves with the same values and strides, which require gradients."""
         return self.map(lambda x: x.detach().requires_grad_())
 
     def run(self, function):
@@ -104,7 +119,7 @@ class Call:
         return tuple(pytree.tree_leaves(function(*self.args, **self.kwargs)))
 
     def bind(self, function):
-        """`function` of the tensors alone, returning a tensor or a flat tuple of them."""
+        """`function` of only the tensors, returning a tensor or a flat tuple of them."""
 
         def of_tensors(*tensors):
             outputs = self.with_tensors(tensors).run(function)
@@ -144,7 +159,7 @@ def sum_of_squares(outputs):
     return sum((y * y).sum() for y in outputs)
 
 
-# Other ways for the same values to lie in memory. What lies between them is NaN, so that reading it shows.
+# Other memory layouts of the same values. The gaps are NaN, so that a read of them shows.
 
 
 def transposed(x):
@@ -175,7 +190,7 @@ def negated_view(x):
 
 
 def packed(x):
-    """The values of `x` in a plain contiguous tensor of its own."""
+    """The values of `x` in a new contiguous tensor."""
     return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
@@ -313,7 +328,7 @@ class OpSuite:
                 arguments = arguments.map(layout).leaves()
                 torch.library.opcheck(op, arguments.args, arguments.kwargs)
 
-    def test_fake_tensors_foretell_the_outputs(self, layout, dtype, device):
+    def test_fake_tensors_have_the_layout_of_the_outputs(self, layout, dtype, device):
         call = self.call(self.small, dtype, device).map(self.layouts[layout])
         with FakeTensorMode() as mode:
             fakes = call.map(mode.from_tensor).run(self.function)
@@ -523,7 +538,7 @@ class OpSuite:
         outputs, gradients = forward_and_gradients(self.function, call)
         exact = call.map(torch.Tensor.double).leaves()
         expected = exact.run(self.reference)
-        # Of an empty loop nothing depends on the weights, so the reference's gradients may be missing: zeros.
+        # After an empty loop nothing depends on the weights, so the reference may lack gradients: zeros.
         used = [(y, g) for y, g in zip(expected, cotangents(outputs), strict=True) if y.requires_grad]
         expected_gradients = torch.autograd.grad(
             [y for y, _ in used], exact.tensors, [g.double() for _, g in used], materialize_grads=True
@@ -738,14 +753,14 @@ class ElementwiseSuite(OpSuite):
         _, (expected,) = forward_and_gradients(self.reference, Call(x))
         torch.testing.assert_close(ours, expected, equal_nan=True)
 
-    def test_a_nan_changes_no_element_beside_it(self, dtype, device):
+    def test_a_nan_changes_no_neighbour(self, dtype, device):
         for i in range(20):
             x = Make(dtype, device)(40, scale=2)
             x[i] = torch.nan
             torch.testing.assert_close(self.function(x), self.reference(x), equal_nan=True)
 
     def test_every_length_and_offset(self, dtype, device):
-        """Heads and tails of vectors: each piece gives the bits that it has in the whole."""
+        """Heads and tails of vectors: each piece has the same bits as in the whole."""
         x, grad_output = Make(dtype, device)(64, scale=3), Make(dtype, device, seed=1)(64)
         (whole,), (gradient,) = forward_and_gradients(self.function, Call(x), [grad_output])
         assert_near(whole, self.reference(x.double()), FORWARD[dtype])
@@ -794,7 +809,7 @@ class ElementwiseSuite(OpSuite):
 
 
 class FormsSuite:
-    """For elementwise ops with a form in place, `in_place`, and one with out=."""
+    """For elementwise ops with an in-place form, `in_place`, and out=."""
 
     function = None
     in_place = None
@@ -810,8 +825,8 @@ class FormsSuite:
         assert (x.data_ptr(), x.stride()) == where
         assert_same_bits([x], expected)
 
-    def test_in_place_changes_nothing_beside(self, device):
-        """Heads and tails of vectors: what lies before and behind stays."""
+    def test_in_place_changes_no_neighbours(self, device):
+        """Heads and tails of vectors: the elements before and behind do not change."""
         for start in range(9):
             for end in range(start, start + 40, 3):
                 x = Make(torch.float16, device)(64, scale=3)
@@ -860,7 +875,7 @@ class FormsSuite:
             self.in_place(x)
 
     @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
-    def test_an_inference_tensor_is_written_in_inference_mode_alone(self, device):
+    def test_an_inference_tensor_is_written_only_in_inference_mode(self, device):
         with torch.inference_mode():
             call = self.call("63", DOUBLE, device).map(torch.clone)
             (out,) = call.run(self.function)
@@ -922,7 +937,7 @@ class FormsSuite:
 
 
 class RawBindingSuite:
-    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)`, of contiguous tensors."""
+    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)` on contiguous tensors."""
 
     op: str
     function = None

@@ -1,33 +1,26 @@
-"""The ops as the dispatcher sees them: registered by each module alone, complete, and the ones that run."""
+"""The ops as the dispatcher sees them: registered by each module, complete, as they are declared."""
 
+import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
-from op_suite import Make
+from op_suite import BACKWARD, DOUBLE, Make, assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import _C, _portable
+from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._unary import UNARY_OPS
 
-MODULES = ("fake_quantize", "gemm", "lltm", "relu", "round", "sigmoid", "stochastic_round")
+MODULES = sorted(stub.stem for stub in Path(_portable.PACKAGE, "_C").glob("*.pyi"))
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lltm_ext::"))
-PUBLIC = (
-    "binarize",
-    "ceil",
-    "elementwise",
-    "floor",
-    "fake_quantize",
-    "gemm",
-    "lltm",
-    "lltm_cell",
-    "relu",
-    "round",
-    "sigmoid",
-    "trunc",
-    "stochastic_round",
-)
+FUNCTIONS = [name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)]
+STUBS = Path(__file__).parent.parent / "tools/stubs.py"
 
 
 class Recorder(TorchDispatchMode):
@@ -54,6 +47,7 @@ arguments = {{
     "fake_quantize": (x, x[0, 0], torch.tensor(0), -8, 7),
     "gemm": (x, x),
     "lltm": (x[None], x, x, x.repeat(3, 1), x.repeat(3, 1)),
+    "lstm": (x[None], x, x, x.repeat(4, 1), x.repeat(4, 1)),
     "stochastic_round": (x, torch.bfloat16),
 }}.get({module!r}, (x,))
 outputs = op(*arguments)
@@ -64,7 +58,7 @@ print(x.grad.isfinite().all().item())
 
 
 @pytest.mark.skipif(_portable.in_use, reason="the portable library is one for all ops")
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "elementwise"])  # CUDA only
 def test_a_built_module_registers_its_ops_by_itself(module):
     result = load(module)
     assert result.returncode == 0, result.stderr
@@ -72,8 +66,7 @@ def test_a_built_module_registers_its_ops_by_itself(module):
 
 
 def test_every_public_function_has_its_op():
-    lacking = set(_portable.LACKING) if _portable.in_use else set()
-    assert {f"lltm_ext::{name}" for name in PUBLIC if name not in lacking} <= set(OPS)
+    assert {f"lltm_ext::{name}" for name in FUNCTIONS} <= set(OPS)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -86,27 +79,65 @@ def test_ops_serve_every_backend_and_torch_compile(op):
     assert torch.Tag.pt2_compliant_tag in getattr(getattr(torch.ops, namespace), name).default.tags
 
 
-def test_an_elementwise_op_is_one_op_forward_and_one_backward():
-    for function, names in (
-        (lltm_ext.sigmoid, ["lltm_ext.sigmoid", "lltm_ext.sigmoid_backward"]),
-        (lltm_ext.relu, ["lltm_ext.relu", "lltm_ext.relu_backward"]),
-        (lltm_ext.round, ["lltm_ext.round"]),
-        (lltm_ext.binarize, ["lltm_ext.binarize"]),
-    ):
-        x, grad_output = torch.randn(5, requires_grad=True), torch.ones(5)
-        with Recorder() as recorder:
-            torch.autograd.grad(function(x), x, grad_output)
-        # To save a tensor is to detach it, which computes nothing.
-        assert [name for name in recorder.names if name != "aten.detach"] == names
+@pytest.mark.skipif(_portable.in_use or not STUBS.is_file(), reason="of native modules and a checkout")
+@pytest.mark.parametrize("module", MODULES)
+def test_the_stub_has_the_signatures_of_the_module(module):
+    spec = importlib.util.spec_from_file_location("stubs", STUBS)
+    stubs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    built = getattr(_C, module)
+    assert (STUBS.parent.parent / f"lltm_ext/_C/{module}.pyi").read_text() == stubs.text(built)
 
 
-def test_an_inference_call_is_one_op():
+@pytest.mark.parametrize("name", UNARY_OPS)
+def test_an_elementwise_op_is_one_op_forward_and_at_most_one_backward(name):
+    x, grad_output = torch.randn(5, requires_grad=True), torch.ones(5)
+    with Recorder() as recorder:
+        torch.autograd.grad(getattr(lltm_ext, name)(x), x, grad_output)
+    # To save a tensor is to detach it, which computes nothing.
+    found = [op for op in recorder.names if op != "aten.detach"]
+    op = UNARY_OPS[name]
+    has_backward = op.gradient is not None and not op.saves_input  # binarize: the identity, unless asked
+    assert found == [f"lltm_ext.{name}", f"lltm_ext.{name}_backward"][: 1 + has_backward]
+
+
+@pytest.mark.parametrize("name", UNARY_OPS)
+def test_an_inference_call_is_one_op(name):
     x = torch.randn(5, requires_grad=True)
-    for name in ("sigmoid", "relu", "round", "floor", "ceil", "trunc", "binarize"):
-        function = getattr(lltm_ext, name)
-        with torch.no_grad(), Recorder() as recorder:
-            function(x)
-        assert recorder.names == [f"lltm_ext.{function.__name__}"]
+    with torch.no_grad(), Recorder() as recorder:
+        getattr(lltm_ext, name)(x)
+    assert recorder.names == [f"lltm_ext.{name}"]
+
+
+@pytest.mark.parametrize("name", [name for name, op in UNARY_OPS.items() if op.gradient])
+def test_the_declared_gradient_is_the_backward_op(name):
+    make, op, backward = Make(DOUBLE), UNARY_OPS[name], getattr(torch.ops.lltm_ext, f"{name}_backward")
+    grad_output, x = make(63), make(63)
+    rules = [(op.reference(x),)]
+    if op.saves_input:
+        rules = [(x, 0.1, -1.0, 1.5, grad) for grad in ("identity", "clipped", "tanh")]
+    for saved in rules:
+        assert_near(op.gradient(grad_output, *saved), backward(grad_output, *saved), BACKWARD[DOUBLE])
+
+
+def test_gemm_takes_the_activations_that_python_knows():
+    a = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"^gemm: expected activation None") as raised:
+        torch.ops.lltm_ext.gemm(a, a, activation="none of them")
+    listed = re.findall(r"'(\w+)'", str(raised.value).partition(", got")[0])
+    assert sorted(listed) == sorted(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_gradient_of_an_activation_is_gemms(name):
+    activation = ACTIVATIONS[name]
+    grad_output, x = Make(DOUBLE)(63), Make(DOUBLE, seed=1)(63, scale=2).requires_grad_()
+    y = activation.reference(x)
+    (expected,) = torch.autograd.grad(y, x, grad_output)
+    saved = (x if activation.saves_input else y).detach()
+    assert_near(activation.gradient(grad_output, saved), expected, BACKWARD[DOUBLE])
+    found = torch.ops.lltm_ext.gemm_activation_backward(grad_output, saved, name)
+    assert_near(found, expected, BACKWARD[DOUBLE])
 
 
 def test_a_sequence_is_one_op_whatever_its_length():

@@ -1,12 +1,7 @@
 from torch import Tensor
 
 def forward(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
+    input: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
 ) -> tuple[Tensor, Tensor]: ...
 def backward(grad_output: Tensor, mask: Tensor) -> Tensor: ...
 def backward_learnable(

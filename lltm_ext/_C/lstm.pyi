@@ -1,1 +1,1 @@
-# No raw bindings: importing the module registers torch.ops.lltm_ext.lstm and its kin.
+# No bindings: importing the module registers its dispatcher ops.

@@ -1,4 +1,4 @@
-// A backward that can be differentiated again: autograd's own, of the op composed of torch's ops.
+// Double backward: autograd's gradients of the op composed of torch's ops.
 #pragma once
 
 #ifndef LLTM_EXT_STABLE_ABI
@@ -12,8 +12,7 @@ template <typename F>
 torch::autograd::variable_list differentiable_gradients(F&& composed,
                                                         const torch::autograd::variable_list& inputs,
                                                         const torch::autograd::variable_list& grad_outputs) {
-  // Fresh aliases: a gradient with respect to an input must not include the paths through which one input
-  // depends on another.
+  // Aliases, because a gradient with respect to an input must not include paths through other inputs.
   torch::autograd::variable_list aliases, wanted, outputs, grads;
   for (const at::Tensor& x : inputs) {
     aliases.push_back(x.defined() ? x.view_as(x) : x);

@@ -1,5 +1,5 @@
-// Elementwise ops on tensors: from any shapes and strides to a call of the engines, whose contract alone is
-// included.
+// Elementwise ops on tensors: from any shapes and strides to a call of the engines. Only their interface is
+// included here.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -13,7 +13,7 @@
 
 namespace lltm_ext {
 
-// The engines, which an op instantiates for its functors: elementwise.cuh, elementwise_cpu.h.
+// The engines, elementwise.cuh and elementwise_cpu.h. An op instantiates them for its functors.
 template <template <typename> class F, typename T, int K>
 void run_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call);
 #ifdef LLTM_EXT_WITH_CUDA
@@ -21,8 +21,8 @@ template <template <typename> class F, typename T, int K>
 cudaError_t launch_elementwise(const F<T>& f, const ElementwiseCall<K, 1>& call, cudaStream_t stream);
 #endif
 
-// Where the operands of a call lie, merged into as few dimensions as they allow: one, if their elements lie
-// side by side in the same order.
+// The memory of the operands of a call, merged into as few dimensions as possible: one, if all are dense and
+// in the same order.
 template <int K>
 class Operands {
  public:
@@ -77,7 +77,7 @@ auto parameter_for(P x) {
   }
 }
 
-// output = f(inputs...), of the functor F<T>{parameters...}. Inputs are broadcast to the output's sizes.
+// output = f(inputs...) with the functor F<T>{parameters...}. Inputs are broadcast to the output's sizes.
 template <template <typename> class F, int K, bool kComplex = false, typename... P>
 void elementwise(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs,
                  P... parameters) {

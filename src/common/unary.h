@@ -1,15 +1,17 @@
-// An op of one tensor, element by element, but for its names, formulas and gradient: three dispatcher ops
-// (out of place, in place with a trailing "_", into a given tensor with "_out") and their autograd. It says
+// Elementwise ops of one tensor: three dispatcher ops each (out of place, in place with a trailing "_", into
+// a given tensor with "_out") and their autograd. LLTM_UNARY_OP declares an op whose gradient follows from
+// its output. UnaryOps serves any op; Op says
 //
 //   kName, kParameters: its name, and its parameters P... in the dispatcher's schema (", float low=0.0");
 //   kTypes: the element types it takes;
-//   check(parameters...): refuses them;
-//   run(output, input, parameters...): computes it, into a tensor of the input's sizes, maybe the input
-//   itself; keep(context, in_place, input, parameters...) before and kept(context, output) after a forward
-//   that is to be differentiated: what the backward needs; pull(context, grad_output): the gradient with
-//   respect to the input.
+//   check(parameters...): throws for bad parameters;
+//   run(output, input, parameters...): writes a tensor of the input's sizes, maybe the input itself;
+//   keep(context, in_place, input, parameters...): saves what the backward needs, before the forward;
+//   kept(context, output): the same after the forward;
+//   pull(context, grad_output): the gradient with respect to the input.
 #pragma once
 
+#include <ATen/TensorOperators.h>
 #include <ATen/native/Resize.h>
 
 #ifndef LLTM_EXT_STABLE_ABI
@@ -63,7 +65,7 @@ struct UnaryOps {
   using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
 
-  // ---- The same from the top of the dispatcher.
+  // ---- The same through the dispatcher
 
   static std::string name(const char* form) { return std::string("lltm_ext::") + Op::kName + form; }
 
@@ -131,7 +133,7 @@ struct UnaryOps {
     note_change(out);
   }
 
-  // So that a backward which needs the old values notices.
+  // A backward that needs the old values then raises an error.
   static void note_change(const at::Tensor& x) {
     if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }
@@ -156,8 +158,7 @@ struct UnaryOps {
   }
 
 #ifdef TORCH_EXTENSION_NAME
-  // call_<name>: the dispatcher's op for who calls it from Python, in half of the host's time that
-  // torch.ops takes.
+  // call_<name>: the dispatcher op as Python calls it, in half the host time of torch.ops.
   static void bind_call(py::module_& m) {
     m.def((std::string("call_") + Op::kName).c_str(), torch::wrap_pybind_function_no_gil(call),
           py::arg("input"));
@@ -165,7 +166,7 @@ struct UnaryOps {
 #endif
 
  private:
-  // A parameter without default may not come after one that has it.
+  // A parameter without a default may not follow one that has a default.
   static std::string without_defaults(std::string parameters) {
     for (size_t at; (at = parameters.find('=')) != std::string::npos;) {
       parameters.erase(at, std::min(parameters.find(',', at), parameters.size()) - at);
@@ -174,7 +175,7 @@ struct UnaryOps {
   }
 };
 
-// For an op whose gradient follows from its output, by the dispatcher op <name>_backward. Op further says
+// An op whose gradient is the dispatcher op <name>_backward of its output. Op also says
 //
 //   kBackwardName, kRawForward, kRawBackward: names in the dispatcher and in error messages;
 //   run_backward(grad_input, grad_output, output);
@@ -234,9 +235,10 @@ struct ActivationOps : UnaryOps<Op> {
 #endif
 };
 
-// What an op whose backward is <name>_backward of its output keeps and does.
+// The autograd of an op in ActivationOps.
 template <class Op>
 struct FromOutput {
+  static constexpr const char* kParameters = "";
   static void check() {}
 #ifndef LLTM_EXT_STABLE_ABI
   static void keep(torch::autograd::AutogradContext*, bool, const at::Tensor&) {}
@@ -249,7 +251,7 @@ struct FromOutput {
 #endif
 };
 
-// Straight through: saves nothing, launches nothing, hands the gradient on as it came.
+// Straight-through: saves nothing, launches nothing, passes the gradient on unchanged.
 struct StraightThrough {
 #ifndef LLTM_EXT_STABLE_ABI
   template <typename... P>
@@ -260,5 +262,43 @@ struct StraightThrough {
   }
 #endif
 };
+
+#ifdef LLTM_EXT_STABLE_ABI
+#define LLTM_GRADIENT(GRADIENT)
+#else
+#define LLTM_GRADIENT(GRADIENT) \
+  static at::Tensor gradient(const at::Tensor& grad_output, const at::Tensor& output) { return GRADIENT; }
+#endif
+
+#ifdef TORCH_EXTENSION_NAME
+#define LLTM_UNARY_MODULE(OPS) \
+  PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { OPS::bind(m); }
+#else
+#define LLTM_UNARY_MODULE(OPS)
+#endif
+
+// Declares the op NAME and its Python module, from the functors FORWARD (input) and BACKWARD (grad_output,
+// output). GRADIENT is the gradient in torch's ops, of tensors of these names.
+#define LLTM_UNARY_OP(NAME, FORWARD, BACKWARD, TYPES, GRADIENT)                             \
+  namespace {                                                                               \
+  struct NAME##_op : FromOutput<NAME##_op> {                                                \
+    static constexpr const char* kName = #NAME;                                             \
+    static constexpr const char* kBackwardName = #NAME "_backward";                         \
+    static constexpr const char* kRawForward = #NAME ".forward";                            \
+    static constexpr const char* kRawBackward = #NAME ".backward";                          \
+    static constexpr Types kTypes = TYPES;                                                  \
+    static constexpr bool kComplex = kTypes == Types::kFloatingOrComplex;                   \
+    static void run(const at::Tensor& output, const at::Tensor& input) {                    \
+      elementwise<FORWARD, 1, kComplex>(kName, output, {input});                            \
+    }                                                                                       \
+    static void run_backward(const at::Tensor& grad_input, const at::Tensor& grad_output,   \
+                             const at::Tensor& output) {                                    \
+      elementwise<BACKWARD, 2, kComplex>(kBackwardName, grad_input, {grad_output, output}); \
+    }                                                                                       \
+    LLTM_GRADIENT(GRADIENT)                                                                 \
+  };                                                                                        \
+  }                                                                                         \
+  TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { ActivationOps<NAME##_op>::define(m); }              \
+  LLTM_UNARY_MODULE(ActivationOps<NAME##_op>)
 
 }  // namespace lltm_ext

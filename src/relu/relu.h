@@ -1,4 +1,4 @@
-// relu: the functors of both directions, for CPU and GPU alike.
+// relu: the forward and backward functors, for CPU and GPU.
 #pragma once
 
 #include "common/math.h"

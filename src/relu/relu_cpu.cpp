@@ -1,4 +1,4 @@
-// relu on the CPU, from the same formulas as the kernels.
+// relu on the CPU, with the functors of the kernels.
 #include "common/elementwise_cpu.h"
 #include "relu/relu.h"
 

@@ -1,4 +1,4 @@
-// relu on CUDA: one pass of the elementwise engine each way.
+// relu on CUDA: one elementwise kernel for each direction.
 #include "common/elementwise.cuh"
 #include "relu/relu.h"
 

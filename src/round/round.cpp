@@ -1,5 +1,4 @@
-// The straight-through family: tensors in, tensors out. Dispatcher ops lltm_ext::round, floor, ceil, trunc
-// and binarize, each also with "_" and "_out", and lltm_ext::binarize_backward; raw bindings
+// The straight-through ops round, floor, ceil, trunc and binarize: their dispatcher ops, and the raw bindings
 // lltm_ext._C.round.forward, backward and binarize.
 #include "round/round.h"
 
@@ -53,7 +52,7 @@ void check_range(const char* op, double low, double high) {
   TORCH_CHECK_VALUE(low < high, op, ": expected low below high, got low = ", low, ", high = ", high);
 }
 
-// Of what is no straight line through: identity has no backward.
+// Called for the gradients other than the identity, which autograd passes on without an op.
 at::Tensor binarize_backward(const at::Tensor& grad_output, const at::Tensor& input, double threshold,
                              double low, double high, string_view grad) {
   constexpr const char* kOp = "binarize_backward";

@@ -1,5 +1,5 @@
-// round, floor, ceil, trunc and binarize: the functors, for CPU and GPU alike. The backward that hands the
-// gradient on has none.
+// round, floor, ceil, trunc and binarize: the functors, for CPU and GPU. A backward that passes the gradient
+// on unchanged has none.
 #pragma once
 
 #include "common/math.h"
@@ -40,8 +40,8 @@ struct Binarize {
   LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> input) const { return input > threshold ? high : low; }
 };
 
-// The gradient through a step of height 2 * `half` at `threshold`, as if it were a ramp of slope 1 that ends
-// where the step's values are reached.
+// The gradient of a step of height 2 * `half` at `threshold`, taken as that of a ramp of slope 1 and the same
+// height.
 template <typename T>
 struct BinarizeClippedBackward {
   acc_t<T> threshold, half;
@@ -56,8 +56,8 @@ LLTM_HOST_DEVICE A tanh_slope(A x) {
   return tanh_derivative(std::tanh(x));
 }
 #ifdef __CUDACC__
-// For the half types, whose own rounding is coarser than the chip's approximations: 4 e / (1 + e)^2, e =
-// e^-2|x|.
+// For the half types: their rounding error is larger than that of the approximate instructions.
+// 4 e / (1 + e)^2 with e = e^-2|x|.
 __device__ __forceinline__ float fast_tanh_slope(float x) {
   float e, inverse;
   asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(fabsf(x) * -2.88539008f));
@@ -66,7 +66,7 @@ __device__ __forceinline__ float fast_tanh_slope(float x) {
 }
 #endif
 
-// As if it were half * tanh((input - threshold) / half), whose slope there is 1 too.
+// Taken as that of half * tanh((input - threshold) / half), which has slope 1 at the threshold too.
 template <typename T>
 struct BinarizeTanhBackward {
   acc_t<T> threshold, half;

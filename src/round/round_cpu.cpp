@@ -1,4 +1,4 @@
-// round, floor, ceil, trunc and binarize on the CPU, from the same formulas as the kernels.
+// round, floor, ceil, trunc and binarize on the CPU, with the functors of the kernels.
 #include "common/elementwise_cpu.h"
 #include "round/round.h"
 

@@ -1,4 +1,4 @@
-// round, floor, ceil, trunc and binarize on CUDA: one pass of the elementwise engine.
+// round, floor, ceil, trunc and binarize on CUDA: one elementwise kernel each.
 #include "common/elementwise.cuh"
 #include "round/round.h"
 

@@ -1,4 +1,4 @@
-// sigmoid: the functors of both directions, for CPU and GPU alike.
+// sigmoid: the forward and backward functors, for CPU and GPU.
 #pragma once
 
 #include "common/math.h"
@@ -6,7 +6,7 @@
 
 namespace lltm_ext {
 
-// 1 / (1 + e^-x), as e^x / (1 + e^x) below 0: e^-|x| does not overflow, and small results keep their digits.
+// 1 / (1 + e^-x), or e^x / (1 + e^x) below 0: e^-|x| does not overflow, and small results keep their digits.
 template <typename A>
 LLTM_HOST_DEVICE A logistic(A x) {
   const A e = std::exp(-std::abs(x));
@@ -16,7 +16,7 @@ LLTM_HOST_DEVICE A logistic(A x) {
 template <typename A>
 LLTM_HOST_DEVICE Complex<A> logistic(Complex<A> x) {
   const A e = std::exp(-std::abs(x.real)), c = std::cos(x.imaginary), s = std::sin(x.imaginary);
-  // With w = e^-|re| * (cos, -+sin): 1 / (1 + w), or below 0 w / (1 + w) of the other sign of im.
+  // With w = e^-|re| * (cos, -+sin): 1 / (1 + w), or below 0, with the other sign of im, w / (1 + w).
   const bool below = x.real < A(0);
   const Complex<A> w = {e * c, (below ? e : -e) * s}, sum = {A(1) + w.real, w.imaginary};
   const A size = sum.real * sum.real + sum.imaginary * sum.imaginary;
@@ -26,14 +26,14 @@ LLTM_HOST_DEVICE Complex<A> logistic(Complex<A> x) {
 }
 
 #ifdef __CUDACC__
-// Within 1.5 units in the last place. CUDA's expf is off by 1, which counts double where the result lies in
-// the lower half of a power of two; so e^-|x| is computed here: 2^n times a polynomial on +-ln(2) / 2, fitted
-// for the least relative error. All on the multiply-add units but for the reciprocal.
+// Within 1.5 units in the last place. CUDA's expf has an error of 1, which doubles if the result is in the
+// lower half of a power of two. So e^-|x| is computed here, as 2^n times a polynomial on +-ln(2) / 2 fitted
+// for the least relative error. All of it runs on the multiply-add units, except the reciprocal.
 __device__ __forceinline__ float exact_logistic(float x) {
   constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: a sum with it has n in its last bits
   const float size = fmaxf(-fabsf(x), -120.f), shifted = fmaf(size, 1.44269504f, kWhole),
               n = shifted - kWhole;
-  float f = fmaf(n, -0.69314575f, size);  // ln(2) in two parts, of which n times the first is exact
+  float f = fmaf(n, -0.69314575f, size);  // ln(2) in two parts; n times the first is exact
   f = fmaf(n, -1.4286068e-6f, f);
   float p = 0.001381449f;
   p = fmaf(p, f, 0.008368736f);
@@ -42,10 +42,10 @@ __device__ __forceinline__ float exact_logistic(float x) {
   p = fmaf(p, f, 0.49999994f);
   p = fmaf(p, f, 1.f);
   p = fmaf(p, f, 1.f);
-  // 2^64 times as much into the exponent, and back: the result may be below the smallest normal number.
+  // Scaled by 2^64 and back, because the result may be subnormal.
   const int scaled = __float_as_int(p) + (__float_as_int(shifted) << 23) + (64 << 23);
   const float e = __int_as_float(scaled) * 5.42101086e-20f;
-  // e or 1, divided by 1 + e, whose rounding error is `lost`.
+  // e or 1, divided by 1 + e; `lost` is the rounding error of that sum.
   const float top = x < 0.f ? e : 1.f, sum = 1.f + e, lost = e - (sum - 1.f);
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
@@ -54,7 +54,7 @@ __device__ __forceinline__ float exact_logistic(float x) {
   return x == x ? y : x;
 }
 
-// For the half types, whose own rounding is coarser than the chip's approximations.
+// For the half types: their rounding error is larger than that of the approximate instructions.
 __device__ __forceinline__ float fast_logistic(float x) {
   float e, inverse;
   asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(-fabsf(x) * 1.44269504f));
@@ -78,7 +78,7 @@ template <typename A>
 LLTM_HOST_DEVICE A logistic_backward(A grad_output, A output) {
   return grad_output * sigmoid_derivative(output);
 }
-// By the conjugate, as gradients of complex functions are in torch.
+// torch's convention for complex gradients: times the conjugate of the derivative.
 template <typename A>
 LLTM_HOST_DEVICE Complex<A> logistic_backward(Complex<A> grad_output, Complex<A> y) {
   const Complex<A> d = {y.real - (y.real * y.real - y.imaginary * y.imaginary),

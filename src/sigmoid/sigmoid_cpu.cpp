@@ -1,4 +1,4 @@
-// sigmoid on the CPU, from the same formulas as the kernels.
+// sigmoid on the CPU, with the functors of the kernels.
 #include "common/elementwise_cpu.h"
 #include "sigmoid/sigmoid.h"
 

@@ -1,4 +1,4 @@
-// sigmoid on CUDA: one pass of the elementwise engine each way.
+// sigmoid on CUDA: one elementwise kernel for each direction.
 #include "common/elementwise.cuh"
 #include "sigmoid/sigmoid.h"
 

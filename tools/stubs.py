@@ -1,0 +1,89 @@
+"""Writes lltm_ext/_C/*.pyi, the stubs of the modules, from the signatures of the built ones.
+
+    python tools/stubs.py            # after `python setup.py develop`
+    python tools/stubs.py --check    # writes nothing; exits 1 where a stub is out of date
+
+Where nothing is built, the check only knows that each src/<op>/ has a stub; tests/test_dispatcher.py checks
+the texts against the modules it runs with.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 110
+# What pybind11 accepts, as the type that callers pass.
+TYPES = {
+    "typing.SupportsInt": "int",
+    "typing.SupportsFloat": "float",
+    "torch.Tensor": "Tensor",
+    "collections.abc.Sequence": "Sequence",
+}
+IMPORTS = {
+    "Sequence[": "from collections.abc import Sequence\n\n",
+    "torch.": "import torch\n",
+    "Tensor": "from torch import Tensor\n",
+}
+
+
+def text(module: ModuleType) -> str:
+    """The stub of a module."""
+    functions = [function(f.__doc__) for f in vars(module).values() if callable(f)]
+    if not functions:
+        return "# No bindings: importing the module registers its dispatcher ops.\n"
+    body = "\n".join(functions)
+    imports = "".join(line for name, line in IMPORTS.items() if name in body)
+    return f"{imports}\n{body}\n"
+
+
+def function(signature: str) -> str:
+    """A line, or a few, of the stub from the first line of a binding's docstring."""
+    signature = signature.partition("\n")[0]
+    for theirs, ours in TYPES.items():
+        signature = signature.replace(theirs, ours)
+    line = f"def {signature}: ...".replace(" = []", " = ...")
+    if len(line) <= WIDTH:
+        return line
+    node = ast.parse(line).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    defaults = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
+    arguments = [
+        f"{x.arg}: {ast.unparse(x.annotation)}" + (f" = {ast.unparse(default)}" if default else "")
+        for x, default in zip(node.args.args, defaults, strict=True)
+    ]
+    one_line = "    " + ", ".join(arguments)
+    inner = one_line if len(one_line) <= WIDTH else "\n".join(f"    {argument}," for argument in arguments)
+    return f"def {node.name}(\n{inner}\n) -> {ast.unparse(node.returns)}: ..."
+
+
+def ops() -> list[str]:
+    return sorted(file.parent.name for file in ROOT.glob("src/*/*.cpp") if file.stem == file.parent.name)
+
+
+def main(check: bool) -> int:
+    folder = ROOT / "lltm_ext/_C"
+    stubs = {op: folder / f"{op}.pyi" for op in ops()}
+    wrong = [f"{stub}: no op of src has this stub" for stub in folder.glob("*.pyi") if stub.stem not in stubs]
+    sys.path.insert(0, str(ROOT))
+    try:
+        modules = {op: importlib.import_module(f"lltm_ext._C.{op}") for op in stubs}
+    except ImportError as error:
+        if not check:
+            raise SystemExit(f"The stubs need a build (python setup.py develop): {error}") from None
+        modules = {}
+    for op, stub in stubs.items():
+        if not check:
+            stub.write_text(text(modules[op]))
+        elif not stub.is_file() or (modules and stub.read_text() != text(modules[op])):
+            wrong.append(f"{stub}: out of date. Run: python tools/stubs.py")
+    print("\n".join(wrong), end="\n" if wrong else "")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("--check" in sys.argv[1:]))
