@@ -94,43 +94,40 @@ cudaError_t launch_persistent(const PersistentKernel<Arguments>& kernel,
   return cudaLaunchKernelEx(&config, kernel.kernel, sequences, plan.grid);
 }
 
-// Marks memory through which a grid's blocks exchange values as unwritten.
-template <typename T>
-cudaError_t fill_unwritten(const Plan& plan, T* values, int64_t count, cudaStream_t stream) {
-  if (plan.algorithm != Algorithm::kGrid) return cudaSuccess;
-  return cudaMemsetAsync(values, kUnwrittenByte, count * sizeof(T), stream);
+// Marks the memory through which a grid's blocks exchange values as unwritten.
+template <class Cell, typename T>
+cudaError_t fill_unwritten(const SequenceForwardArguments<T>& s, cudaStream_t stream) {
+  return cudaMemsetAsync(s.output, kUnwrittenByte, s.rows * s.hidden * sizeof(T), stream);
+}
+template <class Cell, typename T>
+cudaError_t fill_unwritten(const SequenceBackwardArguments<T>& s, cudaStream_t stream) {
+  return cudaMemsetAsync(s.grad_gates, kUnwrittenByte, s.rows * Cell::kGates * s.hidden * sizeof(T), stream);
+}
+
+template <class Cell, typename T, class Arguments, class Kernels>
+cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments>& sequences,
+                            const Plan& plan, cudaStream_t stream) {
+  if constexpr (kHasFusedSteps<T>) {
+    if (plan.fused_step.split_k > 0) {
+      return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
+    }
+  }
+  for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
+    const cudaError_t error = fill_unwritten<Cell>(sequences.of[i], stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_persistent(kernels.at(plan.variant), sequences, plan, stream);
 }
 
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream) {
-  if constexpr (kHasFusedSteps<T>) {
-    if (plan.fused_step.split_k > 0) {
-      return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
-    }
-  }
-  for (int i = 0; i < sequences.count; ++i) {
-    const SequenceForwardArguments<T>& s = sequences.of[i];
-    const cudaError_t error = fill_unwritten(plan, s.output, s.rows * s.hidden, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_persistent(kForwardKernels<Cell, T>.at(plan.variant), sequences, plan, stream);
+  return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);
 }
-
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream) {
-  if constexpr (kHasFusedSteps<T>) {
-    if (plan.fused_step.split_k > 0) {
-      return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
-    }
-  }
-  for (int i = 0; i < sequences.count; ++i) {
-    const SequenceBackwardArguments<T>& s = sequences.of[i];
-    const cudaError_t error = fill_unwritten(plan, s.grad_gates, s.rows * Cell::kGates * s.hidden, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_persistent(kBackwardKernels<Cell, T>.at(plan.variant), sequences, plan, stream);
+  return launch_sequence<Cell, T>(kBackwardKernels<Cell, T>, sequences, plan, stream);
 }
 
 }  // namespace lltm_ext
