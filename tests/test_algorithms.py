@@ -1,5 +1,6 @@
 """Each algorithm of lltm and lstm by name: values at every size, hazards of blocks that wait for others."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -313,9 +314,20 @@ def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
         assert ran == len(lengths_and_batches(hidden, "cuda"))
 
 
+@contextlib.contextmanager
+def tf32_allowed(allowed=True):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.fixture
-def tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def tf32():
+    with tf32_allowed():
+        yield
 
 
 LIKE_TF32 = torch.float16  # has its 10 bits of mantissa
@@ -331,15 +343,15 @@ def test_values_and_gradients_in_tf32_at_every_size(op, hidden, algorithm, tf32)
 @ops
 @pytest.mark.parametrize("sizes", [None, [40, 40, 9, 9, 1]], ids=["dense", "packed"])
 @pytest.mark.parametrize("algorithm", [on_gpu("stepwise"), on_gpu("grid")])
-def test_float32_is_rounded_to_tf32_only_where_torch_allows_it(op, sizes, algorithm, monkeypatch):
+def test_float32_is_rounded_to_tf32_only_where_torch_allows_it(op, sizes, algorithm):
     """Seen in the recurrent product: the input is zero, so the forward has no other product."""
     call = op.call(Make(torch.float32, "cuda"), 20, 40, 256, sizes=sizes)
     call.args[0].zero_()
     exact = call.map(torch.Tensor.double).run(functools.partial(op.loop, sizes=sizes))
     errors = []
     for allowed in (False, True):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-        outputs = call.run(functools.partial(op, sizes=sizes, algorithm=algorithm))
+        with tf32_allowed(allowed):
+            outputs = call.run(functools.partial(op, sizes=sizes, algorithm=algorithm))
         errors.append(max(relative_errors(outputs, exact)))
     assert errors[0] < FORWARD[torch.float32]
     assert errors[1] < FORWARD[LIKE_TF32]
