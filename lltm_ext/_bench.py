@@ -19,7 +19,7 @@ NEEDED = ("matplotlib", "rich")  # the extra "bench"
 def main(args: argparse.Namespace) -> int:
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        command = _doctor.exact(f"python -m pip install {' '.join(missing)}")
+        command = _doctor.with_this_python(f"python -m pip install {' '.join(missing)}")
         print(f"bench needs {' and '.join(missing)}. Run: {command}", file=sys.stderr)
         return 1
     ops = OPS if args.op == "all" else [args.op]
