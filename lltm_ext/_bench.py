@@ -1,4 +1,4 @@
-"""`python -m lltm_ext bench`: the scripts of benchmarks/, which a wheel brings as lltm_ext/benchmarks."""
+"""`python -m lltm_ext bench`: the scripts of benchmarks/, which a wheel contains as lltm_ext/benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
         return 1
     ops = OPS if args.op == "all" else [args.op]
     statuses = [run(op, flags(args)) for op in ops]
-    return int(any(statuses))  # one that a signal ended has a negative one
+    return int(any(statuses))  # negative after a signal
 
 
 def flags(args: argparse.Namespace) -> list[str]:
@@ -34,7 +34,7 @@ def flags(args: argparse.Namespace) -> list[str]:
 
 
 def run(op: str, flags: list[str]) -> int:
-    """Each in a process of its own, which finds harness.py and this lltm_ext."""
+    """In its own process, which finds harness.py and this lltm_ext."""
     path = [str(FOLDER), str(_record.PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     return subprocess.run([sys.executable, str(FOLDER / f"{op}.py"), *flags], env=env).returncode

@@ -1,7 +1,7 @@
 """Tries drivers, imports and ops in another process, which they may kill or hang.
 
-`ask` runs this file as a script, which writes each answer as a line of JSON as soon as it is known. Standard
-library only, but for what it tries.
+`ask` runs this file as a script, which writes each answer as a line of JSON at once. It uses only
+the standard library, except for what it tries.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SECONDS = 120  # the limit: a first import of torch from a slow disk takes tens 
 # ---- asking ------------------------------------------------------------------------------------------------
 
 
-def ask(question: str, *arguments: Any, env: Mapping[str, str] = os.environ) -> tuple[list[Any], str | None]:
+def ask(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
     """The answers, and how the process ended if it failed."""
     command = [sys.executable, __file__, question, json.dumps(arguments)]
     seconds = SECONDS * (5 if question == "calls" else 1)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, env=dict(env))
+        done = subprocess.run(command, capture_output=True, timeout=seconds)
         output, end = done.stdout, how_it_ended(done)
     except subprocess.TimeoutExpired as error:
         output, end = error.stdout or b"", f"it does not end within {seconds} s"

@@ -1,4 +1,4 @@
-"""What a build of the modules compiles with: the CUDA compiler, the architectures, the parallel jobs.
+"""What a build uses: the CUDA compiler, the architectures, the number of parallel jobs.
 
 Standard library only, and importable before the modules are built.
 """
@@ -147,7 +147,7 @@ def _candidates(
 
 
 def _complete(home: Path, torch_cuda: str) -> str:
-    """The version of the nvcc in `home`. Raises where that is no toolkit for this torch."""
+    """The version of nvcc in `home`. Raises a ToolchainError if `home` is not a toolkit for this torch."""
     found = re.search(r"V(\d+\.\d+\.\d+)", _output(home / NVCC, "--version"))
     if found is None:
         raise ToolchainError(f"{home / NVCC} --version names no version")
@@ -211,12 +211,12 @@ def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
     return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
 
 
-def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The compute capabilities of the GPUs that this process may use; empty without one.
+def gpus() -> list[str]:
+    """The compute capabilities of the GPUs that this process may use.
 
-    Asked in another process: after a process has used the driver, its forks cannot use CUDA.
+    Another process asks, because after a process has used the driver, its forks cannot use CUDA.
     """
-    answers, end = _probe.ask("driver", env=env)
+    answers, end = _probe.ask("driver")
     return [] if end else sorted({a["capability"] for a in answers if "capability" in a}, key=number)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lltm_ext import _build, _record, _toolchain, jit
+from lltm_ext import _build, _probe, _record, _toolchain, jit
 
 PACKAGE = Path(_record.__file__).resolve().parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -208,29 +208,19 @@ def test_a_gpu_too_old_is_reported_with_the_fix(nvcc: Path) -> None:
         _toolchain.architectures_of(["7.0"], nvcc)
 
 
-DRIVER = """
-int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
-int cuDeviceGetName(char* name, int size, int device) { return *name = 0, 0; }
-int cuDeviceGetCount(int* count) { return *count = 3, 0; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  int capabilities[] = {120, 90, 90};
-  return *value = attribute == 75 ? capabilities[device] / 10 : capabilities[device] % 10, 0;
-}
-"""
+def test_the_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = {"cuda": "13.0", "version": "580.65.06"}
+    gpus = [{"name": "", "capability": capability} for capability in ("12.0", "9.0", "9.0")]
+    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], None))
+    assert _toolchain.gpus() == ["9.0", "12.0"]
+    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], "it kills the process (signal 6)"))
+    assert _toolchain.gpus() == []
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_driver_reports_the_gpus(tmp_path: Path) -> None:
-    (tmp_path / "driver.c").write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
-    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == ["9.0", "12.0"]
-
-
-def test_a_driver_that_fails_reports_no_gpu(tmp_path: Path) -> None:
+def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libcuda.so.1").touch()
-    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == []
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert _toolchain.gpus() == []
 
 
 def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

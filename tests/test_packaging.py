@@ -292,7 +292,7 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path: Path) -> None:
     assert _toolchain.source_revision(tmp_path) != tree
 
 
-# ---- what an isolated build asks for -----------------------------------------------------------------------
+# ---- what an isolated build requires -----------------------------------------------------------------------
 
 COMPILER = 'cuda-toolkit[nvcc,crt,nvvm,cccl]; platform_system == "Linux"'
 
@@ -324,7 +324,7 @@ def test_an_isolated_build_sees_that_there_is_no_torch(
         pytest.param(None, None, ["torch>=2.11", "ninja", COMPILER], id="no torch"),
     ],
 )
-def test_an_isolated_build_asks_for_that_torch_and_its_compiler(
+def test_an_isolated_build_requires_that_torch_and_its_compiler(
     backend: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     installed: tuple[str, str | None] | None,
@@ -548,7 +548,7 @@ class Target:
     def run(
         self, *arguments: str | Path, fails: bool = False, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs its Python in the checkout, for one architecture: the way is tested, not the list."""
+        """Runs its Python in the checkout, for one architecture, to save time."""
         variables = {"TORCH_CUDA_ARCH_LIST": "9.0"} | variables
         return run(self.python, *arguments, cwd=self.checkout, fails=fails, **variables)
 
@@ -562,7 +562,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("builds from what git lists, and this is no git checkout")
+        pytest.skip("builds from what git lists, and this is not a git checkout")
     return Target(tmp_path_factory.mktemp("packaging"))
 
 
@@ -614,18 +614,6 @@ class TestWheel:
     def test_it_requires_the_torch_that_its_modules_fit(self, wheel: Path) -> None:
         assert f"torch=={TORCH_MINOR}.*" in metadata(wheel).get_all("Requires-Dist", [])
 
-    def test_it_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        expected = {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
-        expected |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
-        expected |= {"lltm_ext/py.typed", "lltm_ext/_build_record.json", "lltm_ext/_C/__init__.py"}
-        expected |= {"lltm_ext_cli.py", "dist-info/entry_points.txt"}
-        expected |= {f"lltm_ext/_C/{op}{end}" for op in OPS for end in (suffix, ".pyi")}
-        sources = (file for file in (ROOT / "src").rglob("*") if file.is_file())
-        expected |= {f"lltm_ext/_src/{file.relative_to(ROOT / 'src')}" for file in sources}
-        expected |= {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt")}
-        assert contents(wheel) == expected | {"dist-info/licenses/LICENSE"}
-
     def test_its_record_says_what_it_was_built_from(self, target: Target, wheel: Path) -> None:
         record = json.loads(zipfile.ZipFile(wheel).read("lltm_ext/_build_record.json"))
         assert record["version"] == BUILT_VERSION
@@ -663,15 +651,15 @@ class TestWheel:
             bad.writestr("lltm_ext/_src/gone.cpp", "")
             bad.writestr("lltm_ext/relu.cpp", "")
         found = "\n".join(load(ROOT / "tools/check_wheel.py").problems(broken))
-        assert "versions differ" in found
+        assert "record differ: " in found
         assert "does not require torch==" in found
         assert "lacks lltm_ext/_C/sigmoid.pyi" in found
         assert "licenses/LICENSE" in found
-        assert "holds tests/test_relu.py" in found
-        assert "holds lltm_ext/_C/gone.so" in found
+        assert "contains tests/test_relu.py" in found
+        assert "contains lltm_ext/_C/gone.so" in found
         assert "lacks lltm_ext/_src/sigmoid/sigmoid.cpp" in found
-        assert "holds lltm_ext/_src/gone.cpp" in found
-        assert "holds lltm_ext/relu.cpp, which does not belong there" in found
+        assert "contains lltm_ext/_src/gone.cpp" in found
+        assert "contains lltm_ext/relu.cpp, which does not belong there" in found
 
 
 @pytest.mark.packaging
@@ -699,7 +687,7 @@ class TestSdist:
             names = {member.name.partition("/")[2] for member in archive if member.isfile()}
         kept = {
             file
-            for folder in ("src", "include", "cmake", "tools", "tests", "examples")
+            for folder in ("src", "include", "cmake", "docs", "tools", "tests", "examples")
             for file in (target.checkout / folder).rglob("*.*")
         }
         kept |= set((target.checkout / "lltm_ext").rglob("*.py"))
