@@ -118,7 +118,8 @@ def build(device: torch.device) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libcudart.so"  # which -lcudart needs, and PyPI's runtime lacks
     link.unlink(missing_ok=True)
-    link.symlink_to(next(cuda.home.glob("lib*/libcudart.so.*")))
+    for library in [*cuda.home.glob("lib*/libcudart.so.*")][:1]:
+        link.symlink_to(library)
     architecture = "{}{}".format(*torch.cuda.get_device_capability(device))
     return cpp_extension.load_inline(
         "lltm_tutorial_extension",

@@ -12,12 +12,10 @@ from lltm_ext import _bench
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m lltm_ext", description="Checks and measures an installed lltm_ext."
-    )
+    parser = argparse.ArgumentParser("python -m lltm_ext", description="Checks and measures this lltm_ext.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | selftest | bench")
 
-    doctor = commands.add_parser("doctor", help="the facts, the problems, the commands that fix them")
+    doctor = commands.add_parser("doctor", help="reports problems and the commands that fix them")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
 
     commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")

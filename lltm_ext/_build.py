@@ -60,12 +60,6 @@ class Target:
             os.environ["CUDA_HOME"] = str(self.cuda.home)
             os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(self.architectures))
 
-    def __str__(self) -> str:
-        if self.cuda is None:
-            return f"no nvcc, {self.jobs} jobs"
-        listed = " ".join(self.architectures)
-        return f"nvcc {self.cuda.version} of {self.cuda.home} for {listed}, {self.jobs} jobs"
-
     def folder(self, name: str) -> str:
         """Where objects are kept. setuptools would give each editable install a new folder."""
         return f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
@@ -141,7 +135,8 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             self.parallel = at_once
 
         def run(self) -> None:
-            print(f"lltm_ext {version}: {target}", flush=True)
+            nvcc = f"nvcc {target.cuda.version} of {target.cuda.home}" if target.cuda else "no nvcc"
+            print(f"lltm_ext {version}: {nvcc}, {target.architectures}, {target.jobs} jobs", flush=True)
             self.start, self.built, self.failed = time.monotonic(), 0, False
             super().run()
             target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 class Gpu(NamedTuple):
     name: str
-    capability: str  # compute capability: "9.0"
+    capability: str  # "9.0"
 
 
 @dataclasses.dataclass
@@ -215,10 +215,10 @@ def package_problems(facts: Facts) -> Iterator[Finding]:
         command = _record.torch_command(facts.record) if from_torch and facts.record else reinstall(facts)
         if name != "lltm_ext" or len(failed) == 1:
             yield Finding(f"{name} does not import: {error}", command)
-    failing = [(call, error) for call, error in facts.calls.items() if error]
-    for call, error in failing[:1]:
+    failing = [f"{call} fails: {error}" for call, error in facts.calls.items() if error]
+    for error in failing[:1]:
         more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
-        what, command = f"{call} fails: {error}{more}", reinstall(facts)
+        what, command = f"{error}{more}", reinstall(facts)
         if "kills the process" in error and facts.record:
             what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
             command = from_source(facts, "CXX=g++")
