@@ -135,8 +135,9 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             self.parallel = at_once
 
         def run(self) -> None:
-            nvcc = f"nvcc {target.cuda.version} of {target.cuda.home}" if target.cuda else "no nvcc"
-            print(f"lltm_ext {version}: {nvcc}, {target.architectures}, {target.jobs} jobs", flush=True)
+            listed, cuda = " ".join(target.architectures), target.cuda
+            nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
+            print(f"lltm_ext {version}: {nvcc}, {target.jobs} jobs", flush=True)
             self.start, self.built, self.failed = time.monotonic(), 0, False
             super().run()
             target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)
