@@ -1,11 +1,11 @@
-# Each target makes what it needs, and a second call repeats nothing that is done.
+# Each target makes what it needs and repeats nothing that is done.
 # Needed beforehand: Python >= 3.10, a C++ compiler and make. The CUDA compiler comes from PyPI with torch.
 # Some of the tests: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 COMPILER ?= $(shell sed -n 's/^TOOLKIT = //p' lltm_ext/_version.py)
 
-# What `make wheels` builds, each with the pythonX.Y on PATH: all but those of CUDA 12, of which PyPI has no compiler.
+# What `make wheels` builds, each with the pythonX.Y on PATH: all of wheels.json except CUDA 12, whose compiler is not on PyPI.
 # One of them: make wheels WHEELS=3.12-torch2.11.
 WHEELS ?= $(shell sed -n '/"12\./d; s/.*"wheel": "\([^"]*\)".*/\1/p' tools/wheels.json)
 PLATFORM ?= auto

@@ -114,9 +114,12 @@ def build(device: torch.device) -> Any:
     from torch.utils import cpp_extension  # reads CUDA_HOME
 
     cpp_extension.CUDA_HOME = str(cuda.home)  # if it was imported before
-    folder = _toolchain.cudart_folder(
-        cuda.home, Path(cpp_extension.get_default_build_root(), "lltm_ext_cudart")
-    )
+    folder = Path(cpp_extension.get_default_build_root(), "lltm_ext_cudart")
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libcudart.so"  # which -lcudart needs, and PyPI's runtime lacks
+    link.unlink(missing_ok=True)
+    for library in [*cuda.home.glob("lib*/libcudart.so.*")][:1]:
+        link.symlink_to(library)
     architecture = "{}{}".format(*torch.cuda.get_device_capability(device))
     return cpp_extension.load_inline(
         "lltm_tutorial_extension",
@@ -125,5 +128,5 @@ def build(device: torch.device) -> Any:
         functions=["forward", "backward"],
         extra_cflags=["-O2"],
         extra_cuda_cflags=["-O2", f"-gencode=arch=compute_{architecture},code=sm_{architecture}"],
-        extra_ldflags=[f"-L{folder}"] if folder else [],
+        extra_ldflags=[f"-L{folder}"],
     )

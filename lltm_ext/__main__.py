@@ -12,11 +12,11 @@ from lltm_ext import _bench
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lltm_ext", description="Looks after an installed lltm_ext.")
+    parser = argparse.ArgumentParser("python -m lltm_ext", description="Checks and measures this lltm_ext.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | selftest | bench")
 
-    doctor = commands.add_parser("doctor", help="what is here, what is wrong, the command that fixes it")
-    doctor.add_argument("--json", action="store_true", help="for a program to read")
+    doctor = commands.add_parser("doctor", help="reports problems and the commands that fix them")
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
 
     commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     if args.command == "selftest" and not hasattr(lltm_ext, "__version__"):
-        importlib.reload(lltm_ext)  # so far without torch, for the sake of the doctor
+        importlib.reload(lltm_ext)  # imported without torch so far, for the doctor
     status: int = importlib.import_module(f"lltm_ext._{args.command}").main(args)
     return status
 

@@ -1,4 +1,4 @@
-"""`python -m lltm_ext bench`: the scripts of benchmarks/, which a wheel brings as lltm_ext/benchmarks."""
+"""`python -m lltm_ext bench`: the scripts of benchmarks/, which a wheel contains as lltm_ext/benchmarks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,16 @@ NEEDED = ("matplotlib", "rich")  # the extra "bench"
 def main(args: argparse.Namespace) -> int:
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        command = _doctor.exact(f"python -m pip install {' '.join(missing)}")
+        command = _doctor.with_this_python(f"python -m pip install {' '.join(missing)}")
         print(f"bench needs {' and '.join(missing)}. Run: {command}", file=sys.stderr)
         return 1
-    ops = OPS if args.op == "all" else [args.op]
-    statuses = [run(op, flags(args)) for op in ops]
-    return int(any(statuses))  # one that a signal ended has a negative one
-
-
-def flags(args: argparse.Namespace) -> list[str]:
-    given = {"--out": args.out.absolute(), "--device": args.device, "--seconds": args.seconds}
-    quick = ["--quick"] if args.quick else []
-    return quick + [str(part) for pair in given.items() if pair[1] is not None for part in pair]
-
-
-def run(op: str, flags: list[str]) -> int:
-    """Each in a process of its own, which finds harness.py and this lltm_ext."""
-    path = [str(FOLDER), str(_record.PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    return subprocess.run([sys.executable, str(FOLDER / f"{op}.py"), *flags], env=env).returncode
+    options = {"--out": args.out.absolute(), "--device": args.device, "--seconds": args.seconds}
+    given = [part for pair in options.items() if pair[1] is not None for part in map(str, pair)]
+    # The scripts import harness.py and this lltm_ext.
+    folders = [str(FOLDER), str(_record.PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    failed = False
+    for op in OPS if args.op == "all" else [args.op]:
+        script = [sys.executable, str(FOLDER / f"{op}.py"), *given, *["--quick"] * args.quick]
+        failed |= subprocess.run(script, env=env).returncode != 0
+    return int(failed)

@@ -22,18 +22,18 @@ from lltm_ext import _probe, _record
 from lltm_ext import _toolchain as toolchain
 from lltm_ext._version import __version__, label, major, minor
 
-# Most modules are one long file and some short ones, so building one at a time would leave most cores idle.
+# Most modules are one long file and a few short ones: building one at a time would leave most cores idle.
 MODULES_AT_ONCE = 4
 
 
 def source_folder() -> Path:
-    """The sources: in an installed package a part of it, in a checkout its neighbour."""
+    """The sources: inside an installed package, next to it in a checkout."""
     installed = _record.PACKAGE / "_src"
     return installed if installed.is_dir() else _record.PACKAGE.parent / "src"
 
 
 def ops(src: Path) -> list[str]:
-    """Those with most files first: modules are built in parallel, and a long one should not start last."""
+    """Those with most files first: modules are built in parallel, and the longest must not start last."""
     found = sorted(file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
     return sorted(found, key=lambda op: -len(sources(src, op, cuda=True)))
 
@@ -45,7 +45,7 @@ def sources(src: Path, op: str, cuda: bool) -> list[str]:
 
 
 class Target:
-    """What is built for: this torch, with a CUDA compiler or without, for which architectures."""
+    """What a build is for: this torch, with or without CUDA, and the architectures."""
 
     def __init__(self, torch: ModuleType, src: Path) -> None:
         toolchain.check_host()
@@ -60,22 +60,16 @@ class Target:
             os.environ["CUDA_HOME"] = str(self.cuda.home)
             os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(self.architectures))
 
-    def __str__(self) -> str:
-        if self.cuda is None:
-            return f"no nvcc, {self.jobs} jobs"
-        listed = " ".join(self.architectures)
-        return f"nvcc {self.cuda.version} of {self.cuda.home} for {listed}, {self.jobs} jobs"
-
     def folder(self, name: str) -> str:
-        """Where objects stay between calls. setuptools would give each editable install a new folder."""
+        """Where objects are kept. setuptools would give each editable install a new folder."""
         return f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
 
     def extension(self, name: str, files: list[str], macros: list[tuple[str, str | None]]) -> Any:
-        """An Extension of torch's, to be completed with what it links."""
+        """torch's Extension, without what it links."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
         root = self.src.resolve()
-        # No absolute paths in the modules' error messages. -g0, as Python's own flags may carry -g.
+        # No absolute paths in error messages. -g0, because Python's own flags may contain -g.
         folders = (root.parent, Path(str(self.torch.__file__)).parent.parent)
         maps = [f"-ffile-prefix-map={folder}/=" for folder in folders]
         hidden = "-fvisibility=hidden"
@@ -96,7 +90,7 @@ class Target:
         )
 
     def write_record(self, package: Path, version: str, **more: Any) -> None:
-        """What _record.py reads at import. No time and no path: the same source gives the same bytes."""
+        """For _record.py. Without times and paths, so that the same source gives the same bytes."""
         record = {
             "version": version,
             "torch": str(self.torch.__version__),
@@ -116,10 +110,10 @@ def module(target: Target, op: str) -> Any:
         [("AT_PER_OPERATOR_HEADERS", None)],  # torch's headers include only the ops they use
     )
     # -fopenmp: without it at::parallel_for runs on one thread.
-    # The assembler's -I: src/elementwise embeds headers, for the compiler of ops made at run time.
+    # The assembler's -I: src/elementwise embeds headers for its compiler at run time.
     extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
-    if target.cuda:  # by its file name: PyPI has no libcudart.so
+    if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
         extension.libraries.remove("cudart")
         extension.extra_link_args += [f"-l:libcudart.so.{major(target.cuda.version)}"]
     return extension
@@ -141,14 +135,16 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             self.parallel = at_once
 
         def run(self) -> None:
-            print(f"lltm_ext {version}: {target}", flush=True)
+            listed, cuda = " ".join(target.architectures), target.cuda
+            nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
+            print(f"lltm_ext {version}: {nvcc}, {target.jobs} jobs", flush=True)
             self.start, self.built, self.failed = time.monotonic(), 0, False
             super().run()
             target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)
 
         def build_extension(self, ext: Any) -> None:
-            """In a thread and a folder of its own: torch writes a build.ninja there."""
-            if self.failed:  # another module did
+            """In its own thread and folder, because torch writes a build.ninja there."""
+            if self.failed:  # another module failed
                 return
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)

@@ -1,8 +1,8 @@
 """How the portable library is compiled: `LLTM_EXT_PORTABLE=1 pip wheel .` (_portable.py describes it).
 
-All ops but those of _portable.LACKING, as one shared library on torch's stable C ABI. CUDA's runtime is
-linked statically, for any torch's CUDA. The bindings are the native ones: a folder of this build, first on
-the include path, has src/stable/torch.h under the name of each header of torch that they include.
+All ops except those of _portable.LACKING, in one shared library on torch's stable C ABI. CUDA's runtime is
+linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
+folder of the include path maps each torch header that they include to src/stable/torch.h.
 
 Standard library only until a torch is passed in, like _build.py.
 """
@@ -26,13 +26,13 @@ def sources(src: Path, cuda: bool) -> list[str]:
     return [file for op in ops for file in _build.sources(src, op, cuda)]
 
 
-def stand_in(src: Path, folder: Path) -> None:
-    """Fills `folder` with a header of src/stable for each of torch's that the bindings include."""
+def replace_torch_headers(src: Path, folder: Path) -> None:
+    """Writes a header to `folder` for each torch header that the bindings include: it includes src/stable."""
     bindings = [file for pattern in ("*.h", "*.cpp") for file in src.rglob(pattern)]
     texts = [file.read_text() for file in bindings if file.parent.name != "stable"]
     for name in {name for text in texts for name in INCLUDED.findall(text)}:
         header = folder / name
-        if not header.is_file():  # else a build would compile everything again
+        if not header.is_file():  # writing it again would compile everything again
             header.parent.mkdir(parents=True, exist_ok=True)
             header.write_text('#include "stable/torch.h"\n')
 
@@ -54,9 +54,9 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
-    # libtorch.so, of which nothing is called, brings libtorch_cuda.so where torch has it.
+    # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
-    # Instead of all that torch's build would link.
+    # Not everything that torch's build would link.
     library.libraries = ["torch_cpu", *(["cudart_static", "dl", "rt", "pthread"] if target.cuda else [])]
 
     class BuildLibrary(BuildExtension):
@@ -69,7 +69,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
 
         def build_extensions(self) -> None:
             headers = Path(self.build_temp, "torch").resolve()
-            stand_in(src, headers)
+            replace_torch_headers(src, headers)
             library.include_dirs.insert(0, str(headers))
             super().build_extensions()
 

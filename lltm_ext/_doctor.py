@@ -1,7 +1,7 @@
-"""`python -m lltm_ext doctor`: what is here, what is wrong with it, and the command that fixes it.
+"""`python -m lltm_ext doctor`: the facts of an installation, its problems, and the commands that fix them.
 
-It runs where torch or a module is broken, so it is standard library only and imports neither: what may crash
-runs in another process (_probe.py). `look` gathers the facts, `problems` and `notes` judge them.
+It must run where torch or a module is broken, so it uses only the standard library and imports neither: what
+may crash runs in another process (_probe.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import platform
 import re
 import runpy
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,279 +40,271 @@ class Finding(NamedTuple):
 
 class Gpu(NamedTuple):
     name: str
-    capability: str  # compute capability: "9.0"
-
-
-class Tool(NamedTuple):
-    """Something that a build needs."""
-
-    found: str | None
-    missing: Finding | None = None
+    capability: str  # "9.0"
 
 
 @dataclasses.dataclass
-class Here:
-    """The facts."""
-
+class Facts:
     package: str = str(_record.PACKAGE)
     record: dict[str, Any] | None = None  # of the build
-    unfit: str | None = None  # the ImportError's words, where the record does not fit what is here
-    spoilt: str | None = None  # why the record can't be read
+    unfit: str | None = None  # the ImportError's message, if the modules do not fit this torch
+    record_error: str | None = None  # why the record can't be read
     python: str = platform.python_version()
     executable: str = sys.executable
     platform: str = platform.platform()
     torch: str | None = None  # its version
     torch_cuda: str | None = None
     torch_folder: str | None = None
-    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # its error, or None
-    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of ops: its error, or None
+    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # the error of each, or None
+    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of ops: the error, or None
     missing: list[str] = dataclasses.field(default_factory=list)  # files of modules
     driver: str | None = None  # its version
-    driver_cuda: str | None = None  # the newest CUDA that it runs
+    driver_cuda: str | None = None  # the newest CUDA version that it supports
     driver_error: str | None = None
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    tools: dict[str, Tool] = dataclasses.field(default_factory=dict)
+    tools: dict[str, str | Finding] = dataclasses.field(default_factory=dict)  # what a build needs
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def missing_tools(self) -> list[Finding]:
+        return [tool for tool in self.tools.values() if isinstance(tool, Finding)]
 
-# ---- looking -----------------------------------------------------------------------------------------------
+    @property
+    def builds_at_import(self) -> bool:
+        """Whether the next import builds modules that fit."""
+        return bool(self.unfit) and self.variables.get("LLTM_EXT_JIT") == "1"
 
 
-def look() -> Here:
-    here = Here(variables={name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)})
-    look_for_torch(here)
-    look_at_record(here)
-    look_at_modules(here)
-    look_at_driver(here)
-    here.tools = {
-        "nvcc": tool(lambda: nvcc(here)),
-        "c++": tool(_toolchain.cxx_version),
-        "ninja": tool(_toolchain.ninja),
-        "Python.h": tool(lambda: str(_toolchain.python_headers())),
+# ---- facts -------------------------------------------------------------------------------------------------
+
+
+def find_facts() -> Facts:
+    facts = Facts(variables={name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)})
+    find_torch(facts)
+    find_record(facts)
+    try_modules(facts)
+    find_driver(facts)
+    facts.tools = {
+        "nvcc": find_tool(lambda: find_nvcc(facts)),
+        "c++": find_tool(_toolchain.cxx_version),
+        "ninja": find_tool(_toolchain.ninja),
+        "Python.h": find_tool(_toolchain.python_headers),
     }
-    return here
+    return facts
 
 
-def look_for_torch(here: Here) -> None:
-    """Its version, from the file: importing it may fail."""
+def find_torch(facts: Facts) -> None:
+    """Reads its version from its file, because importing it may fail."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         return
-    here.torch_folder = str(next(iter(spec.submodule_search_locations or ()), spec.origin))
+    facts.torch_folder = str(next(iter(spec.submodule_search_locations or ()), spec.origin))
     try:
-        version = runpy.run_path(str(Path(here.torch_folder, "version.py")))
-        here.torch, here.torch_cuda = str(version["__version__"]), version["cuda"]
-    except Exception:  # half a torch; the error of its import says more
-        here.torch = None
+        version = runpy.run_path(str(Path(facts.torch_folder, "version.py")))
+        facts.torch, facts.torch_cuda = str(version["__version__"]), version["cuda"]
+    except Exception:  # an incomplete torch; the error of its import says more
+        facts.torch = None
 
 
-def look_at_record(here: Here) -> None:
+def find_record(facts: Facts) -> None:
     try:
-        here.record = _record.read()
-        if here.torch is not None:
-            cuda = SimpleNamespace(cuda=here.torch_cuda)
-            here.record = _record.check(SimpleNamespace(__version__=here.torch, version=cuda))  # type: ignore[arg-type]
+        facts.record = _record.read()
+        if facts.torch is not None:
+            torch: Any = SimpleNamespace(
+                __version__=facts.torch, version=SimpleNamespace(cuda=facts.torch_cuda)
+            )
+            _record.check(torch)
     except ImportError as error:
-        here.unfit = str(error)
+        facts.unfit = str(error)
     except (ValueError, KeyError) as error:
-        here.record, here.spoilt = None, f"{_record.FILE} can't be read ({error})"
+        facts.record, facts.record_error = None, f"{_record.FILE} can't be read ({error})"
 
 
-def look_at_modules(here: Here) -> None:
-    """Imports torch, and if that can work each module and lltm_ext; if that works, calls each op once."""
-    modules: dict[str, str | None] = {} if here.torch_folder is None else {"torch": None}
-    if modules and here.record is not None and here.unfit is None:
+def try_modules(facts: Facts) -> None:
+    """Imports torch and, if they fit it, each module and lltm_ext; if all import, calls each op once."""
+    modules: dict[str, str | None] = {} if facts.torch_folder is None else {"torch": None}
+    record = facts.record
+    if modules and record is not None and facts.unfit is None:
         folder = _record.PACKAGE / "_C"
-        portable = "portable" in here.record
-        if portable and not _portable.LIBRARY.is_file():
-            here.missing.append(str(_portable.LIBRARY))
-        for op in [] if portable else sorted(stub.stem for stub in folder.glob("*.pyi")):
-            file = folder / f"{op}.{here.record['python']}.so"
-            if file.is_file():
-                modules[f"lltm_ext._C.{op}"] = str(file)
-            else:
-                here.missing.append(str(file))
-        if not here.missing:
+        if "portable" in record:
+            files = {"": _portable.LIBRARY}  # loaded by lltm_ext
+        else:
+            stubs = sorted(folder.glob("*.pyi"))
+            files = {stub.stem: folder / f"{stub.stem}.{record['python']}.so" for stub in stubs}
+        facts.missing = [str(file) for file in files.values() if not file.is_file()]
+        modules |= {f"lltm_ext._C.{op}": str(file) for op, file in files.items() if op and file.is_file()}
+        if not facts.missing:
             modules["lltm_ext"] = None
-    here.imports = _probe.try_imports(modules)
-    if "lltm_ext" in here.imports and not any(here.imports.values()):
-        here.calls = _probe.try_ops(str(_record.PACKAGE.parent))
+    facts.imports = _probe.try_imports(modules) if modules else {}
+    if "lltm_ext" in facts.imports and not any(facts.imports.values()):
+        facts.calls = _probe.try_ops(str(_record.PACKAGE.parent))
 
 
-def look_at_driver(here: Here) -> None:
+def find_driver(facts: Facts) -> None:
     answers, end = _probe.ask("driver")
-    here.driver_error = f"asking the driver failed: {end}" if end else None
+    facts.driver_error = f"asking the driver failed: {end}" if end else None
     for answer in answers:
         if "cuda" in answer:
-            here.driver, here.driver_cuda = answer["version"], answer["cuda"]
+            facts.driver, facts.driver_cuda = answer["version"], answer["cuda"]
         elif "error" in answer:
-            here.driver_error = answer["error"]
+            facts.driver_error = answer["error"]
         else:
-            here.gpus.append(Gpu(**answer))
+            facts.gpus.append(Gpu(**answer))
 
 
-# ---- what a build needs ------------------------------------------------------------------------------------
-
-
-def tool(find: Callable[[], str]) -> Tool:
+def find_tool(find: Callable[[], str]) -> str | Finding:
     try:
-        return Tool(find())
+        return find()
     except _toolchain.ToolchainError as error:
-        return Tool(None, as_finding(str(error)))
+        return as_finding(str(error))
 
 
-def nvcc(here: Here) -> str:
-    torch_cuda = here.torch_cuda if here.torch else (here.record or {}).get("cuda")
-    if not _toolchain.wants_cuda(here.torch or "", torch_cuda) or torch_cuda is None:
+def find_nvcc(facts: Facts) -> str:
+    torch_cuda = facts.torch_cuda if facts.torch else (facts.record or {}).get("cuda")
+    if not _toolchain.wants_cuda(facts.torch or "", torch_cuda) or torch_cuda is None:
         return "not needed for a build without CUDA"
     cuda = _toolchain.find_cuda(torch_cuda)
     return f"{cuda.version} in {cuda.home}"
 
 
-# ---- judging -----------------------------------------------------------------------------------------------
+# ---- problems ----------------------------------------------------------------------------------------------
 
 
-def problems(here: Here) -> Iterator[Finding]:
-    """What keeps lltm_ext, or a GPU, from working: causes, not what follows from them."""
-    yield from of_torch(here)
-    yield from of_the_package(here)
-    yield from of_the_driver(here)
-    yield from of_the_gpus(here)
-    if here.record is None or builds_itself(here):
-        yield from (tool.missing for tool in here.tools.values() if tool.missing)
+def problems(facts: Facts) -> Iterator[Finding]:
+    """What keeps lltm_ext or a GPU from working: causes, without their consequences."""
+    yield from torch_problems(facts)
+    yield from package_problems(facts)
+    yield from driver_problems(facts)
+    yield from gpu_problems(facts)
+    if facts.record is None or facts.builds_at_import:
+        yield from facts.missing_tools
 
 
-def notes(here: Here) -> Iterator[Finding]:
-    if builds_itself(here):
-        what = as_finding(here.unfit or "").what.partition(" (or ")[0]
-        yield Finding(f"{what}. LLTM_EXT_JIT=1 has an import of lltm_ext build modules, unless that was done")
-        return
-    if here.record is None:
-        return
-    for tool in here.tools.values():
-        if tool.missing:
-            yield tool.missing._replace(what=f"only to build lltm_ext: {tool.missing.what}")
-    if here.record["cuda"] and not here.gpus and not here.driver_error:
-        yield no_gpu(here)
+def notes(facts: Facts) -> Iterator[Finding]:
+    if facts.builds_at_import:
+        what = as_finding(facts.unfit or "").what.partition(" (or ")[0]
+        yield Finding(f"{what}. With LLTM_EXT_JIT=1, an import of lltm_ext builds modules that fit, once")
+    elif facts.record is not None:
+        for what, command in facts.missing_tools:
+            yield Finding(f"only to build lltm_ext: {what}", command)
+        if facts.record["cuda"] and not facts.gpus and not facts.driver_error:
+            yield no_gpu(facts)
 
 
-def of_torch(here: Here) -> Iterator[Finding]:
-    error = here.imports.get("torch")
-    install = _record.torch_command(here.record) if here.record else "python -m pip install torch"
-    if here.torch_folder is None:
-        yield Finding(f"torch is not installed for {here.executable}", install)
-    elif error and here.unfit is None:
+def torch_problems(facts: Facts) -> Iterator[Finding]:
+    error = facts.imports.get("torch")
+    install = _record.torch_command(facts.record) if facts.record else "python -m pip install torch"
+    if facts.torch_folder is None:
+        yield Finding(f"torch is not installed for {facts.executable}", install)
+    elif error and facts.unfit is None:
         again = install if "--force-reinstall" in install else f"{install} --force-reinstall"
-        yield Finding(f"torch in {here.torch_folder} does not import: {error}", again)
+        yield Finding(f"torch in {facts.torch_folder} does not import: {error}", again)
 
 
-def of_the_package(here: Here) -> Iterator[Finding]:
-    if here.unfit and not builds_itself(here):
-        yield as_finding(here.unfit)
-    if here.spoilt:
-        yield Finding(here.spoilt, reinstall(here))
-    if here.missing:
-        yield Finding(f"lltm_ext lacks {', '.join(here.missing)}", reinstall(here))
-    failed = {name: error for name, error in here.imports.items() if error and name != "torch"}
+def package_problems(facts: Facts) -> Iterator[Finding]:
+    if facts.unfit and not facts.builds_at_import:
+        yield as_finding(facts.unfit)
+    if facts.record_error:
+        yield Finding(facts.record_error, reinstall(facts))
+    if facts.missing:
+        yield Finding(f"lltm_ext lacks {', '.join(facts.missing)}", reinstall(facts))
+    failed = {name: error for name, error in facts.imports.items() if error and name != "torch"}
     for name, error in failed.items():
-        # Symbols and libraries that a module lacks are torch's: it is another build of the same version.
-        is_torchs = "undefined symbol" in error or "cannot open shared object" in error
-        command = _record.torch_command(here.record) if is_torchs and here.record else reinstall(here)
+        # A missing symbol or library is torch's: it is another build of the same version.
+        from_torch = "undefined symbol" in error or "cannot open shared object" in error
+        command = _record.torch_command(facts.record) if from_torch and facts.record else reinstall(facts)
         if name != "lltm_ext" or len(failed) == 1:
             yield Finding(f"{name} does not import: {error}", command)
-    failing = [(call, error) for call, error in here.calls.items() if error]
-    for call, error in failing[:1]:
+    failing = [f"{call} fails: {error}" for call, error in facts.calls.items() if error]
+    for error in failing[:1]:
         more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
-        what, command = f"{call} fails: {error}{more}", reinstall(here)
-        if "kills the process" in error and here.record:
-            what += f"; built by {here.record['compiler']['cxx']}, which may link libstdc++ statically"
-            command = from_source(here, "CXX=g++")
+        what, command = f"{error}{more}", reinstall(facts)
+        if "kills the process" in error and facts.record:
+            what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
+            command = from_source(facts, "CXX=g++")
         yield Finding(what, command)
 
 
-def of_the_driver(here: Here) -> Iterator[Finding]:
-    built = (here.record or {}).get("cuda")
-    if here.driver_error:
-        what = f"the NVIDIA driver does not work: {here.driver_error} (if nvidia-smi fails too, reboot)"
+def driver_problems(facts: Facts) -> Iterator[Finding]:
+    if facts.driver_error:
+        what = f"the NVIDIA driver does not work: {facts.driver_error} (if nvidia-smi fails too, reboot)"
         yield Finding(what, "nvidia-smi")
-    if not built or not here.driver_cuda:
+    built = (facts.record or {}).get("cuda")
+    if not built or not facts.driver_cuda:
         return
     driver, cuda = OLDEST_DRIVER.get(major(built), (None, major(built)))
-    if number(here.driver_cuda) < number(cuda):
+    if number(facts.driver_cuda) < number(cuda):
         yield Finding(
-            f"the NVIDIA driver ({here.driver}) runs CUDA {here.driver_cuda} at most, "
+            f"the NVIDIA driver ({facts.driver}) runs CUDA {facts.driver_cuda} at most, "
             f"lltm_ext is built with CUDA {built}" + (f" and needs {cuda}" if driver else ""),
             f"apt-get install nvidia-driver-{driver}" if driver else None,
         )
 
 
-def of_the_gpus(here: Here) -> Iterator[Finding]:
-    if here.record is None or not here.gpus:
+def gpu_problems(facts: Facts) -> Iterator[Finding]:
+    if facts.record is None or not facts.gpus:
         return
-    if here.record["cuda"] is None:
-        if here.torch_cuda:
-            what = f"lltm_ext {here.record['version']} is built for the CPU alone, and here is a GPU"
-            yield Finding(what, from_source(here, "LLTM_EXT_CUDA=1"))
+    if facts.record["cuda"] is None:
+        if facts.torch_cuda:
+            what = f"lltm_ext {facts.record['version']} is built for the CPU only, but there is a GPU"
+            yield Finding(what, from_source(facts, "LLTM_EXT_CUDA=1"))
         return
-    listed = " ".join(here.record["architectures"])
-    for i, gpu in enumerate(here.gpus):
-        if _toolchain.runs_on(here.record["architectures"], gpu.capability):
+    architectures, oldest = facts.record["architectures"], _toolchain.ARCHITECTURES[0]
+    supported = [_toolchain.runs_on(architectures, gpu.capability) for gpu in facts.gpus]
+    for i, gpu in enumerate(facts.gpus):
+        if supported[i]:
             continue
-        what = f"GPU {i}, {gpu.name}, has compute capability {gpu.capability}; lltm_ext is built for {listed}"
-        if number(gpu.capability) < number(_toolchain.ARCHITECTURES[0]):
-            what += f", and can be for {_toolchain.ARCHITECTURES[0]} and newer"
-            yield Finding(what, f"export CUDA_VISIBLE_DEVICES={able(here)}")
-        else:
-            yield Finding(what, from_source(here, f"TORCH_CUDA_ARCH_LIST={gpu.capability}"))
+        built = f"lltm_ext is built for {' '.join(architectures)}"
+        what = f"GPU {i}, {gpu.name}, has compute capability {gpu.capability}; {built}"
+        command = from_source(facts, f"TORCH_CUDA_ARCH_LIST={gpu.capability}")
+        if number(gpu.capability) < number(oldest):
+            what += f", and can be built for {oldest} and newer"
+            names = facts.variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if len(names) != len(facts.gpus):
+                names = [str(j) for j in range(len(facts.gpus))]
+            visible = ",".join(name for name, runs in zip(names, supported, strict=True) if runs)
+            command = f"export CUDA_VISIBLE_DEVICES={visible}"
+        yield Finding(what, command)
 
 
-def builds_itself(here: Here) -> bool:
-    """Whether an import builds at run time what does not fit."""
-    return bool(here.unfit) and here.variables.get("LLTM_EXT_JIT") == "1"
-
-
-def no_gpu(here: Here) -> Finding:
-    if "CUDA_VISIBLE_DEVICES" in here.variables:
-        hidden = f"CUDA_VISIBLE_DEVICES={here.variables['CUDA_VISIBLE_DEVICES']} shows no GPU"
+def no_gpu(facts: Facts) -> Finding:
+    if "CUDA_VISIBLE_DEVICES" in facts.variables:
+        hidden = f"CUDA_VISIBLE_DEVICES={facts.variables['CUDA_VISIBLE_DEVICES']} shows no GPU"
         return Finding(f"{hidden}: CPU tensors only", "unset CUDA_VISIBLE_DEVICES")
-    if here.driver_cuda is None:
-        what = "no NVIDIA driver: CPU tensors only. A container sees it with"
+    if facts.driver_cuda is None:
+        what = "no NVIDIA driver: CPU tensors only. To give a container access to the host's GPUs"
         return Finding(what, "docker run --gpus all")
     return Finding("the NVIDIA driver shows no GPU: CPU tensors only", "nvidia-smi --list-gpus")
 
 
-def able(here: Here) -> str:
-    """CUDA_VISIBLE_DEVICES of the GPUs for which there is code."""
-    assert here.record is not None
-    chosen = here.variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = chosen if len(chosen) == len(here.gpus) else [str(i) for i in range(len(here.gpus))]
-    fit = (_toolchain.runs_on(here.record["architectures"], gpu.capability) for gpu in here.gpus)
-    return ",".join(name for name, fits in zip(names, fit, strict=True) if fits)
-
-
-# ---- fixing ------------------------------------------------------------------------------------------------
+# ---- commands ----------------------------------------------------------------------------------------------
 
 
 def as_finding(message: str) -> Finding:
-    """An error of ours, which ends in the command that fixes it."""
+    """An error message of this package, which ends in the command that fixes it."""
     what, _, command = message.partition(" Run: ")
     command, _, alternative = command.partition("  (")
     return Finding(what.removesuffix(".") + (alternative and f" ({alternative}"), command or None)
 
 
-def reinstall(here: Here) -> str:
-    """The same lltm_ext again, from where it came."""
+def reinstall(facts: Facts) -> str:
+    """Installs the same lltm_ext again, from the file or address it came from, or from an index."""
     if is_checkout():
         return f"cd {_record.PACKAGE.parent} && python setup.py develop"
-    version = f"=={here.record['version']}" if here.record else ""
-    wheel = shlex.quote(origin() or f"lltm_ext{version}")
-    return f"python -m pip install --force-reinstall --no-deps {wheel}"
+    wheel = f"lltm_ext=={facts.record['version']}" if facts.record else "lltm_ext"
+    for distribution in importlib.metadata.distributions(name="lltm_ext"):
+        if Path(str(distribution.locate_file("lltm_ext"))) == _record.PACKAGE:
+            url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+            path = url.removeprefix("file://")
+            wheel = path if path and (path == url or Path(path).exists()) else wheel
+            break
+    return f"python -m pip install --force-reinstall --no-deps {shlex.quote(wheel)}"
 
 
-def from_source(here: Here, variable: str) -> str:
+def from_source(facts: Facts, variable: str) -> str:
     if is_checkout():
         return f"cd {_record.PACKAGE.parent} && {variable} python setup.py develop"
-    version = here.record["version"].split("+")[0] if here.record else ""
+    version = facts.record["version"].split("+")[0] if facts.record else ""
     pip = "python -m pip install --force-reinstall --no-deps --no-binary lltm_ext"
     return f"{variable} {pip} lltm_ext=={version}"
 
@@ -322,76 +313,67 @@ def is_checkout() -> bool:
     return (_record.PACKAGE.parent / "setup.py").is_file()
 
 
-def origin() -> str | None:
-    """The file or address that pip installed this lltm_ext from, where it was no index."""
-    for distribution in importlib.metadata.distributions(name="lltm_ext"):
-        if Path(str(distribution.locate_file("lltm_ext"))) == _record.PACKAGE:
-            url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
-            file = Path(url.removeprefix("file://"))
-            return str(file) if file.exists() else None if url.startswith("file:") else url or None
-    return None
-
-
-def exact(command: str) -> str:
-    """With this Python, where `python` is another."""
-    python = shutil.which("python")
-    if python and Path(python).absolute() == Path(sys.executable).absolute():
-        return command
+def with_this_python(command: str) -> str:
+    """The command with this Python's path for `python`, which may be another one, or none, on PATH."""
     return re.sub(r"\bpython (?=-m |setup\.py)", f"{shlex.quote(sys.executable)} ", command)
 
 
-# ---- saying ------------------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------
 
 
-def main(args: argparse.Namespace, look: Callable[[], Here] = look) -> int:
-    here = look()
+def main(args: argparse.Namespace, find_facts: Callable[[], Facts] = find_facts) -> int:
+    facts = find_facts()
     wrong, known = (
-        [finding._replace(command=finding.command and exact(finding.command)) for finding in findings(here)]
+        [Finding(what, command and with_this_python(command)) for what, command in findings(facts)]
         for findings in (problems, notes)
     )
-    print(as_json(here, wrong, known) if args.json else "\n".join(as_text(here, wrong, known)))
+    print(as_json(facts, wrong, known) if args.json else "\n".join(as_text(facts, wrong, known)))
     return 1 if wrong else 0
 
 
-def as_json(here: Here, wrong: list[Finding], known: list[Finding]) -> str:
-    facts = dataclasses.asdict(here)
-    facts["gpus"] = [gpu._asdict() for gpu in here.gpus]
-    facts["tools"] = {name: tool.found for name, tool in here.tools.items()}
+def as_json(facts: Facts, wrong: list[Finding], known: list[Finding]) -> str:
+    fields = dataclasses.asdict(facts)
+    fields["spoilt"] = fields.pop("record_error")  # the name that programs read
+    fields["gpus"] = [gpu._asdict() for gpu in facts.gpus]
+    fields["tools"] = {
+        name: None if isinstance(tool, Finding) else tool for name, tool in facts.tools.items()
+    }
     judged = {"problems": [f._asdict() for f in wrong], "notes": [f._asdict() for f in known]}
-    return json.dumps({"ok": not wrong} | judged | facts, indent=2)
+    return json.dumps({"ok": not wrong} | judged | fields, indent=2)
 
 
-def as_text(here: Here, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
-    for name, value in facts(here):
+def as_text(facts: Facts, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
+    for name, value in table(facts):
         yield f"{name:<10} {value}"
-    for title, finding in [("wrong", finding) for finding in wrong] + [("note", note) for note in known]:
-        yield f"\n{title}: {finding.what}"
-        if finding.command:
-            yield f"    {finding.command}"
-    yield f"\n{len(wrong)} found wrong" if wrong else "\nall is well"
+    for title, findings in (("problem", wrong), ("note", known)):
+        for what, command in findings:
+            yield f"\n{title}: {what}" + (f"\n    {command}" if command else "")
+    yield f"\nproblems: {len(wrong) or 'none'}"
 
 
-def facts(here: Here) -> Iterator[tuple[str, str]]:
-    yield "Python", f"{here.python}, {here.executable}, {here.platform}"
-    record = here.record
-    yield "lltm_ext", f"{record['version'] if record else 'not built'}, {here.package}"
+def table(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield "Python", f"{facts.python}, {facts.executable}, {facts.platform}"
+    record = facts.record
+    yield "lltm_ext", f"{record['version'] if record else 'not built'}, {facts.package}"
     if record:
         compiler = record["compiler"]
         nvcc = f", nvcc {compiler['nvcc']}" if compiler["nvcc"] else ""
         yield "built for", _record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
-    torch = _record.named(here.torch or "of unknown version", here.torch_cuda)
-    yield "torch", f"{torch}, {here.torch_folder}" if here.torch_folder else "none"
-    if here.imports:
-        tried = {name.rpartition(".")[2]: error for name, error in here.imports.items()}
+    torch = _record.describe(facts.torch or "of unknown version", facts.torch_cuda)
+    yield "torch", f"{torch}, {facts.torch_folder}" if facts.torch_folder else "none"
+    if facts.imports:
+        tried = {name.rpartition(".")[2]: error for name, error in facts.imports.items()}
         yield "import", ", ".join(f"{name} FAILS" if error else name for name, error in tried.items())
-    if here.calls:
-        failed = ", ".join(f"{call} FAILS" for call, error in here.calls.items() if error)
-        yield "calls", failed or f"{len(here.calls)}, none fails"
-    yield "driver", f"{here.driver or 'unknown'}, CUDA {here.driver_cuda}" if here.driver_cuda else "none"
-    yield from (
-        (f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}") for i, gpu in enumerate(here.gpus)
-    )
-    yield from ((name, tool.found or "none") for name, tool in here.tools.items())
-    yield from (("variable", f"{name}={value}") for name, value in here.variables.items())
+    if facts.calls:
+        failed = ", ".join(f"{call} FAILS" for call, error in facts.calls.items() if error)
+        yield "calls", failed or f"{len(facts.calls)}, none fails"
+    driver = f"{facts.driver or 'unknown'}, CUDA {facts.driver_cuda}"
+    yield "driver", driver if facts.driver_cuda else "none"
+    for i, gpu in enumerate(facts.gpus):
+        yield f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}"
+    for name, tool in facts.tools.items():
+        yield name, "none" if isinstance(tool, Finding) else tool
+    for name, value in facts.variables.items():
+        yield "variable", f"{name}={value}"

@@ -1,7 +1,7 @@
 """The portable library: the same kernels on torch's stable C ABI, for every Python and every newer torch.
 
-A native module is built for one torch and one Python. Where none fits, a wheel that holds ``_C/portable.so``
-loads that: all its ops in one file, without Python. What the stable ABI cannot express is in Python:
+A native module is built for one torch and one Python. A portable wheel has ``_C/portable.so`` instead: all
+its ops in one file, independent of Python. What the stable ABI cannot express is in Python:
 gradients, autocast, fake tensors and the types of errors in _portable_rules.py, the raw bindings in
 _portable_bindings.py. LACKING names the ops that it does not have, and why.
 """

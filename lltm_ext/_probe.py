@@ -1,7 +1,7 @@
 """Tries drivers, imports and ops in another process, which they may kill or hang.
 
-`ask` runs this file as a script, which writes each answer as a line of JSON as soon as it is known. Standard
-library only, but for what it tries.
+`ask` runs this file as a script, which writes each answer as a line of JSON at once. It uses only
+the standard library, except for what it tries.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-SECONDS = 120  # for a question: a first import of torch from a slow disk takes tens
+SECONDS = 120  # the limit: a first import of torch from a slow disk takes tens of seconds
 
 
 # ---- asking ------------------------------------------------------------------------------------------------
 
 
-def ask(question: str, *arguments: Any, env: Mapping[str, str] = os.environ) -> tuple[list[Any], str | None]:
-    """The answers, and how the process ended, if not well."""
+def ask(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
+    """The answers, and how the process ended if it failed."""
     command = [sys.executable, __file__, question, json.dumps(arguments)]
     seconds = SECONDS * (5 if question == "calls" else 1)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, env=dict(env))
+        done = subprocess.run(command, capture_output=True, timeout=seconds)
         output, end = done.stdout, how_it_ended(done)
     except subprocess.TimeoutExpired as error:
         output, end = error.stdout or b"", f"it does not end within {seconds} s"
@@ -46,32 +46,27 @@ def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str | None:
 
 
 def try_imports(modules: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The error of each import, or None. After one that kills the process, another process goes on."""
-    found: dict[str, str | None] = {}
-    while len(found) < len(modules) and not found.get("torch"):
-        rest = {name: file for name, file in modules.items() if name == "torch" or name not in found}
-        answers, end = ask("imports", sys.path, rest)
-        found |= dict(answers)
-        killer = next((name for name in modules if name not in found), None)
-        if killer and not found.get("torch"):
-            found[killer] = end
-    return found
+    """The error of each import, or None. `modules` maps names to files, or to None. Stops if torch fails."""
+    return _try_each("imports", sys.path, modules)
 
 
 def try_ops(first: str, modules: str | None = None) -> dict[str, str | None]:
-    """The error of one call of each op, or None. After one that kills the process, another process goes on.
+    """The error of one call of each op, or None.
 
     `first` goes to the front of sys.path; `modules` is the folder of modules that are not in the package.
     """
+    return _try_each("calls", [first, *map(os.path.abspath, sys.path)], modules)
+
+
+def _try_each(question: str, *arguments: Any) -> dict[str, str | None]:
+    """The answers, each of [name, error or None]. After a name that kills the process, another continues."""
     found: dict[str, str | None] = {}
     while True:
-        path = [first, *map(os.path.abspath, sys.path)]
-        answers, end = ask("calls", path, modules, list(found))
+        answers, end = ask(question, *arguments, found)
         found |= dict(answers)
-        if end is None:
-            return found
-        found[answers[-1][0] if answers else "import lltm_ext"] = end
-        if not answers:
+        if end is not None:
+            found[answers[-1][0] if answers else "import lltm_ext"] = end
+        if end is None or not answers:
             return found
 
 
@@ -87,9 +82,11 @@ def driver() -> Iterator[dict[str, Any]]:
     number = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(number))
     yield {"cuda": f"{number.value // 1000}.{number.value % 1000 // 10}", "version": driver_version()}
-    error = cuda.cuInit(0)
-    if error:
-        yield from [] if error == NO_DEVICE else [{"error": error_text(cuda, error)}]
+    if error := cuda.cuInit(0):
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(error, ctypes.byref(text))
+        if error != NO_DEVICE:
+            yield {"error": f"{(text.value or b'unknown error').decode()} (CUDA error {error})"}
         return
     cuda.cuDeviceGetCount(ctypes.byref(number))
     for ordinal in range(number.value):
@@ -100,12 +97,6 @@ def driver() -> Iterator[dict[str, Any]]:
         for value, attribute in zip(capability, (MAJOR, MINOR), strict=True):
             cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         yield {"name": name.value.decode(), "capability": ".".join(str(value.value) for value in capability)}
-
-
-def error_text(cuda: ctypes.CDLL, error: int) -> str:
-    text = ctypes.c_char_p()
-    cuda.cuGetErrorString(error, ctypes.byref(text))
-    return f"{(text.value or b'unknown error').decode()} (CUDA error {error})"
 
 
 def driver_version() -> str | None:
@@ -120,22 +111,28 @@ def driver_version() -> str | None:
     return version.value.decode() or None
 
 
-def imports(path: Sequence[str], modules: Mapping[str, str | None]) -> Iterator[tuple[str, str | None]]:
-    """Imports one module after the other: each name, and its error or None. Stops at a torch that fails.
+def imports(
+    path: Sequence[str], modules: Mapping[str, str | None], done: Mapping[str, str | None]
+) -> Iterator[tuple[str, str | None]]:
+    """[name, None] before each import, and [name, error] after one that fails.
 
-    Those with a file are loaded from it: through their package they would run its __init__ first.
+    A module with a file is loaded from it: through its package, the package's __init__ would run first.
     """
     sys.path[:] = path
     warnings.simplefilter("ignore")
     for name, file in modules.items():
-        try:
-            import_module(name, file)
-        except BaseException as error:  # SystemExit too
-            yield name, f"{type(error).__name__}: {error}"
-            if name == "torch":
-                return
-        else:
+        if name in done and name != "torch":  # which the other modules need
+            continue
+        error = done.get(name)
+        if error is None:
             yield name, None
+            try:
+                import_module(name, file)
+            except BaseException as raised:  # SystemExit too
+                error = f"{type(raised).__name__}: {raised}"
+                yield name, error
+        if error and name == "torch":
+            return
 
 
 def import_module(name: str, file: str | None) -> None:
@@ -143,16 +140,17 @@ def import_module(name: str, file: str | None) -> None:
         importlib.import_module(name)
         return
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no module of this Python")
+    assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def calls(path: Sequence[str], modules: str | None, done: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def calls(
+    path: Sequence[str], modules: str | None, done: Mapping[str, str | None]
+) -> Iterator[tuple[str, str | None]]:
     """[name, None] before each call of an op, and [name, error] after one that fails."""
     sys.path[:] = path
     warnings.simplefilter("ignore")
-    os.environ["LLTM_EXT_JIT"] = "0"  # what does not fit is an error here
+    os.environ["LLTM_EXT_JIT"] = "0"  # modules that do not fit are an error here
     if modules is not None:
         importlib.import_module("lltm_ext_cli").find_package()
         importlib.import_module("lltm_ext._record").use(modules)
@@ -163,12 +161,7 @@ def calls(path: Sequence[str], modules: str | None, done: Sequence[str]) -> Iter
 def main(question: str, arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a module prints is not an answer
-    questions: dict[str, Callable[..., Iterator[Any]]] = {
-        "driver": driver,
-        "imports": imports,
-        "calls": calls,
-    }
-    for answer in questions[question](*json.loads(arguments)):
+    for answer in globals()[question](*json.loads(arguments)):
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -21,7 +21,7 @@ FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules, or the portable library, were built from and for: see write_record in _build.py."""
+    """What the modules or the portable library were built from and for: see write_record in _build.py."""
     if not FILE.is_file():
         raise ImportError(
             f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
@@ -33,12 +33,12 @@ def read() -> dict[str, Any]:
 
 
 def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of what fits, ready to import. With LLTM_EXT_JIT=1 modules are built if none fit."""
+    """The record of the modules that will be imported. With LLTM_EXT_JIT=1, builds them if none fit."""
     if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
         from lltm_ext import _toolchain, jit
 
         try:
-            jit.use(jit.build())
+            use(jit.build())
         except _toolchain.ToolchainError as error:
             raise ImportError(f"lltm_ext: {error}") from error
     record = check(torch)
@@ -57,30 +57,29 @@ def use(folder: Path | str) -> None:
 
 
 def modules_fit(torch: ModuleType) -> bool:
-    """Whether there are modules for this torch, and not the portable library, which lacks ops."""
-    if not FILE.is_file():
-        return False
-    record = read()
-    return "portable" not in record and _problem(record, torch) is None
+    """Whether there are native modules for this torch; the portable library lacks ops."""
+    return FILE.is_file() and "portable" not in read() and _problem(read(), torch) is None
 
 
 def check(torch: ModuleType) -> dict[str, Any]:
-    """The record of what fits this torch.
+    """The record, if the modules fit this torch.
 
     Raises:
-        ImportError: if it does not fit; with what it was built for, what is here and what to run.
+        ImportError: if they do not fit; names both builds and the command that fixes it.
     """
     record = read()
     if problem := _problem(record, torch):
+        checkout = (PACKAGE.parent / "setup.py").is_file()
+        remedy = f"cd {PACKAGE.parent} && python setup.py develop" if checkout else torch_command(record)
         raise ImportError(
             f"lltm_ext {record['version']} was built for {built_for(record)}; {problem}. "
-            f"Run: {_remedy(record)}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
+            f"Run: {remedy}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
         )
     return record
 
 
 def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
-    """What is here, if the modules do not fit it."""
+    """What the modules do not fit, or None."""
     built, cuda, here = record["torch"], record["cuda"], minor(str(torch.__version__))
     if "portable" in record:
         fits = number(here) >= number(built)
@@ -88,20 +87,13 @@ def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
     else:
         fits = minor(built) == here and (cuda is None or major(cuda) == major(torch.version.cuda or ""))
-    return None if fits else f"this is torch {named(str(torch.__version__), torch.version.cuda)}"
+    return None if fits else f"this is torch {describe(str(torch.__version__), torch.version.cuda)}"
 
 
 def built_for(record: dict[str, Any]) -> str:
     if "portable" in record:
         return f"torch {record['torch']} and newer, any Python"
-    return f"torch {named(record['torch'], record['cuda'])}, Python {record['python']}"
-
-
-def _remedy(record: dict[str, Any]) -> str:
-    """Rebuilds a source folder for this torch; installs the torch that a wheel was built for."""
-    if (PACKAGE.parent / "setup.py").is_file():
-        return f"cd {PACKAGE.parent} && python setup.py develop"
-    return torch_command(record)
+    return f"torch {describe(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
 def torch_command(record: dict[str, Any]) -> str:
@@ -115,5 +107,5 @@ def torch_command(record: dict[str, Any]) -> str:
     return f"{torch} --force-reinstall --index-url https://download.pytorch.org/whl/cu{cuda}"
 
 
-def named(torch: str, cuda: str | None) -> str:
+def describe(torch: str, cuda: str | None) -> str:
     return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"

@@ -1,4 +1,4 @@
-"""What a build of the modules compiles with: the CUDA compiler, the architectures, the parallel jobs.
+"""What a build uses: the CUDA compiler, the architectures, the number of parallel jobs.
 
 Standard library only, and importable before the modules are built.
 """
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from lltm_ext import _probe
 from lltm_ext._version import TOOLKIT, major, minor, number
 
-# Code for x.y runs on every x.z from y on: 8.9 takes that for 8.6.
+# Code for x.y runs on x.z from z = y on: a GPU of 8.9 runs the code for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
 
-# What a toolkit must hold, and where each part may be.
+# What a toolkit must contain, and where each part can be.
 NVCC = "bin/nvcc"
 HEADER = "include/cuda_runtime.h"
 PARTS = (
@@ -64,38 +64,37 @@ def wants_cuda(torch_version: str, torch_cuda: str | None, env: Mapping[str, str
     return choice != "0" and torch_cuda is not None
 
 
-def search_path(env: Mapping[str, str] = os.environ) -> str:
+def search_path() -> str:
     """PATH, after the folder where pip puts ninja, which is on PATH only in an activated environment."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
-def check_host(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> None:
-    """Raises where there is no C++ compiler, no ninja, or no headers of Python (in `headers`)."""
-    cxx_version(env)
-    ninja(env)
-    python_headers(headers)
+def check_host() -> None:
+    """Raises a ToolchainError if there is no C++ compiler, no ninja or no Python.h."""
+    cxx_version()
+    ninja()
+    python_headers()
 
 
-def ninja(env: Mapping[str, str] = os.environ) -> str:
-    found = shutil.which("ninja", path=search_path(env))
+def ninja() -> str:
+    found = shutil.which("ninja", path=search_path())
     if found is None:
         raise ToolchainError("ninja was not found. Run: python -m pip install ninja")
     return found
 
 
-def python_headers(folder: Path | None = None) -> Path:
-    """The folder that has Python.h: Python's own, or one that is given."""
-    folder = folder or Path(sysconfig.get_path("include"))
+def python_headers() -> str:
+    folder = Path(sysconfig.get_path("include"))
     if not (folder / "Python.h").is_file():
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
         raise ToolchainError(f"{folder} lacks Python.h, Python's own header. Run: apt-get install {package}")
-    return folder
+    return str(folder)
 
 
-def cxx_version(env: Mapping[str, str] = os.environ) -> str:
+def cxx_version() -> str:
     """The first line of the C++ compiler's --version."""
     try:
-        return _output(env.get("CXX", "c++"), "--version").splitlines()[0]
+        return _output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     except ToolchainError as error:
         raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
 
@@ -129,7 +128,7 @@ def find_cuda(
 def _candidates(
     torch_cuda: str, env: Mapping[str, str], sys_path: Sequence[str], local: Path
 ) -> Iterator[tuple[str, Path]]:
-    """Where a toolkit may be, best first: what the user names, what comes with torch, what the system has."""
+    """Where a toolkit can be, best first: the user's variables, PyPI's packages, PATH, /usr/local."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if env.get(name):
             yield name, Path(env[name])
@@ -141,15 +140,14 @@ def _candidates(
     home = Path(on_path or "/").resolve().parent.parent
     if on_path and (home / HEADER).exists():  # else it is a wrapper script, not part of a toolkit
         yield "nvcc on PATH", home
-    exact = local / f"cuda-{torch_cuda}"
     others = sorted(local.glob(f"cuda-{major(torch_cuda)}*"), reverse=True)
-    for home in dict.fromkeys([exact, local / "cuda", *others]):
+    for home in (local / f"cuda-{torch_cuda}", local / "cuda", *others):
         if home.is_dir():
             yield "the system", home
 
 
 def _complete(home: Path, torch_cuda: str) -> str:
-    """The version of the nvcc in `home`. Raises where that is no toolkit for this torch."""
+    """The version of nvcc in `home`. Raises a ToolchainError if `home` is not a toolkit for this torch."""
     found = re.search(r"V(\d+\.\d+\.\d+)", _output(home / NVCC, "--version"))
     if found is None:
         raise ToolchainError(f"{home / NVCC} --version names no version")
@@ -161,18 +159,17 @@ def _complete(home: Path, torch_cuda: str) -> str:
     return found[1]
 
 
-def _output(program: str | Path, *arguments: str) -> str:
-    command = [str(program), *arguments]
+def _output(program: str | Path, option: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([program, option], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ToolchainError(f"{program} does not run ({error})") from error
 
 
 def compiled_for(architectures: list[str]) -> list[str]:
     """The same with 9.0 as 9.0a, which has Hopper's matrix instructions. No later GPU runs PTX of 9.0a."""
-    replaced = {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}
-    return [compiled for listed in architectures for compiled in replaced.get(listed, [listed])]
+    hopper = {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}
+    return [compiled for listed in architectures for compiled in hopper.get(listed, [listed])]
 
 
 def smallest_code(nvcc: Path) -> list[str]:
@@ -181,7 +178,7 @@ def smallest_code(nvcc: Path) -> list[str]:
 
 
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or those of ours that the compiler knows and PTX of the last for later GPUs."""
+    """TORCH_CUDA_ARCH_LIST, or what nvcc knows of ARCHITECTURES, with PTX of the last for later GPUs."""
     if chosen := named_architectures(env):
         return chosen
     known = _known_to(nvcc)
@@ -211,24 +208,23 @@ def architectures_of(gpus: Sequence[str], nvcc: Path) -> list[str]:
 
 
 def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
-    """What TORCH_CUDA_ARCH_LIST names."""
     return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
 
 
-def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The compute capabilities of the GPUs that this process may use; empty without one.
+def gpus() -> list[str]:
+    """The compute capabilities of the GPUs that this process may use.
 
-    Asked in another process: after a process has used the driver, its forks cannot use CUDA.
+    Another process asks, because after a process has used the driver, its forks cannot use CUDA.
     """
-    answers, end = _probe.ask("driver", env=env)
+    answers, end = _probe.ask("driver")
     return [] if end else sorted({a["capability"] for a in answers if "capability" in a}, key=number)
 
 
 def runs_on(architectures: Sequence[str], capability: str) -> bool:
-    """Whether code for these runs on the GPU: of its major version up to its own, or PTX for any older."""
+    """Whether a GPU runs code for one of these: for its major version up to its own, or older PTX."""
     for architecture in architectures:
         match = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", architecture)
-        if match is None or match[1] == capability:  # a name, such as Hopper, is taken at its word
+        if match is None or match[1] == capability:  # a name such as Hopper is trusted
             return True
         older = not match[2] and number(match[1]) <= number(capability)
         if older and (match[3] or major(match[1]) == major(capability)):
@@ -241,46 +237,25 @@ def _known_to(nvcc: Path) -> set[str]:
     return {f"{first}.{last}" for first, last in listed}
 
 
-def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
+def jobs(env: Mapping[str, str] = os.environ, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """MAX_JOBS, or as many as this process's cores and the available memory allow."""
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
-    return max(1, min(_cores(root), _memory(root) // BYTES_PER_JOB))
-
-
-def _cores(root: Path) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")  # '200000 100000', 'max 100000'
-    return min(cores, max(1, int(quota) // int(period))) if quota.isdecimal() else cores
-
-
-def _memory(root: Path) -> int:
-    """What is available, and a container's limit by control groups of version 2 or 1."""
-    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    bytes_ = [int(limit) for limit in limits if limit.strip().isdecimal()]
-    return min([int(available[1]) * 1024 if available else BYTES_PER_JOB, *bytes_])
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text())
+    memory = int(available[1]) * 1024 if available else BYTES_PER_JOB
+    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_JOB))
 
 
 def source_revision(folder: Path) -> str:
-    """The git tree hash of the files in `folder`: in a clean checkout, `git rev-parse HEAD:src`.
+    """The git tree hash of `folder`, without git: in a clean checkout, `git rev-parse HEAD:src`."""
 
-    Computed without git, which an sdist does not have.
-    """
+    def git_hash(kind: bytes, content: bytes) -> bytes:
+        return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
+
     entries = []
-    for path in folder.iterdir():
-        if path.is_dir() and any(path.iterdir()):
-            entries.append((path.name + "/", b"40000", bytes.fromhex(source_revision(path))))
-        elif path.is_file():
-            entries.append((path.name, b"100644", _git_hash(b"blob", path.read_bytes()).digest()))
-    entries.sort()  # as git does, with the slash of a folder
-    tree = b"".join(b"%s %s\0%s" % (mode, name.rstrip("/").encode(), hash_) for name, mode, hash_ in entries)
-    return _git_hash(b"tree", tree).hexdigest()
-
-
-def _git_hash(kind: bytes, content: bytes) -> hashlib._Hash:
-    return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # as git does
+        if path.is_file():
+            entries.append(b"100644 %s\0%s" % (path.name.encode(), git_hash(b"blob", path.read_bytes())))
+        elif any(path.iterdir()):
+            entries.append(b"40000 %s\0%s" % (path.name.encode(), bytes.fromhex(source_revision(path))))
+    return git_hash(b"tree", b"".join(entries)).hex()

@@ -1,7 +1,7 @@
 """Builds the modules at run time, from the sources in the package.
 
-With ``LLTM_EXT_JIT=1``, ``import lltm_ext`` uses what :func:`build` builds, or has built before, if its own
-modules are for another torch, CUDA or Python.
+With ``LLTM_EXT_JIT=1``, ``import lltm_ext`` calls :func:`build` if its own modules are for another torch,
+CUDA or Python.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -40,20 +40,15 @@ def build() -> Path:
     """
     with_cuda, architectures = _wanted()
     folder = _cache() / _name(with_cuda, architectures)
-    if not is_whole(folder):
-        with _locked(folder):
-            if not is_whole(folder):  # no other process has built it meanwhile
+    if not _is_complete(folder):
+        with _lock(folder):
+            if not _is_complete(folder):  # no other process has built it meanwhile
                 _build_new(folder, _environment(with_cuda, architectures))
     return folder
 
 
-def use(folder: Path) -> None:
-    """Has ``lltm_ext._C`` import the modules of that folder and no other."""
-    _record.use(folder)
-
-
 def _wanted() -> tuple[bool, list[str]]:
-    """Whether to build for CUDA, and the architectures: those named or here, or none for all of a wheel."""
+    """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
     architectures = toolchain.named_architectures() or toolchain.gpus()
@@ -61,14 +56,14 @@ def _wanted() -> tuple[bool, list[str]]:
 
 
 def _cache() -> Path:
-    """As torch.utils.cpp_extension has it, whose import would import setuptools."""
+    """As in torch.utils.cpp_extension, which is not imported because it imports setuptools."""
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user, "torch_extensions")
     return Path(root).expanduser().resolve() / "lltm_ext"
 
 
 def _name(with_cuda: bool, architectures: list[str]) -> str:
-    """All that the modules depend on, so that no others are loaded."""
+    """Names everything that the modules depend on, so that no others are loaded."""
     src = _build.source_folder()
     if not src.is_dir():
         raise ToolchainError(
@@ -79,43 +74,36 @@ def _name(with_cuda: bool, architectures: list[str]) -> str:
     return f"{__version__}-torch{torch.__version__}-{target}-{python}-{source}"
 
 
-def is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether a build is there, with no module missing or changed."""
     try:
-        digests = json.loads((folder / _record.FILE.name).read_text())["modules"]
-        return all(_digest(folder / "_C" / name) == digest for name, digest in digests.items())
+        return bool(json.loads((folder / _record.FILE.name).read_text())["modules"] == _digests(folder))
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _digest(module: Path) -> str:
-    return hashlib.sha256(module.read_bytes()).hexdigest()
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("_C/*.so")}
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time. The operating system releases the lock of a process that is killed."""
+def _lock(folder: Path) -> AbstractContextManager[Any]:
+    """For one process at a time. The operating system releases the lock of a process that is killed."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            _say("another process is building the modules; waiting for it")
-            lock.acquire()
+        return lock.acquire(blocking=False)
+    except Timeout:
+        _log("another process is building the modules; waiting for it")
+        return lock.acquire()
     except OSError as error:
         raise ToolchainError(
             f"{folder.parent} cannot be written ({error}). "
             "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
-    """The variables that tell _build.py. Raises where something is missing that a build needs."""
+    """The variables for _build.py. Raises a ToolchainError if something that a build needs is missing."""
     toolchain.check_host()
     if not with_cuda:
         return os.environ | {"LLTM_EXT_CUDA": "0"}
@@ -131,23 +119,21 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
     start = time.monotonic()
     why = ""
     if environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None:
-        asked = os.environ.get("LLTM_EXT_CUDA") == "0"
-        reason = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
-        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if asked else reason})"
-    _say(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
+        no_gpu = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
+        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if os.environ.get('LLTM_EXT_CUDA') == '0' else no_gpu})"
+    _log(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix=f"{folder.name}.", suffix=".part", dir=folder.parent, ignore_cleanup_errors=True
     ) as part:
-        package, log = Path(part, "lltm_ext"), Path(f"{folder}.log")
-        if _compile(part, environment, log) != 0:
-            raise ToolchainError(_failure(log))
+        package = Path(part, "lltm_ext")
+        _compile(part, environment, Path(f"{folder}.log"))
         _build.try_modules(str(_record.PACKAGE.parent), str(package))
-        _seal(package)
+        _add_digests(package)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         package.rename(folder)
-    _say(f"built in {time.monotonic() - start:.0f} s")
+    _log(f"built in {time.monotonic() - start:.0f} s")
 
 
 # In another process, as torch and setuptools read the environment when they are imported.
@@ -159,8 +145,8 @@ _build.into(sys.argv[1])
 """
 
 
-def _compile(folder: str, environment: dict[str, str], log: Path) -> int:
-    """Builds into a folder. Prints its progress, writes its output to the log, returns its exit status."""
+def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
+    """Builds into a folder. Prints the progress and writes all output to the log."""
     path = os.pathsep.join([str(_record.PACKAGE.parent), *map(os.path.abspath, sys.path)])
     with (
         log.open("w", encoding="utf-8") as written,
@@ -179,26 +165,22 @@ def _compile(folder: str, environment: dict[str, str], log: Path) -> int:
             for line in process.stdout:
                 written.write(line)
                 if line.startswith("lltm_ext: "):
-                    _say(line.removeprefix("lltm_ext: ").rstrip())
+                    _log(line.removeprefix("lltm_ext: ").rstrip())
         except BaseException:
             process.kill()
             raise
-    return process.returncode
+    if process.returncode != 0:
+        lines = log.read_text(encoding="utf-8").splitlines() or ["no output"]
+        error = next((line.strip() for line in lines if "error: " in line.lower()), lines[-1])
+        remedy = "export MAX_JOBS=1  (memory was too little)" if "Killed" in error else f"less {log}"
+        raise ToolchainError(f"the modules did not build: {error}. Run: {remedy}")
 
 
-def _failure(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8").splitlines() or ["no output"]
-    error = next((line.strip() for line in lines if "error: " in line.lower()), lines[-1])
-    remedy = "Run: export MAX_JOBS=1  (memory was too little)" if "Killed" in error else f"Run: less {log}"
-    return f"the modules did not build: {error}. {remedy}"
-
-
-def _seal(package: Path) -> None:
-    """Adds the modules' digests to the build's record."""
+def _add_digests(package: Path) -> None:
     file = package / _record.FILE.name
-    digests = {module.name: _digest(module) for module in sorted((package / "_C").iterdir())}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"modules": digests}, indent=2) + "\n")
+    record = json.loads(file.read_text()) | {"modules": _digests(package)}
+    file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _say(what: str) -> None:
-    print(f"lltm_ext: {what}", file=sys.stderr, flush=True)
+def _log(message: str) -> None:
+    print(f"lltm_ext: {message}", file=sys.stderr, flush=True)

@@ -7,11 +7,11 @@ import torch
 
 from lltm_ext import _portable
 
-# torch's structured trace, pages of empty lines beside every failure that compiled something.
+# torch's structured trace: pages of empty lines with every failure of a test that compiled something.
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
-# Where the portable library is in use: ops that it lacks, and native modules built from the sources.
+# The portable library lacks some ops, and these files build native modules.
 if _portable.in_use:
     collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py"]
 
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", DEVICES)
     if "dtype" in wanted:
         metafunc.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-    # The names of what an op's suite offers, as parameters: each is a dict of the class.
+    # What an op's suite offers, as parameters: each is a dict of the class.
     for argument, table in (
         ("case", "samples"),
         ("empty", "empty_samples"),
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def fresh_dynamo():
-    """torch.compile as a new process finds it: no graphs of another test, nor of another build on disk."""
+    """torch.compile as in a new process: no graphs of other tests, and none from disk."""
     torch._dynamo.reset()
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
@@ -60,7 +60,7 @@ def seeded():
 
 @pytest.fixture
 def nvcc(tmp_path):
-    """The path of a compiler that says what it knows, and no more: 5.0, 7.5, 8.0, 9.0 and 12.0."""
+    """The path of a compiler that only lists its architectures: 5.0, 7.5, 8.0, 9.0 and 12.0."""
     file = tmp_path / "nvcc"
     known = "".join(f"compute_{architecture}\\n" for architecture in (50, 75, 80, 90, 120))
     file.write_text(f'#!/bin/sh\n[ "$1" != --list-gpu-arch ] || printf "{known}"\n')

@@ -1,4 +1,4 @@
-"""The ways in without our Python package: the C++ library that CMake builds, and exported models."""
+"""Use without the Python package: the C++ library that CMake builds, and exported models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TORCH = Path(torch.__file__).parent
 
 
 def run(*command: str | Path, cwd: Path, fails: bool = False, **variables: str) -> str:
-    """What a command prints that sees no GPU and none of the variables that steer a build."""
-    steering = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONSAFEPATH"}
-    env = {name: value for name, value in os.environ.items() if name not in steering}
+    """The output of a command, without a GPU and without the variables that control a build."""
+    controlling = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONSAFEPATH"}
+    env = {name: value for name, value in os.environ.items() if name not in controlling}
     env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
     env |= {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": str(cwd / "inductor")} | variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
-    said = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    assert (done.returncode != 0) == fails, said
+    output = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert (done.returncode != 0) == fails, output
     return done.stdout + done.stderr if fails else done.stdout
 
 
@@ -87,20 +87,18 @@ def test_code_for_9_0_is_compiled_as_9_0a(
 @pytest.mark.parametrize(
     "file,content", [("version.py", "cuda = '99.0'\n"), ("build-version", "9.9.0+cu990\n")]
 )
-def test_a_missing_compiler_is_named_with_the_command_that_mends_it(
-    tmp_path: Path, file: str, content: str
-) -> None:
-    """In a torch of PyPI and in a libtorch, of a CUDA that there is no compiler of."""
+def test_a_missing_compiler_is_reported_with_the_fix(tmp_path: Path, file: str, content: str) -> None:
+    """For a torch from PyPI and for a libtorch, of a CUDA version that does not exist."""
     (tmp_path / file).write_text(content)
-    said = run(sys.executable, ROOT / "cmake/toolchain.py", tmp_path, "", "", cwd=tmp_path, fails=True)
-    assert said.startswith("lltm_ext: torch is built with CUDA 99.0, but ")
-    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"' in said
+    output = run(sys.executable, ROOT / "cmake/toolchain.py", tmp_path, "", "", cwd=tmp_path, fails=True)
+    assert output.startswith("lltm_ext: torch is built with CUDA 99.0, but ")
+    assert 'Run: python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"' in output
 
 
 @pytest.mark.packaging
-def test_a_missing_torch_is_named_with_the_command_that_mends_it(tmp_path: Path) -> None:
-    said = configure(ROOT, tmp_path / "build", "-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON", fails=True)
-    assert "lltm_ext: there is no torch in CMAKE_PREFIX_PATH. Run: cmake -B " in " ".join(said.split())
+def test_a_missing_torch_is_reported_with_the_fix(tmp_path: Path) -> None:
+    output = configure(ROOT, tmp_path / "build", "-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON", fails=True)
+    assert "lltm_ext: there is no torch in CMAKE_PREFIX_PATH. Run: cmake -B " in " ".join(output.split())
 
 
 @pytest.mark.packaging
@@ -108,8 +106,8 @@ def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
     (tmp_path / "TorchConfig.cmake").write_text(
         "add_library(torch SHARED IMPORTED)\nset_target_properties(torch PROPERTIES CXX_STANDARD 17)\n"
     )
-    said = configure(ROOT, tmp_path / "build", f"-DTorch_DIR={tmp_path}", "-DLLTM_EXT_CUDA=ON", fails=True)
-    assert "LLTM_EXT_CUDA=ON asks for CUDA kernels" in said
+    output = configure(ROOT, tmp_path / "build", f"-DTorch_DIR={tmp_path}", "-DLLTM_EXT_CUDA=ON", fails=True)
+    assert "LLTM_EXT_CUDA=ON asks for CUDA kernels" in output
 
 
 # ---- the library -------------------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library for the CPU alone, as `cmake --install` leaves it."""
+    """The library for the CPU only, as `cmake --install` leaves it."""
     folder = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF")
@@ -192,15 +190,15 @@ torch.save([*(y.detach() for y in outputs), *(x.grad for x in inputs)], "outputs
         release = torch.__version__.split("+")[0]
         config.write_text(config.read_text().replace(f'"{release}"', '"1.2.3"').replace(release, "1.2.3"))
         prefix = f"-DCMAKE_PREFIX_PATH={tmp_path / 'installed'};{torch.utils.cmake_prefix_path}"
-        said = configure(ROOT / "examples/cpp", tmp_path / "build", prefix, fails=True)
-        assert f"was built for torch 1.2.3; {TORCH}" in " ".join(said.split())
+        output = configure(ROOT / "examples/cpp", tmp_path / "build", prefix, fails=True)
+        assert f"was built for torch 1.2.3; {TORCH}" in " ".join(output.split())
 
 
 # ---- exported models ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.packaging
-def test_an_exported_model_writes_the_same_from_python_and_from_a_program(
+def test_an_exported_model_gives_the_same_text_from_python_and_from_a_program(
     examples: Path, tmp_path: Path
 ) -> None:
     vocabulary = "\nabcdefghijklmnopqrstuvwxyz é€"  # some of one byte in UTF-8, some of two, one of three
@@ -222,5 +220,5 @@ def test_an_exported_model_writes_the_same_from_python_and_from_a_program(
     assert from_program.startswith(texts)
     assert float(from_program.removeprefix(texts).split()[0]) == pytest.approx(float(bits), abs=1e-5)
 
-    said = run(examples / "run_exported", "model.pt2", "a?", cwd=tmp_path, fails=True)
-    assert "the model does not know '?'" in said
+    output = run(examples / "run_exported", "model.pt2", "a?", cwd=tmp_path, fails=True)
+    assert "the model does not know '?'" in output

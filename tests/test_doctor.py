@@ -1,6 +1,6 @@
-"""`python -m lltm_ext doctor`: what users meet, provoked, with the message and the command that they get.
+"""`python -m lltm_ext doctor`: broken installations, with the message and the command that users get.
 
-What is broken is a copy of the installed package with a doctored record, beside a torch that is a few lines.
+Most break a copy of the installed package, with an edited record and a torch of a few lines.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from lltm_ext import _doctor, _portable, _probe, _record, _toolchain
-from lltm_ext._doctor import Gpu, Here
+from lltm_ext._doctor import Facts, Finding, Gpu
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SOABI = sysconfig.get_config_var("SOABI")
@@ -40,7 +39,7 @@ REINSTALL = "-m pip install --force-reinstall --no-deps lltm_ext==0.1.0+cu130tor
 
 
 class Site:
-    """A folder with lltm_ext and a torch, on whose ops there is nothing behind the names."""
+    """A folder with a copy of lltm_ext and a fake torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.package, self.elsewhere = folder, folder / "lltm_ext", folder / "elsewhere"
@@ -65,7 +64,7 @@ class Site:
         (self.folder / "torch/__init__.py").write_text(code)
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """With the standard library and this folder alone: -S leaves out what is installed."""
+        """With only the standard library and this folder: -S leaves out what is installed."""
         steering = ("CUDA_", "CXX", "LLTM_EXT_", "PYTHON")
         env = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
         return subprocess.run(
@@ -77,7 +76,7 @@ class Site:
         )
 
     def problems(self, **variables: str) -> list[dict[str, str]]:
-        """What the doctor finds wrong; its exit status and its text say the same."""
+        """The problems that the doctor reports; its exit status agrees."""
         done = self.run("-m", "lltm_ext", "doctor", "--json", **variables)
         assert done.stderr == ""
         found = json.loads(done.stdout)
@@ -86,10 +85,9 @@ class Site:
         return found["problems"]
 
     def problem(self, **variables: str) -> tuple[str, str]:
-        """The only one: its words, and its command without this Python, "python" where PATH has it so."""
+        """The only problem: its text, and its command without this Python's path."""
         (found,) = self.problems(**variables)
-        this = rf"(?<!\S)(python|{re.escape(sys.executable)}) (?=-m |setup\.py)"
-        return found["what"], re.sub(this, "", found["command"])
+        return found["what"], found["command"].replace(f"{sys.executable} ", "")
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ def test_torch_of_another_cuda_major_version(site: Site) -> None:
     assert command == INSTALL_TORCH
 
 
-def test_a_cpu_torch_beside_a_cuda_wheel(site: Site) -> None:
+def test_a_cpu_torch_with_a_cuda_wheel(site: Site) -> None:
     site.torch("2.11.0+cpu", None)
     what, command = site.problem()
     assert "; this is torch 2.11.0+cpu without CUDA" in what
@@ -138,17 +136,17 @@ def test_modules_of_another_python(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    "code,said",
+    "code,error",
     [
         ("raise OSError('libcudart.so.13: cannot open')", "OSError: libcudart.so.13: cannot open"),
         ("import os; os.abort()", "it kills the process (signal 6)"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_torch_that_does_not_import(site: Site, code: str, said: str) -> None:
+def test_a_torch_that_does_not_import(site: Site, code: str, error: str) -> None:
     site.torch("2.11.0+cu130", "13.0", code)
     what, command = site.problem()
-    assert what.startswith(f"torch in {site.folder}/torch does not import: {said}")
+    assert what.startswith(f"torch in {site.folder}/torch does not import: {error}")
     assert command == INSTALL_TORCH
 
 
@@ -169,7 +167,7 @@ def test_a_missing_portable_library(site: Site) -> None:
     assert site.problem() == (f"lltm_ext lacks {site.package}/_C/portable.so", REINSTALL)
 
 
-def test_a_spoilt_module(site: Site) -> None:
+def test_a_damaged_module(site: Site) -> None:
     site.module.write_bytes(b"\0" * 100)
     what, command = site.problem()
     assert what.startswith("lltm_ext._C.relu does not import: ImportError: ")
@@ -177,7 +175,7 @@ def test_a_spoilt_module(site: Site) -> None:
 
 
 def test_a_module_without_torchs_libraries(site: Site) -> None:
-    """The module is the real one; the torch beside it has none."""
+    """The module is the real one, the torch is fake."""
     what, command = site.problem()
     assert what.startswith("lltm_ext._C.relu does not import: ImportError: lib")
     assert "cannot open shared object file" in what
@@ -194,7 +192,7 @@ def test_a_module_that_kills_the_process(site: Site) -> None:
     assert command == REINSTALL
 
 
-def test_behind_a_module_that_kills_the_process_the_others_are_tried(tmp_path: Path) -> None:
+def test_after_a_module_that_kills_the_process_the_others_are_tried(tmp_path: Path) -> None:
     killer = tmp_path / "killer.py"
     killer.write_text("import os; os.abort()")
     found = _probe.try_imports({"json": None, "killer": str(killer), "csv": None, "absent": None})
@@ -237,17 +235,19 @@ def test_every_op_is_called_also_after_one_that_kills_the_process(tmp_path: Path
     assert call == "import lltm_ext"
 
 
-def test_an_op_that_kills_the_process_when_it_is_called_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_op_that_kills_the_process_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     calls = {"relu on cpu": None, "gemm on cpu": "it kills the process (signal 6)", "round on cpu": "no"}
     status, text = doctor(machine(H200, calls=calls), capsys)
     assert status == 1
     assert "\ncalls      gemm on cpu FAILS, round on cpu FAILS\n" in text
-    said = "wrong: gemm on cpu fails: it kills the process (signal 6) (and 1 more); built by c++ 12.2.0, "
-    assert f"{said}which may link libstdc++ statically\n" in text
+    problem = (
+        "problem: gemm on cpu fails: it kills the process (signal 6) (and 1 more); built by c++ 12.2.0, "
+    )
+    assert f"{problem}which may link libstdc++ statically\n" in text
     assert "CXX=g++ python " in text
 
 
-def test_what_a_module_prints_is_no_answer(tmp_path: Path) -> None:
+def test_what_a_module_prints_is_not_an_answer(tmp_path: Path) -> None:
     noisy = tmp_path / "noisy.py"
     noisy.write_text("print('[1, 2]')")
     assert _probe.try_imports({"noisy": str(noisy)}) == {"noisy": None}
@@ -261,7 +261,7 @@ def test_a_source_folder(site: Site) -> None:
     assert command == f"cd {site.folder} && setup.py develop"
 
 
-def test_in_a_source_folder_what_its_build_lacks_is_wrong_too(site: Site) -> None:
+def test_in_a_source_folder_missing_build_tools_are_problems(site: Site) -> None:
     (site.package / "_build_record.json").unlink()
     first, *rest = site.problems(PATH=str(site.elsewhere))
     assert "is a source folder" in first["what"]
@@ -270,14 +270,14 @@ def test_in_a_source_folder_what_its_build_lacks_is_wrong_too(site: Site) -> Non
     ]
 
 
-def test_a_spoilt_record(site: Site) -> None:
+def test_a_damaged_record(site: Site) -> None:
     (site.package / "_build_record.json").write_text("{")
     what, command = site.problems()[0].values()
     assert what.startswith(f"{site.package}/_build_record.json can't be read (")
     assert command.endswith("-m pip install --force-reinstall --no-deps lltm_ext")
 
 
-def test_the_command_installs_the_wheel_again_that_was_installed(site: Site) -> None:
+def test_the_command_reinstalls_the_same_wheel(site: Site) -> None:
     wheel = site.folder / "lltm_ext-0.1.0.whl"
     wheel.touch()
     metadata = site.folder / "lltm_ext-0.1.0.dist-info"
@@ -304,7 +304,7 @@ def test_the_console_script_loads_torch_for_a_selftest(tmp_path: Path) -> None:
     assert (done.returncode, " 0 failed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_other_programs_that_are_told_doctor_are_left_alone(site: Site) -> None:
+def test_another_program_with_a_doctor_command_imports_torch(site: Site) -> None:
     site.torch("1.0.0", None)
     (site.folder / "clinic").mkdir()
     (site.folder / "clinic/__init__.py").write_text("import lltm_ext")
@@ -318,9 +318,9 @@ def test_other_programs_that_are_told_doctor_are_left_alone(site: Site) -> None:
 
 
 def test_no_cuda_compiler() -> None:
-    here = Here(torch="2.11.0", torch_cuda="99.0")  # there is no such compiler
-    missing = _doctor.tool(lambda: _doctor.nvcc(here)).missing
-    assert missing is not None
+    facts = Facts(torch="2.11.0", torch_cuda="99.0")  # there is no such compiler
+    missing = _doctor.find_tool(lambda: _doctor.find_nvcc(facts))
+    assert isinstance(missing, Finding)
     assert missing.what.startswith("torch is built with CUDA 99.0, but ")
     assert missing.what.endswith("(or set LLTM_EXT_CUDA=0 to build for the CPU only)")
     assert missing.command == 'python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"'
@@ -330,54 +330,56 @@ def test_no_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    tools = _doctor.look().tools
-    assert tools["c++"].missing is not None
-    assert tools["c++"].missing.what.startswith("c++ does not run (")
-    assert tools["c++"].missing.command == "apt-get install g++"
-    assert tools["ninja"].missing == ("ninja was not found", "python -m pip install ninja")
-    header = tools["Python.h"].missing
-    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-    said = f"{tmp_path} lacks Python.h, Python's own header"
-    assert header == (said, f"apt-get install {package}")
+    tools = _doctor.find_facts().tools
+    compiler, package = tools["c++"], f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    assert isinstance(compiler, Finding)
+    assert compiler.what.startswith("c++ does not run (")
+    assert compiler.command == "apt-get install g++"
+    assert tools["ninja"] == ("ninja was not found", "python -m pip install ninja")
+    header = f"{tmp_path} lacks Python.h, Python's own header"
+    assert tools["Python.h"] == (header, f"apt-get install {package}")
 
 
 # ---- modules built at run time -----------------------------------------------------------------------------
 
 
-def test_a_torch_for_which_an_import_builds_modules_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    unfit = "lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. Run: mend it  (or do not)"
-    here = machine(H200, unfit=unfit, variables={"LLTM_EXT_JIT": "1"})
-    status, text = doctor(here, capsys)
+def test_modules_that_an_import_builds_are_not_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    unfit = "lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. Run: fix it  (or do not)"
+    facts = machine(H200, unfit=unfit, variables={"LLTM_EXT_JIT": "1"})
+    status, text = doctor(facts, capsys)
     assert status == 0
-    assert "note: lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. LLTM_EXT_JIT=1 has" in text
-    assert "mend it" not in text
+    assert (
+        "note: lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. With LLTM_EXT_JIT=1, an"
+        in text
+    )
+    assert "fix it" not in text
 
 
-def test_what_an_import_needs_to_build_modules_is_wrong_where_it_lacks(
+def test_missing_build_tools_are_a_problem_when_an_import_builds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ninja = _doctor.Tool(None, _doctor.Finding("ninja was not found", "python -m pip install ninja"))
+    ninja = Finding("ninja was not found", "python -m pip install ninja")
     variables = {"LLTM_EXT_JIT": "1"}
-    here = machine(H200, unfit="this is torch 2.12.0", variables=variables, tools={"ninja": ninja})
-    status, text = doctor(here, capsys)
+    facts = machine(H200, unfit="this is torch 2.12.0", variables=variables, tools={"ninja": ninja})
+    status, text = doctor(facts, capsys)
     assert status == 1
-    assert "wrong: ninja was not found\n    python -m pip install ninja\n" in text
+    assert "problem: ninja was not found\n    python -m pip install ninja\n" in text
 
 
-# ---- drivers and GPUs, which are given ---------------------------------------------------------------------
+# ---- drivers and GPUs, as given facts ----------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkout the doctor names other commands."""
+    """The doctor names other commands for a checkout."""
     monkeypatch.setattr(_doctor, "is_checkout", lambda: False)
 
 
 H200, V100, ORIN = Gpu("NVIDIA H200", "9.0"), Gpu("Tesla V100", "7.0"), Gpu("Orin", "8.7")
 
 
-def machine(*gpus: Gpu, **facts: Any) -> Here:
-    """One on which all is well but for what is given."""
+def machine(*gpus: Gpu, **changed: Any) -> Facts:
+    """A machine without problems, but for what is given."""
     usual = {
         "record": RECORD,
         "torch": "2.11.0+cu130",
@@ -386,40 +388,40 @@ def machine(*gpus: Gpu, **facts: Any) -> Here:
         "driver": "580.65.06",
         "driver_cuda": "13.0",
     }
-    return Here(gpus=list(gpus), **(usual | facts))
+    return Facts(gpus=list(gpus), **(usual | changed))
 
 
-def doctor(here: Here, capsys: pytest.CaptureFixture[str], json: bool = False) -> tuple[int, str]:
-    """The exit status, and what it says with the name of this Python left out."""
-    status = _doctor.main(argparse.Namespace(json=json), lambda: here)
+def doctor(facts: Facts, capsys: pytest.CaptureFixture[str], json: bool = False) -> tuple[int, str]:
+    """The exit status, and the output with `python` for this Python."""
+    status = _doctor.main(argparse.Namespace(json=json), lambda: facts)
     return status, capsys.readouterr().out.replace(f"{sys.executable} ", "python ")
 
 
-def test_a_gpu_for_which_there_is_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_supported_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = doctor(machine(H200), capsys)
     assert status == 0
     assert "GPU 0      NVIDIA H200, compute capability 9.0\n" in text
-    assert text.endswith("all is well\n")
+    assert text.endswith("\nproblems: none\n")
 
 
-def test_a_gpu_older_than_any_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_older_than_any_supported_one(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = doctor(machine(V100, H200), capsys)
     assert status == 1
-    assert "wrong: GPU 0, Tesla V100, has compute capability 7.0; lltm_ext is built for 7.5 8.0 " in text
-    assert "12.0+PTX, and can be for 7.5 and newer\n    export CUDA_VISIBLE_DEVICES=1\n" in text
-    assert text.endswith("1 found wrong\n")
+    assert "problem: GPU 0, Tesla V100, has compute capability 7.0; lltm_ext is built for 7.5 8.0 " in text
+    assert "12.0+PTX, and can be built for 7.5 and newer\n    export CUDA_VISIBLE_DEVICES=1\n" in text
+    assert text.endswith("\nproblems: 1\n")
 
 
-def test_gpus_that_are_left_out_are_named_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
-    here = machine(V100, H200, variables={"CUDA_VISIBLE_DEVICES": "5,GPU-abc"})
-    assert "export CUDA_VISIBLE_DEVICES=GPU-abc\n" in doctor(here, capsys)[1]
+def test_the_supported_gpus_keep_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = machine(V100, H200, variables={"CUDA_VISIBLE_DEVICES": "5,GPU-abc"})
+    assert "export CUDA_VISIBLE_DEVICES=GPU-abc\n" in doctor(facts, capsys)[1]
 
 
 def test_a_gpu_that_this_wheel_was_not_built_for(capsys: pytest.CaptureFixture[str]) -> None:
-    here = machine(ORIN, record=RECORD | {"architectures": ["9.0"]})
-    status, text = doctor(here, capsys)
+    facts = machine(ORIN, record=RECORD | {"architectures": ["9.0"]})
+    status, text = doctor(facts, capsys)
     assert status == 1
-    assert "wrong: GPU 0, Orin, has compute capability 8.7; lltm_ext is built for 9.0\n" in text
+    assert "problem: GPU 0, Orin, has compute capability 8.7; lltm_ext is built for 9.0\n" in text
     pip = "python -m pip install --force-reinstall --no-deps --no-binary lltm_ext lltm_ext==0.1.0"
     assert f"    TORCH_CUDA_ARCH_LIST=8.7 {pip}\n" in text
 
@@ -450,7 +452,7 @@ def test_a_cpu_build_where_there_is_a_gpu(capsys: pytest.CaptureFixture[str]) ->
     status, text = doctor(machine(H200, record=cpu), capsys)
     assert status == 1
     assert (
-        "wrong: lltm_ext 0.1.0+cpu is built for the CPU alone, and here is a GPU\n    LLTM_EXT_CUDA=1 "
+        "problem: lltm_ext 0.1.0+cpu is built for the CPU only, but there is a GPU\n    LLTM_EXT_CUDA=1 "
         in text
     )
     assert doctor(machine(H200, record=cpu, torch_cuda=None), capsys)[0] == 0  # torch's choice too
@@ -472,7 +474,7 @@ def test_a_driver_that_is_too_old(
     ) in text
 
 
-def test_a_driver_older_than_the_wheels_cuda_of_the_same_major_version(
+def test_a_driver_older_than_the_wheels_cuda_but_of_its_major_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = machine(H200, record=RECORD | {"cuda": "12.8"}, driver="550.54.14", driver_cuda="12.4")
@@ -489,7 +491,7 @@ def test_a_driver_that_does_not_work(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "facts,said,command",
+    "changed,message,command",
     [
         (
             {"driver": None, "driver_cuda": None},
@@ -501,23 +503,23 @@ def test_a_driver_that_does_not_work(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_no_gpu_is_no_error(
-    capsys: pytest.CaptureFixture[str], facts: dict[str, Any], said: str, command: str
+    capsys: pytest.CaptureFixture[str], changed: dict[str, Any], message: str, command: str
 ) -> None:
-    status, text = doctor(machine(**facts), capsys)
+    status, text = doctor(machine(**changed), capsys)
     assert status == 0
     note = text.partition("note: ")[2]
-    assert said in note
+    assert message in note
     assert f"\n    {command}\n" in note
 
 
-def test_what_only_a_build_needs_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    ninja = _doctor.Tool(None, _doctor.Finding("ninja was not found", "python -m pip install ninja"))
+def test_missing_build_tools_are_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    ninja = Finding("ninja was not found", "python -m pip install ninja")
     status, text = doctor(machine(H200, tools={"ninja": ninja}), capsys)
     assert status == 0
     assert "note: only to build lltm_ext: ninja was not found\n    python -m pip install ninja\n" in text
 
 
-def test_json_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_text_agree(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = doctor(machine(V100), capsys, json=True)
     found = json.loads(text)
     assert (status, found["ok"], found["gpus"]) == (1, False, [{"name": "Tesla V100", "capability": "7.0"}])
@@ -526,7 +528,7 @@ def test_json_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> Non
     assert problem["command"] == "export CUDA_VISIBLE_DEVICES="
 
 
-# ---- the driver itself, of which the test brings one ------------------------------------------------------
+# ---- a driver made by the test -----------------------------------------------------------------------------
 
 LIBCUDA = """
 #include <stdlib.h>
@@ -552,22 +554,22 @@ int nvmlSystemGetDriverVersion(char* version, unsigned size) { strcpy(version, "
 """
 
 
-def ask_a_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str) -> Here:
-    """What is seen of a driver whose cuInit returns, or does, that."""
+def ask_a_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str) -> Facts:
+    """The facts of a driver whose cuInit returns, or does, that."""
     for name, source in (("libcuda.so.1", LIBCUDA), ("libnvidia-ml.so.1", LIBNVML)):
         compiler = ["cc", "-shared", "-fPIC", f"-DINIT={init}", "-x", "c", "-", "-o", str(folder / name)]
         subprocess.run(compiler, input=source, text=True, check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
-    here = Here()
-    _doctor.look_at_driver(here)
-    return here
+    facts = Facts()
+    _doctor.find_driver(facts)
+    return facts
 
 
 @needs_cc
-def test_the_driver_tells_of_itself_and_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ask_a_driver(tmp_path, monkeypatch, "0")
-    assert (here.driver, here.driver_cuda, here.driver_error) == ("590.1", "13.1", None)
-    assert here.gpus == [("first", "9.10"), ("second", "8.9")]
+def test_the_driver_reports_its_version_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = ask_a_driver(tmp_path, monkeypatch, "0")
+    assert (facts.driver, facts.driver_cuda, facts.driver_error) == ("590.1", "13.1", None)
+    assert facts.gpus == [("first", "9.10"), ("second", "8.9")]
 
 
 @needs_cc
@@ -582,11 +584,11 @@ def test_the_driver_tells_of_itself_and_its_gpus(tmp_path: Path, monkeypatch: py
 def test_a_driver_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, error: str | None
 ) -> None:
-    here = ask_a_driver(tmp_path, monkeypatch, init)
-    assert (here.driver_cuda, here.driver_error, here.gpus) == ("13.1", error, [])
+    facts = ask_a_driver(tmp_path, monkeypatch, init)
+    assert (facts.driver_cuda, facts.driver_error, facts.gpus) == ("13.1", error, [])
 
 
-# ---- here --------------------------------------------------------------------------------------------------
+# ---- this installation -------------------------------------------------------------------------------------
 
 
 def test_this_installation(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The build at run time: when it comes, what it builds for, what it says, and that no trouble leaves a trap.
+"""The build at run time: when it happens, what it builds for, its messages, and how it recovers.
 
-Most of these build one tiny module, which takes a second or two. Those marked `packaging` build all of ours.
+Most tests build one tiny module, which takes a second or two. Those marked `packaging` build all of ours.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lltm_ext import _build, _record, _toolchain, jit
+from lltm_ext import _build, _probe, _record, _toolchain, jit
 
 PACKAGE = Path(_record.__file__).resolve().parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-STEERING = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_JIT", "TORCH_CUDA_ARCH_LIST")
+BUILD_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_JIT", "TORCH_CUDA_ARCH_LIST")
 
 
 class Installed:
-    """A copy of the package whose record claims another torch, with a cache of its own."""
+    """A copy of the package whose record names another torch, with its own cache."""
 
     def __init__(self, folder: Path, src: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
@@ -40,7 +40,7 @@ class Installed:
         (self.package / "_build_record.json").write_text(json.dumps(record | {"torch": "1.0.0"}))
 
     def start(self, program: str, **variables: str) -> subprocess.Popen[str]:
-        env = {name: value for name, value in os.environ.items() if name not in STEERING}
+        env = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
         env |= {"PYTHONPATH": str(self.package.parent), "TORCH_EXTENSIONS_DIR": str(self.cache)}
         env |= {"LLTM_EXT_CUDA": "0"} | variables
         return subprocess.Popen(
@@ -56,9 +56,9 @@ class Installed:
     def run(self, program: str, fails: bool = False, **variables: str) -> tuple[str, str]:
         """What the program writes to stdout and to stderr."""
         process = self.start(program, **variables)
-        said = process.communicate()
-        assert (process.returncode != 0) == fails, "\n".join(said)
-        return said
+        stdout, stderr = process.communicate()
+        assert (process.returncode != 0) == fails, stdout + stderr
+        return stdout, stderr
 
 
 # ---- an import of modules that do not fit ------------------------------------------------------------------
@@ -69,34 +69,34 @@ def unfit(tmp_path: Path) -> Installed:
     return Installed(tmp_path, _build.source_folder())
 
 
-def test_the_error_of_an_unfit_wheel_names_the_build_at_run_time(unfit: Installed) -> None:
+def test_the_error_of_a_wheel_for_another_torch_names_the_build_at_run_time(unfit: Installed) -> None:
     last = unfit.run("import lltm_ext", fails=True)[1].splitlines()[-1]
     assert "was built for torch 1.0.0" in last and f"this is torch {torch.__version__}" in last
     assert "export LLTM_EXT_JIT=1" in last
     assert not unfit.cache.exists()
 
 
-def test_a_missing_compiler_is_said_with_the_command_that_mends_it(unfit: Installed) -> None:
+def test_a_missing_compiler_is_reported_with_the_fix(unfit: Installed) -> None:
     error = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1", CXX="/nowhere/c++")[1]
     last = error.splitlines()[-1]
     assert last.startswith("ImportError: lltm_ext: /nowhere/c++ does not run")
     assert "Run: apt-get install g++" in last
 
 
-def test_a_cache_that_cannot_be_written_is_said_with_the_command_that_mends_it(unfit: Installed) -> None:
+def test_a_read_only_cache_is_reported_with_the_fix(unfit: Installed) -> None:
     unfit.cache.touch()
     last = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1")[1].splitlines()[-1]
     assert f"{unfit.cache}/lltm_ext cannot be written" in last
     assert "Run: export TORCH_EXTENSIONS_DIR=" in last
 
 
-def test_missing_sources_are_said(unfit: Installed) -> None:
+def test_missing_sources_are_reported(unfit: Installed) -> None:
     shutil.rmtree(unfit.package / "_src")
     last = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1")[1].splitlines()[-1]
     assert last.startswith("ImportError: lltm_ext: there are no sources in ")
 
 
-def test_modules_that_fit_are_taken_whatever_the_variable_says(tmp_path: Path) -> None:
+def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path: Path) -> None:
     program = "import sys, lltm_ext; print('lltm_ext.jit' in sys.modules)"
     env = os.environ | {"LLTM_EXT_JIT": "1"}
     done = subprocess.run(
@@ -108,22 +108,23 @@ def test_modules_that_fit_are_taken_whatever_the_variable_says(tmp_path: Path) -
 # ---- what is missing ---------------------------------------------------------------------------------------
 
 
-def test_missing_ninja_is_said_with_the_command_that_mends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_toolchain, "search_path", lambda env: str(tmp_path))
+def test_missing_ninja_is_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_toolchain, "search_path", lambda: str(tmp_path))
     with pytest.raises(
         _toolchain.ToolchainError, match=r"^ninja was not found\. Run: python -m pip install ninja$"
     ):
         _toolchain.check_host()
 
 
-def test_missing_headers_of_python_are_said_with_the_command_that_mends_it(tmp_path: Path) -> None:
+def test_missing_headers_of_python_are_reported_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(_toolchain.ToolchainError, match=r"lacks Python\.h.* Run: apt-get install python3"):
-        _toolchain.check_host(headers=tmp_path)
+        _toolchain.python_headers()
 
 
-def test_cuda_asked_of_a_cpu_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_refused_with_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setenv("LLTM_EXT_CUDA", "1")
     with pytest.raises(
@@ -132,7 +133,7 @@ def test_cuda_asked_of_a_cpu_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -
         jit.build()
 
 
-def test_a_missing_or_mismatching_nvcc_stops_the_build_with_the_message_of_setup_py(
+def test_a_missing_nvcc_stops_the_build_with_the_message_of_setup_py(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(torch_cuda: str) -> None:
@@ -169,14 +170,14 @@ def test_a_missing_or_mismatching_nvcc_stops_the_build_with_the_message_of_setup
         ),
     ],
 )
-def test_the_gpus_that_are_here_are_built_for_unless_a_variable_says_otherwise(
+def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
     torch_cuda: str | None,
     variables: dict[str, str],
     gpus: list[str],
     wanted: tuple[bool, list[str]],
 ) -> None:
-    for name in STEERING:
+    for name in BUILD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -191,7 +192,7 @@ def test_the_gpus_that_are_here_are_built_for_unless_a_variable_says_otherwise(
         pytest.param(["9.0"], ["9.0"], id="known"),
         pytest.param(["8.6", "8.9", "9.0"], ["8.0+PTX", "9.0"], id="unknown to the compiler"),
         pytest.param(["12.1"], ["12.0+PTX"], id="newer than the compiler"),
-        pytest.param(["6.1", "8.0"], ["8.0"], id="one too old beside another"),
+        pytest.param(["6.1", "8.0"], ["8.0"], id="one too old and another"),
     ],
 )
 def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(
@@ -200,36 +201,26 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(
     assert _toolchain.architectures_of(gpus, nvcc) == compiled
 
 
-def test_a_gpu_too_old_is_said_with_the_command_that_mends_it(nvcc: Path) -> None:
+def test_a_gpu_too_old_is_reported_with_the_fix(nvcc: Path) -> None:
     with pytest.raises(
         _toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
     ):
         _toolchain.architectures_of(["7.0"], nvcc)
 
 
-DRIVER = """
-int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
-int cuDeviceGetName(char* name, int size, int device) { return *name = 0, 0; }
-int cuDeviceGetCount(int* count) { return *count = 3, 0; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  int capabilities[] = {120, 90, 90};
-  return *value = attribute == 75 ? capabilities[device] / 10 : capabilities[device] % 10, 0;
-}
-"""
+def test_the_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = {"cuda": "13.0", "version": "580.65.06"}
+    gpus = [{"name": "", "capability": capability} for capability in ("12.0", "9.0", "9.0")]
+    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], None))
+    assert _toolchain.gpus() == ["9.0", "12.0"]
+    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], "it kills the process (signal 6)"))
+    assert _toolchain.gpus() == []
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_driver_tells_the_gpus(tmp_path: Path) -> None:
-    (tmp_path / "driver.c").write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
-    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == ["9.0", "12.0"]
-
-
-def test_a_driver_that_fails_tells_of_no_gpu(tmp_path: Path) -> None:
+def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libcuda.so.1").touch()
-    assert _toolchain.gpus({"LD_LIBRARY_PATH": str(tmp_path)}) == []
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert _toolchain.gpus() == []
 
 
 def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -246,8 +237,8 @@ def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 # ---- a build of one tiny module ----------------------------------------------------------------------------
 
 BUILD = """
-from lltm_ext import jit
-jit.use(jit.build())
+from lltm_ext import _record, jit
+_record.use(jit.build())
 from lltm_ext._C import tiny
 print(tiny.__file__)
 """
@@ -278,7 +269,7 @@ class Tiny(Installed):
         (folder / "src/tiny").mkdir(parents=True)
         (folder / "src/tiny/tiny.cpp").write_text(TINY)
         super().__init__(folder, folder / "src")
-        (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build has not
+        (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build lacks
         (self.package / "_selftest.py").write_text(TRIAL)
         self.source = self.package / "_src/tiny/tiny.cpp"
 
@@ -296,7 +287,7 @@ class Tiny(Installed):
 
     @property
     def kept(self) -> list[str]:
-        """What lies in the cache: a folder for the build, its lock and its log."""
+        """What is in the cache: a folder for the build, its lock and its log."""
         return sorted(entry.name.rpartition(".")[2] for entry in (self.cache / "lltm_ext").iterdir())
 
 
@@ -305,16 +296,16 @@ def tiny(tmp_path: Path) -> Iterator[Tiny]:
     yield Tiny(tmp_path)
 
 
-def test_a_build_is_made_once_and_then_needs_no_compiler(tiny: Tiny) -> None:
+def test_a_second_call_builds_nothing_and_needs_no_compiler(tiny: Tiny) -> None:
     module, progress = tiny.run(BUILD, CXX=tiny.compiler())
     assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
     assert "1 of 1 modules, tiny" in progress
-    again, said = tiny.run(BUILD, CXX="/nowhere/c++")
+    again, progress = tiny.run(BUILD, CXX="/nowhere/c++")
     assert again == module
-    assert "lltm_ext" not in said
+    assert "lltm_ext" not in progress
 
 
-def test_an_edited_source_is_built_anew(tiny: Tiny) -> None:
+def test_an_edited_source_is_built_again(tiny: Tiny) -> None:
     first = tiny.run(BUILD)[0]
     tiny.source.write_text(TINY + "// edited\n")
     assert tiny.run(BUILD)[0] != first
@@ -349,49 +340,49 @@ def test_a_damaged_build_is_built_again(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("file", ["_C/tiny.so", "_build_record.json"])
 @pytest.mark.parametrize("damage", ["none", "cut short", "altered", "gone"])
-def test_a_build_is_whole_only_as_it_was_when_it_ended(tmp_path: Path, file: str, damage: str) -> None:
+def test_a_changed_build_is_not_complete(tmp_path: Path, file: str, damage: str) -> None:
     (tmp_path / "_C").mkdir()
     (tmp_path / "_C/tiny.so").write_bytes(b"a module")
     (tmp_path / "_build_record.json").write_text("{}")
-    jit._seal(tmp_path)
+    jit._add_digests(tmp_path)
     content = (tmp_path / file).read_bytes()
     changed = {"none": content, "cut short": content[:-4], "altered": content.replace(b"modul", b"nodul")}
     if damage == "gone":
         (tmp_path / file).unlink()
     else:
         (tmp_path / file).write_bytes(changed[damage])
-    assert jit.is_whole(tmp_path) is (damage == "none")
+    assert jit._is_complete(tmp_path) is (damage == "none")
 
 
 def test_two_processes_at_once_make_one_build(tiny: Tiny) -> None:
     both = [tiny.start(BUILD, CXX=tiny.compiler(seconds=4)) for _ in range(2)]
-    said = [process.communicate() for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert said[0][0] == said[1][0]
+    outputs = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
     assert tiny.compiled == 1
-    waited = ["another process is building the modules; waiting for it" in errors for _, errors in said]
+    waited = ["another process is building the modules; waiting for it" in errors for _, errors in outputs]
     assert sorted(waited) == [False, True]
 
 
-def test_a_killed_build_leaves_no_trap(tiny: Tiny) -> None:
+def test_a_killed_build_is_repeated(tiny: Tiny) -> None:
     process = tiny.start(BUILD, CXX=tiny.compiler(seconds=60))
     try:
         while tiny.compiled == 0 and process.poll() is None:
             time.sleep(0.05)
         assert tiny.compiled == 1
-        process.kill()  # it alone: its compiler goes on
+        process.kill()  # its compiler goes on
         process.wait()
         assert "part" in tiny.kept
-        module, said = tiny.run(BUILD, CXX=tiny.compiler())
+        module, progress = tiny.run(BUILD, CXX=tiny.compiler())
         assert Path(module.strip()).is_file()
-        assert "waiting" not in said
+        assert "waiting" not in progress
         assert "part" not in tiny.kept
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def test_a_file_that_does_not_compile_is_said_with_the_log(tiny: Tiny) -> None:
+def test_a_compiler_error_names_the_log(tiny: Tiny) -> None:
     tiny.source.write_text("not C++\n")
     last = tiny.run(BUILD, fails=True)[1].splitlines()[-1]
     assert "the modules did not build: " in last and "tiny.cpp:1:1: error: " in last
@@ -407,11 +398,11 @@ def test_a_file_that_does_not_compile_is_said_with_the_log(tiny: Tiny) -> None:
         pytest.param("41", "RuntimeError: answer: expected 42, got 41", id="wrong result"),
     ],
 )
-def test_modules_that_fail_when_they_are_tried_are_said_and_not_kept(
+def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(
     tiny: Tiny, answer: str, how: str
 ) -> None:
     broken = tiny.compiler(answer=answer)
-    for _ in range(2):  # the second finds nothing that it takes for good
+    for _ in range(2):  # the second uses nothing of the first
         last = tiny.run(BUILD, fails=True, CXX=broken)[1].splitlines()[-1]
         assert f"but fail when they are tried: tiny: {how}. Run: export CXX=g++" in last
         assert tiny.kept == ["lock", "log"]
@@ -463,12 +454,12 @@ class TestEveryModule:
     def test_its_progress_names_each_module(self, built: tuple[Installed, dict[str, object], str]) -> None:
         _, _, progress = built
         ops = _build.ops(_build.source_folder())
-        said = [line for line in progress.splitlines() if f" of {len(ops)} modules, " in line]
-        assert sorted(line.split(", ")[1] for line in said) == sorted(ops)
+        lines = [line for line in progress.splitlines() if f" of {len(ops)} modules, " in line]
+        assert sorted(line.split(", ")[1] for line in lines) == sorted(ops)
 
     def test_the_second_import_builds_nothing(self, built: tuple[Installed, dict[str, object], str]) -> None:
         installed, found, _ = built
         nothing = {"LLTM_EXT_JIT": "1", "PATH": "/nowhere", "CXX": "/nowhere/c++"}
-        output, said = installed.run(USE, **nothing)
+        output, progress = installed.run(USE, **nothing)
         assert json.loads(output)["file"] == found["file"]
-        assert "lltm_ext: " not in said
+        assert "lltm_ext: " not in progress

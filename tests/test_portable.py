@@ -1,6 +1,6 @@
-"""The portable library: that its bindings are the native ones, and that it loads where no native module fits.
+"""The portable library: its build from the native bindings, and its choice at import.
 
-The ops themselves are tested by the other files, where the portable wheel is what is installed.
+The other files test its ops when the portable wheel is installed.
 """
 
 import json
@@ -17,7 +17,7 @@ PORTABLE_ONLY = pytest.mark.skipif(not _portable.in_use, reason="native modules 
 
 
 class Torch:
-    """What the loader asks of torch."""
+    """What the loader reads of torch."""
 
     def __init__(self, version: str, cuda: str | None = None):
         self.__version__, self.version = version, type("version", (), {"cuda": cuda})
@@ -35,7 +35,7 @@ def portable(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.10.1+cu128", "2.99.0", "3.0.0"])
-def test_it_serves_any_newer_torch(portable, version):
+def test_it_fits_any_newer_torch(portable, version):
     assert _record.check(Torch(version))["portable"]
     assert not _record.modules_fit(Torch(version))  # so that LLTM_EXT_JIT=1 builds the ops that it lacks
 
@@ -45,27 +45,27 @@ def test_an_older_torch_is_named(portable):
         _record.check(Torch("2.9.1"))
 
 
-def test_a_library_that_is_gone_is_named(portable):
+def test_a_missing_library_is_named(portable):
     _portable.LIBRARY.unlink()
     with pytest.raises(ImportError, match=r"^lltm_ext lacks .*/portable\.so\. Run: .* --force-reinstall"):
         _portable.load(torch)
 
 
-def test_every_header_of_torch_that_a_binding_names_has_its_stand_in(tmp_path):
-    _build_portable.stand_in(SRC, tmp_path)
+def test_every_torch_header_that_a_binding_includes_is_replaced(tmp_path):
+    _build_portable.replace_torch_headers(SRC, tmp_path)
     for name in ("ATen/core/Tensor.h", "c10/util/Exception.h", "torch/library.h"):
         assert (tmp_path / name).read_text() == '#include "stable/torch.h"\n'
     assert not list(tmp_path.glob("torch/csrc/stable/*"))  # which src/stable itself includes
 
 
-def test_all_ops_are_in_it_or_are_said_to_be_lacking():
+def test_every_op_is_in_it_or_in_lacking():
     built = {file.split("/")[-2] for file in _build_portable.sources(SRC, cuda=False)}
     assert built | set(_portable.LACKING) == set(_build.ops(SRC))
 
 
 @PORTABLE_ONLY
 @pytest.mark.parametrize("name", ["fake_quantize", "FakeQuantize", "FakeQuantizeFunction", "StochasticRound"])
-def test_what_it_lacks_is_named_when_asked_for(name, tmp_path):
+def test_what_it_lacks_is_named_at_import(name, tmp_path):
     code = f"from lltm_ext import {name}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert f"the portable library, which is in use here, lacks {name}, because" in done.stderr

@@ -43,7 +43,7 @@ def get_requires_for_build_wheel(config_settings=None):
     torch, cuda = installed_torch() or (None, "13.0")
     # `===`: the same build, where `==2.11.0` would also take a 2.11.0+cpu that some index offers.
     requires = [f"torch==={torch}" if torch else ANY_TORCH, "ninja"]
-    # PyPI has no nvcc of CUDA 12: there a system toolkit must do.
+    # PyPI has no nvcc of CUDA 12: the system's toolkit must be used.
     if cuda and int(version["major"](cuda)) >= 13 and os.environ.get("LLTM_EXT_CUDA") != "0":
         requires.append(f'{version["TOOLKIT"]}; platform_system == "Linux"')
     return requires

@@ -31,35 +31,32 @@ def problems(wheel: Path) -> list[str]:
     label = "" if portable else version["label"](record["torch"], record["cuda"])
     required = f"torch>={torch_minor}" if portable else f"torch=={torch_minor}.*"
     python, abi, platform = wheel.stem.split("-")[-3:]
-    versions = {
-        "file name": wheel.name.split("-")[1],
-        "METADATA": metadata["Version"],
-        "record": record["version"],
-    }
+    tags_agree = set(tags) == {f"{python}-{abi}-{part}" for part in platform.split(".")}
+    fits = record["python"].startswith("any" if abi == "none" else f"cpython-{abi.removeprefix('cp')}-")
+    versions = (wheel.name.split("-")[1], metadata["Version"], record["version"])
+    built = record["version"].partition("+")[2]
     checks = {
-        f"versions differ: {versions}": len(set(versions.values())) == 1,
-        f"the file name says {python}-{abi}-{platform}, WHEEL {' '.join(tags)}": set(tags)
-        == {f"{python}-{abi}-{part}" for part in platform.split(".")},
-        f"the file name says {abi}, the record {record['python']}": record["python"].startswith(
-            "any" if abi == "none" else f"cpython-{abi.removeprefix('cp')}-"
-        ),
-        f"the version {record['version']} is of another build than the record, {label}": label
-        == record["version"].partition("+")[2],
+        f"the versions of file name, METADATA and record differ: {versions}": len(set(versions)) == 1,
+        f"the tag is {python}-{abi}-{platform} in the file name, {', '.join(tags)} in WHEEL": tags_agree,
+        f"the ABI is {abi} in the file name, {record['python']} in the record": fits,
+        f"the version {record['version']} is not of the record's build, {label}": label == built,
         f"does not require {required}": required in metadata.get_all("Requires-Dist", []),
     }
 
     ops = [folder.name for folder in SRC.iterdir() if (folder / f"{folder.name}.cpp").is_file()]
-    modules = {"portable.so"} if portable else {f"{op}.{record['python']}.so" for op in ops}
-    wanted = {f"lltm_ext/_C/{name}" for name in modules | {f"{op}.pyi" for op in ops}}
-    wanted |= {"lltm_ext/py.typed", "lltm_ext_cli.py", f"{dist_info}/licenses/LICENSE"}
+    modules = ["portable.so"] if portable else [f"{op}.{record['python']}.so" for op in ops]
+    wanted = {f"lltm_ext/_C/{name}" for name in ["__init__.py", *modules, *(f"{op}.pyi" for op in ops)]}
+    wanted |= {f"{dist_info}/{name}" for name in ("licenses/LICENSE", "entry_points.txt")}
+    wanted |= {"lltm_ext/py.typed", "lltm_ext_cli.py", RECORD}
     wanted |= {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
     wanted |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
     wanted |= {f"lltm_ext/_src/{file.relative_to(SRC)}" for file in SRC.rglob("*") if file.is_file()}
-    wanted |= {"lltm_ext/_C/__init__.py", RECORD}
     extra = {name for name in names - wanted if not name.startswith(f"{dist_info}/")}
-    found = [problem for problem, fine in checks.items() if not fine]
-    found += [f"lacks {name}" for name in sorted(wanted - names)]
-    return found + [f"holds {name}, which does not belong there" for name in sorted(extra)]
+    return [
+        *(problem for problem, fine in checks.items() if not fine),
+        *(f"lacks {name}" for name in sorted(wanted - names)),
+        *(f"contains {name}, which does not belong there" for name in sorted(extra)),
+    ]
 
 
 def main(wheels: list[str]) -> int:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH = 110
 # What pybind11 accepts, as the type that callers pass.
 TYPES = {
     "typing.SupportsInt": "int",
@@ -42,23 +42,16 @@ def text(module: ModuleType) -> str:
 
 
 def function(signature: str) -> str:
-    """A line, or a few, of the stub from the first line of a binding's docstring."""
+    """The stub of a binding, from the first line of its docstring."""
     signature = signature.partition("\n")[0]
     for theirs, ours in TYPES.items():
         signature = signature.replace(theirs, ours)
-    line = f"def {signature}: ...".replace(" = []", " = ...")
-    if len(line) <= WIDTH:
-        return line
-    node = ast.parse(line).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    defaults = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
-    arguments = [
-        f"{x.arg}: {ast.unparse(x.annotation)}" + (f" = {ast.unparse(default)}" if default else "")
-        for x, default in zip(node.args.args, defaults, strict=True)
-    ]
-    one_line = "    " + ", ".join(arguments)
-    inner = one_line if len(one_line) <= WIDTH else "\n".join(f"    {argument}," for argument in arguments)
-    return f"def {node.name}(\n{inner}\n) -> {ast.unparse(node.returns)}: ..."
+    return f"def {signature}: ...".replace(" = []", " = ...")
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two stubs differ at most in their format."""
+    return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
 
 
 def ops() -> list[str]:
@@ -79,8 +72,10 @@ def main(check: bool) -> int:
     for op, stub in stubs.items():
         if not check:
             stub.write_text(text(modules[op]))
-        elif not stub.is_file() or (modules and stub.read_text() != text(modules[op])):
+        elif not stub.is_file() or (modules and not same(stub.read_text(), text(modules[op]))):
             wrong.append(f"{stub}: out of date. Run: python tools/stubs.py")
+    if not check:
+        subprocess.run([sys.executable, "-m", "ruff", "format", "-q", folder])
     print("\n".join(wrong), end="\n" if wrong else "")
     return bool(wrong)
 

