@@ -1,6 +1,6 @@
 // Elementwise ops of one tensor: three dispatcher ops each (out of place, in place with a trailing "_", into
 // a given tensor with "_out") and their autograd. LLTM_UNARY_OP declares an op whose gradient follows from
-// its output. UnaryOps serves any op; Op says
+// its output. UnaryOps works for any op. Op defines
 //
 //   kName, kParameters: its name, and its parameters P... in the dispatcher's schema (", float low=0.0");
 //   kTypes: the element types it takes;
@@ -175,7 +175,7 @@ struct UnaryOps {
   }
 };
 
-// An op whose gradient is the dispatcher op <name>_backward of its output. Op also says
+// An op whose gradient is the dispatcher op <name>_backward of its output. Op also defines
 //
 //   kBackwardName, kRawForward, kRawBackward: names in the dispatcher and in error messages;
 //   run_backward(grad_input, grad_output, output);

@@ -61,8 +61,8 @@ std::string numbered(const char* prefix, size_t count) {
   return c10::Join(", ", parts);
 }
 
-// The user's body in a function of its own, where only the parameters' names are visible. The #line
-// directives make compiler messages count the user's lines.
+// The user's body in a separate function, where only the parameters' names are visible. The #line directives
+// make compiler messages count the user's lines.
 std::string define_function(const std::string& name, const Strings& parameters, const std::string& file,
                             const std::string& body) {
   return c10::str("__device__ __forceinline__ T ", name, "(\n#line 1 \"signature\"\nT ",

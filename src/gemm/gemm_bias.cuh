@@ -12,7 +12,7 @@
 namespace lltm_ext {
 
 constexpr int kWarpLanes = 32;
-// Rows per block, at least: so a block writes far fewer sums than it reads values.
+// Minimum rows per block, so that a block writes far fewer sums than it reads values.
 constexpr int64_t kBiasRows = 64;
 
 // blockDim.x threads along a row, blockDim.y rows at a time.

@@ -5,10 +5,9 @@
 // whole 16-byte vectors it copies single elements, so that any strides and any alignment take the same path,
 // the copy transposes, and no registers hold data in flight.
 //
-// Two things bound the speed: instructions issue at one per clock, and register reads. An even and an odd
-// bank give one value per clock each, while an FMA needs three, less those that the reuse cache keeps from
-// the one before. So a thread computes many elements, and its sums are in the other bank than their columns:
-// see swap_pairs.
+// Two limits: one instruction per clock, and register reads. The even and the odd bank each deliver one value
+// per clock, and an FMA needs three, less what the reuse cache keeps from the one before. So a thread
+// computes many elements, and its sums are in the other bank than their columns: see swap_pairs.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"

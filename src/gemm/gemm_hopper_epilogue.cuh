@@ -153,10 +153,10 @@ class EpilogueStore {
     store_rows(buffer, epilogue, to, row, column, matrix);
   }
 
-  // For rows whose stride is no multiple of 16 bytes. A warp has every fourth row, a lane two neighbours.
-  // Where a row starts between multiples of 4 bytes, all rows of the warp do: there a lane stores its second
-  // value and the next lane's first, and the last lane the two ends. What a lane stores is the same in all
-  // rows, so all rows are loaded before the first is stored, and stores need no branch.
+  // For row strides that are not a multiple of 16 bytes. A warp has every fourth row, a lane two neighbours.
+  // If rows start between multiples of 4 bytes, a lane stores its second value with the next lane's first,
+  // and the last lane stores both ends. All rows of a warp have the same pattern, so all are loaded before
+  // the first is stored, and stores need no branch.
   __device__ __forceinline__ void store_rows(const unsigned char* buffer, const Epilogue<T>& epilogue, T* to,
                                              int row, int column, int matrix) const {
     constexpr int kWarps = 4, kRows = 64 / kWarps;  // per warp

@@ -3,8 +3,8 @@
 // stages, and put them where mma.sync needs them: in registers.
 //
 // A block has 16 columns of c. They are 16 rows of the weights, mma.sync's first operand; the rows of a are
-// columns of the second, eight at a time. The order of K does not matter if both operands have the same: of
-// each slice of 32 a lane loads 8 neighbours of each of its rows at once, for two products of 16.
+// columns of the second, eight at a time. K may be in any order that both operands share: per slice of 32, a
+// lane loads 8 adjacent elements of each of its rows, for two products of 16.
 //
 // The warps of a block split K into slices, and add their sums through shared memory in a fixed order.
 #pragma once

@@ -1,11 +1,11 @@
-// gemm in float32 on Hopper's tensor cores, for a caller who asks for a precision other than IEEE.
+// gemm in float32 on Hopper's tensor cores, for precisions other than IEEE.
 //
 // bf16x6, bf16x9: a value is the sum of three bfloat16 parts, each the rounded remainder of those before it.
 // The six largest of the nine products of two such sums give float32's accuracy, all nine a little more. One
 // kernel splits the operands into parts, another multiplies them, the smallest products first. Tensor cores
-// accumulate with fewer bits than float32 has, so their sum is added to one in registers every 128 of K. With
-// nine products, that of the first parts is nearly all of a sum: it is added every 64 of K, and the rounding
-// errors of these additions go to the sum of the other eight, which is added last.
+// accumulate with fewer bits than float32 has, so their sum is added to one in registers every 128 of K. In
+// bf16x9 the product of the first parts dominates: it is added every 64 of K. The rounding errors of these
+// additions join the sum of the other eight products, which is added last.
 //
 // tf32: tensor cores read float32 and ignore its last 13 bits.
 #ifdef LLTM_EXT_SM90A
@@ -287,7 +287,7 @@ inline Packing packing_of(const FloatOperand& x, Precision precision) {
   return {x.tma_loads() ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
 }
 
-// Packs an operand into `to` if need be, and gives the tensor to load.
+// Packs an operand into `to` if necessary, and returns the tensor to load.
 template <typename T>
 cudaError_t pack(const FloatOperand& x, const Packing& packing, void* to, cudaStream_t stream,
                  GlobalTensor& tensor) {

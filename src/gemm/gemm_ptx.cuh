@@ -122,7 +122,7 @@ __device__ __forceinline__ float dot_pairs(uint32_t x, uint32_t y, float sum) {
   return fmaf(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u), sum);
 }
 
-// Turing's tensor cores lack bfloat16: each lane gathers the rows and columns of its own sums by shuffles.
+// Turing's tensor cores lack bfloat16: each lane gathers by shuffles the rows and columns that its sums need.
 // Correct, not fast, and not inlined: 64 copies would be most of the code for this architecture.
 inline __device__ __noinline__ float4 mma_bfloat16(float4 c, uint4 a, uint2 b) {
   constexpr uint32_t kAll = 0xffffffffu;

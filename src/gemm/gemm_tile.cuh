@@ -113,8 +113,8 @@ cudaError_t with_layouts(const GemmArgs<T>& args, F&& launch) {
   return b_k_major ? launch(no, yes) : launch(no, no);
 }
 
-// ---- The epilogue. Sums are staged in shared memory, so that a loop has the code of bias and activation
-// once, and neighbouring threads write c in 16-byte stores.
+// ---- The epilogue. Sums are staged in shared memory, so that the code of bias and activation exists once
+// and c is written in 16-byte stores.
 
 // Where the sum of (row, column) is staged. The row's number permutes the vectors of a row, which spreads the
 // rows that a warp writes at once over the banks.

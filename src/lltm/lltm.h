@@ -8,7 +8,7 @@
 
 namespace lltm_ext {
 
-// The cell of the one-step op, which saves the new cell state, an output anyway, instead of its tanh.
+// The one-step op's cell. It saves the new cell state, which is an output anyway, instead of its tanh.
 struct LltmOneStepCell {
   static constexpr int kGates = LltmCell::kGates, kSaved = LltmCell::kSaved;
 
@@ -26,8 +26,8 @@ struct LltmOneStepCell {
   }
 };
 
-// Up to this batch, the backward's pointwise kernel sums the bias's gradient too. A larger one needs a
-// reduction of its own.
+// Up to this batch, the backward's pointwise kernel also sums the bias gradient. Larger batches use a
+// separate reduction.
 constexpr int64_t kMaxBatchForBias = 256;
 
 #ifdef LLTM_EXT_WITH_CUDA

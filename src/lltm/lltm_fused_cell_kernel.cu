@@ -1,11 +1,10 @@
 // lltm on CUDA: one step of few units in one launch, with its matrix products. At these sizes each further
 // launch, and each call of a library, takes the host longer than the step takes the device.
 //
-// Latency is what counts, so warps work independently. Forward, a block has one unit of 16 rows: its lanes
-// share out the length of the products, and then exchange their sums. Backward, a lane has a column: of
-// [old_h, input] for grad_weights, of the weights for grad_old_h and grad_input. Their other factor, the
-// gates' gradients, each warp computes itself, for 4 units of 8 rows at a time, and keeps in shared memory
-// only.
+// Latency matters most, so warps synchronise only to add their sums. Forward, a block has one unit of 16
+// rows; its threads split K. Backward, a lane has one column: of [old_h, input] for grad_weights, of the
+// weights for grad_old_h and grad_input. Each warp computes the gate gradients that it needs, 4 units of 8
+// rows at a time, in shared memory.
 #include "common/launch.cuh"
 #include "common/vec.cuh"
 #include "lltm/lltm.h"

@@ -77,7 +77,7 @@ struct SequenceBackwardArguments {
   T* grad_gates;         // [rows, G, H]
   T* grad_h;             // [B, H] gradient of h after these steps; replaced by the one before them
   float* grad_c;         // [B, H] likewise
-  float* grad_bias;  // [B, G, H] to which grad_gates are added, every tile of a group to the first; or null
+  float* grad_bias;      // [B, G, H] += grad_gates, a group's tiles all in the first tile's rows; or null
 };
 
 // The sequences of a layer's directions, which one launch runs side by side (blockIdx.y). All sizes agree.

@@ -70,16 +70,15 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
       return false;
     }
   }
-  // The cell states of a group's rows share what the weights leave of shared memory.
+  // The cell states of a group's rows use the shared memory that the weights leave free.
   if (rows * units * 4 > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>(tiles_of(p.batch, rows));
   return true;
 }
 
-// Whether a variant that fits is faster than the stepwise loop and than all later variants. It is up to a
-// number of waves of clusters, or of row tiles a group. Several sequences: if it is faster than running them
-// one after the other.
+// Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
+// waves, or of row tiles per group. For several sequences: whether it beats running them one after the other.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   if (v.algorithm == Algorithm::kCluster) {
@@ -100,7 +99,7 @@ inline int split_k_of(bool four, bool two, int64_t k) {
 }
 
 // Tiles of many rows read the weights less often; tiles of few rows make more blocks. K is split in four if
-// every block then has a multiprocessor of its own, in two if every tile has. A library's product and a
+// every block then gets its own multiprocessor, in two if every tile does. A library's product and a
 // pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows,
 // and where a tile has 128 rows of more than three gates.
 inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& device) {
@@ -115,8 +114,8 @@ inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& devi
   return {rows, split_k};
 }
 
-// K is the gates' here, and so longer: it is split in four even if some multiprocessors then have two blocks.
-// Large tiles run in clusters of eight if all clusters are resident.
+// Here K is gates * hidden, so it is split in four even if some multiprocessors then get two blocks. Large
+// tiles run in clusters of eight if all clusters are resident.
 inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& device) {
   const int64_t k = p.gates * p.hidden;
   const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, fused_backward_units(64));
@@ -150,7 +149,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 }  // namespace plan_detail
 
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
-// `has_room(variant, grid)`, of a variant's index, says whether its blocks fit in shared memory.
+// `has_room(i, grid)` returns whether the blocks of variant i fit in shared memory.
 template <class HasRoom>
 Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested,
                      HasRoom&& has_room) {
@@ -162,8 +161,8 @@ Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm
       const PersistentVariant& v = variants[i];
       GroupGrid grid;
       if (requested != Algorithm::kAuto && requested != v.algorithm) continue;
-      // In IEEE float32 the weights of four gates and all their gradients exceed a multiprocessor backward. A
-      // user who names the algorithm for forward wants it for both.
+      // In IEEE float32 with four gates these variants do not fit a multiprocessor backward. An algorithm
+      // requested by name must serve forward and backward.
       const bool only_forward = problem.element_size == 4 && !v.tf32 && problem.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, device, grid)) continue;

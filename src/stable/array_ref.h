@@ -1,4 +1,4 @@
-// ATen's ArrayRef: torch's header-only one with == and slices of its own type.
+// ATen's ArrayRef: torch's header-only one, plus == and slices of its own type.
 #pragma once
 
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>

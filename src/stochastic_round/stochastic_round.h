@@ -27,9 +27,8 @@ LLTM_HOST_DEVICE To bit_cast(From from) {
 constexpr uint32_t kSign = 0x80000000;
 
 // Each functor returns one of the two values of the half type that are next to x, as a float32. It rounds up
-// in magnitude with the probability of the part that is cut off, in units of the last place kept: adding 16
-// random bits below the cut carries that often. Values beyond the largest finite one and NaN are left to be
-// rounded as usual.
+// in magnitude with probability equal to the discarded fraction: adding random bits below the cut carries
+// that often. NaN and values beyond the largest finite one are left to be rounded as usual.
 
 struct RoundToBFloat16 {
   static constexpr uint32_t kLargest = 0x7f7f0000;

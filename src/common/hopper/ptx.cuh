@@ -248,7 +248,7 @@ __device__ __forceinline__ void fence_accumulator(float (&accumulator)[kCount]) 
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
 // d [64, kN] (+)= a [64, 16] @ b [16, kN]: descriptors of operands in shared memory. Operands are K-major, or
-// MN-major where kMnMajor says so.
+// MN-major if kMnMajor.
 template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
 struct Wgmma;
 

@@ -1,6 +1,6 @@
-// The persistent kernel backward: steps of a sequence in one launch (steps.cuh). It computes the gradients of
-// the gates, from which matrix products after it give those of the input and the weights. Blocks exchange the
-// gradients of the gates, all of which every unit's gradient of h needs.
+// The persistent kernel backward: steps of a sequence in one launch (steps.cuh). It computes the gates'
+// gradients; matrix products after it compute those of the input and the weights. Blocks exchange the gates'
+// gradients, because each unit's gradient of h needs all of them.
 #pragma once
 
 #include "recurrence/persistent/steps.cuh"
@@ -50,7 +50,7 @@ class PersistentBackward
     return args_.grad_gates + (row - args_.first_row) * kGates * hidden_;
   }
 
-  // What backward needs of a pair in a step, and where it is.
+  // What backward needs for one pair in a step, and where it is.
   struct Inputs {
     Pair<T> saved[Cell::kSaved], grad_output;
   };

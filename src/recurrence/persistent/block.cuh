@@ -80,7 +80,7 @@ struct PersistentConfig {
   static constexpr int kInputsPerProduct = Product::kNeedsScratch ? 1 : Exchange::kInputsPerLoad;
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
 
-  // Whether the code for an architecture has the kernel. One that is left out is never launched.
+  // Whether the kernel is compiled for an architecture. If not, it is never launched.
   static constexpr bool is_compiled(int architecture) {
     return kVariant.on_hopper_only ? kForHopper : architecture >= kArchitecture;
   }
@@ -210,8 +210,8 @@ class SharedStorage {
   float* const base_;
 };
 
-// Prefetches into L2 the lines that a step reads or writes kStepsAhead steps later: a line that is missing in
-// L2 would be fetched from memory by those who poll it. Warps without pairs do it; if all have pairs, all.
+// Prefetches into L2 what the block reads or writes kStepsAhead steps later; otherwise polling would fetch
+// these lines from memory. Done by warps without pairs, or by all if none is free.
 constexpr int kStepsAhead = 3;
 
 template <class Config, int kPlanes>
@@ -229,7 +229,7 @@ class L2Prefetcher {
     for (int i = 0; i < kPerThread; ++i) row_[i] = 1 << 30;  // beyond all rows
   }
 
-  // Takes arrays [rows, planes, H], until their planes make kPlanes. A null array is not fetched.
+  // Adds arrays [rows, planes, H], kPlanes planes in total. The planes of a null array are not fetched.
   class Arrays {
    public:
     __device__ Arrays(L2Prefetcher& prefetcher, const ThreadMap<Config>& map, int hidden)

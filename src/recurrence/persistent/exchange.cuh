@@ -1,5 +1,5 @@
-// How the blocks of a group exchange what every block needs from all of them: the states forward, the
-// gradients of the gates backward. Two implementations of one interface; the kernels are templates over them.
+// How the blocks of a group exchange what each needs from all of them: states forward, the gates' gradients
+// backward. Two implementations of one interface; the kernels are templates over them.
 //
 // A block processes one row tile of one step after another. For each it calls
 //   start(source)    to issue the first loads, if that makes sense
@@ -40,8 +40,8 @@ struct RowSource {
 constexpr int kMaxPolls = 1 << 24;
 inline __device__ __noinline__ void trap_on_timeout() { __trap(); }
 
-// How many warps divide the loading of vectors that all of them need, for different units, and exchange them
-// through shared memory. Only one if shared memory has no room, or is busy with weights for every tile.
+// How many warps of different units share the loading of vectors that all of them need, through shared
+// memory. One if shared memory has no room, or if every tile reads weights from it.
 constexpr int sharing_warps(bool any_rows, int unit_tiles, int chunks, int inputs) {
   return unit_tiles == 1 || (any_rows && chunks > 4) || inputs * chunks > 24 ? 1 : 2;
 }
@@ -106,7 +106,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
   __device__ void advance() {}
   __device__ void finish() {}
 
-  // Issues the first poll; the thread works on while it is in flight.
+  // Issues the first poll; the thread continues while it is in flight.
   __device__ __forceinline__ void start(const RowSource<T>& source) {
 #pragma unroll
     for (int i = 0; i < kInputs * kOwnChunks; ++i) {
@@ -258,7 +258,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
     *reinterpret_cast<Pair<T>*>(address) = pair;
   }
 
-  // Each warp sends to one block, or shares one with other warps: packets to one destination travel together.
+  // A warp sends to one block at a time, maybe with other warps: packets to one destination travel together.
   __device__ __forceinline__ void send() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;

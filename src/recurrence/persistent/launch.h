@@ -20,9 +20,9 @@ using cudaStream_t = void*;
 template <class Cell, typename T>
 cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& plan);
 
-// Runs a fused plan: persistent kernels, which take all directions in one launch, or fused steps, which take
-// one sequence. Fills the memory through which blocks exchange values first. If the GPU has no room for the
-// kernel (does_not_fit in tensors/launch.h), nothing has run.
+// Runs a fused plan: a persistent kernel for all directions, or fused steps for one sequence. First fills the
+// memory through which blocks exchange values. If the kernel does not fit (does_not_fit in tensors/launch.h),
+// nothing has run.
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream);

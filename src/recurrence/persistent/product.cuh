@@ -3,7 +3,7 @@
 // A warp holds 16 rows of the weight in registers and multiplies them by the states of 8 rows of the batch.
 // K is divided into chunks of 64 bytes a row. Lane (g, t) = (lane / 4, lane % 4) holds bytes [16 t, 16 t +
 // 16) of a chunk of rows g and g + 8 of the weight and of row g of the state, each in one 16-byte access.
-// This permutes K compared with mma.sync's layout, but both operands alike.
+// This permutes K compared with mma.sync's layout, in both operands alike.
 //
 // The result has mma.sync's accumulator layout: lane (g, t) has
 //   {row g, batch 2t}, {row g, batch 2t + 1}, {row g + 8, batch 2t}, {row g + 8, batch 2t + 1}.

@@ -16,7 +16,7 @@ struct PersistentVariant {
 };
 
 // The planner takes the first that fits and pays off. Small blocks mean many blocks and a slow exchange,
-// large ones much work in a step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
+// large ones more work per step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
 // another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
 constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},

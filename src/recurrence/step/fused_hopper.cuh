@@ -2,11 +2,10 @@
 // TMA and wgmma, with the cell as its epilogue. One launch a step; each prepares while the one before it
 // finishes (programmatic dependent launch).
 //
-// A block has a tile of [rows of the batch, units] and all gates of its units, so that the epilogue has all
-// that the cell needs. If there are few tiles, K is split over a cluster. Two blocks of 64 rows fit a
-// multiprocessor: that of the next step waits there with its weights loaded. A block of 128 rows has a
-// multiprocessor and more stages to itself: for a long K the bandwidth of L2 is the limit, and large tiles
-// read the least.
+// A block has a tile of [rows of the batch, units] and all gates of its units, so the epilogue has what the
+// cell needs. If there are few tiles, K is split over a cluster. Two blocks of 64 rows fit a multiprocessor:
+// the next step's block waits there with its weights loaded. A block of 128 rows uses a whole multiprocessor,
+// with more stages: with a long K, L2 bandwidth is the limit, and large tiles read least.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -126,8 +125,8 @@ struct FusedForwardStep {
   }
 };
 
-// grad_gates of the later step @ weight, which is the gradient of this step's h, and the cell backward. The
-// last step finds that gradient in memory, and a launch after the first step stores it.
+// grad_gates of the later step @ weight, which is this step's gradient of h, then the cell backward. The last
+// step reads that gradient from memory, and one more launch after the first step stores it.
 template <class Cell, typename T_, int kRows_>
 struct FusedBackwardStep {
   using T = T_;
@@ -213,8 +212,8 @@ struct FusedBackwardStep {
   }
 
  private:
-  // A reduction rather than a load and a store, to have nothing to wait for. It is not a race: in a step
-  // every address has one writer, so the sums and their order are fixed.
+  // A reduction, so that no load has to be waited for. In a step every address has one writer, so the order
+  // of the sums is fixed.
   __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  :

@@ -1,4 +1,4 @@
-// One step of a cell on CUDA (step.h): a thread a unit or, backward, a few rows of one.
+// One step of a cell on CUDA (step.h). A thread has a unit of a row, or of several to sum the bias gradient.
 #pragma once
 
 #include "common/fast_math.cuh"

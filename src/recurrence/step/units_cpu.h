@@ -61,8 +61,8 @@ __attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int6
   }
 }
 
-// The same code compiled for several instruction sets, one of which is chosen at run time. target_clones
-// would need ifunc, and clones no function that is called; `flatten` inlines all of them.
+// Compiled for several instruction sets, chosen at run time. target_clones needs ifunc and does not clone
+// called functions, so `flatten` inlines them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define LLTM_STEP_TARGET(isa) __attribute__((flatten, target(isa)))
 

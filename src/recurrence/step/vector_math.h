@@ -34,9 +34,9 @@ inline Int smaller(Int a, Int b) {
   return a < b ? a : b;
 }
 
-// The functions of cells in float32, without calls or branches, which GCC would not vectorise. It turns a ?:
-// on floats into a branch if one side is constant, so choices are made on the bits, as integers. Signed,
-// these order floats above 0; unsigned, they order floats below 0 in reverse.
+// The functions of cells in float32, without calls or branches, so that GCC vectorises them. GCC turns ?: on
+// floats with a constant side into a branch, so selections work on the bits as integers. Signed, these order
+// floats above 0; unsigned, they order floats below 0 in reverse.
 struct VectorMath {
   // e^x = 2^n * (1 + rest). For small x, `rest` is more exact than e^x - 1.
   struct Exp {
@@ -76,7 +76,7 @@ struct VectorMath {
     return float_of(smaller(static_cast<int32_t>(bits_of(x)), static_cast<int32_t>(bits_of(high))));
   }
 
-  // By half of e^-x: e^-x itself overflows, and sigmoid becomes 0, for an x whose sigmoid is not 0 yet.
+  // Uses e^-x / 2: e^-x overflows before sigmoid(x) reaches 0.
   static float sigmoid(float x) {
     const Exp e = exp(at_most(89.4f, at_least(-87.f, -x)));
     return nan_of(x, .5f / (e.power(126) * (1.f + e.rest) + .5f));
@@ -101,7 +101,7 @@ struct StdMath {
   static double elu(double x) { return lltm_ext::elu(x); }
 };
 
-// A float32 of its own type, for which functions can be overloaded.
+// A distinct type for float32, so that functions can be overloaded.
 struct Lane {
   float value;
   Lane() = default;

@@ -26,8 +26,8 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Four chunks, so that gradients of only a quarter of all gates are in memory at a time; no more, so that the
-// weights' gradients stay large matrix products, and half types round their sum only three times.
+// Four chunks keep only a quarter of all gate gradients in memory. More chunks would make the products
+// smaller and round half-type sums more often.
 inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
   const int64_t min_rows = std::max<int64_t>(4096, (total_rows + 3) / 4);
   std::vector<Chunk> chunks;
@@ -86,7 +86,7 @@ struct BackwardOps {
   using Cell = typename Op::Cell;
   static constexpr int64_t kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
 
-  // What a direction's backward reads, besides the forward's inputs.
+  // What a direction's backward reads in addition to the forward's inputs.
   struct BackwardInputs {
     OptionalTensor grad_output, grad_h_n, grad_c_n;
     at::Tensor output, gates, extra;  // as the forward left them

@@ -151,7 +151,7 @@ std::string op_name(const char* suffix) {
   return std::string(Op::name) + suffix;
 }
 
-// The inputs that each direction of a layer has of its own.
+// The inputs that differ between a layer's directions.
 struct Direction {
   at::Tensor h0, c0, weight_ih, weight_hh;
   OptionalTensor bias;

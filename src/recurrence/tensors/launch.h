@@ -118,8 +118,8 @@ inline bool does_not_fit(cudaError_t error) {
 }
 #endif
 
-// Launches a fused plan by f(Type<T>{}, stream). False, and nothing has run, if it does not fit and there is
-// another way: fewer sequences at once, or a kernel a step.
+// Launches a fused plan by f(Type<T>{}, stream). Returns false, having run nothing, if it does not fit and
+// there is a fallback: fewer sequences at once, or unfused steps.
 template <typename F>
 bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& plan,
                       c10::string_view algorithm, size_t sequences, F&& f) {
