@@ -237,13 +237,29 @@ def _known_to(nvcc: Path) -> set[str]:
     return {f"{first}.{last}" for first, last in listed}
 
 
-def jobs(env: Mapping[str, str] = os.environ, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """MAX_JOBS, or as many as this process's cores and the available memory allow."""
+def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
-    available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text())
-    memory = int(available[1]) * 1024 if available else BYTES_PER_JOB
-    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_JOB))
+    return max(1, min(_cores(root), _memory(root) // BYTES_PER_JOB))
+
+
+def _cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")  # '200000 100000', 'max 100000'
+    return min(cores, max(1, int(quota) // int(period))) if quota.isdecimal() else cores
+
+
+def _memory(root: Path) -> int:
+    """What is available, and a container's limit by control groups of version 2 or 1."""
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    bytes_ = [int(limit) for limit in limits if limit.strip().isdecimal()]
+    return min([int(available[1]) * 1024 if available else BYTES_PER_JOB, *bytes_])
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def source_revision(folder: Path) -> str:

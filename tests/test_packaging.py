@@ -268,14 +268,26 @@ def test_max_jobs_overrides_the_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    "available,jobs", [(67108864, 8), (6291456, 3), (1000, 1)], ids=["cores", "memory", "little memory"]
+    "files,jobs",
+    [
+        pytest.param({}, 8, id="cores"),
+        pytest.param({"proc/meminfo": "MemAvailable: 6291456 kB\n"}, 3, id="memory"),
+        pytest.param({"proc/meminfo": "MemAvailable: 1000 kB\n"}, 1, id="little memory"),
+        pytest.param({"sys/fs/cgroup/memory.max": "4294967296\n"}, 2, id="cgroup v2"),
+        pytest.param({"sys/fs/cgroup/memory/memory.limit_in_bytes": "10737418240\n"}, 5, id="cgroup v1"),
+        pytest.param({"sys/fs/cgroup/memory.max": "max\n"}, 8, id="no limit"),
+        pytest.param({"sys/fs/cgroup/cpu.max": "150000 50000\n"}, 3, id="quota"),
+        pytest.param({"sys/fs/cgroup/cpu.max": "max 100000\n"}, 8, id="no quota"),
+    ],
 )
 def test_jobs_follow_cores_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, jobs: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], jobs: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available} kB\n")
-    assert _toolchain.jobs({}, tmp_path / "meminfo") == jobs
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    for name, content in ({"proc/meminfo": "MemAvailable: 67108864 kB\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert _toolchain.jobs({}, tmp_path) == jobs
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="compares with git, which is not here")
