@@ -240,19 +240,10 @@ def measure_runtime(bench: Bench, dtype: str, n: int) -> dict[str, Any]:
 
 def measure_first_call() -> dict[str, Any]:
     """The first call in a new process: compiled, and then read from disk."""
+    command = [sys.executable, "-c", FIRST_CALL]
     with tempfile.TemporaryDirectory() as folder:
-        times = [
-            json.loads(
-                subprocess.run(
-                    [sys.executable, "-c", FIRST_CALL],
-                    env=os.environ | {"LLTM_EXT_CACHE": f"{folder}/cache"},
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                ).stdout
-            )
-            for _ in range(2)
-        ]
+        env = os.environ | {"LLTM_EXT_CACHE": f"{folder}/cache"}
+        times = [json.loads(subprocess.check_output(command, env=env, text=True)) for _ in range(2)]
     return {"part": FIRST, "compiled ms": times[0], "from disk ms": times[1]}
 
 
