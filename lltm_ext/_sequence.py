@@ -152,18 +152,9 @@ def sequence_function(
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    def by_reference(
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None,
-        batch_sizes: list[int] | None,
-        reverse: bool,
-    ) -> Outputs:
+    def by_reference(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> Outputs:
         """By the reference: all steps at once, or step by step if the number of rows changes."""
-        weights = (weight_ih, weight_hh, bias)
+        *weights, batch_sizes, reverse = args
         if batch_sizes is None:
             output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
             return output.flip(0) if reverse else output, h_n, c_n
