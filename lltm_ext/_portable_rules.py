@@ -56,7 +56,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def needs_grad(*args: Any) -> bool:
-    """Whether autograd must see a call. A forward-mode tangent counts: it meets autograd's own error."""
+    """Whether autograd must see a call. A forward-mode tangent counts too: autograd raises its own error."""
     forward_ad = torch.autograd.forward_ad
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
         return True
@@ -100,7 +100,7 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
 
 
 def note_change(x: Tensor) -> None:
-    """So that a backward which needs the old values notices."""
+    """Tells autograd, which may have saved the old values."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
@@ -163,7 +163,7 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
     forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
 
     class BothFunction(torch.autograd.Function):
-        """``(split, batch_sizes, algorithm, input, *onward, *reverse)``: ``inputs[split:]`` are reverse."""
+        """``(split, batch_sizes, algorithm, input, *forward, *reverse)``: ``inputs[split:]`` are reverse."""
 
         @staticmethod
         def forward(
@@ -190,7 +190,7 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
                 gradients = backward_op(
                     grads, inputs[0], inputs[1:split], inputs[split:], saved, *how, *wanted
                 )
-                given = [*range(split), *range(6, 6 + len(inputs) - split)]  # of two biases, one may be none
+                given = [*range(split), *range(6, 6 + len(inputs) - split)]  # either bias may be missing
                 found = [
                     gradients[i] if is_needed else None for i, is_needed in zip(given, needed, strict=True)
                 ]
@@ -206,8 +206,8 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
             for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse)
         )
 
-    def recorded(input: Tensor, onward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
-        return [list(BothFunction.apply(1 + len(onward), *how, input, *onward, *reverse))]
+    def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
+        return [list(BothFunction.apply(1 + len(forward), *how, input, *forward, *reverse))]
 
     return recorded
 
@@ -218,7 +218,8 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
 def cast(x: Any, is_cell: bool = False) -> Any:
     """To autocast's dtype, which applies to floating point other than float64.
 
-    A cell state, the second tensor of a direction's list, keeps float32 and autocast's dtype.
+    A cell state, in a direction's list the second tensor, stays in float32 or in autocast's dtype; the other
+    half type becomes float32.
     """
     if isinstance(x, (list, tuple)):
         return [cast(each, i == 1) for i, each in enumerate(x)]
@@ -261,7 +262,7 @@ def shape_gemm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    """Of what is not needed, None."""
+    """None for what is not needed."""
     _, _, new_cell, _, input, weights, old_h, *needed = args
     of_input, of_h, of_cell = (
         dense(x) if wanted else None for x, wanted in zip((input, old_h, new_cell), needed, strict=True)
@@ -274,7 +275,7 @@ def shape_sequence(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> tuple[T
 
 
 def shape_sequence_forward(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
-    """The gates follow; and ``extra``, for both cells one value a unit."""
+    """Followed by the gates and ``extra``, which has one value per unit for LLTM and LSTM."""
     h0, _, _, weight_hh = direction[:4]
     gates, extra = (input.new_empty(*input.shape[:-1], n) for n in (weight_hh.shape[0], h0.shape[1]))
     return *shape_sequence(input, *direction), gates, extra
@@ -288,12 +289,12 @@ def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -
 
 
 def shape_both(shapes: Callable[..., tuple[Tensor, ...]]) -> Kernel:
-    return lambda input, onward, reverse, *args: [*shapes(input, *onward), *shapes(input, *reverse)]
+    return lambda input, forward, reverse, *args: [*shapes(input, *forward), *shapes(input, *reverse)]
 
 
-def shape_both_backward(_: Any, input: Tensor, onward: Any, reverse: Any, *args: Any) -> list[Tensor]:
+def shape_both_backward(_: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
     needed = args[-2:]
-    return [*shape_gradients(input, onward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
+    return [*shape_gradients(input, forward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
 
 
 def meta(x: Any) -> Any:
@@ -309,7 +310,7 @@ def meta(x: Any) -> Any:
 
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
-    """That all tensors are on one device, which meta tensors do not show."""
+    """Raises unless all tensors are on one device, which meta tensors do not show."""
     first = next(tensors_of(args))
     for argument, x in zip(arguments_of(name), args, strict=False):
         if isinstance(x, Tensor) and x.device != first.device:
@@ -319,8 +320,8 @@ def check_devices(name: str, args: Sequence[Any]) -> None:
 
 
 def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
-    """The library's own checks, so that a traced call raises the errors of a real one."""
-    # Imported here: it brings sympy, half a second of import time. Whoever traces has it already.
+    """Makes the library's own checks, so that a traced call raises the errors of a real one."""
+    # Imported here because it imports sympy, which takes half a second. Tracing has imported it already.
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     check_devices(name, args)

@@ -56,7 +56,7 @@ class SequenceOp(NamedTuple):
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
     run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=)
-    run_both: Callable[..., list[Outputs]]  # (input, onward, reverse, batch_sizes)
+    run_both: Callable[..., list[Outputs]]  # (input, forward, reverse, batch_sizes)
 
 
 SEQUENCE_OPS: dict[str, SequenceOp] = {}
@@ -240,14 +240,14 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
     op = getattr(ops, f"{name}_bidirectional")
 
     def run(
-        input: Tensor, onward: Direction, reverse: Direction, batch_sizes: list[int] | None = None
+        input: Tensor, forward: Direction, reverse: Direction, batch_sizes: list[int] | None = None
     ) -> list[Outputs]:
         if transforms_active():
             return [
                 sequence(input, *direction, batch_sizes=batch_sizes, reverse=is_reverse)
-                for direction, is_reverse in ((onward, False), (reverse, True))
+                for direction, is_reverse in ((forward, False), (reverse, True))
             ]
-        given = ([x for x in direction if x is not None] for direction in (onward, reverse))
+        given = ([x for x in direction if x is not None] for direction in (forward, reverse))
         outputs = op(input, *given, batch_sizes)
         return [tuple(outputs[:3]), tuple(outputs[3:])]
 
