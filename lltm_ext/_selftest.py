@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import tempfile
 import time
@@ -307,7 +308,7 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     for ours, theirs in zip(actual, expected, strict=True):
         if ours.shape != theirs.shape:
             raise ValueError(f"expected shape {list(theirs.shape)}, got {list(ours.shape)}")
-        largest = max(largest, ((ours - theirs).norm() / theirs.norm()).nan_to_num(float("inf")).item())
+        largest = max(largest, ((ours - theirs).norm() / theirs.norm()).nan_to_num(math.inf, math.inf).item())
     return largest
 
 
