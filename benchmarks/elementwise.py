@@ -101,17 +101,19 @@ def learning(function: Callable[..., Tensor]) -> Function:
 
     def step(x: Tensor, grad_output: Tensor) -> Any:
         leaves = [p.detach().requires_grad_() for p in (x, *learned(x.device))]
-        return torch.autograd.grad(function(*leaves), leaves, grad_output)
+        return torch.autograd.grad(function(*leaves, *RANGE), leaves, grad_output)
 
     return step
 
 
-def ours_learned(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    return lltm_ext.fake_quantize(x, scale, zero_point, *RANGE)
+def torch_learned(*args: Any) -> Tensor:
+    return torch._fake_quantize_learnable_per_tensor_affine(*args, 1.0)
 
 
-def torch_learned(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    return torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero_point, *RANGE, 1.0)
+def pair(
+    how: Callable[[Function], Function], ours: Function, torchs: Function, *rest: Any, **more: Any
+) -> Case:
+    return Case(how(ours), how(torchs), *rest, **more)
 
 
 CASES: Mapping[str, Case] = {
@@ -119,25 +121,18 @@ CASES: Mapping[str, Case] = {
     "sigmoid backward": Case(ops.sigmoid_backward, aten.sigmoid_backward, 2, 3),
     "relu": Case(lltm_ext.relu, torch.relu),
     "relu backward": Case(ops.relu_backward, lambda g, y: aten.threshold_backward(g, y, 0), 2, 3),
-    "round": Case(lltm_ext.round, torch.round),
-    "floor": Case(lltm_ext.floor, torch.floor),
-    "ceil": Case(lltm_ext.ceil, torch.ceil),
-    "trunc": Case(lltm_ext.trunc, torch.trunc),
+    **{
+        name: Case(getattr(lltm_ext, name), getattr(torch, name))
+        for name in ("round", "floor", "ceil", "trunc")
+    },
     "binarize": Case(lltm_ext.binarize, torch_binarize),
     "binarize clipped backward": Case(binarize_backward("clipped"), clipped_backward, 2, 3),
     "binarize tanh backward": Case(binarize_backward("tanh"), tanh_backward, 2, 3),
-    "round, straight through": Case(training(lltm_ext.round), training(straight_through(torch.round)), 2),
-    "binarize, straight through": Case(
-        training(lltm_ext.binarize), training(straight_through(torch_binarize)), 2
-    ),
-    "fake_quantize": Case(
-        per_tensor(lltm_ext.fake_quantize), per_tensor(torch.fake_quantize_per_tensor_affine)
-    ),
-    "fake_quantize, training": Case(
-        training(per_tensor(lltm_ext.fake_quantize)),
-        training(per_tensor(torch.fake_quantize_per_tensor_affine)),
-        2,
-        4,
+    "round, straight through": pair(training, lltm_ext.round, straight_through(torch.round), 2),
+    "binarize, straight through": pair(training, lltm_ext.binarize, straight_through(torch_binarize), 2),
+    "fake_quantize": pair(per_tensor, lltm_ext.fake_quantize, torch.fake_quantize_per_tensor_affine),
+    "fake_quantize, training": pair(
+        lambda f: training(per_tensor(f)), lltm_ext.fake_quantize, torch.fake_quantize_per_tensor_affine, 2, 4
     ),
     "… per row of 1,024": Case(
         training(per_row(ours_per_row)),
@@ -147,16 +142,12 @@ CASES: Mapping[str, Case] = {
         eager=("torch",),
     ),
     # torch's learns in float32 only.
-    "… learning the scale": Case(
-        learning(ours_learned), learning(torch_learned), 2, 5, ("float32",), eager=("torch",)
+    "… learning the scale": pair(
+        learning, lltm_ext.fake_quantize, torch_learned, 2, 5, ("float32",), eager=("torch",)
     ),
     # torch has no such op: its rounding to nearest.
-    "stochastic_round": Case(
-        lambda x: lltm_ext.stochastic_round(x, torch.bfloat16),
-        lambda x: x.to(torch.bfloat16),
-        1,
-        1.5,
-        ("float32",),
+    "stochastic_round": pair(
+        lambda f: lambda x: f(x, torch.bfloat16), lltm_ext.stochastic_round, Tensor.to, 1, 1.5, ("float32",)
     ),
 }
 # Host time is measured of these, with and without a gradient.
@@ -240,19 +231,10 @@ def measure_runtime(bench: Bench, dtype: str, n: int) -> dict[str, Any]:
 
 def measure_first_call() -> dict[str, Any]:
     """The first call in a new process: compiled, and then read from disk."""
+    command = [sys.executable, "-c", FIRST_CALL]
     with tempfile.TemporaryDirectory() as folder:
-        times = [
-            json.loads(
-                subprocess.run(
-                    [sys.executable, "-c", FIRST_CALL],
-                    env=os.environ | {"LLTM_EXT_CACHE": f"{folder}/cache"},
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                ).stdout
-            )
-            for _ in range(2)
-        ]
+        env = os.environ | {"LLTM_EXT_CACHE": f"{folder}/cache"}
+        times = [json.loads(subprocess.check_output(command, env=env, text=True)) for _ in range(2)]
     return {"part": FIRST, "compiled ms": times[0], "from disk ms": times[1]}
 
 

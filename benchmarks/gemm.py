@@ -149,7 +149,6 @@ def main() -> None:
         for k, n in ((256, 256),) if args.small else ((4096, 4096), (4096, 11_008)):
             for m in (1, 8) if args.small else (1, 2, 4, 8, 16, 32, 64):
                 rows.append(measure(bench, FEW_ROWS, dtype, "NT", (m, k, n)))
-    for dtype in HALF:
         for name, shape in ({"primes": (251, 257, 263)} if args.small else ODD_SHAPES).items():
             rows.append(measure(bench, ODD, dtype, "NN", shape, shape=name))
     for activation in ("relu", "gelu"):
@@ -257,10 +256,8 @@ def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
     """Our rate relative to torch's: above the line is faster."""
 
     def label(row: dict[str, Any]) -> str:
-        if part == FEW_ROWS:
-            return f"{row['m']} x {row['n']}"
-        if part == ODD:
-            return row["shape"]
+        if part != FUSED:
+            return f"{row['m']} x {row['n']}" if part == FEW_ROWS else row["shape"]
         return f"{row['activation']}{', training' if row['backward'] else ''}, K {row['k']}"
 
     labels = list(dict.fromkeys(map(label, rows)))

@@ -179,7 +179,7 @@ def each_of(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) 
 def rotating(call: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> Call:
     """Calls with one set of arguments after the other, so that they are not in cache.
 
-    Keeps as many results for the same reason; on the CPU only one, to spare its allocator fresh pages.
+    Keeps as many results for the same reason; on the CPU only one, so that its allocator reuses pages.
     """
     results: deque[Any] = deque(maxlen=len(argument_sets) if argument_sets[0][0].is_cuda else 1)
     turn = 0

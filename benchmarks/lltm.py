@@ -209,24 +209,6 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = True
 
 
-def forward_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> Callable[[], Any]:
-    def call() -> Any:
-        with matmul_precision(candidate.precision), torch.no_grad():
-            return candidate.module(input)
-
-    return call
-
-
-def training_call(candidate: Candidate, input: Tensor, grad_output: Tensor) -> Callable[[], None]:
-    def call() -> None:
-        input.grad = None
-        candidate.module.zero_grad()
-        with matmul_precision(candidate.precision):
-            candidate.module(input)[0].backward(grad_output)
-
-    return call
-
-
 class Sequences:
     """Random sequences of one shape, and the candidates that run over them."""
 
@@ -245,11 +227,20 @@ class Sequences:
         return self.inputs[dtype_of(self.candidates[name].precision)]
 
     def call(self, name: str, mode: str) -> Callable[[], Any]:
-        candidate = self.candidates[name]
-        grad_output = self.grad_outputs[dtype_of(candidate.precision)]
-        return {"forward": forward_call, "training": training_call}[mode](
-            candidate, self.input(name), grad_output
-        )
+        module, precision = self.candidates[name]
+        input, grad_output = self.input(name), self.grad_outputs[dtype_of(precision)]
+
+        def forward() -> Any:
+            with matmul_precision(precision), torch.no_grad():
+                return module(input)
+
+        def training() -> None:
+            input.grad = None
+            module.zero_grad()
+            with matmul_precision(precision):
+                module(input)[0].backward(grad_output)
+
+        return {"forward": forward, "training": training}[mode]
 
     def clear(self) -> None:
         for input in self.inputs.values():
@@ -302,9 +293,9 @@ def measure_loop(bench: Bench, shape: Shape) -> Row:
     }
     sequences = Sequences(bench, shape, {name: Candidate(m, "float32") for name, m in modules.items()})
     row = {"part": "sequence", "precision": "float32"} | sizes(shape)
-    for mode in MODES:
-        row |= sequences.times(mode, modules)
-    return row | sequences.peaks()
+    return (
+        row | sequences.times("forward", modules) | sequences.times("training", modules) | sequences.peaks()
+    )
 
 
 def sizes(shape: Shape) -> Row:
@@ -349,11 +340,8 @@ def measure_layers(
     rows = []
     for precision in precisions:
         row = {"part": "bidirectional" if bidirectional else "layer", "precision": precision} | sizes(shape)
-        row |= {
-            key.replace(f" {precision} ", " ", 1): value
-            for key, value in found.items()
-            if f" {precision} " in key
-        }
+        here = f" {precision} "
+        row |= {key.replace(here, " ", 1): value for key, value in found.items() if here in key}
         for mode in MODES:
             for name in (LLTM, LSTM):
                 if f"{name} {mode} ms" in row:
@@ -433,19 +421,10 @@ def summarize(rows: list[Row]) -> list[Row]:
         ratios["both"] = ratios["forward"] | ratios["training"]
         for mode, of in ratios.items() if here else ():
             worst = max(of, key=of.__getitem__)
-            found.append(
-                {
-                    "part": "summary",
-                    "ours": ours,
-                    "precision": ", ".join(precisions),
-                    "mode": mode,
-                    "ratios": len(of),
-                    "geometric mean": statistics.geometric_mean(of.values()),
-                    "worst": of[worst],
-                    "worst at": worst,
-                    "losses": {name: ratio for name, ratio in of.items() if ratio > 1},
-                }
-            )
+            row = {"part": "summary", "ours": ours, "precision": ", ".join(precisions), "mode": mode}
+            row |= {"ratios": len(of), "geometric mean": statistics.geometric_mean(of.values())}
+            row |= {"worst": of[worst], "worst at": worst}
+            found.append(row | {"losses": {name: ratio for name, ratio in of.items() if ratio > 1}})
     return found
 
 
@@ -574,10 +553,14 @@ def outer_labels(panels: Sequence[Any]) -> None:
     panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def bars(axes: Any, names: list[str], values: list[float], labels: list[str]) -> None:
-    drawn = axes.barh(names, values, color=[color(name, names) for name in names], height=0.7)
-    axes.bar_label(drawn, labels, padding=3, fontsize=8, color=INK)
-    axes.margins(x=0.25)
+def bars(axes: Any, names: list[str], sets: Sequence[tuple[float, list[float], list[str]]]) -> None:
+    """A bar for each name, or several: the sets have an offset, the values and the labels."""
+    for i, (offset, values, labels) in enumerate(sets):
+        places, shades = [at + offset for at in range(len(names))], [color(name, names) for name in names]
+        drawn = axes.barh(places, values, 0.72 / len(sets), color=shades, alpha=0.6 if i else 1)
+        axes.bar_label(drawn, labels, padding=3, fontsize=8, color=INK)
+    axes.set_yticks(range(len(names)), names)
+    axes.margins(x=0.6)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
 
@@ -585,17 +568,11 @@ def bars(axes: Any, names: list[str], values: list[float], labels: list[str]) ->
 def draw_step(axes: Any, rows: list[Row]) -> None:
     times = {row["what"]: row for row in rows if not row["waits"]}
     names = [CELL, FUNCTION, BINDINGS, *(peer for peer in STEP_PEERS if f"{peer} us" in rows[0])]
+    sets = []
     for offset, what in ((0.19, "forward"), (-0.19, "backward")):
         values = [times[what][f"{name} us"] for name in names]
-        places = [i + offset for i in range(len(names))]
-        drawn = axes.barh(
-            places, values, 0.36, color=[color(n, names) for n in names], alpha=1 if offset > 0 else 0.6
-        )
-        axes.bar_label(drawn, [f"{what} {value:.0f}" for value in values], padding=3, fontsize=8, color=INK)
-    axes.set_yticks(range(len(names)), names)
-    axes.margins(x=0.6)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
+        sets.append((offset, values, [f"{what} {value:.0f}" for value in values]))
+    bars(axes, names, sets)
     axes.set_xlabel("host time, us")
     axes.set_title(
         f"One step: batch {STEP['batch']}, {STEP['features']} in, {STEP['state']} hidden, float32", loc="left"
@@ -610,22 +587,19 @@ def draw_sequence(axes: Any, row: Row) -> None:
         f"{value:.1f} ms" + (f", {peak:,.0f} MiB" if peak is not None else "")
         for value, peak in zip(values, memory, strict=True)
     ]
-    bars(axes, names, values, labels)
-    axes.margins(x=0.5)
+    bars(axes, names, [(0, values, labels)])
     axes.set_xlabel("forward + backward, ms")
     axes.set_title(f"{row['T']} steps: batch {row['B']}, {row['H']} hidden, float32", loc="left")
 
 
 def draw_layer(axes: Any, rows: list[Row]) -> None:
     shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    styles = {
-        "float32": ("o", "#1f5fa8"),
-        "tf32": ("s", "#c2703d"),
-        "bfloat16": ("^", "#2a8a5f"),
-        "float16": ("D", "#9a5fb5"),
-    }
+    precisions, shades = (
+        ("float32", "tf32", "bfloat16", "float16"),
+        ("#1f5fa8", "#c2703d", "#2a8a5f", "#9a5fb5"),
+    )
     for name in (LLTM, LSTM):
-        for precision, (mark, shade) in styles.items():
+        for precision, mark, shade in zip(precisions, "os^D", shades, strict=True):
             here = [row for row in rows if row["precision"] == precision]
             if here:
                 axes.plot(

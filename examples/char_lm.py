@@ -251,27 +251,22 @@ def checkpoint_is_right(model: CharLM, corpus: Corpus, args: argparse.Namespace,
 # ---- the pictures --------------------------------------------------------------------------------
 
 
-def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -> None:
+def subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    return plt.subplots(rows, columns, layout="constrained", **options)
+
+
+def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -> None:
     differences = [max(abs(a - b), 1e-9) for a, b in zip(ours.bits, reference.bits, strict=False)]
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    top.plot(
-        reference.bits,
-        color="#e8a33d",
-        linewidth=4,
-        alpha=0.7,
-        label=f"pure PyTorch, {len(reference.bits)} steps",
-    )
+    figure, (top, bottom) = subplots(2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(3, 1))
+    steps, floor = len(reference.bits), f"validation, {validation:.2f}"
+    top.plot(reference.bits, color="#e8a33d", linewidth=4, alpha=0.7, label=f"pure PyTorch, {steps} steps")
     top.plot(ours.bits, color="#2463a8", linewidth=1, label=f"lltm_ext.LLTM, {len(ours.bits)} steps")
-    top.axhline(
-        validation, color="#555555", linewidth=1, linestyle=":", label=f"validation, {validation:.2f}"
-    )
+    top.axhline(validation, color="#555555", linewidth=1, linestyle=":", label=floor)
     top.set(ylabel="bits per character", title=title, ylim=(0, None))
     top.legend(frameon=False)
     bottom.semilogy(differences, color="#2463a8", linewidth=0.8)
@@ -280,12 +275,7 @@ def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -
 
 
 def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    figure, (left, right) = subplots(1, 2, figsize=(10, 4.2), sharey=True)
     styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # the LSTMs' curves may coincide
     for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
         curve = smooth(run.bits)
@@ -313,22 +303,11 @@ def finish(figure: Any, path: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="a UTF-8 text file (default: the text of Python's manual)",
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="train LLTM, lltm_ext.LSTM and nn.LSTM instead"
-    )
+    text, steps = "a UTF-8 text file (default: the text of Python's manual)", "(default: --steps)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--compare", action="store_true", help="train LLTM, LSTM and nn.LSTM instead")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--reference-steps",
-        type=int,
-        metavar="STEPS",
-        help="steps of the pure-PyTorch curve (default: --steps)",
-    )
+    parser.add_argument("--reference-steps", type=int, help=f"steps of the pure-PyTorch curve {steps}")
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--length", type=int, default=64, help="characters in a training sequence")
     parser.add_argument("--batch-size", type=int, default=32)

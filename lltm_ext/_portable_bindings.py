@@ -31,10 +31,6 @@ def gemm_backward(grad_c: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     return [ops.gemm(grad_c, b.mT), ops.gemm(a.mT, grad_c)]
 
 
-def straight_through(grad_output: Tensor) -> Tensor:
-    return grad_output
-
-
 def cell_forward(
     input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
 ) -> list[Tensor]:
@@ -45,24 +41,15 @@ def cell_forward(
 
 
 def cell_backward(
-    grad_h: Tensor,
-    grad_cell: Tensor,
-    new_cell: Tensor,
-    input_gate: Tensor,
-    output_gate: Tensor,
-    candidate_cell: Tensor,
-    X: Tensor,
-    gate_weights: Tensor,
-    weights: Tensor,
+    grad_h: Tensor, grad_cell: Tensor, new_cell: Tensor, X: Tensor, weights: Tensor, **gates: Tensor
 ) -> list[Tensor]:
     batch, hidden = new_cell.shape
-    gates = {"input_gate": input_gate, "output_gate": output_gate, "candidate_cell": candidate_cell}
-    for name, gate in gates.items():
-        check_like(name, gate, weights, [batch, hidden])
-    check_like("gate_weights", gate_weights, weights, [batch, 3 * hidden])
-    activated, old_h, input = torch.stack(list(gates.values())), X[:, :hidden], X[:, hidden:]
+    names = ("input_gate", "output_gate", "candidate_cell")
+    activated = [check_like(name, gates[name], weights, [batch, hidden]) for name in names]
+    check_like("gate_weights", gates["gate_weights"], weights, [batch, 3 * hidden])
+    old_h, input, needed = X[:, :hidden], X[:, hidden:], (True, True, True)
     grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell = ops.lltm_cell_backward(
-        grad_h, grad_cell, new_cell, activated, input, weights, old_h, True, True, True
+        grad_h, grad_cell, new_cell, torch.stack(activated), input, weights, old_h, *needed
     )
     return [grad_old_h, grad_input, grad_weights, grad_bias.unsqueeze(0), grad_old_cell]
 
@@ -70,7 +57,7 @@ def cell_backward(
 COMPOSED: dict[str, Binding] = {
     "gemm.gemm": gemm_into,
     "gemm.backward": gemm_backward,
-    "round.backward": straight_through,
+    "round.backward": lambda grad_output: grad_output,
     "lltm.forward": cell_forward,
     "lltm.backward": cell_backward,
 }
@@ -86,25 +73,25 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
         if name.startswith("call_"):
             yield name, getattr(ops, name.removeprefix("call_"))
             continue
-        types = {x.arg: ast.unparse(x.annotation) for x in node.args.args if x.annotation}
-        tensors = {argument: what for argument, what in types.items() if what.startswith("Tensor")}
         default = {"forward": op, "backward": f"{op}_backward"}.get(name, name)
         function = COMPOSED.get(f"{op}.{name}") or getattr(ops, default)
-        yield name, raw(f"{op}.{name}", function, tensors)
+        yield name, raw(f"{op}.{name}", function, node.args.args)
 
 
-def raw(op: str, function: Binding, tensors: dict[str, str]) -> Binding:
-    """``function``, which takes contiguous ``tensors`` only, by name and type; its errors name ``op``."""
+def raw(op: str, function: Binding, arguments: list[ast.arg]) -> Binding:
+    """``function``, which takes contiguous tensors only, by position or name; its errors name ``op``."""
+    types = {x.arg: ast.unparse(x.annotation) for x in arguments if x.annotation}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(tensors, args, strict=False)) | kwargs
-        for name, annotation in tensors.items():
-            if annotation == "Tensor" or given.get(name) is not None:
-                check_input(op, name, given.get(name))
+        given = dict(zip(types, args, strict=False))
+        for name, annotation in types.items():
+            x = given.get(name, kwargs.get(name))
+            if annotation == "Tensor" or (annotation == "Tensor | None" and x is not None):
+                check_input(op, name, x)
         try:
             with torch.no_grad():
-                return function(*args, **kwargs)
+                return function(*args[len(types) :], **given, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             what = str(error).partition(": ")[2].replace("expected out ", "expected c ")
             raise type(error)(f"{op}: {what}") from None
@@ -132,13 +119,14 @@ def check_input(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: expected {name} of dtype {expected}, got {dtype_name(x)}")
 
 
-def check_like(name: str, x: Tensor, like: Tensor, shape: list[int]) -> None:
+def check_like(name: str, x: Tensor, like: Tensor, shape: list[int]) -> Tensor:
     if x.dtype != like.dtype:
         raise TypeError(f"lltm: expected {name} of dtype {dtype_name(like)}, got {dtype_name(x)}")
     if x.device != like.device:
         raise RuntimeError(f"lltm: expected {name} on {like.device}, got {x.device}")
     if list(x.shape) != shape:
         raise RuntimeError(f"lltm: expected {name} of shape {shape}, got {list(x.shape)}")
+    return x
 
 
 def dtype_name(x: Tensor) -> str:

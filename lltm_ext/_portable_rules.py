@@ -27,7 +27,12 @@ _library = torch.library.Library("lltm_ext", "IMPL")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
-_ERRORS = {"TypeError: ": TypeError, "ValueError: ": ValueError}
+_ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+def arguments_of(name: str) -> Any:
+    """The arguments of the op, as its schema declares them."""
+    return getattr(ops, name).default._schema.arguments
 
 
 # ---- errors
@@ -35,10 +40,8 @@ _ERRORS = {"TypeError: ": TypeError, "ValueError: ": ValueError}
 
 def typed(error: RuntimeError) -> Exception:
     """The error with its type, which the stable ABI puts into the message of a RuntimeError."""
-    for prefix, kind in _ERRORS.items():
-        if str(error).startswith(prefix):
-            return kind(str(error).removeprefix(prefix))
-    return error
+    kind, _, message = str(error).partition(": ")
+    return _ERRORS[kind](message) if kind in _ERRORS else error
 
 
 # ---- autograd
@@ -53,7 +56,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def needs_grad(*args: Any) -> bool:
-    """Whether autograd must see a call. A forward-mode tangent counts: it meets autograd's own error."""
+    """Whether autograd must see a call. A forward-mode tangent counts too: autograd raises its own error."""
     forward_ad = torch.autograd.forward_ad
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
         return True
@@ -77,29 +80,27 @@ def apply_of(function: Any) -> Kernel:
     return apply
 
 
-def recording(name: str, recorded: Kernel) -> Kernel:
-    """The op, and ``recorded`` where a gradient is wanted."""
+def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
+    """The op, and where a gradient is wanted, the first results of ``recorded``, called with all arguments.
+
+    ``checks``: the op's checks come first, for a ``recorded`` that makes none.
+    """
+    defaults = [(argument.name, argument.default_value) for argument in arguments_of(name)]
+    returns = len(getattr(ops, name).default._schema.returns)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if needs_grad(*args, *kwargs.values()):
-            return recorded(*args, **kwargs)
-        return below_autograd(name, *args, **kwargs)
+        if not needs_grad(*args, *kwargs.values()):
+            return below_autograd(name, *args, **kwargs)
+        if checks:
+            check_on_meta(name, args)
+        found = recorded(*args, *(kwargs.get(argument, value) for argument, value in defaults[len(args) :]))
+        return found if isinstance(found, Tensor) else found[0] if returns == 1 else found[:returns]
 
     return kernel
 
 
-def checked(name: str, composed: Kernel) -> Kernel:
-    """``composed``, which passes meta tensors through too, after the checks of the op ``name``."""
-
-    def kernel(*args: Any) -> Any:
-        check_on_meta(name, args)
-        return composed(*args)
-
-    return recording(name, kernel)
-
-
 def note_change(x: Tensor) -> None:
-    """So that a backward which needs the old values notices."""
+    """Tells autograd, which may have saved the old values."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
@@ -157,112 +158,84 @@ def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str
     return grad, grad.sum(tuple(range(grad.dim() - 1)))
 
 
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    precision: str = "ieee",
-) -> Tensor:
-    return apply_of(_Product)(a, b, bias, activation, precision)[0]
-
-
-def lltm_cell(*args: Any) -> tuple[Tensor, Tensor]:
-    return apply_of(_CellFunction)(*args)[:2]
-
-
-def sequence(function: Any) -> Kernel:
-    apply = apply_of(function)
-
-    def kernel(
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None = None,
-        batch_sizes: list[int] | None = None,
-        reverse: bool = False,
-        algorithm: str = "auto",
-    ) -> tuple[Tensor, ...]:
-        tensors = (input, h0, c0, weight_ih, weight_hh, bias)
-        return apply(*tensors, batch_sizes, reverse, algorithm)[:3]
-
-    return kernel
-
-
 def bidirectional(name: str, op: SequenceOp) -> Kernel:
     """Both directions of a layer, side by side in one launch where that is faster."""
     forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
 
     class BothFunction(torch.autograd.Function):
-        """``(batch_sizes, algorithm, split, input, *onward, *reverse)``: ``split`` are not reverse."""
+        """``(split, batch_sizes, algorithm, input, *forward, *reverse)``: ``inputs[split:]`` are reverse."""
 
         @staticmethod
         def forward(
-            ctx: Any, batch_sizes: list[int] | None, algorithm: str, split: int, *inputs: Tensor
+            ctx: Any, split: int, batch_sizes: list[int] | None, algorithm: str, *inputs: Tensor
         ) -> tuple[Tensor, ...]:
             y = forward_op(inputs[0], inputs[1:split], inputs[split:], batch_sizes, algorithm)
-            ctx.batch_sizes, ctx.algorithm, ctx.split = batch_sizes, algorithm, split
+            ctx.how = split, batch_sizes, algorithm
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*inputs, y[0], *y[3:6], *y[8:])
             return *y[:3], *y[5:8]
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            inputs, saved, split = ctx.saved_tensors[:-6], ctx.saved_tensors[-6:], ctx.split
-            needed = ctx.needs_input_grad[3:]
+            split, *how = ctx.how
+            inputs, saved = ctx.saved_tensors[:-6], ctx.saved_tensors[-6:]
             found: Sequence[Tensor | None] = [None] * len(inputs)
-            if torch.is_grad_enabled() and any(g is not None for g in grads):
-                found = differentiable_gradients(functools.partial(composed, ctx), inputs, grads)
-            elif any(g is not None for g in grads):
-                of_bias = any(needed[5:split]) or any(needed[split + 4 :])
-                directions = inputs[1:split], inputs[split:]
+            if all(g is None for g in grads):
+                pass
+            elif torch.is_grad_enabled():
+                found = differentiable_gradients(functools.partial(composed, split, how[0]), inputs, grads)
+            else:
+                needed = ctx.needs_input_grad[3:]
+                wanted = needed[0], any(needed[5:split]) or any(needed[split + 4 :])
                 gradients = backward_op(
-                    grads, inputs[0], *directions, saved, ctx.batch_sizes, ctx.algorithm, needed[0], of_bias
+                    grads, inputs[0], inputs[1:split], inputs[split:], saved, *how, *wanted
                 )
-                given = [*range(split), *range(6, 6 + len(directions[1]))]  # of two biases, one may be none
-                found = [gradients[i] if wanted else None for i, wanted in zip(given, needed, strict=True)]
+                given = [*range(split), *range(6, 6 + len(inputs) - split)]  # either bias may be missing
+                found = [
+                    gradients[i] if is_needed else None for i, is_needed in zip(given, needed, strict=True)
+                ]
             return None, None, None, *found
 
-    def composed(ctx: Any, input: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        directions = others[: ctx.split - 1], others[ctx.split - 1 :]
+    def composed(
+        split: int, batch_sizes: list[int] | None, input: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        directions = (others[: split - 1], False), (others[split - 1 :], True)
         return tuple(
             y
-            for tensors, reverse in zip(directions, (False, True), strict=True)
-            for y in op.Function.composed(input, *(*tensors, None)[:5], ctx.batch_sizes, reverse)
+            for tensors, reverse in directions
+            for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse)
         )
 
-    def kernel(
-        input: Tensor,
-        onward: Sequence[Tensor],
-        reverse: Sequence[Tensor],
-        batch_sizes: list[int] | None = None,
-        algorithm: str = "auto",
-    ) -> list[Tensor]:
-        return list(BothFunction.apply(batch_sizes, algorithm, 1 + len(onward), input, *onward, *reverse))
+    def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
+        return [list(BothFunction.apply(1 + len(forward), *how, input, *forward, *reverse))]
 
-    return kernel
+    return recorded
 
 
 # ---- autocast
 
 
-def cast(x: Any) -> Any:
-    """To autocast's dtype, which applies to floating point other than float64."""
+def cast(x: Any, is_cell: bool = False) -> Any:
+    """To autocast's dtype, which applies to floating point other than float64.
+
+    A cell state, in a direction's list the second tensor, stays in float32 or in autocast's dtype; the other
+    half type becomes float32.
+    """
     if isinstance(x, (list, tuple)):
-        return [cast(each) for each in x]
+        return [cast(each, i == 1) for i, each in enumerate(x)]
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(torch.float32 if is_cell and x.dtype != dtype else dtype)
 
 
-def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """``of_args`` casts the arguments. Autocast is off in the call: the library's own calls must not cast."""
+def on_autocast(name: str, casts: bool) -> None:
+    """Autocast is off in the call: the library's own calls must not cast."""
+    are_cells = [argument.name in ("c0", "old_cell") for argument in arguments_of(name)]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(of_args(args))
+        if casts:
+            args = tuple(cast(x, is_cell) for x, is_cell in zip(args, are_cells, strict=False))
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return getattr(ops, name)(*args, **kwargs)
 
@@ -270,43 +243,11 @@ def on_autocast(name: str, of_args: Callable[[Sequence[Any]], Sequence[Any]]) ->
         _library.impl(name, kernel, key)
 
 
-def cast_cell(x: Any) -> Any:
-    """A cell state keeps its dtype, best float32, unless that is the other half type."""
-    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if half and x.dtype != torch.get_autocast_dtype(x.device.type) else x
-
-
-def all_with(*cells: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Casts all arguments, those at these places as cell states."""
-    return lambda args: [cast_cell(x) if i in cells else cast(x) for i, x in enumerate(args)]
-
-
-def of_directions(args: Sequence[Any]) -> Sequence[Any]:
-    defaults: list[Any] = [None, "auto"]
-    input, *directions, batch_sizes, algorithm = [*args, *defaults[len(args) - 3 :]]
-    lists = [
-        [cast_cell(x) if i == 1 else cast(x) for i, x in enumerate(direction)] for direction in directions
-    ]
-    return cast(input), *lists, batch_sizes, algorithm
-
-
 # ---- fake tensors: shapes of the outputs from those of the arguments
 
 
 def dense(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def of_input(input: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(input)
-
-
-def of_last(grad_output: Tensor, output: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(output)
-
-
-def nothing(*args: Any) -> None:
-    return None
+    return x.new_empty(x.shape)
 
 
 def resized(input: Tensor, *args: Any) -> None:
@@ -320,83 +261,40 @@ def shape_gemm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return a.new_empty(*batch, a.shape[-2], b.shape[-1])
 
 
-def shape_gemm_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    return shape_gemm(*args), shape_gemm(*args)
-
-
-def shape_bias_backward(grad_output: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(saved), saved.new_empty(saved.shape[-1])
-
-
-def shape_cell(input: Tensor, weights: Tensor, bias: Any, old_h: Tensor, old_cell: Tensor) -> Any:
-    return dense(old_h), dense(old_cell)
-
-
-def shape_cell_forward(input: Tensor, weights: Tensor, bias: Any, old_h: Tensor, old_cell: Tensor) -> Any:
-    batch, hidden = old_h.shape
-    return dense(old_h), dense(old_cell), old_h.new_empty(3, batch, hidden)
-
-
-def shape_cell_backward(
-    grad_h: Any,
-    grad_cell: Any,
-    new_cell: Tensor,
-    gates: Any,
-    input: Tensor,
-    weights: Tensor,
-    old_h: Tensor,
-    *needed: bool,
-) -> Any:
-    """Of what is not needed, None."""
+def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
+    """None for what is not needed."""
+    _, _, new_cell, _, input, weights, old_h, *needed = args
     of_input, of_h, of_cell = (
         dense(x) if wanted else None for x, wanted in zip((input, old_h, new_cell), needed, strict=True)
     )
     return of_input, dense(weights), weights.new_empty(weights.shape[0]), of_h, of_cell
 
 
-def shape_sequence(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def shape_sequence(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return input.new_empty(*input.shape[:-1], h0.shape[1]), dense(h0), dense(c0)
 
 
-def shape_sequence_forward(
-    input: Tensor, h0: Tensor, c0: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    """Of both cells ``extra`` is one value a unit."""
-    rows = input.shape[:-1]
-    gates, extra = input.new_empty(*rows, weight_hh.shape[0]), input.new_empty(*rows, h0.shape[1])
-    return *shape_sequence(input, h0, c0), gates, extra
+def shape_sequence_forward(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
+    """Followed by the gates and ``extra``, which has one value per unit for LLTM and LSTM."""
+    h0, _, _, weight_hh = direction[:4]
+    gates, extra = (input.new_empty(*input.shape[:-1], n) for n in (weight_hh.shape[0], h0.shape[1]))
+    return *shape_sequence(input, *direction), gates, extra
 
 
-def shape_gradients(
-    input: Tensor, direction: Sequence[Tensor], input_needs_grad: bool, bias_needs_grad: bool
-) -> list[Tensor]:
-    weight_hh = direction[3]
-    return [
-        dense(input) if input_needs_grad else input.new_empty(0),
-        *(dense(x) for x in direction[:4]),
-        weight_hh.new_empty(weight_hh.shape[0] if bias_needs_grad else 0),
-    ]
+def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -> tuple[Tensor, ...]:
+    of_input, of_bias = needed
+    rows = direction[3].shape[0] if of_bias else 0
+    first = dense(input) if of_input else input.new_empty(0)
+    return first, *map(dense, direction[:4]), direction[3].new_empty(rows)
 
 
-def shape_sequence_backward(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(shape_gradients(args[3], args[4:8], *args[-2:]))
+def shape_both(shapes: Callable[..., tuple[Tensor, ...]]) -> Kernel:
+    return lambda input, forward, reverse, *args: [*shapes(input, *forward), *shapes(input, *reverse)]
 
 
-def shape_both(
-    input: Tensor, onward: Sequence[Tensor], reverse: Sequence[Tensor], *args: Any
-) -> list[Tensor]:
-    return [x for direction in (onward, reverse) for x in shape_sequence(input, *direction[:2])]
-
-
-def shape_both_forward(
-    input: Tensor, onward: Sequence[Tensor], reverse: Sequence[Tensor], *args: Any
-) -> list[Tensor]:
-    return [x for direction in (onward, reverse) for x in shape_sequence_forward(input, *direction)]
-
-
-def shape_both_backward(grad_outputs: Any, input: Tensor, onward: Any, reverse: Any, *args: Any) -> Any:
-    of_each = [shape_gradients(input, direction, *args[-2:]) for direction in (onward, reverse)]
-    return of_each[0] + of_each[1][1:]
+def shape_both_backward(_: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
+    needed = args[-2:]
+    return [*shape_gradients(input, forward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
 
 
 def meta(x: Any) -> Any:
@@ -412,9 +310,9 @@ def meta(x: Any) -> Any:
 
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
-    """That all tensors are on one device, which meta tensors do not show."""
+    """Raises unless all tensors are on one device, which meta tensors do not show."""
     first = next(tensors_of(args))
-    for argument, x in zip(getattr(ops, name).default._schema.arguments, args, strict=False):
+    for argument, x in zip(arguments_of(name), args, strict=False):
         if isinstance(x, Tensor) and x.device != first.device:
             raise RuntimeError(
                 f"{name.removesuffix('_out')}: expected {argument.name} on {first.device}, got {x.device}"
@@ -422,8 +320,8 @@ def check_devices(name: str, args: Sequence[Any]) -> None:
 
 
 def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
-    """The library's own checks, so that a traced call raises the errors of a real one."""
-    # Imported here: it brings sympy, half a second of import time. Whoever traces has it already.
+    """Makes the library's own checks, so that a traced call raises the errors of a real one."""
+    # Imported here because it imports sympy, which takes half a second. Tracing has imported it already.
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     check_devices(name, args)
@@ -436,62 +334,74 @@ def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None 
         raise typed(error) from None
 
 
-def on_fake(name: str, shapes: Kernel) -> None:
-    @functools.wraps(shapes)
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        check_on_meta(name, args, kwargs)
-        return shapes(*args, **kwargs)
-
-    torch.library.register_fake(f"lltm_ext::{name}", fake, lib=_library, _stacklevel=0)
-
-
 # ---- the ops
 
 
 def define(
-    name: str,
-    autograd: Kernel | None = None,
-    shapes: Kernel | None = None,
-    cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
+    name: str, autograd: Kernel | None = None, shapes: Kernel | None = None, casts: bool = False
 ) -> None:
     """Registers the kernels of an op. Without ``autograd`` it is no part of a graph, but called by one."""
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        check_on_meta(name, args, kwargs)
+        return shapes and shapes(*args, **kwargs)
+
     _library.impl(name, autograd or functools.partial(below_autograd, name), "Autograd")
-    on_autocast(name, cast)
+    on_autocast(name, casts)
     if shapes is not None:
-        on_fake(name, shapes)
+        torch.library.register_fake(f"lltm_ext::{name}", fake, lib=_library, _stacklevel=0)
 
 
-def define_unary(name: str, op: UnaryOp) -> None:
-    define(name, recording(name, apply_of(op.Function)), of_input)
-    define(f"{name}_", in_place(name, op), nothing)
-    define(f"{name}_out", writing_out(name), resized)
-    if op.gradient is not None:
-        define(f"{name}_backward", checked(f"{name}_backward", op.gradient), of_last)
+def nothing(*args: Any) -> None:
+    return None
 
 
-def define_sequence(name: str, op: SequenceOp) -> None:
-    define(name, recording(name, sequence(op.Function)), shape_sequence, all_with(2))
-    define(f"{name}_forward", None, shape_sequence_forward)
-    define(f"{name}_backward", None, shape_sequence_backward)
-    define(f"{name}_algorithm", None, None, all_with(2))
-    both = f"{name}_bidirectional"
-    define(both, recording(both, bidirectional(name, op)), shape_both, of_directions)
-    define(f"{both}_forward", None, shape_both_forward)
-    define(f"{both}_backward", None, shape_both_backward)
+def of_first(input: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(input)
+
+
+def of_second(grad_output: Tensor, saved: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(saved)
 
 
 for _name, _unary in UNARY_OPS.items():
-    define_unary(_name, _unary)
+    define(_name, recording(_name, apply_of(_unary.Function)), of_first)
+    define(f"{_name}_", in_place(_name, _unary), nothing)
+    define(f"{_name}_out", writing_out(_name), resized)
+    if _unary.gradient is not None:
+        _name += "_backward"
+        define(_name, recording(_name, _unary.gradient, checks=True), of_second)
+
 for _name, _sequence in SEQUENCE_OPS.items():
-    define_sequence(_name, _sequence)
-define("gemm", recording("gemm", gemm), shape_gemm, all_with())
+    _both = f"{_name}_bidirectional"
+    define(_name, recording(_name, apply_of(_sequence.Function)), shape_sequence, casts=True)
+    define(f"{_name}_forward", None, shape_sequence_forward)
+    define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[-2:]))
+    define(f"{_name}_algorithm", casts=True)
+    define(_both, recording(_both, bidirectional(_name, _sequence)), shape_both(shape_sequence), casts=True)
+    define(f"{_both}_forward", None, shape_both(shape_sequence_forward))
+    define(f"{_both}_backward", None, shape_both_backward)
+
+define("gemm", recording("gemm", apply_of(_Product)), shape_gemm, casts=True)
 define("gemm_out", writing_out("gemm"), nothing)
-define("gemm_forward", None, shape_gemm_forward)
-for _name, _composed, _shapes in (
-    ("gemm_activation_backward", activation_backward, of_last),
-    ("gemm_activation_bias_backward", activation_bias_backward, shape_bias_backward),
-):
-    define(_name, checked(_name, _composed), _shapes)
-define("lltm_cell", recording("lltm_cell", lltm_cell), shape_cell, all_with(4))
-define("lltm_cell_forward", None, shape_cell_forward)
+define("gemm_forward", None, lambda *args: (shape_gemm(*args), shape_gemm(*args)))
+_name = "gemm_activation_backward"
+define(_name, recording(_name, activation_backward, checks=True), of_second)
+_name = "gemm_activation_bias_backward"
+define(
+    _name,
+    recording(_name, activation_bias_backward, checks=True),
+    lambda _, saved, *args: (torch.empty_like(saved), saved.new_empty(saved.shape[-1])),
+)
+define(
+    "lltm_cell",
+    recording("lltm_cell", apply_of(_CellFunction)),
+    lambda input, weights, bias, h, c: (dense(h), dense(c)),
+    casts=True,
+)
+define(
+    "lltm_cell_forward",
+    None,
+    lambda input, weights, bias, h, c: (dense(h), dense(c), h.new_empty(3, *h.shape)),
+)
 define("lltm_cell_backward", None, shape_cell_backward)

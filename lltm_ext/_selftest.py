@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import tempfile
 import time
@@ -74,7 +75,7 @@ def checks() -> Iterator[Check]:
         yield made_at_run_time()
         yield from of_quantizers()
     yield from of_gemm()
-    yield Check("lltm_cell", public("lltm_cell"), lltm_cell_reference, cell_inputs)
+    yield compare("lltm_cell", lltm_cell_reference, cell_inputs)
     for name, op in SEQUENCE_OPS.items():
         yield from of_sequences(name, op.gates, op.reference)
 
@@ -84,23 +85,31 @@ def public(name: str) -> Function:
     return lambda *args, **kwargs: getattr(lltm_ext, name)(*args, **kwargs)
 
 
+def compare(
+    row: str,
+    reference: Function,
+    inputs: Callable[[Make], Inputs],
+    how: Callable[[Function], Function] = lambda function: function,
+) -> Check:
+    """The op that the row is named after, and its reference, both called through ``how``."""
+    return Check(row, how(public(row.partition(",")[0])), how(reference), inputs)
+
+
+def with_options(**options: Any) -> Callable[[Function], Function]:
+    return lambda function: functools.partial(function, **options)
+
+
 def of_elementwise_ops() -> Iterator[Check]:
     for name, op in UNARY_OPS.items():
-        yield Check(name, public(name), op.reference, values)
-        yield Check(name, on_view(public(name)), on_view(op.reference), values)
+        yield compare(name, op.reference, values)
+        yield compare(name, op.reference, values, lambda f: lambda x: f(x.t()[::2]))
         yield Check(name, in_place(name), op.reference, values)
-    binarize = UNARY_OPS["binarize"].reference
     for grad in ("clipped", "tanh"):
-        ours, theirs = (functools.partial(f, grad=grad) for f in (public("binarize"), binarize))
-        yield Check("binarize", ours, theirs, values)
+        yield compare("binarize", UNARY_OPS["binarize"].reference, values, with_options(grad=grad))
 
 
 def values(make: Make) -> Inputs:
     return (make(37, 65, scale=2),)
-
-
-def on_view(function: Function) -> Function:
-    return lambda x: function(x.t()[::2])
 
 
 def in_place(name: str) -> Function:
@@ -109,44 +118,26 @@ def in_place(name: str) -> Function:
 
 def made_at_run_time() -> Check:
     """Compiled at run time; it has no kernel for the CPU."""
+    slopes = {"x": "T d = a + fabs(x); return grad * y * a / (d * d);", "y": "return grad * output / y;"}
 
     def ours(x: Tensor, y: Tensor) -> Tensor:
-        op = lltm_ext.elementwise(
-            "T scaled_softsign(T x, T y, T a)",
-            forward="return y * x / (a + fabs(x));",
-            backward={
-                "x": "T d = a + fabs(x); return grad * y * a / (d * d);",
-                "y": "return grad * output / y;",
-            },
-            scalars={"a": 2.0},
-        )
-        try:
-            return op(x, y)
-        except RuntimeError as error:
-            if x.is_cuda:
-                raise
-            raise Unable("its formula is compiled for CUDA devices") from error
-
-    def reference(x: Tensor, y: Tensor) -> Tensor:
-        return y * x / (2 + x.abs())
+        if not x.is_cuda:
+            raise Unable("its formula is compiled for CUDA devices")
+        signature, formula = "T scaled_softsign(T x, T y, T a)", "return y * x / (a + fabs(x));"
+        return lltm_ext.elementwise(signature, formula, backward=slopes, scalars={"a": 2.0})(x, y)
 
     def inputs(make: Make) -> Inputs:
         return make(37, 65), (1.5 + torch.tanh(make(37, 65).double())).to(make.dtype)  # y is not near 0
 
     # The gradient of y reads the rounded output.
-    return Check("elementwise, made now", ours, reference, inputs)
+    return Check("elementwise, made now", ours, lambda x, y: y * x / (2 + x.abs()), inputs)
 
 
 def of_quantizers() -> Iterator[Check]:
-    def by_numbers(function: Function) -> Function:
-        return lambda x: function(x, 0.25, 1, -8, 7)
-
-    def by_channel(function: Function) -> Function:
-        return lambda x, scale, zero_point: function(x, scale, zero_point, -8, 7, axis=1)
-
-    pairs = {"fake_quantize": by_numbers, "fake_quantize, learnt": by_channel}
-    for (name, how), inputs in zip(pairs.items(), (steps, steps_by_channel), strict=True):
-        yield Check(name, how(public("fake_quantize")), how(fake_quantize_reference), inputs)
+    grid = {"quant_min": -8, "quant_max": 7}
+    by_numbers, by_channel = with_options(scale=0.25, zero_point=1, **grid), with_options(**grid, axis=1)
+    yield compare("fake_quantize", fake_quantize_reference, steps, by_numbers)
+    yield compare("fake_quantize, learnt", fake_quantize_reference, steps_by_channel, by_channel)
     for dtype in HALVES:
         # Rounding to nearest would be off by a fifth of eps; this many draws are off by 0.004.
         bound = torch.finfo(dtype).eps / 32
@@ -179,27 +170,28 @@ def average_of_draws(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def of_gemm() -> Iterator[Check]:
-    gemm = public("gemm")
+    def transposed(function: Function) -> Function:
+        return lambda a, b: function(a.mT, b.mT)
+
+    def with_bias(activation: str, function: Function) -> Function:
+        return lambda a, b, bias: function(a, b, bias=bias, activation=activation)
+
+    gemm = functools.partial(compare, reference=gemm_reference)
     for m, k, n in ((63, 65, 67), (128, 64, 256), (17, 1001, 5), (8, 512, 256), (256, 512, 384)):
-        yield Check("gemm", gemm, gemm_reference, matrices((m, k), (k, n)))
-    turned = (lambda f: lambda a, b: f(a.mT, b.mT))(gemm), lambda a, b: gemm_reference(a.mT, b.mT)
-    yield Check("gemm, transposed", *turned, matrices((65, 63), (67, 65)))
-    yield Check("gemm, transposed", *turned, matrices((512, 256), (384, 512)))
-    yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (7, 65, 67)))
-    yield Check("gemm, batched", gemm, gemm_reference, matrices((7, 63, 65), (65, 67)))
+        yield gemm("gemm", inputs=matrices((m, k), (k, n)))
+    for shapes in ((65, 63), (67, 65)), ((512, 256), (384, 512)):
+        yield gemm("gemm, transposed", inputs=matrices(*shapes), how=transposed)
+    for second in ((7, 65, 67), (65, 67)):
+        yield gemm("gemm, batched", inputs=matrices((7, 63, 65), second))
     for activation in ACTIVATIONS:
+        how = functools.partial(with_bias, activation)
         for m, k, n in ((63, 65, 67), (128, 64, 256)):
-            ours, reference = (functools.partial(with_bias, f, activation) for f in (gemm, gemm_reference))
-            yield Check("gemm, bias, activation", ours, reference, matrices((m, k), (k, n), (n,)))
+            yield gemm("gemm, bias, activation", inputs=matrices((m, k), (k, n), (n,)), how=how)
     for m, k, n in ((63, 65, 67), (256, 512, 384)):
         operands = matrices((m, k), (k, n))
         for precision, bound in (("bf16x6", None), ("bf16x9", None), ("tf32", 1e-3)):
-            ours = functools.partial(gemm, precision=precision)
+            ours = functools.partial(public("gemm"), precision=precision)
             yield Check(f"gemm, {precision}", ours, gemm_reference, operands, (torch.float32,), bound, bound)
-
-
-def with_bias(function: Function, activation: str, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    return function(a, b, bias=bias, activation=activation)
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
@@ -245,15 +237,10 @@ def by_algorithm(name: str, algorithm: str, *tensors: Tensor) -> Any:
 # ---- a check -----------------------------------------------------------------------------------------------
 
 
-class Errors(NamedTuple):
-    forward: float
-    backward: float
-
-
 class Cell(NamedTuple):
     """What the checks of a row found in one dtype."""
 
-    errors: Errors | None  # the largest; None: no check completed
+    errors: tuple[float, ...] | None  # the largest of results and of gradients; None: no check completed
     faults: tuple[str, ...]
     unable: tuple[str, ...]
 
@@ -268,6 +255,7 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
     for check in row:
         if dtype not in check.dtypes:
             continue
+        bounds = check.forward or FORWARD[dtype], check.backward or BACKWARD[dtype]
         try:
             found = errors_of(check, dtype, device)
         except Unable as reason:
@@ -276,15 +264,19 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
             faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         else:
             errors.append(found)
-            faults += too_large(check, dtype, found)
-    worst = Errors(*map(max, zip(*errors, strict=True))) if errors else None
+            faults += [
+                f"relative L2 error of the {what} {error:.1e}, expected at most {bound:.1e}"
+                for what, error, bound in zip(("result", "gradient"), found, bounds, strict=True)
+                if error > bound
+            ]
+    worst = tuple(map(max, zip(*errors, strict=True))) or None
     return Cell(worst, tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(unable)))
 
 
-def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> Errors:
+def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> tuple[float, ...]:
     inputs = [x.to(device) for x in check.inputs(Make(dtype))]
     actual = forward_and_gradients(check.ours, inputs, dtype)
-    return Errors(*map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
+    return tuple(map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
 
 
 @functools.cache  # for other devices, and for checks of the same function
@@ -316,16 +308,8 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     for ours, theirs in zip(actual, expected, strict=True):
         if ours.shape != theirs.shape:
             raise ValueError(f"expected shape {list(theirs.shape)}, got {list(ours.shape)}")
-        error = ((ours - theirs).norm() / theirs.norm()).item()
-        largest = max(largest, error if error == error else float("inf"))
+        largest = max(largest, ((ours - theirs).norm() / theirs.norm()).nan_to_num(math.inf, math.inf).item())
     return largest
-
-
-def too_large(check: Check, dtype: torch.dtype, found: Errors) -> Iterator[str]:
-    bounds = check.forward or FORWARD[dtype], check.backward or BACKWARD[dtype]
-    for what, error, bound in zip(("result", "gradient"), found, bounds, strict=True):
-        if error > bound:
-            yield f"relative L2 error of the {what} {error:.1e}, expected at most {bound:.1e}"
 
 
 # ---- all of them -------------------------------------------------------------------------------------------
@@ -342,10 +326,8 @@ def main(args: argparse.Namespace) -> int:
         # An empty cache, so that ops made at run time are compiled.
         os.environ["LLTM_EXT_CACHE"] = f"{folder}/cache"
         cells = [cell for device in devices() for cell in table(device, rows)]
-    failed = sum(bool(cell.faults) for cell in cells)
-    passed = sum(cell.errors is not None and not cell.faults for cell in cells)
-    not_run = sum(cell.errors is None and not cell.faults for cell in cells)
-    seconds = time.monotonic() - start
+    failed, not_run = (sum(str(cell) == what for cell in cells) for what in ("FAILED", "-"))
+    passed, seconds = len(cells) - failed - not_run, time.monotonic() - start
     print(f"\n{passed} passed, {failed} failed, {not_run} can't run here, in {seconds:.0f} s")
     return 1 if failed else 0
 
@@ -402,10 +384,9 @@ def table(device: torch.device, rows: dict[str, list[Check]]) -> Iterator[Cell]:
         cells = {d: examine(row, d, device) for d in DTYPES if any(d in check.dtypes for check in row)}
         print(f"{name:{width}}", *(f"{cells.get(d, '')!s:>13}" for d in DTYPES), flush=True)
         for dtype, cell in cells.items():
-            for line in [f"FAILED {name}: {f}" for f in cell.faults] + [
-                f"- {name}: {u}" for u in cell.unable
-            ]:
-                lines.setdefault(line, []).append(str(dtype).removeprefix("torch."))
+            for mark, texts in (("FAILED", cell.faults), ("-", cell.unable)):
+                for text in texts:
+                    lines.setdefault(f"{mark} {name}: {text}", []).append(str(dtype).removeprefix("torch."))
         yield from cells.values()
     for line, dtypes in lines.items():
         print(f"{line} ({', '.join(dtypes)})")

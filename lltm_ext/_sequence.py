@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._library import (
     check_tensor,
+    check_tensors,
     describe,
     differentiable_gradients,
     ops,
@@ -55,7 +56,7 @@ class SequenceOp(NamedTuple):
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
     run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=)
-    run_both: Callable[..., list[Outputs]]  # (input, onward, reverse, batch_sizes)
+    run_both: Callable[..., list[Outputs]]  # (input, forward, reverse, batch_sizes)
 
 
 SEQUENCE_OPS: dict[str, SequenceOp] = {}
@@ -78,13 +79,7 @@ def sequence_op(gates: int) -> Callable[[Declared], Declared]:
         algorithm_op = getattr(ops, f"{name}_algorithm")
 
         def function(
-            input: Tensor,
-            hx: State,
-            weight_ih: Tensor,
-            weight_hh: Tensor,
-            bias: Tensor | None = None,
-            *,
-            algorithm: str = "auto",
+            input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any = None, *, algorithm: str = "auto"
         ) -> tuple[Tensor, State]:
             tensors = check_sequence(name, input, hx, weight_ih, weight_hh, bias)
             output, h_n, c_n = run(*tensors, algorithm=algorithm)
@@ -103,6 +98,7 @@ def sequence_op(gates: int) -> Callable[[Declared], Declared]:
             tensors = check_sequence(f"{name}_algorithm", input, hx, weight_ih, weight_hh, bias)
             return algorithm_op(*tensors, algorithm=algorithm, backward=backward)
 
+        function.__annotations__ = reference.__annotations__
         describe(function, module, name, reference.__doc__)
         describe(reference, module, f"{name}_reference", f":func:`{name}` in pure PyTorch.")
         describe(algorithm_of, module, f"{name}_algorithm", ALGORITHM_DOC.format(name=name))
@@ -156,18 +152,9 @@ def sequence_function(
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    def by_reference(
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias: Tensor | None,
-        batch_sizes: list[int] | None,
-        reverse: bool,
-    ) -> Outputs:
+    def by_reference(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> Outputs:
         """By the reference: all steps at once, or step by step if the number of rows changes."""
-        weights = (weight_ih, weight_hh, bias)
+        *weights, batch_sizes, reverse = args
         if batch_sizes is None:
             output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
             return output.flip(0) if reverse else output, h_n, c_n
@@ -214,9 +201,8 @@ def sequence_function(
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-            return vmap_rows(SequenceFunction.apply, {0: 1, 1: 0, 2: 0}, (1, 0, 0, 1, 1))(
-                info, in_dims, *args
-            )
+            rule = vmap_rows(SequenceFunction.apply, {0: 1, 1: 0, 2: 0}, (1, 0, 0, 1, 1))
+            return rule(info, in_dims, *args)
 
     return SequenceFunction
 
@@ -254,14 +240,14 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
     op = getattr(ops, f"{name}_bidirectional")
 
     def run(
-        input: Tensor, onward: Direction, reverse: Direction, batch_sizes: list[int] | None = None
+        input: Tensor, forward: Direction, reverse: Direction, batch_sizes: list[int] | None = None
     ) -> list[Outputs]:
         if transforms_active():
             return [
                 sequence(input, *direction, batch_sizes=batch_sizes, reverse=is_reverse)
-                for direction, is_reverse in ((onward, False), (reverse, True))
+                for direction, is_reverse in ((forward, False), (reverse, True))
             ]
-        given = ([x for x in direction if x is not None] for direction in (onward, reverse))
+        given = ([x for x in direction if x is not None] for direction in (forward, reverse))
         outputs = op(input, *given, batch_sizes)
         return [tuple(outputs[:3]), tuple(outputs[3:])]
 
@@ -273,11 +259,7 @@ def check_sequence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments of a sequence, all tensors, as the dispatcher takes them."""
     h0, c0 = check_pair(name, hx)
-    check_tensor(name, "input", input)
-    check_tensor(name, "weight_ih", weight_ih)
-    check_tensor(name, "weight_hh", weight_hh)
-    if bias is not None:
-        check_tensor(name, "bias", bias)
+    check_tensors(name, bias, input=input, weight_ih=weight_ih, weight_hh=weight_hh)
     return input, h0, c0, weight_ih, weight_hh, bias
 
 
@@ -285,8 +267,7 @@ def check_pair(name: str, hx: Any) -> State:
     """hx as (h0, c0)."""
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
         raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    check_tensor(name, "h0", hx[0])
-    check_tensor(name, "c0", hx[1])
+    check_tensors(name, h0=hx[0], c0=hx[1])
     return hx[0], hx[1]
 
 
@@ -417,24 +398,15 @@ class CellLayer(SequenceLayer):
                 f"with num_layers=1, got dropout={dropout}",
                 stacklevel=2,
             )
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.bias = bias
-        self.batch_first = batch_first
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.bidirectional = bias, batch_first, bidirectional
         self.dropout = float(dropout)
-        self.bidirectional = bidirectional
         rows = self._op.gates * hidden_size
         for layer in range(num_layers):
             layer_input = input_size if layer == 0 else hidden_size * self._directions
             for suffix in ("", "_reverse")[: self._directions]:
-                shapes: dict[str, tuple[int, ...]] = {
-                    "weight_ih": (rows, layer_input),
-                    "weight_hh": (rows, hidden_size),
-                }
-                if bias:
-                    shapes["bias"] = (rows,)
-                for name, shape in shapes.items():
+                shapes = {"weight_ih": (rows, layer_input), "weight_hh": (rows, hidden_size), "bias": (rows,)}
+                for name, shape in list(shapes.items())[: 3 if bias else 2]:
                     parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
                     self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
         self.reset_parameters()
@@ -460,14 +432,12 @@ class CellLayer(SequenceLayer):
             )
 
     def extra_repr(self) -> str:
-        options = {
-            "num_layers": (self.num_layers, 1),
-            "bias": (self.bias, True),
-            "batch_first": (self.batch_first, False),
-            "dropout": (self.dropout, 0.0),
-            "bidirectional": (self.bidirectional, False),
-        }
-        changed = [f"{name}={value}" for name, (value, default) in options.items() if value != default]
+        names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        defaults = CellLayer.__init__.__defaults__ or ()  # of these, in this order, and then of others
+        options = (
+            (name, getattr(self, name), default) for name, default in zip(names, defaults, strict=False)
+        )
+        changed = [f"{name}={value}" for name, value, default in options if value != default]
         return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
 
 

@@ -96,11 +96,9 @@ class Elementwise:
         self.__signature__ = inspect.Signature(named, return_annotation=Tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors: Sequence[Any]
-        scalars: Sequence[float]
-        if len(args) == self._leading and not kwargs:  # the common case: tensors only, numbers by default
-            tensors, scalars = args, self._numbers
-        else:
+        tensors: Sequence[Any] = args
+        scalars: Sequence[float] = self._numbers
+        if len(args) != self._leading or kwargs:  # else tensors only, numbers by default
             values = self._values(args, kwargs)
             tensors = [values[i] for i in self._tensors]
             scalars = [float(values[i]) for i in self._scalars]
@@ -108,7 +106,12 @@ class Elementwise:
             if not isinstance(x, Tensor):
                 raise self._no_tensor(tensors)
         if tensors[0].is_cpu:
-            return self._on_cpu(args, kwargs)
+            if self.cpu is None:
+                raise RuntimeError(
+                    f"{self.__name__}: expected {self.tensors[0]} on a CUDA device, got cpu "
+                    "(cpu= of lltm_ext.elementwise takes a function for CPU tensors)"
+                )
+            return self.cpu(*self._values(args, kwargs))
         if transforms_active():
             return ElementwiseFunction.apply(self, tuple(scalars), *tensors)
         if torch.compiler.is_compiling() or overridden(tensors):
@@ -138,14 +141,6 @@ class Elementwise:
             if not isinstance(value, Tensor):
                 break
         return TypeError(f"{self.__name__}: expected {name} to be a Tensor, got {type(value).__name__}")
-
-    def _on_cpu(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if self.cpu is None:
-            raise RuntimeError(
-                f"{self.__name__}: expected {self.tensors[0]} on a CUDA device, got cpu "
-                "(cpu= of lltm_ext.elementwise takes a function for CPU tensors)"
-            )
-        return self.cpu(*self._values(args, kwargs))
 
     @property
     def source(self) -> str:
@@ -274,14 +269,11 @@ class ElementwiseBackwardFunction(torch.autograd.Function):
 
 def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """The tensors with the vmapped dimension first, before all dimensions they are broadcast to."""
-    ranks = [x.dim() - (d is not None) for x, d in zip(tensors, in_dims, strict=True)]
-    ready = []
-    for x, d, rank in zip(tensors, in_dims, ranks, strict=True):
-        if d is not None:
-            x = x.movedim(d, 0)
-            x = x[(slice(None),) + (None,) * (max(ranks) - rank)]
-        ready.append(x)
-    return ready
+    rank = max(x.dim() - (d is not None) for x, d in zip(tensors, in_dims, strict=True))
+    return [
+        x if d is None else x.movedim(d, 0)[(slice(None),) + (None,) * (rank + 1 - x.dim())]
+        for x, d in zip(tensors, in_dims, strict=True)
+    ]
 
 
 def batched_gradient(

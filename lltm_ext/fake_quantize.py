@@ -6,6 +6,7 @@ the backward follows a straight line, clipped at the ends of the integer range.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,16 +137,12 @@ class FakeQuantizeFunction(torch.autograd.Function):
             gradients = ops.fake_quantize_backward(grad_output, *tensors, *ctx.rest)
             learnt = tensors[2].is_floating_point()
             return (*gradients[: 2 + learnt], *[None] * (5 - learnt))
-        quant_min, quant_max, axis, grad_factor = ctx.rest
+        *ends, axis, grad_factor = ctx.rest
         learnable = [x for x in tensors if x.is_floating_point()]
 
         def composed(*floating: Tensor) -> tuple[Tensor]:
-            input, scale, zero_point = (*floating, *tensors[len(floating) :])
-            return (
-                fake_quantize_reference(
-                    input, scale, zero_point, quant_min, quant_max, axis=axis, grad_factor=grad_factor
-                ),
-            )
+            args: Any = (*floating, *tensors[len(floating) :], *ends)
+            return (fake_quantize_reference(*args, axis=axis, grad_factor=grad_factor),)
 
         found = differentiable_gradients(composed, learnable, (grad_output,))
         return (*found, *[None] * (7 - len(found)))
@@ -155,23 +152,12 @@ class FakeQuantizeFunction(torch.autograd.Function):
         return _vmap(FakeQuantizeFunction.apply, info, in_dims, *args)
 
 
-def _vmap(
-    function: Any,
-    info: Any,
-    in_dims: Sequence[int | None],
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
-    grad_factor: float = 1.0,
-) -> tuple[Tensor, int]:
+def _vmap(function: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
     """One call on the whole batch if its slices share the parameters, else one per slice."""
-    rest = (quant_min, quant_max, axis, grad_factor)
+    args = (*args, *(None, 1.0)[len(args) - 5 :])
+    input, scale, zero_point, quant_min, quant_max, axis, grad_factor = args
     if in_dims[1] is not None or in_dims[2] is not None:
-        dims = (*in_dims[:3], *[None] * len(rest))
-        return vmap_loop(function)(info, dims, input, scale, zero_point, *rest)
+        return vmap_loop(function)(info, (*in_dims[:3], None, None, None, None), *args)
     if scale.numel() == zero_point.numel() == 1:
         axis = None
     elif axis is None or axis >= 0:
@@ -277,26 +263,18 @@ class FakeQuantize(nn.Module):
             raise ValueError(f"FakeQuantize: expected num_channels to be positive, got {num_channels}")
         self.quant_min, self.quant_max = quant_min, quant_max
         self.num_channels, self.axis, self.grad_factor = num_channels, axis, grad_factor
-        for name, value, learnt in (
-            ("scale", scale, learn_scale),
-            ("zero_point", zero_point, learn_zero_point),
-        ):
+        learnt = {"scale": learn_scale, "zero_point": learn_zero_point}
+        for name, value in {"scale": scale, "zero_point": zero_point}.items():
             values = torch.full((num_channels or 1,), value, device=device, dtype=dtype or torch.float32)
-            if learnt:
+            if learnt[name]:
                 self.register_parameter(name, nn.Parameter(values))
             else:
                 self.register_buffer(name, values)
 
     def forward(self, input: Tensor) -> Tensor:
-        return fake_quantize(
-            input,
-            self.scale,
-            self.zero_point,
-            self.quant_min,
-            self.quant_max,
-            axis=None if self.num_channels is None else self.axis,
-            grad_factor=self.grad_factor,
-        )
+        grid = (self.scale, self.zero_point, self.quant_min, self.quant_max)
+        axis = None if self.num_channels is None else self.axis
+        return fake_quantize(input, *grid, axis=axis, grad_factor=self.grad_factor)
 
     def extra_repr(self) -> str:
         channels = (
@@ -315,11 +293,7 @@ def _vmap_mask_backward(
     return vmap_loop(of_slice)(info, in_dims[:2], grad_output, mask)
 
 
-def _vmap_op(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
-    return _vmap(ops.fake_quantize, info, in_dims, *args)
-
-
-torch.library.register_vmap("lltm_ext::fake_quantize", _vmap_op)
+torch.library.register_vmap("lltm_ext::fake_quantize", functools.partial(_vmap, ops.fake_quantize))
 torch.library.register_vmap("lltm_ext::fake_quantize_with_mask", vmap_loop(ops.fake_quantize_with_mask))
 torch.library.register_vmap("lltm_ext::fake_quantize_mask_backward", _vmap_mask_backward)
 torch.library.register_vmap("lltm_ext::fake_quantize_backward", vmap_loop(ops.fake_quantize_backward))

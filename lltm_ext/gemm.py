@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, is_lazy, ops, transforms_active, vmap_elementwise, vmap_loop
+from lltm_ext._library import (
+    check_tensor,
+    check_tensors,
+    is_lazy,
+    ops,
+    transforms_active,
+    vmap_elementwise,
+    vmap_loop,
+)
 
 __all__ = ["GemmFunction", "Linear", "gemm"]
 
-_ACTIVATIONS = {name: activation.reference for name, activation in ACTIVATIONS.items()}
 _SAVE_INPUT = {name for name, activation in ACTIVATIONS.items() if activation.saves_input}
 
 
@@ -24,7 +31,7 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
     product = torch.matmul(a, b)
     if bias is not None:
         product = product + bias
-    return product if activation is None else _ACTIVATIONS[activation](product)
+    return product if activation is None else ACTIVATIONS[activation].reference(product)
 
 
 class _Product(torch.autograd.Function):
@@ -43,9 +50,7 @@ class _Product(torch.autograd.Function):
         return (ops.gemm(a, b, bias, activation=activation, precision=precision),)
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str | None, str], output: tuple[Tensor, ...]
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         a, b, _, ctx.activation, ctx.precision = inputs
         ctx.shapes = a.shape, b.shape
         ctx.set_materialize_grads(False)
@@ -57,10 +62,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: Tensor | None, grad_before: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        ctx: Any, grad: Tensor | None, grad_before: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         a, b, saved = ctx.saved_tensors
-        grad = grad_output
         grad_a = grad_b = grad_bias = None
         if grad is not None and saved is not None:
             if ctx.needs_input_grad[2] and grad_before is None:
@@ -80,19 +84,8 @@ class _Product(torch.autograd.Function):
         return grad_a, grad_b, grad_bias, None, None
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Sequence[int | None],
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        precision: str,
-    ) -> tuple[tuple[Tensor, ...], int]:
-        def product(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-            return _Product.apply(a, b, bias, activation, precision)
-
-        return _vmap(product)(info, in_dims, a, b, bias)
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], int]:
+        return _vmap(lambda *operands: _Product.apply(*operands, *args[3:]))(info, in_dims, *args[:3])
 
 
 class GemmFunction(_Product):
@@ -156,10 +149,7 @@ def gemm(
     Source: as :func:`torch.matmul`; blocks and panels on the CPU after Goto and van de Geijn, "Anatomy of
     High-Performance Matrix Multiplication", 2008, https://doi.org/10.1145/1356052.1356053.
     """
-    check_tensor("gemm", "a", a)
-    check_tensor("gemm", "b", b)
-    if bias is not None:
-        check_tensor("gemm", "bias", bias)
+    check_tensors("gemm", bias, a=a, b=b)
     if out is not None:
         check_tensor("gemm", "out", out)
         if is_lazy(out):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
     check_tensor,
+    check_tensors,
     differentiable_gradients,
     is_plain,
     ops,
@@ -86,12 +87,8 @@ class _CellFunction(torch.autograd.Function):
         grad_input, grad_weights, grad_bias, *grads_of_state = ops.lltm_cell_backward(
             grad_h, grad_cell, new_cell, gates, input, weights, old_h, True, True, True
         )
-        return (
-            grad_input,
-            grad_weights,
-            None if bias is None else grad_bias.view_as(bias),
-            *grads_of_state,
-        )
+        grad_bias = None if bias is None else grad_bias.view_as(bias)
+        return grad_input, grad_weights, grad_bias, *grads_of_state
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -133,10 +130,7 @@ def lltm_cell(
 
     Source: the formula at the head of this module.
     """
-    for name, x in (("input", input), ("weights", weights), ("old_h", old_h), ("old_cell", old_cell)):
-        check_tensor("lltm_cell", name, x)
-    if bias is not None:
-        check_tensor("lltm_cell", "bias", bias)
+    check_tensors("lltm_cell", bias, input=input, weights=weights, old_h=old_h, old_cell=old_cell)
     arguments = (input, weights, bias, old_h, old_cell)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,19 +60,14 @@ class StochasticRoundFunction(torch.autograd.Function):
 
 
 def _vmap(
-    function: Callable[..., Tensor],
-    info: Any,
-    in_dims: Sequence[int | None],
-    input: Tensor,
-    dtype: torch.dtype,
-    generator: torch.Generator | None = None,
+    function: Callable[..., Tensor], info: Any, in_dims: Any, input: Tensor, *how: Any, **options: Any
 ) -> tuple[Tensor, int]:
     """One call on the whole batch; each slice has its own random bits."""
     if info.randomness != "different":
         raise RuntimeError(
             f"stochastic_round: expected vmap with randomness='different', got randomness='{info.randomness}'"
         )
-    return function(input.movedim(in_dims[0] or 0, 0), dtype, generator), 0
+    return function(input.movedim(in_dims[0] or 0, 0), *how, **options), 0
 
 
 def stochastic_round(
@@ -126,12 +122,4 @@ class StochasticRound(nn.Module):
         return f"dtype={self.dtype}"
 
 
-def _op(input: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
-    return ops.stochastic_round(input, dtype, generator=generator)
-
-
-def _vmap_op(info: Any, in_dims: Sequence[int | None], *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-    return _vmap(_op, info, in_dims, *args, **kwargs)
-
-
-torch.library.register_vmap("lltm_ext::stochastic_round", _vmap_op)
+torch.library.register_vmap("lltm_ext::stochastic_round", functools.partial(_vmap, ops.stochastic_round))
