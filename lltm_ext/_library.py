@@ -26,14 +26,6 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
 
 
-def check_tensors(op: str, bias: Any = None, **values: Any) -> None:
-    """Likewise for all ``values``, and for the bias unless it is None."""
-    for name, value in values.items():
-        check_tensor(op, name, value)
-    if bias is not None:
-        check_tensor(op, "bias", bias)
-
-
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether only the dispatcher must see a call with these: no tracing, no transform, no override."""
     return not (torch.compiler.is_compiling() or transforms_active() or _overridden(tensors))

@@ -27,7 +27,8 @@ SECONDS = 120  # the limit: a first import of torch from a slow disk takes tens 
 
 def ask(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
     """The answers, and how the process ended if it failed."""
-    command = [sys.executable, __file__, question, json.dumps(arguments)]
+    # -B: the folder may become a wheel, in which bytecode does not belong.
+    command = [sys.executable, "-B", __file__, question, json.dumps(arguments)]
     seconds = SECONDS * (5 if question == "calls" else 1)
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds)

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._library import (
     check_tensor,
-    check_tensors,
     describe,
     differentiable_gradients,
     ops,
@@ -259,7 +258,11 @@ def check_sequence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments of a sequence, all tensors, as the dispatcher takes them."""
     h0, c0 = check_pair(name, hx)
-    check_tensors(name, bias, input=input, weight_ih=weight_ih, weight_hh=weight_hh)
+    check_tensor(name, "input", input)
+    check_tensor(name, "weight_ih", weight_ih)
+    check_tensor(name, "weight_hh", weight_hh)
+    if bias is not None:
+        check_tensor(name, "bias", bias)
     return input, h0, c0, weight_ih, weight_hh, bias
 
 
@@ -267,7 +270,8 @@ def check_pair(name: str, hx: Any) -> State:
     """hx as (h0, c0)."""
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
         raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    check_tensors(name, h0=hx[0], c0=hx[1])
+    check_tensor(name, "h0", hx[0])
+    check_tensor(name, "c0", hx[1])
     return hx[0], hx[1]
 
 

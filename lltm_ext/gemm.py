@@ -13,7 +13,6 @@ from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     check_tensor,
-    check_tensors,
     is_lazy,
     ops,
     transforms_active,
@@ -149,7 +148,10 @@ def gemm(
     Source: as :func:`torch.matmul`; blocks and panels on the CPU after Goto and van de Geijn, "Anatomy of
     High-Performance Matrix Multiplication", 2008, https://doi.org/10.1145/1356052.1356053.
     """
-    check_tensors("gemm", bias, a=a, b=b)
+    check_tensor("gemm", "a", a)
+    check_tensor("gemm", "b", b)
+    if bias is not None:
+        check_tensor("gemm", "bias", bias)
     if out is not None:
         check_tensor("gemm", "out", out)
         if is_lazy(out):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
     check_tensor,
-    check_tensors,
     differentiable_gradients,
     is_plain,
     ops,
@@ -130,7 +129,12 @@ def lltm_cell(
 
     Source: the formula at the head of this module.
     """
-    check_tensors("lltm_cell", bias, input=input, weights=weights, old_h=old_h, old_cell=old_cell)
+    check_tensor("lltm_cell", "input", input)
+    check_tensor("lltm_cell", "weights", weights)
+    check_tensor("lltm_cell", "old_h", old_h)
+    check_tensor("lltm_cell", "old_cell", old_cell)
+    if bias is not None:
+        check_tensor("lltm_cell", "bias", bias)
     arguments = (input, weights, bias, old_h, old_cell)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)
