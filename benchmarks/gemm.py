@@ -19,7 +19,7 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 HALF = ("bfloat16", "float16")
 SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
 PRECISION = "float32 by matrix units"
-CEILING = "units alone"
+CEILING = "measured peak"
 COMPILED = "torch.compile"  # tries its own kernels and cuBLAS's, and keeps the fastest
 # M, K, N
 ODD_SHAPES = {

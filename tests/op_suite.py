@@ -252,8 +252,8 @@ class OpSuite:
             tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
             outputs = call.with_tensors(tensors).run(self.function)
             used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
-            (alone,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-            assert_near(alone, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
+            (single,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+            assert_near(single, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
 
     def test_an_output_not_used_has_no_part_in_the_gradient(self, device):
         call = self.call(self.small, DOUBLE, device).leaves()
@@ -266,7 +266,7 @@ class OpSuite:
                 for f, c in ((self.function, call), (self.reference, exact))
             )
             assert_all_near(
-                gradients, expected, BACKWARD[DOUBLE], f"from output {i} alone, gradient of argument"
+                gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument"
             )
 
     def test_backward_runs_twice_on_a_retained_graph(self, device):
