@@ -368,7 +368,7 @@ def table(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "import", ", ".join(f"{name} FAILS" if error else name for name, error in tried.items())
     if facts.calls:
         failed = ", ".join(f"{call} FAILS" for call, error in facts.calls.items() if error)
-        yield "calls", failed or f"{len(facts.calls)}, none fails"
+        yield "calls", failed or f"{len(facts.calls)} passed"
     driver = f"{facts.driver or 'unknown'}, CUDA {facts.driver_cuda}"
     yield "driver", driver if facts.driver_cuda else "none"
     for i, gpu in enumerate(facts.gpus):
