@@ -21,24 +21,14 @@ template <typename T>
 constexpr bool kHasFusedSteps = false;
 #endif
 
-template <class Arguments>
-struct PersistentKernel {
-  void (*kernel)(PerDirection<Arguments>, GroupGrid);
-  size_t (*shared_bytes)(const Group&);
-};
-
 // The kernels of T's variants, in the order of their table.
 template <class Cell, typename T, size_t... kVariants>
 constexpr auto forward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{PersistentKernel<SequenceForwardArguments<T>>{
-      recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, kVariants, false>>,
-      SharedStorage<PersistentConfig<Cell, T, kVariants, false>>::bytes}...};
+  return std::array{recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, kVariants, false>>...};
 }
 template <class Cell, typename T, size_t... kVariants>
 constexpr auto backward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{PersistentKernel<SequenceBackwardArguments<T>>{
-      recurrence_persistent_backward_kernel<PersistentConfig<Cell, T, kVariants, true>>,
-      SharedStorage<PersistentConfig<Cell, T, kVariants, true>>::bytes}...};
+  return std::array{recurrence_persistent_backward_kernel<PersistentConfig<Cell, T, kVariants, true>>...};
 }
 template <typename T>
 using VariantIndices =
@@ -58,23 +48,18 @@ cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& pla
   error = compute_capability<recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, 0, false>>>(code);
   if (error != cudaSuccess) return error;
   device.compute_capability = std::min(device.compute_capability, code);
-  plan = plan_recurrence(problem, device, requested, [&](int variant, const GroupGrid& grid) {
-    const Group group = {static_cast<int>(problem.hidden), grid.group_blocks, 0, grid.rows};
-    const size_t bytes = problem.backward ? kBackwardKernels<Cell, T>.at(variant).shared_bytes(group)
-                                          : kForwardKernels<Cell, T>.at(variant).shared_bytes(group);
-    return bytes <= static_cast<size_t>(device.shared_bytes);
-  });
+  plan = plan_recurrence(problem, device, requested);
   return cudaSuccess;
 }
 
 template <class Arguments>
-cudaError_t launch_persistent(const PersistentKernel<Arguments>& kernel,
+cudaError_t launch_persistent(void (*kernel)(PerDirection<Arguments>, GroupGrid), const PersistentShape& shape,
                               const PerDirection<Arguments>& sequences, const Plan& plan,
                               cudaStream_t stream) {
-  const size_t shared_bytes =
-      kernel.shared_bytes({sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows});
-  const cudaError_t error = cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes));
+  const int shared_bytes =
+      shape.shared_bytes({sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows});
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   if (plan.algorithm == Algorithm::kCluster) {
@@ -91,7 +76,7 @@ cudaError_t launch_persistent(const PersistentKernel<Arguments>& kernel,
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel.kernel, sequences, plan.grid);
+  return cudaLaunchKernelEx(&config, kernel, sequences, plan.grid);
 }
 
 // Marks the memory through which a grid's blocks exchange values as unwritten.
@@ -104,7 +89,7 @@ cudaError_t fill_unwritten(const SequenceBackwardArguments<T>& s, cudaStream_t s
   return cudaMemsetAsync(s.grad_gates, kUnwrittenByte, s.rows * Cell::kGates * s.hidden * sizeof(T), stream);
 }
 
-template <class Cell, typename T, class Arguments, class Kernels>
+template <class Cell, typename T, bool kBackward, class Arguments, class Kernels>
 cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments>& sequences,
                             const Plan& plan, cudaStream_t stream) {
   if constexpr (kHasFusedSteps<T>) {
@@ -116,18 +101,20 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
     const cudaError_t error = fill_unwritten<Cell>(sequences.of[i], stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_persistent(kernels.at(plan.variant), sequences, plan, stream);
+  const auto kernel = kernels.at(plan.variant);
+  const PersistentVariant variant = sizeof(T) == 2 ? kHalfVariants[plan.variant] : kFloatVariants[plan.variant];
+  return launch_persistent(kernel, {kCellShape<Cell>, variant, sizeof(T), kBackward}, sequences, plan, stream);
 }
 
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream) {
-  return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);
+  return launch_sequence<Cell, T, false>(kForwardKernels<Cell, T>, sequences, plan, stream);
 }
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream) {
-  return launch_sequence<Cell, T>(kBackwardKernels<Cell, T>, sequences, plan, stream);
+  return launch_sequence<Cell, T, true>(kBackwardKernels<Cell, T>, sequences, plan, stream);
 }
 
 }  // namespace lltm_ext

@@ -46,13 +46,10 @@ __global__ void __launch_bounds__(kThreads)
   A sum[kGates] = {};
   for (int64_t b = int64_t{blockIdx.x / columns} * kRows + row; b < step.batch && j < step.hidden;
        b += kRows) {
-    A grad_gates[kGates];
-    step_unit<Cell, typename Traits::Math>(step, b, j, grad_gates, step.grad_old_c);
-    for (int g = 0; g < kGates; ++g) {
-      step.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
-      if (step.grad_bias_rows) step.grad_bias_rows[(b * kGates + g) * step.hidden + j] += grad_gates[g];
-      sum[g] += grad_gates[g];
-    }
+    CellGradients<Cell, A> grads;
+    step_unit<Cell, typename Traits::Math>(step, b, j, grads, step.grad_old_states);
+    store_gradients(step, b, j, grads);
+    for (int g = 0; g < kGates; ++g) sum[g] += grads.x[g];
     if (!sums) break;
   }
   if constexpr (Traits::kSumsBias) {

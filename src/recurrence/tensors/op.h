@@ -2,9 +2,8 @@
 // dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm, and for a bidirectional
 // layer <op>_bidirectional, <op>_bidirectional_forward and <op>_bidirectional_backward, from
 //
-//   struct Op {
-//     static constexpr const char* name;
-//     using Cell = ...;  // see cell.h
+//   struct Op : BuiltInOp<Cell> {  // of a cell as in cell.h
+//     static std::string name();
 //     // The cell in torch's differentiable ops, for the double backward: (h, c) from gates [B, G * H] and c.
 //     static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c);
 //   };
@@ -40,28 +39,23 @@ namespace lltm_ext {
 
 template <class Op>
 struct SequenceOps {
-  using Cell = typename Op::Cell;
-  using Forward = ForwardOps<Op>;
-  using Backward = BackwardOps<Op>;
+  using Forward = BuiltInForward<Op>;
+  using Backward = BuiltInBackward<Op>;
+
+  // The dispatcher's name, <op><suffix>.
+  static std::string op_name(const char* suffix) { return Op::name() + suffix; }
 
   // The algorithm that a call would take.
   static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
                                   const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                   const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                                   c10::string_view algorithm, bool backward) {
-    const std::string op = op_name<Op>("_algorithm");
-    check_inputs(op.c_str(), Cell::kGates, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    const std::string op = op_name("_algorithm");
+    check_inputs(Op{}, op.c_str(), input, {h0, c0, weight_ih, weight_hh, bias, false, {}, {}}, batch_sizes,
+                 algorithm);
     const KernelGuard guard(input);
-    const Plan plan =
-        plan_for<Cell>(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
-    switch (plan.algorithm) {
-      case Algorithm::kCluster:
-        return "cluster";
-      case Algorithm::kGrid:
-        return "grid";
-      default:
-        return "stepwise";
-    }
+    return name_of(plan_for(Op{}, op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
+                       .algorithm);
   }
 
 #ifndef LLTM_EXT_STABLE_ABI
@@ -302,12 +296,12 @@ struct SequenceOps {
 
   // ---- registration
 
-  static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name<Op>(suffix); }
+  static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name(suffix); }
 
   static void define(torch::Library& m) {
     const std::string inputs = "Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, ";
     const auto def = [&](const char* suffix, const std::string& signature) {
-      m.def((op_name<Op>(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
+      m.def((op_name(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
     };
     def("", "(" + inputs +
                 "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto') "
@@ -329,19 +323,19 @@ struct SequenceOps {
     def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + layer_inputs +
                                        "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-    implement<Forward::bidirectional>(m, op_name<Op>("_bidirectional").c_str());
-    implement<Forward::bidirectional_forward>(m, op_name<Op>("_bidirectional_forward").c_str());
-    implement<Backward::bidirectional_backward>(m, op_name<Op>("_bidirectional_backward").c_str());
-    implement<Forward::sequence>(m, Op::name);
-    implement<Forward::sequence_forward>(m, op_name<Op>("_forward").c_str());
-    implement<Backward::sequence_backward>(m, op_name<Op>("_backward").c_str());
-    implement<algorithm_of>(m, op_name<Op>("_algorithm").c_str());
+    implement<Forward::bidirectional>(m, op_name("_bidirectional").c_str());
+    implement<Forward::bidirectional_forward>(m, op_name("_bidirectional_forward").c_str());
+    implement<Backward::bidirectional_backward>(m, op_name("_bidirectional_backward").c_str());
+    implement<Forward::sequence>(m, Op::name().c_str());
+    implement<Forward::sequence_forward>(m, op_name("_forward").c_str());
+    implement<Backward::sequence_backward>(m, op_name("_backward").c_str());
+    implement<algorithm_of>(m, op_name("_algorithm").c_str());
 #ifndef LLTM_EXT_STABLE_ABI
-    implement_autograd(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autograd);
-    implement_autocast(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autocast);
-    implement_autograd(m, Op::name, sequence_autograd);
-    implement_autocast(m, Op::name, sequence_autocast);
-    implement_autocast(m, op_name<Op>("_algorithm").c_str(), algorithm_autocast);
+    implement_autograd(m, op_name("_bidirectional").c_str(), bidirectional_autograd);
+    implement_autocast(m, op_name("_bidirectional").c_str(), bidirectional_autocast);
+    implement_autograd(m, Op::name().c_str(), sequence_autograd);
+    implement_autocast(m, Op::name().c_str(), sequence_autocast);
+    implement_autocast(m, op_name("_algorithm").c_str(), algorithm_autocast);
 #endif
   }
 };
