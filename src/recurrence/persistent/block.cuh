@@ -52,8 +52,7 @@ template <class Cell_, typename T_, int kVariantIndex, bool kBackward>
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
-  static constexpr PersistentVariant kVariant =
-      sizeof(T) == 2 ? kHalfVariants[kVariantIndex] : kFloatVariants[kVariantIndex];
+  static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;
   static constexpr int kUnitTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;

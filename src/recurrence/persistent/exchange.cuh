@@ -41,9 +41,7 @@ class StateExchange;
 // it until it differs from kUnwritten. So a step costs one round trip through L2 and no barrier, and nothing
 // depends on the order in which different words become visible.
 
-// A NaN in every type, but not one that arithmetic produces: those are 0x7fff and 0x7fffffff.
-constexpr unsigned kUnwritten = ~0u;
-constexpr int kUnwrittenByte = 0xff;
+constexpr unsigned kUnwritten = kUnwrittenByte * 0x01010101u;
 
 __device__ __forceinline__ bool is_written(const uint4& x) {
   return max(max(x.x, x.y), max(x.z, x.w)) != kUnwritten;

@@ -52,44 +52,7 @@ cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& pla
   return cudaSuccess;
 }
 
-template <class Arguments>
-cudaError_t launch_persistent(void (*kernel)(PerDirection<Arguments>, GroupGrid), const PersistentShape& shape,
-                              const PerDirection<Arguments>& sequences, const Plan& plan,
-                              cudaStream_t stream) {
-  const int shared_bytes =
-      shape.shared_bytes({sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows});
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  if (plan.algorithm == Algorithm::kCluster) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(plan.grid.group_blocks), 1, 1};
-  } else {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid.groups * plan.grid.group_blocks, sequences.count);
-  config.blockDim = dim3(kBlockThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, sequences, plan.grid);
-}
-
-// Marks the memory through which a grid's blocks exchange values as unwritten.
-template <class Cell, typename T>
-cudaError_t fill_unwritten(const SequenceForwardArguments<T>& s, cudaStream_t stream) {
-  return cudaMemsetAsync(s.output, kUnwrittenByte, s.rows * s.hidden * sizeof(T), stream);
-}
-template <class Cell, typename T>
-cudaError_t fill_unwritten(const SequenceBackwardArguments<T>& s, cudaStream_t stream) {
-  return cudaMemsetAsync(s.grad_gates, kUnwrittenByte, s.rows * Cell::kGates * s.hidden * sizeof(T), stream);
-}
-
-template <class Cell, typename T, bool kBackward, class Arguments, class Kernels>
+template <class Cell, typename T, class Arguments, class Kernels>
 cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments>& sequences,
                             const Plan& plan, cudaStream_t stream) {
   if constexpr (kHasFusedSteps<T>) {
@@ -97,24 +60,19 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
       return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
     }
   }
-  for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
-    const cudaError_t error = fill_unwritten<Cell>(sequences.of[i], stream);
-    if (error != cudaSuccess) return error;
-  }
   const auto kernel = kernels.at(plan.variant);
-  const PersistentVariant variant = sizeof(T) == 2 ? kHalfVariants[plan.variant] : kFloatVariants[plan.variant];
-  return launch_persistent(kernel, {kCellShape<Cell>, variant, sizeof(T), kBackward}, sequences, plan, stream);
+  return launch_persistent(reinterpret_cast<const void*>(kernel), kCellShape<Cell>, sequences, plan, stream);
 }
 
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream) {
-  return launch_sequence<Cell, T, false>(kForwardKernels<Cell, T>, sequences, plan, stream);
+  return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);
 }
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream) {
-  return launch_sequence<Cell, T, true>(kBackwardKernels<Cell, T>, sequences, plan, stream);
+  return launch_sequence<Cell, T>(kBackwardKernels<Cell, T>, sequences, plan, stream);
 }
 
 }  // namespace lltm_ext
