@@ -38,6 +38,7 @@ struct Problem {
   int element_size;
   int sequences = 1;  // of these sizes, run side by side in one launch
   bool tf32 = false;  // float32 operands may be rounded to TF32
+  bool fused_steps = true;  // whether there are kernels of a fused step
 };
 
 namespace plan_detail {
@@ -130,7 +131,7 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 }
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
-  if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+  if (!p.fused_steps || !device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // blockIdx.y has tiles
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }

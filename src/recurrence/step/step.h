@@ -95,6 +95,16 @@ LLTM_HOST_DEVICE void load_step_constants(const Step& s, int64_t b, int64_t j, C
   }
 }
 
+// A block of the pointwise kernels has a few units of a few rows, or of all rows if it sums over them.
+constexpr int kPointwiseThreads = 256, kPointwiseUnits = 32,
+              kPointwiseRows = kPointwiseThreads / kPointwiseUnits;
+LLTM_HOST_DEVICE unsigned pointwise_columns(int64_t hidden) {
+  return static_cast<unsigned>((hidden + kPointwiseUnits - 1) / kPointwiseUnits);
+}
+LLTM_HOST_DEVICE unsigned pointwise_blocks(int64_t batch, int64_t hidden) {
+  return pointwise_columns(hidden) * static_cast<unsigned>((batch + kPointwiseRows - 1) / kPointwiseRows);
+}
+
 // Unit j of row b forward, given its projections and products.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
