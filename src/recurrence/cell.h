@@ -19,8 +19,6 @@
 // whole batch), G = kGates, and E = kSaved - kGates the values saved in addition to the gates.
 #pragma once
 
-#include <stdint.h>
-
 #include "common/types.h"
 
 namespace lltm_ext {

@@ -5,11 +5,6 @@
 // a thread takes over for a pair: two adjacent units of one row.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <type_traits>
-
 #include "common/fast_math.cuh"
 #include "common/portable.h"
 #include "recurrence/cell.h"
@@ -72,10 +67,10 @@ struct PersistentConfig {
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
   using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits,
                                  sharing_warps(kAnyRows, kUnitTiles, kChunks, kInputs)>;
-  using Product = std::conditional_t<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>;
+  using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   // How many gates' weights fit in registers, given those of the exchanged vectors.
   static constexpr int kGatesInRegisters =
-      std::clamp((255 - 55 - 4 * Exchange::kVectors) / (8 * kChunks), 1, kGates);
+      clamped((255 - 55 - 4 * Exchange::kVectors) / (8 * kChunks), 1, kGates);
   using Weights = WarpWeights<kGates, kChunks, kGatesInRegisters>;
   static constexpr int kInputsPerProduct = Product::kNeedsScratch ? 1 : Exchange::kInputsPerLoad;
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
