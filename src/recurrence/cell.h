@@ -22,8 +22,6 @@
 // overwrite the gates, and E are left.
 #pragma once
 
-#include <stdint.h>
-
 #include "common/types.h"
 
 namespace lltm_ext {

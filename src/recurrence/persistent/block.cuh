@@ -5,10 +5,6 @@
 // a thread takes over for a pair: two adjacent units of one row.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <type_traits>
-
 #include "common/fast_math.cuh"
 #include "common/portable.h"
 #include "recurrence/cell.h"
@@ -66,7 +62,7 @@ struct PersistentConfig {
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
   using Exchange =
       StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
-  using Product = std::conditional_t<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>;
+  using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
   run_pointwise<Cell>(step);
 }
 
+#ifndef __CUDACC_RTC__
 template <auto* kKernel, class Step>
 cudaError_t launch_pointwise_step(const Step& step, bool sums_rows, cudaStream_t stream) {
   int capability = 0;
@@ -86,6 +87,7 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
   constexpr auto* kKernel = recurrence_pointwise_backward_kernel<Cell, T, C, Extra>;
   return launch_pointwise_step<kKernel>(step, step.grad_bias != nullptr, stream);
 }
+#endif
 
 }  // namespace lltm_ext
 
