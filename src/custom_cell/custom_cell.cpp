@@ -3,7 +3,8 @@
 // (program.h). Autograd, autocast and the CPU are in Python (lltm_ext/recurrence.py). Raw bindings:
 // lltm_ext._C.custom_cell.source, compile and compilations.
 //
-// T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in recurrence/cell.h.
+// T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
+// recurrence/cell.h.
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
@@ -21,10 +22,11 @@ at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor(
 
 // The arguments of all ops. Shapes: input [T, B, I], or packed rows [N, I] with their batch_sizes; h0 [B, H];
 // states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G * H]; parameters [P, H]; step_inputs
-// [T, B, K * H] or [N, K * H].
+// [T, B, K * H] or [N, K * H]; keep [T, B] or [N].
 constexpr const char* kSchema =
     "Tensor input, Tensor h0, Tensor states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
-    "Tensor? parameters, Tensor? step_inputs, int[]? batch_sizes, bool reverse, str algorithm, str program";
+    "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
+    "str program";
 
 void check_is_cuda(const CellProgram& program, const at::Tensor& input) {
   TORCH_CHECK(!input.is_cpu(), program.name, ": expected input on a CUDA device, got cpu");
@@ -43,10 +45,17 @@ variable_list run_forward(const at::Tensor& input, const Direction& direction,
 std::tuple<at::Tensor, at::Tensor, at::Tensor> custom_cell(
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
     const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
-    const OptionalTensor& step_inputs, at::OptionalIntArrayRef batch_sizes, bool reverse,
-    string_view algorithm, string_view program) {
-  const Direction direction = {h0,   states,  weight_ih,                or_undefined(weight_hh),
-                               bias, reverse, or_undefined(parameters), or_undefined(step_inputs)};
+    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, string_view algorithm, string_view program) {
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
   return {y[0], y[1], y[2]};
 }
@@ -55,10 +64,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> custom_cell(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
     const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
-    const OptionalTensor& step_inputs, at::OptionalIntArrayRef batch_sizes, bool reverse,
-    string_view algorithm, string_view program) {
-  const Direction direction = {h0,   states,  weight_ih,                or_undefined(weight_hh),
-                               bias, reverse, or_undefined(parameters), or_undefined(step_inputs)};
+    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, string_view algorithm, string_view program) {
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
   return {y[0], y[1], y[2], y[3], y[4]};
 }
@@ -71,13 +87,20 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                    const at::Tensor& h0, const at::Tensor& states,
                                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                                    const OptionalTensor& bias, const OptionalTensor& parameters,
-                                   const OptionalTensor& step_inputs, at::OptionalIntArrayRef batch_sizes,
-                                   bool reverse, string_view algorithm, string_view text,
-                                   bool input_needs_grad, bool bias_needs_grad) {
+                                   const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                                   at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                                   string_view text, bool input_needs_grad, bool bias_needs_grad) {
   const CellProgram& program = CellProgram::get(text);
   check_is_cuda(program, input);
-  const Direction direction = {h0,   states,  weight_ih,                or_undefined(weight_hh),
-                               bias, reverse, or_undefined(parameters), or_undefined(step_inputs)};
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
   using Backward = BackwardOps<CustomCellOp>;
   const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, output, gates, extra};
   const Gradients g = Backward{CustomCellOp(program)}.check_and_run(
@@ -93,18 +116,26 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
 std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
                                   const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                                   const OptionalTensor& bias, const OptionalTensor& parameters,
-                                  const OptionalTensor& step_inputs, at::OptionalIntArrayRef batch_sizes,
-                                  bool reverse, string_view algorithm, string_view text, bool backward) {
+                                  const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                                  at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                                  string_view text, bool backward) {
   const CellProgram& program = CellProgram::get(text);
   check_is_cuda(program, input);
   const CustomCellOp op(program);
-  const Direction direction = {h0,   states,  weight_ih,                or_undefined(weight_hh),
-                               bias, reverse, or_undefined(parameters), or_undefined(step_inputs)};
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
   check_inputs(op, program.name.c_str(), input, direction, batch_sizes, algorithm);
   const KernelGuard guard(input);
-  return name_of(plan_for(op, program.name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward,
-                          algorithm)
-                     .algorithm);
+  return name_of(
+      plan_for(op, program.name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
+          .algorithm);
 }
 
 #ifdef TORCH_EXTENSION_NAME

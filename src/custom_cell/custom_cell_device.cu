@@ -35,9 +35,9 @@ cudaError_t device_info(DeviceInfo& info) { return current_device_info(info); }
 
 #ifndef __CUDA_ARCH__
 std::vector<Header> cell_headers() {
-  return {portable_h,  types_h,   math_h,       fast_math_cuh, launch_cuh,   ptx_cuh,
-          cell_h,      variants_h, shape_h,     pair_cuh,      product_cuh,  exchange_cuh,
-          block_cuh,   steps_cuh, forward_cuh,  backward_cuh,  step_h,       pointwise_cuh};
+  return {portable_h, types_h,    math_h,      fast_math_cuh, launch_cuh,  ptx_cuh,
+          cell_h,     variants_h, shape_h,     pair_cuh,      product_cuh, exchange_cuh,
+          block_cuh,  steps_cuh,  forward_cuh, backward_cuh,  step_h,      pointwise_cuh};
 }
 #endif
 

@@ -18,9 +18,9 @@ constexpr int kMaxValues = 16;  // gates, states, ... of a unit
 int number(const std::string& cell, const std::string& text) {
   int value = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && value >= 0 &&
-                        value <= kMaxValues,
-                    cell, ": expected numbers of values from 0 to ", kMaxValues, ", got '", text, "'");
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == text.data() + text.size() && value >= 0 && value <= kMaxValues, cell,
+      ": expected numbers of values from 0 to ", kMaxValues, ", got '", text, "'");
   return value;
 }
 
@@ -56,19 +56,19 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string header = pointwise         ? "step/pointwise.cuh"
                              : kernel.backward ? "persistent/backward.cuh"
                                                : "persistent/forward.cuh";
-  const std::string before = c10::str("#include \"recurrence/", header, "\"\n\nnamespace lltm_ext {\n\n", code,
-                                      "\nusing T = ", element_name(name.c_str(), kernel.type), ";\n\n");
-  const std::string parameters =
-      pointwise ? c10::str("const Step", direction, "Arguments<T> step")
-                : c10::str("const __grid_constant__ PerDirection<Sequence", direction,
-                           "Arguments<T>> sequences,\n    const GroupGrid grid");
+  const std::string before = c10::str("#include \"recurrence/", header, "\"\n\nnamespace lltm_ext {\n\n",
+                                      code, "\nusing T = ", element_name(name.c_str(), kernel.type), ";\n\n");
+  const std::string parameters = pointwise
+                                     ? c10::str("const Step", direction, "Arguments<T> step")
+                                     : c10::str("const __grid_constant__ PerDirection<Sequence", direction,
+                                                "Arguments<T>> sequences,\n    const GroupGrid grid");
   const std::string body =
       pointwise ? std::string("run_pointwise<Cell>(step)")
                 : c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ",
                            kernel.variant, ", ", kernel.backward ? "true" : "false", ">>>(sequences, grid)");
   const char* const bounds = pointwise ? "kPointwiseThreads" : "kBlockThreads, 1";
-  return c10::str(before, "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n    ", kCellKernelName,
-                  "(", parameters, ") {\n  ", body, ";\n}\n\n}  // namespace lltm_ext\n");
+  return c10::str(before, "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n    ",
+                  kCellKernelName, "(", parameters, ") {\n  ", body, ";\n}\n\n}  // namespace lltm_ext\n");
 }
 
 }  // namespace lltm_ext

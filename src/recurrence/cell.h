@@ -57,9 +57,9 @@ constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 template <class Cell, typename A>
 struct CellInputs {
-  A x[at_least_one(Cell::kGates)];                         // projections, with the products unless kSeparate
+  A x[at_least_one(Cell::kGates)];                        // projections, with the products unless kSeparate
   A r[at_least_one(Cell::kSeparate ? Cell::kGates : 0)];  // products, if kSeparate
-  A h;                                                     // the previous one, if kReadsH
+  A h;                                                    // the previous one, if kReadsH
   A parameters[at_least_one(Cell::kParameters)];
   A steps[at_least_one(Cell::kStepInputs)];
 };
@@ -108,6 +108,7 @@ struct SequenceForwardArguments {
   const T* weight;       // [G * H, H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
+  const float* keep;     // [N] what a row takes of h and its states into a step, or null for all of them
   const T* h0;           // [B, H]
   const float* states0;  // [S, B, H]
   T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
@@ -125,19 +126,20 @@ struct SequenceBackwardArguments {
   int begin, end;
   int64_t first_row, rows;  // of these steps
   int hidden;
-  const T* weight_t;      // [H, G * H]
-  const T* parameters;    // [P, H]
-  const T* step_inputs;   // [N, K, H]
-  const T* gates;         // [N, G, H] as forward left them
-  const T* extra;         // [N, E, H]
-  const T* grad_output;   // [N, H], or null for zeros
-  T* grad_gates;          // [rows, G, H]; if the cell sees projections and products apart, of the products
-  T* grad_projections;    // [rows, G, H] then those of the projections, else null
-  T* grad_h;              // [B, H] after these steps; replaced by that before them
-  float* grad_own_h;      // [B, H] likewise, or null
-  float* grad_states;     // [S, B, H] likewise
-  float* grad_sums;       // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
-                          // all in the first tile's rows; or null
+  const T* weight_t;     // [H, G * H]
+  const T* parameters;   // [P, H]
+  const T* step_inputs;  // [N, K, H]
+  const float* keep;     // [N], or null
+  const T* gates;        // [N, G, H] as forward left them
+  const T* extra;        // [N, E, H]
+  const T* grad_output;  // [N, H], or null for zeros
+  T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
+  T* grad_projections;   // [rows, G, H] then those of the projections, else null
+  T* grad_h;             // [B, H] after these steps; replaced by that before them
+  float* grad_own_h;     // [B, H] likewise, or null
+  float* grad_states;    // [S, B, H] likewise
+  float* grad_sums;      // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
+                         // all in the first tile's rows; or null
 };
 
 // The sequences of a layer's directions, which one launch runs side by side (blockIdx.y). All sizes agree.
@@ -147,5 +149,8 @@ struct PerDirection {
   Arguments of[kMaxDirections];
   int count;
 };
+
+// x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
+LLTM_HOST_DEVICE float keep_share(float keep, float x) { return keep == 0 ? 0 : keep * x; }
 
 }  // namespace lltm_ext

@@ -36,8 +36,8 @@ struct Problem {
   bool dense;  // every step has the whole batch
   bool backward;
   int element_size;
-  int sequences = 1;  // of these sizes, run side by side in one launch
-  bool tf32 = false;  // float32 operands may be rounded to TF32
+  int sequences = 1;        // of these sizes, run side by side in one launch
+  bool tf32 = false;        // float32 operands may be rounded to TF32
   bool fused_steps = true;  // whether there are kernels of a fused step
 };
 
@@ -165,7 +165,8 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       if (requested != Algorithm::kAuto && requested != v.algorithm) continue;
       // In IEEE float32 with four gates these variants do not fit a multiprocessor backward. An algorithm
       // requested by name must serve forward and backward.
-      const bool only_forward = problem.element_size == 4 && !v.tf32 && problem.cell.gates > 3 && v.chunks > 4;
+      const bool only_forward =
+          problem.element_size == 4 && !v.tf32 && problem.cell.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, device, grid)) continue;
       if (requested == Algorithm::kAuto &&

@@ -55,6 +55,7 @@ class PersistentBackward
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
     Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    float keep;
   };
   struct InputAddresses {
     const T *gates, *extra, *steps, *grad_output;
@@ -69,7 +70,8 @@ class PersistentBackward
     return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j};
   }
-  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
+  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at, int64_t row) const {
+    if (args_.keep) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
@@ -90,6 +92,7 @@ class PersistentBackward
     InputAddresses inputs;
     States grad_states;
     float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
+    float keep;     // of the step computed last
     Gradients grads;
   };
 
@@ -106,13 +109,14 @@ class PersistentBackward
       p.inputs = inputs_at(first + b, j);
       p.grad_gates = grad_gates(first + b) + j;
       p.grad_h = make_float2(0, 0);
+      p.keep = 1;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
       load_grad_states(p.grad_states, p.at);
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
       if (Cell::kReadsH) p.grad_h = add(p.grad_h, read_pair(args_.grad_own_h + p.at).widen());
-      load(inputs_[i], p.inputs);
+      load(inputs_[i], p.inputs, first + b);
     }
     return {nullptr, 0, false, map_.element, map_.g};
   }
@@ -126,7 +130,12 @@ class PersistentBackward
 
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
-    run_cell(i, add(Base::total(sums, 0, i), p.grad_h), p.grad_states, p.grads);
+    float2 through_weights = Base::total(sums, 0, i);
+    if (args_.keep) {
+      through_weights = Base::kept(p.keep, through_weights);
+      p.keep = inputs_[i].keep;
+    }
+    run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
   }
 
@@ -138,7 +147,7 @@ class PersistentBackward
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
     p.grad_gates += to_next_ * kGates * hidden_;
     p.inputs.move(to_next_ * hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.inputs);
+    if (p.exists && n < steps()) load(inputs_[i], p.inputs, rows_of(n).first + row(i, 0));
   }
 
   // The gradients of the states before the first step.
@@ -148,7 +157,8 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
-      const float2 sum = Base::total(sums, 0, i);
+      float2 sum = Base::total(sums, 0, i);
+      if (args_.keep) sum = Base::kept(p.keep, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -188,7 +198,7 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        load(inputs_[i], inputs_at(rows.first + b, unit(i)));
+        load(inputs_[i], inputs_at(rows.first + b, unit(i)), rows.first + b);
       }
     }
   }
@@ -211,6 +221,7 @@ class PersistentBackward
       if (!has_pair(i, b)) continue;
       T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
       float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
+      if (args_.keep && b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
         continue;
@@ -269,6 +280,12 @@ class PersistentBackward
     Cell::template backward<Math>(saved[1], in[1], total.y, of_unit[1], grads[1]);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) grad_states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
+    if (!args_.keep) return;
+    Base::keep(inputs_[i].keep, grad_states);
+    if constexpr (Cell::kReadsH) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
+    }
   }
 
   __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {

@@ -60,8 +60,7 @@ struct PersistentConfig {
 
   using Math = typename MathOf<T>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
-  using Exchange =
-      StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
+  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();

@@ -48,6 +48,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // What a pair reads in a step, and where it is.
   struct Inputs {
     Pair<T> projections[kGates], steps[kStepInputs];
+    float keep;
   };
   struct Addresses {
     T *gates, *output;
@@ -62,7 +63,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return {args_.gates + row * kGates * hidden_ + j, args_.output + row * hidden_ + j,
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j};
   }
-  __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
+  __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at, int64_t row) const {
+    if (args_.keep) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -93,7 +95,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       p.to = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH) p.h = p.exists ? read_pair(args_.h0 + p.at).widen() : make_float2(0, 0);
-      if (p.exists && steps() > 0) load(inputs_[i], p.to);
+      if (p.exists && steps() > 0) load(inputs_[i], p.to, first + b);
     }
     return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element,
             lane_row < map_.end_row ? map_.vectors : 0, false, map_.element, map_.g};
@@ -117,7 +119,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     OneTilePair& p = pairs_[i];
     if (args_.save && p.exists) save(p.to, p.saved);
     p.to.move(to_next_ * hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.to);
+    if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -148,7 +150,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        load(inputs_[i], addresses(rows.first + b, unit(i)));
+        load(inputs_[i], addresses(rows.first + b, unit(i)), rows.first + b);
       }
     }
   }
@@ -207,9 +209,17 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
                                              Saved& saved) const {
     CellInputs<Cell, float> in[2];
     Base::widen_inputs(in, i, inputs_[i].steps);
+    float2 products[kGates];
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
+    if (args_.keep) {
+      Base::keep(inputs_[i].keep, products);
+      Base::keep(inputs_[i].keep, states);
+      old_h = Base::kept(inputs_[i].keep, old_h);
+    }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      const float2 sum = Base::total(sums, gate, i), projection = inputs_[i].projections[gate].widen();
+      const float2 sum = products[gate], projection = inputs_[i].projections[gate].widen();
       if constexpr (Cell::kSeparate) {
         in[0].x[gate] = projection.x, in[1].x[gate] = projection.y;
         in[0].r[gate] = sum.x, in[1].r[gate] = sum.y;

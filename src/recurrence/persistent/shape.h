@@ -1,5 +1,5 @@
-// The sizes of a persistent kernel: its tiles, and how it divides registers and shared memory. The kernels take
-// them at compile time, the planner at run time. For host and device.
+// The sizes of a persistent kernel: its tiles, and how it divides registers and shared memory. The kernels
+// take them at compile time, the planner at run time. For host and device.
 #pragma once
 
 #include "recurrence/cell.h"
@@ -37,7 +37,7 @@ struct PersistentShape {
   constexpr bool through_cluster() const { return variant.algorithm == Algorithm::kCluster; }
   constexpr bool on_tensor_cores() const { return element_size == 2 || variant.tf32; }
 
-  constexpr int inputs() const { return backward ? cell.gates : 1; }   // values of a unit that blocks exchange
+  constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
   constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
   constexpr int units() const { return 16 * variant.unit_tiles; }
   constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
@@ -88,8 +88,8 @@ struct PersistentShape {
     return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
   }
   constexpr int shared_bytes(const Group& group) const {
-    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) +
-                       group.rows * carried_per_row();
+    const int floats =
+        2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
     return 4 * floats + exchange_bytes(group);
   }
 };

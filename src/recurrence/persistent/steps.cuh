@@ -94,6 +94,15 @@ class PersistentSteps {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
   }
+  __device__ __forceinline__ static float2 kept(float share, float2 x) {
+    return make_float2(keep_share(share, x.x), keep_share(share, x.y));
+  }
+  template <int N>
+  __device__ __forceinline__ static void keep(float share, float2 (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = kept(share, values[i]);
+  }
+
   // Parameters and step inputs as the cell reads them, for both units of a pair.
   __device__ __forceinline__ void widen_inputs(CellInputs<Cell, float> (&in)[2], int i,
                                                const Pair<T> (&step_inputs)[kStepInputs]) const {

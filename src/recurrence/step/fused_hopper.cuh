@@ -96,6 +96,7 @@ struct FusedForwardStep {
     Four<T> gates[kGates], h;
     Four<float> states[at_least_one(kStates)];
     StepConstants<Cell, T> constants;
+    float keep;
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceForwardArguments<T>& s = args.s;
@@ -108,10 +109,10 @@ struct FusedForwardStep {
         states[i] = load((step == 0 ? s.states0 : s.states_n) + state_at(s, i, state));
       }
       if constexpr (Cell::kReadsH) {
-        h = load(step == 0 ? s.h0 + state
-                           : s.output + s.steps.at(step - 1).first * s.hidden + state);
+        h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
       }
       constants.load_from(s, at, unit);
+      if (s.keep) keep = s.keep[at];
     }
   };
 
@@ -148,16 +149,23 @@ struct FusedForwardStep {
       inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
+        const float product = s.keep ? keep_share(inputs.keep, products[g][e]) : products[g][e];
         in.x[g] = widen(inputs.gates[g].data[e]);
         if constexpr (Cell::kSeparate) {
-          in.r[g] = products[g][e];
+          in.r[g] = product;
         } else {
-          in.x[g] += products[g][e];
+          in.x[g] += product;
         }
       }
-      if constexpr (Cell::kReadsH) in.h = widen(inputs.h.data[e]);
+      if constexpr (Cell::kReadsH) {
+        in.h = widen(inputs.h.data[e]);
+        if (s.keep) in.h = keep_share(inputs.keep, in.h);
+      }
 #pragma unroll
-      for (int i = 0; i < kStates; ++i) mine[i] = inputs.states[i].data[e];
+      for (int i = 0; i < kStates; ++i) {
+        mine[i] = inputs.states[i].data[e];
+        if (s.keep) mine[i] = keep_share(inputs.keep, mine[i]);
+      }
       h[e] = Cell::template forward<typename MathOf<T>::type>(in, mine, kept);
 #pragma unroll
       for (int i = 0; i < kStates; ++i) states[i][e] = mine[i];
@@ -202,11 +210,13 @@ struct FusedBackwardStep {
     Four<T> saved[at_least_one(Cell::kSaved)], grad_output, grad_h;
     Four<float> grad_states[at_least_one(kStates)], grad_own_h;
     StepConstants<Cell, T> constants;
+    float keep, later_keep;  // of this step, and of the one computed before it
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
+      if (s.keep && step < s.end - 1) later_keep = s.keep[s.steps.at(step + 1).first + row];
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
@@ -220,6 +230,7 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
       constants.load_from(s, at, unit);
+      if (s.keep) keep = s.keep[at];
     }
   };
 
@@ -244,7 +255,10 @@ struct FusedBackwardStep {
     float grad_h[4], grad_states[at_least_one(kStates)][4];
     CellGradients<Cell, float> grads[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : product[0][e];
+    for (int e = 0; e < 4; ++e) {
+      const float through_weights = s.keep ? keep_share(inputs.later_keep, product[0][e]) : product[0][e];
+      grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : through_weights;
+    }
     if (step < s.begin) {
       store(s.grad_h + state, grad_h);
       return;
@@ -262,7 +276,9 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) mine[i] = inputs.grad_states[i].data[e];
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
-      for (int i = 0; i < kStates; ++i) grad_states[i][e] = mine[i];
+      for (int i = 0; i < kStates; ++i)
+        grad_states[i][e] = s.keep ? keep_share(inputs.keep, mine[i]) : mine[i];
+      if (s.keep) grads[e].h = keep_share(inputs.keep, grads[e].h);
     }
 #pragma unroll
     for (int i = 0; i < kStates; ++i) store(s.grad_states + state_at(s, i, state), grad_states[i]);

@@ -58,20 +58,20 @@ struct StepForwardArguments {
 template <typename T, typename C = acc_t<T>, typename Extra = T>
 struct StepBackwardArguments {
   int64_t batch, hidden;
-  Gates<const T> saved;               // [B, G, H]
-  const Extra* extra;                 // [B, E, H]
-  const T* parameters;                // [P, H]
-  const T* step_inputs;               // [B, K, H]
-  StridedGradient<T> grad_output;     // [B, H] gradient of h from outside the recurrence
-  const T* grad_h;                    // [B, H] gradient of h from the next step's products, or null
-  acc_t<T>* grad_own_h;               // [B, H] and from the next step's cell; replaced by this step's; or null
+  Gates<const T> saved;            // [B, G, H]
+  const Extra* extra;              // [B, E, H]
+  const T* parameters;             // [P, H]
+  const T* step_inputs;            // [B, K, H]
+  StridedGradient<T> grad_output;  // [B, H] gradient of h from outside the recurrence
+  const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
+  acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
   StridedGradient<C> grad_new_states;  // S times [B, H]
-  C* grad_old_states;                 // likewise, or null; may be grad_new_states.data
+  C* grad_old_states;                  // likewise, or null; may be grad_new_states.data
   int64_t state_stride;
   Gates<T> grad_gates;        // [B, G, H]; of a cell that sees projections and products apart, of products
   Gates<T> grad_projections;  // [B, G, H] of such a cell
-  acc_t<T>* grad_sums;        // [B, G + P, H] to which gradients of projections and parameters are added; or null
-  T* grad_bias;               // [G, H] the sums of grad_gates over the batch, or null; CUDA only
+  acc_t<T>* grad_sums;  // [B, G + P, H] to which gradients of projections and parameters are added; or null
+  T* grad_bias;         // [G, H] the sums of grad_gates over the batch, or null; CUDA only
 };
 
 template <class Cell, typename T, typename C>

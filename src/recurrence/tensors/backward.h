@@ -43,9 +43,10 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
   return chunks;
 }
 
-// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's).
+// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
+// the share of it that the row kept).
 inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates,
-                                   const at::Tensor& output, const at::Tensor& h0,
+                                   const at::Tensor& output, const at::Tensor& h0, const at::Tensor& keep,
                                    const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first of the rows in grad_gates
@@ -72,8 +73,11 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  if (runs.size() > 2) {  // only in a packed sequence; two products are faster than a copy
-    add_weight_gradient(gradient, grad_gates, at::cat(sources));
+  // A packed sequence has more than two runs; two products are faster than a copy.
+  if (runs.size() > 2 || keep.defined()) {
+    const at::Tensor all = at::cat(sources);
+    if (keep.defined()) keep_share(all, keep.narrow(0, chunk.begin, chunk.end - chunk.begin));
+    add_weight_gradient(gradient, grad_gates, all);
     return;
   }
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -123,8 +127,7 @@ struct BackwardOps {
     if (grad_h_n) check("grad_h_n", *grad_h_n, type, d.h0.sym_sizes(), "[batch, hidden_size]");
     if (!grad_states_n) return;
     const std::string name = op.stacked_states() ? "grad_states_n" : "grad_c_n";
-    check(name.c_str(), *grad_states_n, d.states.scalar_type(),
-          states_sizes(op, d.h0.sym_size(0), hidden),
+    check(name.c_str(), *grad_states_n, d.states.scalar_type(), states_sizes(op, d.h0.sym_size(0), hidden),
           op.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   }
 
@@ -135,11 +138,12 @@ struct BackwardOps {
     at::Tensor output, gates, extra;  // their rows
     std::vector<RowRange> steps;
     std::vector<Chunk> chunks;
-    // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the states.
+    // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
+    // states.
     at::Tensor grad_h, grad_own_h, grad_states;
     at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
-    at::Tensor parameters, step_inputs;                     // aligned
+    at::Tensor parameters, step_inputs, keep;               // aligned; rows
     at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
     DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
@@ -153,7 +157,8 @@ struct BackwardOps {
           steps(sizes.steps(inputs.reverse)),
           chunks(chunks_of(steps, output.size(0))),
           parameters(aligned(inputs.parameters)),
-          step_inputs(aligned(inputs.step_inputs)) {
+          step_inputs(aligned(inputs.step_inputs)),
+          keep(rows_of_keep(inputs)) {
       const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
       grad_h = at::zeros({sizes.batch, sizes.hidden}, inputs.h0.options());
       grad_states = at::zeros(inputs.states.sizes(), state_options);
@@ -238,6 +243,11 @@ struct BackwardOps {
       } else {
         first_rows(grad_h, n).zero_();
       }
+      if (!direction.keep.defined()) continue;
+      const at::Tensor share = direction.keep.narrow(0, first_row, n);
+      keep_share(first_rows(grad_h, n), share);
+      keep_share(first_rows(grad_states, n), share);
+      if (shape.reads_h) keep_share(first_rows(direction.grad_own_h, n), share);
     }
   }
 
@@ -260,6 +270,7 @@ struct BackwardOps {
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
+          .keep = pointer<float>(direction.keep),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),
@@ -273,8 +284,7 @@ struct BackwardOps {
     };
     return try_launch_fused("recurrence_backward", like, plan, algorithm, parts.size(),
                             [&](auto type, auto stream) {
-                              return op.launch(per_direction(type, parts.size(), arguments_of), plan,
-                                               stream);
+                              return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
                             });
   }
 
@@ -282,11 +292,10 @@ struct BackwardOps {
   void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const int64_t count = chunk.end - chunk.begin;
-    add_weight_gradient(direction.grad_weight_ih, grad_projections,
-                        input_rows.narrow(0, chunk.begin, count));
+    add_weight_gradient(direction.grad_weight_ih, grad_projections, input_rows.narrow(0, chunk.begin, count));
     if (shape.recurrent) {
       add_weight_hh_gradient(direction.grad_weight_hh, grad_gates, direction.output, direction.inputs.h0,
-                             direction.steps, chunk);
+                             direction.keep, direction.steps, chunk);
     }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
@@ -387,10 +396,9 @@ struct BuiltInBackward {
       return x.defined() ? x : at::empty({0}, input.options());
     };
     variable_list results;
-    for (const Gradients& g : BackwardOps<Op>{}.check_and_run(input, directions, given, batch_sizes, algorithm,
-                                                              input_needs_grad, bias_needs_grad)) {
-      append(results,
-             {or_empty(g.input), g.h0, g.states, g.weight_ih, g.weight_hh, or_empty(g.bias)});
+    for (const Gradients& g : BackwardOps<Op>{}.check_and_run(input, directions, given, batch_sizes,
+                                                              algorithm, input_needs_grad, bias_needs_grad)) {
+      append(results, {or_empty(g.input), g.h0, g.states, g.weight_ih, g.weight_hh, or_empty(g.bias)});
     }
     return results;
   }
@@ -399,9 +407,10 @@ struct BuiltInBackward {
       const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& gates, const at::Tensor& extra,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
-      bool bias_needs_grad) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, std::nullopt, reverse, {}, {}};
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, bool input_needs_grad, bool bias_needs_grad) {
+    const Direction only = {
+        h0, c0, weight_ih, weight_hh, std::nullopt, reverse, {}, {}, keep.value_or(at::Tensor())};
     const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
     const variable_list g =
         run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
@@ -414,7 +423,8 @@ struct BuiltInBackward {
                                               const at::Tensor& input, at::TensorList forward_direction,
                                               at::TensorList reverse_direction, at::TensorList saved,
                                               at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                              bool input_needs_grad, bool bias_needs_grad) {
+                                              const OptionalTensor& keep, bool input_needs_grad,
+                                              bool bias_needs_grad) {
     TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, Op::name() + "_bidirectional_backward",
                 ": expected three of grad_outputs and three of saved for each direction, got ",
                 grad_outputs.size(), " and ", saved.size());
@@ -423,7 +433,7 @@ struct BuiltInBackward {
       given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
                        saved[i + 1], saved[i + 2]});
     }
-    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction), given,
+    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), given,
                           batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     if (input_needs_grad) g[0] = g[0] + g[6];
     g.erase(g.begin() + 6);

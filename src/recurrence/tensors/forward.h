@@ -51,8 +51,8 @@ struct ForwardOps {
                     .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
     out.h_n = d.h0.clone(at::MemoryFormat::Contiguous);
-    out.states_n =
-        at::empty(d.states.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type()))).copy_(d.states);
+    out.states_n = at::empty(d.states.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type())))
+                       .copy_(d.states);
     return out;
   }
 
@@ -75,7 +75,7 @@ struct ForwardOps {
     const at::Tensor &h = out.h_n, &states = out.states_n;
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
-                     step_inputs = contiguous_or_none(d.step_inputs);
+                     step_inputs = contiguous_or_none(d.step_inputs), keep = rows_of_keep(d);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
       // Copied, because in float32 cuBLAS multiplies few rows by a transposed view up to six times slower.
@@ -84,6 +84,11 @@ struct ForwardOps {
     }
     const Matmul matmul(h);
     for (const auto& [first_row, n] : steps) {
+      if (keep.defined()) {
+        const at::Tensor share = keep.narrow(0, first_row, n);
+        keep_share(first_rows(h, n), share);
+        keep_share(first_rows(states, n), share);
+      }
       at::Tensor product;
       if (shape.recurrent) {
         const at::Tensor h_rows = first_rows(h, n);
@@ -121,12 +126,13 @@ struct ForwardOps {
   bool try_run_fused(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                      const Plan& plan, c10::string_view algorithm, bool save) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
-    std::vector<at::Tensor> weights, h0, parameters, step_inputs;
+    std::vector<at::Tensor> weights, h0, parameters, step_inputs, keep;
     for (const Direction& d : directions) {
       weights.push_back(aligned(d.weight_hh));
       h0.push_back(aligned(d.h0));
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
+      keep.push_back(rows_of_keep(d));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
@@ -139,6 +145,7 @@ struct ForwardOps {
           .weight = pointer<T>(weights[i]),
           .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(step_inputs[i]),
+          .keep = pointer<float>(keep[i]),
           .h0 = pointer<T>(h0[i]),
           .states0 = pointer<float>(out.states_n),
           .gates = mutable_pointer<T>(out.gates),
@@ -186,8 +193,8 @@ struct ForwardOps {
 // The dispatcher ops of a built-in cell.
 template <class Op>
 struct BuiltInForward {
-  static variable_list run(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes,
-                           c10::string_view algorithm, bool save) {
+  static variable_list run(const at::Tensor& input, Directions directions,
+                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm, bool save) {
     return ForwardOps<Op>{}.check_and_run(input, directions, batch_sizes, algorithm, save);
   }
 
@@ -195,8 +202,8 @@ struct BuiltInForward {
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}};
+      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
+    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
     const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/false);
     return {y[0], y[1], y[2]};
   }
@@ -205,8 +212,8 @@ struct BuiltInForward {
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_forward(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}};
+      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
+    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
     const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/true);
     return {y[0], y[1], y[2], y[3], y[4]};
   }
@@ -214,17 +221,19 @@ struct BuiltInForward {
   // (output, h_n, c_n) of each direction.
   static variable_list bidirectional(const at::Tensor& input, at::TensorList forward_direction,
                                      at::TensorList reverse_direction, at::OptionalIntArrayRef batch_sizes,
-                                     c10::string_view algorithm) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
+                                     c10::string_view algorithm, const OptionalTensor& keep) {
+    return run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), batch_sizes,
+               algorithm,
                /*save=*/false);
   }
 
   // As above, each with (gates, extra) for the backward.
   static variable_list bidirectional_forward(const at::Tensor& input, at::TensorList forward_direction,
                                              at::TensorList reverse_direction,
-                                             at::OptionalIntArrayRef batch_sizes,
-                                             c10::string_view algorithm) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
+                                             at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                             const OptionalTensor& keep) {
+    return run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), batch_sizes,
+               algorithm,
                /*save=*/true);
   }
 };

@@ -1,8 +1,12 @@
 // The inputs of a sequence op (op.h): checks, directions, the rows of each step.
 #pragma once
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -47,9 +51,9 @@ inline at::Tensor flatten_rows(const at::Tensor& x) {
   return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
 }
 
-// The first `rows` rows: x itself if that is all of them, to save a view.
+// The first `rows` rows of [..., rows, columns]: x itself if that is all of them, to save a view.
 inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
-  return rows == x.size(0) ? x : x.narrow(0, 0, rows);
+  return rows == x.size(-2) ? x : x.narrow(-2, 0, rows);
 }
 
 // The input's shape, dense or packed, with another last dimension.
@@ -78,6 +82,13 @@ inline at::Tensor aligned(const at::Tensor& x) {
 template <typename T>
 const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
+}
+
+// Scales each row of x [..., rows, H] by its element of keep [rows]. Nothing of an infinity or NaN is left if
+// that is 0.
+inline void keep_share(const at::Tensor& x, const at::Tensor& keep) {
+  const at::Tensor share = keep.unsqueeze(-1);
+  x.copy_(at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options())));
 }
 
 inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
@@ -131,9 +142,15 @@ struct Direction {
   at::Tensor h0, states, weight_ih, weight_hh;
   OptionalTensor bias;
   bool reverse;
-  at::Tensor parameters, step_inputs;  // undefined if the cell has none
+  at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
+  at::Tensor keep = {};  // [T, B] or [N] what a row takes of h and its states into a step; undefined: all
 };
 using Directions = at::ArrayRef<Direction>;
+
+// [N], contiguous.
+inline at::Tensor rows_of_keep(const Direction& d) {
+  return d.keep.defined() ? d.keep.contiguous().view({d.keep.numel()}) : d.keep;
+}
 
 // What a cell is to the code that runs it on tensors:
 //
@@ -182,7 +199,8 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
         of.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   const c10::SymInt rows = shape.gates * hidden;
   check("weight_ih", d.weight_ih, {rows, input.sym_size(-1)}, gates_by(shape.gates, ", input_size"));
-  if (shape.recurrent) check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
+  if (shape.recurrent)
+    check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
   if (d.bias) check("bias", *d.bias, {rows}, gates_by(shape.gates, ""));
   if (shape.parameters > 0) {
     check_like_input("parameters", d.parameters);
@@ -193,20 +211,31 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
     check("step_inputs", d.step_inputs, sizes_like_input(input, shape.step_inputs * hidden),
           "[..., step inputs * hidden_size]");
   }
+  if (d.keep.defined()) {
+    check_same_device(op, "keep", d.keep, input);
+    check_same_dtype(op, "keep", d.keep, at::toOpMathType(input.scalar_type()));
+    check("keep", d.keep, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
+  }
   if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, d.h0.size(0));
   algorithm_named(op, algorithm);
 }
 
 // From [h0, c0, weight_ih, weight_hh] or these and bias.
 inline std::array<Direction, 2> directions_of(const std::string& op, at::TensorList forward_direction,
-                                              at::TensorList reverse_direction) {
+                                              at::TensorList reverse_direction, const OptionalTensor& keep) {
   for (const at::TensorList& given : {forward_direction, reverse_direction}) {
     TORCH_CHECK(given.size() == 4 || given.size() == 5, op, "_bidirectional",
                 ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
                 given.size(), " tensors");
   }
-  const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
-    return {x[0], x[1], x[2], x[3], x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt, reverse, {}, {}};
+  const auto direction = [&](const at::TensorList& x, bool reverse) -> Direction {
+    return {.h0 = x[0],
+            .states = x[1],
+            .weight_ih = x[2],
+            .weight_hh = x[3],
+            .bias = x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt,
+            .reverse = reverse,
+            .keep = keep.value_or(at::Tensor())};
   };
   return {direction(forward_direction, false), direction(reverse_direction, true)};
 }

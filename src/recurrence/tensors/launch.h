@@ -61,8 +61,8 @@ struct BuiltInOp {
 // Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
 // run one after the other.
 template <class Op>
-Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-              bool backward, c10::string_view algorithm, size_t sequences = 1) {
+Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t batch, int64_t hidden,
+              bool dense, bool backward, c10::string_view algorithm, size_t sequences = 1) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -77,9 +77,8 @@ Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t bat
                              .element_size = static_cast<int>(input.element_size()),
                              .sequences = static_cast<int>(sequences),
                              .tf32 = allows_tf32(input)};
-    check_launch(op, with_fused_type(input.scalar_type(), [&](auto type) {
-                   return of.plan(type, problem, wanted, plan);
-                 }));
+    check_launch(op, with_fused_type(input.scalar_type(),
+                                     [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
