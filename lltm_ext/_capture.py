@@ -9,12 +9,13 @@ is refused when it is called, so that the error points to the user's line.
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +65,7 @@ class Declaration(NamedTuple):
             )
         for option in ("states", "parameters", "inputs"):
             names = getattr(self, option)
-            if not isinstance(names, tuple) or not all(
-                isinstance(n, str) and n.isidentifier() for n in names
-            ):
+            if not isinstance(names, tuple) or not all(map(is_name, names)):
                 raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
             if len(set(names)) < len(names):
                 raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
@@ -78,16 +77,19 @@ class Declaration(NamedTuple):
         return unnamed if argument in ("x", "r") else named[argument]
 
 
-class Values(Sequence[Any]):
-    """The argument x, r, s, p or u of a cell's function: values by number and by name."""
+def is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name[0] != "_" and not keyword.iskeyword(name)
+
+
+class Values:
+    """The argument x, r, s, p or u of a cell's function: values by number and by name.
+
+    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
+    """
 
     def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):
         self._argument, self._names, self._values = argument, names, values
 
-    @overload
-    def __getitem__(self, i: int) -> Any: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Any]: ...
     def __getitem__(self, i: int | slice) -> Any:
         try:
             return self._values[i]
@@ -225,7 +227,7 @@ class Capture(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in ("empty", "empty_like"):  # torch's own first step to random numbers
+        if name in ("empty", "empty_like"):  # torch's first step of dropout, which the next op shows to be
             return func(*args, **kwargs)
         if name == "lift_fresh" and args[0].dim() == 0:  # torch.tensor(0.5) in the function
             return self.tensor(self.graph.constant(args[0].item()))
@@ -256,13 +258,13 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     for pattern, reason in REASONS:
         if re.fullmatch(pattern, name):
             return f"{called}, {reason}"
-    return f"{called}, which is not among the ops of a cell: {', '.join(sorted(ATEN))}"
+    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ATEN))}"
 
 
 ONE_UNIT = "the function computes one hidden unit of one row"
 REASONS = (
     (
-        "_local_scalar_dense",
+        "_local_scalar_dense|equal",
         "an if, and, or, max(), float() or .item() that needs a value, which is not known when the cell is "
         "compiled; use torch.where(condition, a, b), torch.maximum or torch.minimum",
     ),
@@ -283,7 +285,7 @@ REASONS = (
         f"which changes a shape; {ONE_UNIT}, on tensors without dimensions",
     ),
     (
-        "zeros|ones|full|new_.*|arange|tensor|eye|linspace",
+        "zeros|ones|full|new_.*|arange|lift_fresh|eye|linspace",
         "which makes a tensor; write a Python number, which is a constant",
     ),
 )
@@ -444,8 +446,8 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
         outputs = [mode.node(x) for x in (h, *states)]
     except KINDS as error:
         kind = next(kind for kind in KINDS if isinstance(error, kind))
-        torchs = f" ({ONE_UNIT}, on tensors without dimensions)" if is_torchs(error) else ""
-        raise kind(f"{declared.name}: {error}{torchs}{line_of(error)}") from error
+        hint = "" if is_own(error) else f" ({ONE_UNIT}, on tensors without dimensions and values)"
+        raise kind(f"{declared.name}: {error}{hint}{line_of(error)}") from error
     for name, node in zip(("h", *declared.states), outputs, strict=True):
         if node.boolean:
             raise TypeError(
@@ -455,12 +457,13 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-INTERNAL = (str(Path(torch.__file__).parent), __file__)
+OWN = (__file__, inspect.getfile(Graph))
+INTERNAL = (*OWN, str(Path(torch.__file__).parent))
 
 
-def is_torchs(error: BaseException) -> bool:
-    """Whether a function of torch raised the error, and not this module or the user."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename != __file__ and type(error) is RuntimeError
+def is_own(error: BaseException) -> bool:
+    """Whether the error is a refusal, and not raised by torch or by the function."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename in OWN
 
 
 def line_of(error: BaseException) -> str:

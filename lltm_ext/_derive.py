@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lltm_ext._capture import Declaration, capture
 from lltm_ext._emit import emit
-from lltm_ext._graph import CONSTANT, LEAF, NEVER, OPS, SAVED, Node, ancestors, evaluate
+from lltm_ext._graph import CHEAP, CONSTANT, LEAF, NEVER, OPS, SAVED, Node, ancestors, evaluate
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
 FREE = ("p", "u")  # backward can read them again, exactly
@@ -80,8 +80,13 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
         if node in exact:
             continue
         place, result = ("in", node.index), ("out", node.index)
-        never = node.op == LEAF or node in divisors
-        flow.add("source", place, NEVER if never else OPS[node.op].cost)
+        if node.op == LEAF or node in divisors:
+            cost = NEVER
+        elif node.op == "div" and node.args[1] in exact:
+            cost = CHEAP  # keeps the relative error
+        else:
+            cost = OPS[node.op].cost
+        flow.add("source", place, cost)
         flow.add(place, result, SAVED)
         if node in read:
             flow.add(result, "sink", NEVER)

@@ -1,15 +1,19 @@
 """Cells derived from Python: their C++ against torch's autograd, what they save, and what is refused."""
 
 import ctypes
+import hashlib
 import math
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import lltm_ext
 from lltm_ext._capture import Declaration, call
 from lltm_ext._derive import derive
 
@@ -117,6 +121,11 @@ def zoneout_lstm(x, h, s, u):
 def cfc(x, u):
     t = torch.sigmoid(-(x[2] * u.elapsed + x[3]))
     return torch.tanh(x[0]) * t + (1 - t) * torch.tanh(x[1])
+
+
+@cell(0, gates=2, states=("count", "index", "none"), parameters=("unused",))
+def no_ops(x, s):
+    return x[1], (s.index, s.count, s.none * 0)
 
 
 @cell(5, gates=4, states=("c",), inputs=("reset",))
@@ -377,3 +386,156 @@ def test_saved_values_have_the_users_names():
 def test_the_numbers_of_ops():
     assert (DERIVED["lstm"].forward_ops, DERIVED["lstm"].backward_ops) == (9, 26)
     assert DERIVED["gru"].reads_h and not DERIVED["lstm"].reads_h
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+
+
+def swallow(x, s):
+    try:
+        return float(x[0]), (s.c,)
+    except RuntimeError:
+        return x[0], (s.c,)
+
+
+def no_gradient(x, s):
+    with torch.no_grad():
+        return torch.tanh(x[0]), (s.c,)
+
+
+def local_tensor(x, s):
+    scale = torch.ones(4)
+    return x[0] * scale, (s.c,)
+
+
+def changes_its_argument(x, s):
+    c = s.c
+    c += x[0]
+    return c, (c,)
+
+
+REFUSALS = {
+    "branch": (
+        lambda x, s: (x[0] if x[0] > 0 else x[1], (s.c,)),
+        RuntimeError,
+        r"an if, and, or, max\(\), float\(\) or .item\(\).*torch.where(?s:.*)if x\[0\] > 0 else",
+    ),
+    "max": (lambda x, s: (max(x), (s.c,)), RuntimeError, r"torch.maximum(?s:.*)max\(x\)"),
+    "item": (lambda x, s: (x[0] * x[1].item(), (s.c,)), RuntimeError, "needs a value"),
+    "float": (lambda x, s: (math.tanh(x[0]), (s.c,)), RuntimeError, "needs a value"),
+    "swallowed": (swallow, RuntimeError, r"needs a value(?s:.*)return float\(x\[0\]\), \(s.c,\)"),
+    "tolist": (lambda x, s: (x[0] * x[1].tolist(), (s.c,)), RuntimeError, "reads a value"),
+    "numpy": (lambda x, s: (x[0].numpy(), (s.c,)), TypeError, "numpy.*without dimensions and values"),
+    "cpu": (lambda x, s: (x[0].cpu(), (s.c,)), RuntimeError, "moves it to a device"),
+    "parameter": (
+        lambda x, s: (x[0] * WEIGHT, (s.c,)),
+        RuntimeError,
+        r"uses WEIGHT of shape \[3\] on cpu.*parameters=(?s:.*)x\[0\] \* WEIGHT",
+    ),
+    "parameter_only": (lambda x, s: (torch.tanh(WEIGHT), (s.c,)), RuntimeError, "uses WEIGHT"),
+    "parameter_returned": (lambda x, s: (WEIGHT, (s.c,)), RuntimeError, r"uses a tensor of shape \[3\]"),
+    "made_inside": (local_tensor, RuntimeError, r"calls ones, which makes a tensor; write a Python number"),
+    "list_inside": (lambda x, s: (x[0] * torch.tensor([1.0]), s[:]), RuntimeError, "makes a tensor"),
+    "mean": (lambda x, s: (x[0] - x[0].mean(), (s.c,)), RuntimeError, "calls mean, a reduction over units"),
+    "sum": (lambda x, s: (torch.sum(x[0], -1), (s.c,)), RuntimeError, "calls sum.dim_IntList, a reduction"),
+    "softmax": (lambda x, s: (torch.softmax(x[0], 0), (s.c,)), RuntimeError, "calls _softmax, a reduction"),
+    "stack": (lambda x, s: (torch.stack([*x]), (s.c,)), RuntimeError, "calls stack, a reduction"),
+    "cat": (lambda x, s: (torch.cat([*x]), (s.c,)), RuntimeError, "calls cat, a reduction"),
+    "layer_norm": (lambda x, s: (F.layer_norm(x[0], ()), (s.c,)), (RuntimeError), "norm"),
+    "matmul": (lambda x, s: (x[0] @ x[1], (s.c,)), RuntimeError, "matmul.*one hidden unit of one row"),
+    "mm": (lambda x, s: (torch.mm(x[0], x[1]), (s.c,)), RuntimeError, "calls mm, a product over units"),
+    "view": (lambda x, s: (x[0].view(1), (s.c,)), RuntimeError, "calls view, which changes a shape"),
+    "rand": (lambda x, s: (x[0] * torch.rand(()), (s.c,)), RuntimeError, r"calls rand, random.*inputs="),
+    "rand_like": (lambda x, s: (torch.rand_like(x[0]), (s.c,)), RuntimeError, "calls rand_like, random"),
+    "dropout": (lambda x, s: (F.dropout(x[0]), (s.c,)), RuntimeError, "calls bernoulli_.*, random"),
+    "in_place": (lambda x, s: (x[0].add_(1), (s.c,)), RuntimeError, r"calls add_.Tensor, .* in place"),
+    "augmented": (changes_its_argument, RuntimeError, r"calls add_.*a = a \+ b(?s:.*)c \+= x\[0\]"),
+    "out": (lambda x, s: (torch.tanh(x[0], out=x[1]), (s.c,)), RuntimeError, "in place"),
+    "other_op": (lambda x, s: (torch.lgamma(x[0]), (s.c,)), RuntimeError, "calls lgamma.*none of.*sigmoid"),
+    "floor_divide": (lambda x, s: (x[0] // 2, (s.c,)), RuntimeError, "calls floor_divide, which is none"),
+    "rounding": (
+        lambda x, s: (torch.div(x[0], 2, rounding_mode="floor"), (s.c,)),
+        RuntimeError,
+        "calls div.Tensor_mode, which is none",
+    ),
+    "no_grad": (no_gradient, RuntimeError, r"calls tanh under torch.no_grad\(\).*detach"),
+    "type": (lambda x, s: (x[0].half(), (s.c,)), RuntimeError, "converts to torch.float16"),
+    "where": (
+        lambda x, s, u: (torch.where(u.mask, x[0], x[1]), (s.c,)),
+        RuntimeError,
+        r"calls where on u.mask, a number; write a condition like u.mask > 0",
+    ),
+    "bitwise": (lambda x, s: (torch.bitwise_and(x[0], x[1]), (s.c,)), RuntimeError, "takes conditions"),
+    "conditions": (lambda x, s: (x[0] * ((x[0] > 0) * (x[1] > 0)), s[:]), RuntimeError, "combine them by &"),
+    "too_few_states": (lambda x: x[0], ValueError, r"return \(h, \(c,\)\), got 0 states"),
+    "too_many_states": (lambda x, s: (x[0], (s.c, s.c)), ValueError, r"\(h, \(c,\)\), got 2 states"),
+    "nothing": (lambda x, s: None, ValueError, "got 0 states"),
+    "number": (lambda x, s: (0.5, (s.c,)), TypeError, "the new h to be a tensor, got 0.5"),
+    "number_state": (lambda x, s: (x[0], (1,)), TypeError, "the new c to be a tensor, got 1"),
+    "nested": (lambda x, s: ((x[0],), (s.c,)), TypeError, r"return \(h, \(c,\)\), got a tuple of 2"),
+    "condition": (lambda x, s: (x[0] > 0, (s.c,)), TypeError, r"new h to be a number, got the condition"),
+    "range": (
+        lambda x, s: (x[5], (s.c,)),
+        IndexError,
+        r"x\[5\] is out of range: x has 2 values(?s:.*)x\[5\], \(s.c,\)",
+    ),
+    "unpack": (lambda x, s: ((lambda a: a)(*x), (s.c,)), TypeError, "takes 1 positional argument but 2"),
+    "unknown": (lambda x, p: x[0] * p.bias, AttributeError, "p.bias does not exist: p has p.w"),
+    "unknown_state": (lambda x, s: x[0] * s.h, AttributeError, "s.h does not exist: s has s.c"),
+    "argument": (
+        lambda x, y: x[0],
+        TypeError,
+        "expected a function of any of x, r, h, s, p, u, got the argument y",
+    ),
+    "variadic": (lambda *x: x[0], TypeError, r"got the argument \*x"),
+    "together": (lambda x, r: x[0] + r[0], ValueError, "the argument r needs separate=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_a_cell_is_refused(name):
+    function, error, pattern = REFUSALS[name]
+    options = {"states": ("c",), "parameters": ("w",), "inputs": ("mask",)}
+    with pytest.raises(error, match="^my_cell: .*" + pattern):
+        derive(function, Declaration("my_cell", 2, **options))
+
+
+@pytest.mark.parametrize(
+    "options,pattern",
+    [
+        ({"gates": 0}, "expected gates to be a positive integer, got 0"),
+        ({"gates": 1, "states": "c"}, "expected states to be a tuple of names, got 'c'"),
+        ({"gates": 1, "inputs": ("a b",)}, r"expected inputs to be a tuple of names, got \('a b',\)"),
+        ({"gates": 1, "parameters": ("w", "w")}, "expected parameters of different names"),
+        ({"gates": 1, "separate": True, "recurrent": False}, "recurrent=False has none"),
+    ],
+)
+def test_a_declaration_is_checked(options, pattern):
+    with pytest.raises(ValueError, match=f"^my_cell: .*{pattern}"):
+        derive(lambda x: x[0], Declaration("my_cell", **options))
+
+
+@pytest.mark.parametrize("argument,option", [("s", "states"), ("p", "parameters"), ("u", "inputs")])
+def test_an_argument_needs_its_option(argument, option):
+    functions = {"s": lambda x, s: x[0], "p": lambda x, p: x[0], "u": lambda x, u: x[0]}
+    with pytest.raises(ValueError, match=f"^my_cell: the argument {argument} needs {option}="):
+        derive(functions[argument], Declaration("my_cell", 1))
+
+
+PRINT_SOURCES = """
+import hashlib, sys
+import test_derive
+text = "".join(cell.source for cell in test_derive.DERIVED.values())
+print(hashlib.sha256(text.encode()).hexdigest(), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_text_is_the_same_in_every_process_and_needs_no_compiler_of_torch():
+    text = "".join(cell.source for cell in DERIVED.values())
+    expected = f"{hashlib.sha256(text.encode()).hexdigest()} False"
+    folders = os.pathsep.join([str(Path(__file__).parent), str(Path(lltm_ext.__file__).parents[1])])
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": folders}
+        command = [sys.executable, "-c", PRINT_SOURCES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+        assert done.stdout.strip() == expected, done.stderr
