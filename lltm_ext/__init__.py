@@ -13,9 +13,12 @@ if not _is_program():  # the doctor must run where torch does not import
     # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a JIT build.
     __version__: str = _provide(torch)["version"]
 
+    from lltm_ext import cells as cells
     from lltm_ext.gemm import *
     from lltm_ext.lltm import *
     from lltm_ext.lstm import *
+    from lltm_ext.recurrence import *
+    from lltm_ext.recurrent import *
     from lltm_ext.relu import *
     from lltm_ext.round import *
     from lltm_ext.sigmoid import *
@@ -28,7 +31,7 @@ if not _is_program():  # the doctor must run where torch does not import
         from lltm_ext.stochastic_round import *
 
     __all__ = sorted(
-        ["__version__"]
+        ["__version__", "cells"]
         + [
             name
             for name, value in globals().items()
