@@ -57,18 +57,31 @@ class Nvrtc {
   }
 
  private:
+  // NVRTC loads its second library by name. In Python, torch has loaded both; a C++ program's RUNPATH does
+  // not apply to what NVRTC loads. If this fails, the first compilation says so.
+  Nvrtc() {
+    int major = 0, minor = 0;
+    check("return its version", version(&major, &minor));
+    const std::string name = "libnvrtc-builtins.so." + std::to_string(major) + "." + std::to_string(minor);
+    dlopen((folder_of(reinterpret_cast<void*>(version)) + name).c_str(), RTLD_NOW);
+  }
+
   // torch has usually loaded its NVRTC. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
   static void* open() {
     const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
     if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
     const std::string error = dlerror();
-    Dl_info torch;
-    if (dladdr(reinterpret_cast<void*>(&at::globalContext), &torch)) {
-      const std::string file = torch.dli_fname;
-      const std::string stubs = file.substr(0, file.rfind('/') + 1) + "libcaffe2_nvrtc.so";
-      if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
-    }
+    const std::string stubs = folder_of(reinterpret_cast<void*>(&at::globalContext)) + "libcaffe2_nvrtc.so";
+    if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
     TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
+  }
+
+  // Of the library that has the function, with a slash; empty if it is unknown.
+  static std::string folder_of(void* function) {
+    Dl_info library;
+    if (!dladdr(function, &library)) return "";
+    const std::string file = library.dli_fname;
+    return file.substr(0, file.rfind('/') + 1);
   }
 
   Symbol symbol(const char* name) const {

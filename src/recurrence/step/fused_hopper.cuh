@@ -9,10 +9,15 @@
 #pragma once
 
 #include "common/fast_math.cuh"
-#include "common/hopper/launch.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
+#include "recurrence/cell.h"
+#include "recurrence/step/fused_tile.h"
+
+#ifndef __CUDACC_RTC__
+#include "common/hopper/launch.cuh"
 #include "recurrence/persistent/launch.h"
+#endif
 
 namespace lltm_ext {
 namespace hopper {
@@ -330,7 +335,7 @@ struct FusedStepKernel {
   static constexpr int kConsumerThreads = 128 * Mainloop::kConsumers;
   static constexpr int kThreads = kConsumerThreads + 32,  // and a producer warp
       kBlocks = blocks_per_multiprocessor(Step::kRows);
-  static constexpr int kMainloopOrSums = std::max(Mainloop::kBytes, Sums::kBytes);
+  static constexpr int kMainloopOrSums = larger(Mainloop::kBytes, Sums::kBytes);
   static constexpr int kShared = kMainloopOrSums + kBarrierBytes;
   static_assert(kShared <= shared_bytes_per_block(Step::kRows));
 
@@ -460,6 +465,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
+#ifndef __CUDACC_RTC__
 // Launches steps first, first + by, ... and last.
 template <class Step>
 cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int split_k,
@@ -504,8 +510,11 @@ cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int split_k, cud
   return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, split_k, stream);
 }
 
+#endif
+
 }  // namespace hopper
 
+#ifndef __CUDACC_RTC__
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& s, const FusedStepTile& tile,
                                cudaStream_t stream) {
@@ -523,6 +532,7 @@ cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& s, const Fuse
   if (tile.rows == 128) return run_backward<FusedBackwardStep<Cell, T, 128>>(s, tile.split_k, stream);
   return run_backward<FusedBackwardStep<Cell, T, 64>>(s, tile.split_k, stream);
 }
+#endif
 
 }  // namespace lltm_ext
 
