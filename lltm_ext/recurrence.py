@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from lltm_ext._capture import Declaration
+from lltm_ext._custom_cell import algorithm_of, program_of, run_kernels
+from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._sequence import check_states
@@ -111,7 +114,7 @@ class RecurrentCell:
         bias: [G*H], or None.
         reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
-        algorithm: "auto" or "stepwise".
+        algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all run in torch's ops.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
     Returns:
@@ -208,7 +211,7 @@ class RecurrentCell:
         backward: bool = False,
         **named: Any,
     ) -> str:
-        """The algorithm of a call with these arguments: "stepwise".
+        """The algorithm of a call with these arguments: "stepwise", "cluster" or "grid".
 
         Args:
             backward: True for the algorithm of the backward pass.
@@ -221,7 +224,9 @@ class RecurrentCell:
         dtype = autocast_dtype(input)
         arguments = arguments if dtype is None else lowered(dtype, *arguments)
         check_call(self, *arguments, inputs, reset, algorithm)
-        return "stepwise"
+        if not input.is_cuda:
+            return "stepwise"
+        return algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -283,6 +288,30 @@ class RecurrentCell:
             namedtuple("p", tuple(self.parameters)),
             namedtuple("u", self.inputs),
         )
+
+    @functools.cached_property
+    def derived(self) -> Derived:
+        """The function as nodes, its derivative, and what is saved in between."""
+        declared = Declaration(
+            self.__name__,
+            self.gates,
+            self.separate,
+            self.states,
+            tuple(self.parameters),
+            self.inputs,
+            self.recurrent,
+        )
+        return derive(self.function, declared)
+
+    @functools.cached_property
+    def program(self) -> str:
+        """The cell as the dispatcher's ops take it."""
+        return program_of(self)
+
+    @property
+    def source(self) -> str:
+        """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
+        return self.derived.source
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -389,6 +418,8 @@ def run(
             return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm)
     given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     check_call(cell, *given, algorithm)
+    if input.is_cuda:
+        return run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
     return run_loop(cell, *given, batch_sizes, is_reverse)
 
 
@@ -544,9 +575,10 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
 
 
 def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
-    if algorithm in ("cluster", "grid"):
-        why = "runs cells that are built in" if input.is_cuda else "needs a CUDA device"
-        raise RuntimeError(f"{name}: algorithm {algorithm!r} {why}; 'auto' runs")
+    if algorithm in ("cluster", "grid") and not input.is_cuda:
+        raise RuntimeError(
+            f"{name}: algorithm {algorithm!r} needs a CUDA device (algorithm 'auto' runs everything)"
+        )
     if algorithm not in ("auto", "stepwise"):
         expected = "'auto', 'stepwise', 'cluster' or 'grid'"
         raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")
