@@ -20,6 +20,7 @@ if not _is_program():  # the doctor must run where torch does not import
     from lltm_ext.recurrence import *
     from lltm_ext.recurrent import *
     from lltm_ext.relu import *
+    from lltm_ext.rnn import *
     from lltm_ext.round import *
     from lltm_ext.sigmoid import *
 

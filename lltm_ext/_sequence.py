@@ -496,6 +496,17 @@ class CellLayer(SequenceLayer):
 class TorchLayer(SequenceLayer):
     """A layer that is one of torch's too, which declares its parameters."""
 
+    _all_weights: list[list[str]]
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
+        weight_ih, weight_hh, *biases = self._own_parameters_of(layer, direction)
+        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None
+
+    def _own_parameters_of(self, layer: int, direction: int) -> list[Tensor]:
+        """weight_ih, weight_hh and, if the layer has them, bias_ih and bias_hh."""
+        names = self._all_weights[layer * self._directions + direction]
+        return [getattr(self, name) for name in names]
+
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         if input.dim() not in dims:
             raise ValueError(f"{self._name}: expected input of 2 or 3 dimensions, got {list(input.shape)}")

@@ -74,8 +74,3 @@ class LSTM(TorchLayer, nn.LSTM):
         super().__init__(*args, **kwargs)
         if self.proj_size != 0:
             raise ValueError(f"LSTM: expected proj_size to be 0, got {self.proj_size}")
-
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
-        names = self._all_weights[layer * self._directions + direction]
-        weight_ih, weight_hh, *biases = (getattr(self, name) for name in names)
-        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None
