@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._capture import Declaration
-from lltm_ext._custom_cell import algorithm_of, program_of, run_kernels
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
@@ -226,7 +225,7 @@ class RecurrentCell:
         check_call(self, *arguments, inputs, reset, algorithm)
         if not input.is_cuda:
             return "stepwise"
-        return algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
+        return kernels().algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -306,7 +305,7 @@ class RecurrentCell:
     @functools.cached_property
     def program(self) -> str:
         """The cell as the dispatcher's ops take it."""
-        return program_of(self)
+        return kernels().program_of(self)
 
     @property
     def source(self) -> str:
@@ -419,8 +418,15 @@ def run(
     given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     check_call(cell, *given, algorithm)
     if input.is_cuda:
-        return run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
+        return kernels().run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
     return run_loop(cell, *given, batch_sizes, is_reverse)
+
+
+def kernels() -> Any:
+    """What runs cells on CUDA. Not imported at the top: the portable library does not have it."""
+    from lltm_ext import _custom_cell
+
+    return _custom_cell
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:
