@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import linecache
 import re
 import sys
 import traceback
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lltm_ext._graph import (
@@ -78,7 +80,9 @@ class Declaration(NamedTuple):
 
 
 def is_name(name: object) -> bool:
-    return isinstance(name, str) and name.isidentifier() and name[0] != "_" and not keyword.iskeyword(name)
+    if not isinstance(name, str) or keyword.iskeyword(name):
+        return False
+    return name.isidentifier() and name.isascii() and name[0] != "_"
 
 
 class Values:
@@ -150,7 +154,7 @@ def call(
     h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
     states = [states] if isinstance(states, Tensor) else states
     expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
-    if isinstance(h, (tuple, list)) or not isinstance(states, (tuple, list)):
+    if isinstance(h, (tuple, list)) or h is None or not isinstance(states, (tuple, list)):
         raise TypeError(f"expected the function to return {expected}, got {described(result)}")
     if len(states) != len(declared.states):
         raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
@@ -232,6 +236,8 @@ class Capture(TorchDispatchMode):
         if name == "lift_fresh" and args[0].dim() == 0:  # torch.tensor(0.5) in the function
             return self.tensor(self.graph.constant(args[0].item()))
         self.name_variables()
+        if name == "_local_scalar_dense":
+            raise RuntimeError(no_value(self.node(args[0])))
         reason = refused(func, name, kwargs)
         if reason:
             raise RuntimeError(reason)
@@ -244,11 +250,28 @@ class Capture(TorchDispatchMode):
         return self.tensor(result if isinstance(result, Node) else self.graph.constant(result))
 
 
+def no_value(node: Node) -> str:
+    if node.boolean:
+        return (
+            f"branches (if, and, or, max, min) on {node!r}, which is not known when the cell is compiled; "
+            "use torch.where(condition, a, b), torch.maximum or torch.minimum"
+        )
+    return (
+        f"reads the value of {node!r} (.item(), float(), an if, a function of math), which is not known when "
+        "the cell is compiled; use torch's functions"
+    )
+
+
 def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     """Why an op cannot be part of a cell, and what can be done; "" if it can."""
-    called = f"calls {func.name().removeprefix('aten::').removesuffix('.default')}"
+    called = f"calls {re.sub('^(_|native_)', '', name)}"
+    if "rounding_mode" in kwargs:
+        called += " with rounding_mode"
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return f"{called}, random numbers; draw a mask outside and pass it to the step by inputs=('mask',)"
+        return (
+            f"{called}, which draws random numbers, as dropout does; draw a mask outside and pass it to the "
+            "step by inputs=('mask',)"
+        )
     if not torch.is_grad_enabled():
         return f"{called} under torch.no_grad(), which the backward would not see; use .detach()"
     if name in ATEN and not func._schema.is_mutable and not (name == "div" and "rounding_mode" in kwargs):
@@ -258,16 +281,12 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     for pattern, reason in REASONS:
         if re.fullmatch(pattern, name):
             return f"{called}, {reason}"
-    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ATEN))}"
+    ops = [op for op in ATEN if hasattr(torch, op) or hasattr(F, op)]
+    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ops))}"
 
 
 ONE_UNIT = "the function computes one hidden unit of one row"
 REASONS = (
-    (
-        "_local_scalar_dense|equal",
-        "an if, and, or, max(), float() or .item() that needs a value, which is not known when the cell is "
-        "compiled; use torch.where(condition, a, b), torch.maximum or torch.minimum",
-    ),
     (
         "(mean|sum|prod|max|min|amax|amin|norm|linalg_.*|var|std|var_mean|logsumexp|any|all|cum.*|argm.*|sort|topk"
         "|_?(log_)?softmax|.*(layer|group|batch|rms)_norm|cat|stack)(_.*)?",
@@ -446,8 +465,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
         outputs = [mode.node(x) for x in (h, *states)]
     except KINDS as error:
         kind = next(kind for kind in KINDS if isinstance(error, kind))
-        hint = "" if is_own(error) else f" ({ONE_UNIT}, on tensors without dimensions and values)"
-        raise kind(f"{declared.name}: {error}{hint}{line_of(error)}") from error
+        raise kind(f"{declared.name}: {explained(error)}{line_of(error, function)}") from error
     for name, node in zip(("h", *declared.states), outputs, strict=True):
         if node.boolean:
             raise TypeError(
@@ -461,14 +479,22 @@ OWN = (__file__, inspect.getfile(Graph))
 INTERNAL = (*OWN, str(Path(torch.__file__).parent))
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether the error is a refusal, and not raised by torch or by the function."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename in OWN
+def explained(error: BaseException) -> str:
+    """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
+    if isinstance(error, TypeError) and "to numpy" in str(error):
+        return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
+    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename not in OWN:
+        return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
+    return str(error)
 
 
-def line_of(error: BaseException) -> str:
-    """The innermost line of the user's text that an error passed through."""
+def line_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """The innermost line of the user's text that an error passed through, or the function's first line."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(INTERNAL):
             return f"\n  {frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"\n  {code.co_filename}:{code.co_firstlineno}: {line}"
