@@ -384,6 +384,29 @@ def test_saved_values_have_the_users_names():
     assert DERIVED["gru"].saved_names == ("reset", "update", "r[2] + p.b_hn", "candidate", "h")
 
 
+@pytest.mark.parametrize("scale", [1, 5])
+@pytest.mark.parametrize("name", CELLS)
+def test_saved_values_rounded_to_bfloat16_blow_up_no_error(name, scale):
+    values = {argument: [x * scale for x in tensors] for argument, tensors in points(name).items()}
+    if name == "slstm":
+        values["s"][1] = values["s"][1].abs() + 1  # the normaliser, which is positive
+    grads = cotangents(name, values)
+    _, saved = DERIVED[name].forward(values)
+    rounded = [x if x.dtype == torch.bool else x.bfloat16().double() for x in saved]
+    exact = DERIVED[name].backward(saved, values, grads)
+    for a, b in zip(flat(DERIVED[name].backward(rounded, values, grads)), flat(exact), strict=True):
+        assert (a - b).abs().max() <= 6 * 2**-8 * b.abs().max()
+
+
+def test_a_divisor_is_saved_and_not_computed_again():
+    def cell(x):
+        z = torch.sigmoid(x[0])
+        rest = 1 - z
+        return z * torch.tanh(x[1]) / rest
+
+    assert "rest" in derive(cell, Declaration("cell", 2)).saved_names
+
+
 def test_the_numbers_of_ops():
     assert (DERIVED["lstm"].forward_ops, DERIVED["lstm"].backward_ops) == (9, 26)
     assert DERIVED["gru"].reads_h and not DERIVED["lstm"].reads_h
