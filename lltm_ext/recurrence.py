@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext._capture import Declaration
+from lltm_ext._declaration import Declaration
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
@@ -164,6 +164,7 @@ class RecurrentCell:
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*RESERVED, *self.parameters))
         self.arguments = self._check_arguments()
+        self.derived = self._derive()  # the function as nodes, and their derivative
 
     def _check_arguments(self) -> tuple[str, ...]:
         """The names of the function's arguments, in its order."""
@@ -288,9 +289,7 @@ class RecurrentCell:
             namedtuple("u", self.inputs),
         )
 
-    @functools.cached_property
-    def derived(self) -> Derived:
-        """The function as nodes, its derivative, and what is saved in between."""
+    def _derive(self) -> Derived:
         declared = Declaration(
             self.__name__,
             self.gates,
