@@ -63,6 +63,10 @@ class CustomCellOp {
   cudaError_t step(const StepBackwardArguments<T>& step, cudaStream_t stream) const {
     return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
   }
+#else
+  // Not called, but code that is generic over the device names it.
+  template <class Sequences>
+  cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
 #endif
 
   // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
