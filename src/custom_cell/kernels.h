@@ -35,6 +35,11 @@ class CustomCellOp {
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
 
+  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  void check_device(const at::Tensor& input) const {
+    TORCH_CHECK(!input.is_cpu(), name(), ": expected input on a CUDA device, got cpu");
+  }
+
 #ifdef LLTM_EXT_WITH_CUDA
   template <typename T>
   static cudaError_t plan(Type<T>, Problem problem, Algorithm requested, Plan& plan) {
@@ -69,7 +74,7 @@ class CustomCellOp {
   cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
 #endif
 
-  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  // Without a stream: on the CPU.
   template <class Step>
   void step(const Step&) const {
     TORCH_INTERNAL_ASSERT(false, program_.name, ": no kernels for the CPU");
