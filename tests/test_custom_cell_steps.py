@@ -325,6 +325,13 @@ def test_half_types_take_states_of_float32(cell):
             example.check(Call(input, mixed, *others))
 
 
+def test_states_of_two_dtypes_come_back_as_they_were():
+    example = Example(everything, torch.float16, length=0)
+    input, (h0, c0, n0), *others = example.call.args
+    states = [h0, c0.float() / 3, n0]
+    assert_same_bits(example.ours(input, states, *others)[1:], states)
+
+
 @of_many_shapes
 def test_block_diagonal_weights(cell):
     if not cell.recurrent:
@@ -514,18 +521,21 @@ def test_arguments_are_left_as_they_came(cell):
 
 
 @of_many_shapes
+@pytest.mark.parametrize("dtype", [torch.float16, DOUBLE], ids=str)
 @pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
 def test_opcheck(cell, dtype, sizes, ops):
     """Tracing sees the shapes, dtypes and strides of the outputs."""
     arguments = Example(cell, dtype, sizes=sizes, reset=torch.bool).arguments()
-    torch.library.opcheck(ops.custom_cell.default, arguments.args)
-    torch.library.opcheck(ops.custom_cell_forward.default, arguments.args)
-    output, h_n, states_n, gates, extra = ops.custom_cell_forward(*arguments.args)
-    for needs in ((True, True), (False, False)):
-        torch.library.opcheck(
-            ops.custom_cell_backward.default,
-            (output, h_n, states_n, output, gates, extra, *arguments.args, *needs),
-        )
+    outputs = ops.custom_cell_forward(*arguments.args)
+    everything_needed = (*outputs[:3], outputs[0], *outputs[3:], *arguments.args, True, True)
+    for op, args in (
+        (ops.custom_cell, arguments.args),
+        (ops.custom_cell_forward, arguments.args),
+        (ops.custom_cell_backward, everything_needed),
+        (ops.custom_cell_backward, (*everything_needed[:-2], False, False)),
+    ):
+        slow = () if cell is not everything else ("test_autograd_registration", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", *slow))
 
 
 def replaced(example, position, value):
