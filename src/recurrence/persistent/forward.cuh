@@ -117,7 +117,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // Saves the step's values and moves on to step n.
   __device__ __forceinline__ void prepare_pair(int i, int n) {
     OneTilePair& p = pairs_[i];
-    if (args_.save && p.exists) save(p.to, p.saved);
+    if (args_.save && p.exists) save(p.to, p.saved, unit(i));
     p.to.move(to_next_ * hidden_);
     if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
   }
@@ -182,7 +182,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = h;
-      if (args_.save) save(to, saved);
+      if (args_.save) save(to, saved, j);
       if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
     }
   }
@@ -241,8 +241,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return Cell::kReadsH ? Pair<T>::of(h[0], h[1]).widen() : make_float2(h[0], h[1]);
   }
 
-  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
-    T* const extra = args_.extra + (to.output - args_.output) * kExtra;
+  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved, int j) const {
+    T* const extra = args_.extra + (to.output - args_.output - j) * kExtra + j;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       write_pair(v < kGates ? to.gates + v * hidden_ : extra + (v - kGates) * hidden_, saved[0][v],
