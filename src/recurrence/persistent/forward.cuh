@@ -31,7 +31,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates);
-    arrays.add(args_.step_inputs, Cell::kStepInputs);
+    if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     if (Exchange::kThroughL2) arrays.add(args_.output, 1);
   }
 
