@@ -48,6 +48,16 @@ def sources(src: Path, op: str, cuda: bool) -> list[str]:
     return [str(file) for file in files]
 
 
+def remove_stale(files: list[str], objects: Path, src: Path) -> None:
+    """Removes the objects of files that embed headers, if a header is newer: no compiler lists these."""
+    headers = [file for pattern in ("*.h", "*.cuh") for file in src.rglob(pattern)]
+    newest = max((header.stat().st_mtime for header in headers), default=0.0)
+    for file in files:
+        built = (objects / file).with_suffix(".o")
+        if "LLTM_EMBED(" in Path(file).read_text() and built.exists() and built.stat().st_mtime < newest:
+            built.unlink()
+
+
 class Target:
     """What a build is for: this torch, with or without CUDA, and the architectures."""
 
@@ -153,6 +163,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)
             own.build_temp = str(Path(self.build_temp, op))
+            remove_stale(ext.sources, Path(own.build_temp), src)
             try:
                 super(BuildModules, own).build_extension(ext)
             except BaseException:
