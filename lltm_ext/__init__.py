@@ -13,22 +13,27 @@ if not _is_program():  # the doctor must run where torch does not import
     # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a JIT build.
     __version__: str = _provide(torch)["version"]
 
+    from lltm_ext import cells as cells
     from lltm_ext.gemm import *
     from lltm_ext.lltm import *
     from lltm_ext.lstm import *
+    from lltm_ext.recurrence import *
+    from lltm_ext.recurrent import *
     from lltm_ext.relu import *
+    from lltm_ext.rnn import *
     from lltm_ext.round import *
     from lltm_ext.sigmoid import *
 
     if _portable.in_use:  # without the ops below, which raise an error that explains it
         from lltm_ext import _portable_rules as _portable_rules
     else:
+        from lltm_ext import _custom_cell as _custom_cell
         from lltm_ext.elementwise import *
         from lltm_ext.fake_quantize import *
         from lltm_ext.stochastic_round import *
 
     __all__ = sorted(
-        ["__version__"]
+        ["__version__", "cells"]
         + [
             name
             for name, value in globals().items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from lltm_ext._library import (
 
 State = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor]
+PAIR = ("h0", "c0")  # the names of the states of an op
 Direction = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # h0, c0, weight_ih, weight_hh, bias
 Reference = Callable[..., tuple[Tensor, State]]
 Declared = TypeVar("Declared", bound=Reference)
@@ -266,30 +267,46 @@ def check_sequence(
     return input, h0, c0, weight_ih, weight_hh, bias
 
 
+def check_states(name: str, hx: Any, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """hx as a tuple of tensors with these names. A caller gives a single state as a tensor."""
+    is_tuple = isinstance(hx, (tuple, list))
+    got = f"{type(hx).__name__} of {len(hx)}" if is_tuple else type(hx).__name__
+    if len(names) == 1:
+        if not isinstance(hx, Tensor):
+            raise TypeError(f"{name}: expected hx to be a Tensor, {names[0]}, got {got}")
+        return (hx,)
+    if not is_tuple or len(hx) != len(names):
+        kind = "pair" if len(names) == 2 else "tuple"
+        raise TypeError(f"{name}: expected hx to be a {kind} ({', '.join(names)}), got {got}")
+    for argument, state in zip(names, hx, strict=True):
+        check_tensor(name, argument, state)
+    return tuple(hx)
+
+
 def check_pair(name: str, hx: Any) -> State:
     """hx as (h0, c0)."""
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise TypeError(f"{name}: expected hx to be a pair (h0, c0), got {type(hx).__name__}")
-    check_tensor(name, "h0", hx[0])
-    check_tensor(name, "c0", hx[1])
-    return hx[0], hx[1]
+    h0, c0 = check_states(name, hx, PAIR)
+    return h0, c0
 
 
-def check_hx(name: str, hx: Any, shape: tuple[int, ...]) -> State:
-    """hx as (h0, c0), two tensors of this shape."""
-    pair = check_pair(name, hx)
-    for argument, state in zip(("h0", "c0"), pair, strict=True):
+def check_hx(name: str, hx: Any, shape: tuple[int, ...], names: tuple[str, ...] = PAIR) -> tuple[Tensor, ...]:
+    """hx as a tuple of tensors with these names, all of this shape."""
+    states = check_states(name, hx, names)
+    for argument, state in zip(names, states, strict=True):
         if state.shape != shape:
             raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
-    return pair
+    return states
 
 
-def _stack(states: list[Tensor]) -> Tensor:
-    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)  # without a copy
+def _stack(states: Sequence[Tensor]) -> Tensor:
+    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(list(states))  # without a copy
 
 
 class SequenceLayer(nn.Module):
-    """A layer with the options and the call of nn.LSTM. Its class gives the op and the parameters."""
+    """A layer with the options and the call of nn.LSTM. Its class gives the op and the parameters.
+
+    hx and the final states are a tensor for a cell with one state, else a tuple.
+    """
 
     input_size: int
     hidden_size: int
@@ -300,7 +317,11 @@ class SequenceLayer(nn.Module):
 
     _op: SequenceOp
 
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def _state_names(self) -> tuple[str, ...]:
+        return PAIR
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
         """(weight_ih, weight_hh, bias)"""
         raise NotImplementedError
 
@@ -308,59 +329,82 @@ class SequenceLayer(nn.Module):
         """Raises for an input with another number of dimensions, or of another input_size."""
         raise NotImplementedError
 
-    def forward(
-        self, input: Tensor | PackedSequence, hx: State | None = None
-    ) -> tuple[Tensor | PackedSequence, State]:
+    def _run_layer(
+        self,
+        layer: int,
+        input: Tensor,
+        states: list[tuple[Tensor, ...]],
+        batch_sizes: list[int] | None,
+        steps: Any,
+    ) -> Sequence[tuple[Tensor, ...]]:
+        """(output, *states) of each direction. ``states`` are its initial ones."""
+        directions = [(*states[i], *self._parameters_of(layer, i)) for i in range(self._directions)]
+        if self.bidirectional:
+            return self._op.run_both(input, *directions, batch_sizes)
+        return [self._op.run(input, *directions[0], batch_sizes=batch_sizes)]
+
+    def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Tensor | PackedSequence, Any]:
+        return self._forward(input, hx)
+
+    def _forward(
+        self, input: Tensor | PackedSequence, hx: Any, steps: Any = None
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        """``steps`` is for ``_run_layer``: what it takes at each step except the input."""
         if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
+            return self._forward_packed(input, hx, steps)
         check_tensor(self._name, "input", input)
         self._check_input(input, dims=(2, 3))
         if input.dim() == 2:
+            states = None
             if hx is not None:
-                h0, c0 = check_hx(self._name, hx, (self._states, self.hidden_size))
-                hx = (h0.unsqueeze(1), c0.unsqueeze(1))
-            output, h_n, c_n = self._run(input.unsqueeze(1), hx, None)
-            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
-        output, h_n, c_n = self._run(input.transpose(0, 1) if self.batch_first else input, hx, None)
-        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n)
+                found = check_hx(self._name, hx, (self._slices, self.hidden_size), self._state_names)
+                states = [x.unsqueeze(1) for x in found]
+            output, final = self._run(input.unsqueeze(1), states, None, steps)
+            return output.squeeze(1), self._as_hx([x.squeeze(1) for x in final])
+        if self.batch_first:
+            input = input.transpose(0, 1)
+        given: tuple[Tensor, ...] | None = None
+        if hx is not None:
+            shape = (self._slices, input.shape[1], self.hidden_size)
+            given = check_hx(self._name, hx, shape, self._state_names)
+        output, final = self._run(input, given, None, steps)
+        return output.transpose(0, 1) if self.batch_first else output, self._as_hx(final)
 
-    def _forward_packed(self, input: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+    def _forward_packed(self, input: PackedSequence, hx: Any, steps: Any) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
         self._check_input(data, dims=(2,))
-        if hx is not None and sorted_indices is not None:
-            h0, c0 = check_hx(self._name, hx, (self._states, int(batch_sizes[0]), self.hidden_size))
-            hx = (h0.index_select(1, sorted_indices), c0.index_select(1, sorted_indices))
-        output, h_n, c_n = self._run(data, hx, batch_sizes.tolist())
+        states: Sequence[Tensor] | None = None
+        if hx is not None:
+            shape = (self._slices, int(batch_sizes[0]), self.hidden_size)
+            states = check_hx(self._name, hx, shape, self._state_names)
+            if sorted_indices is not None:
+                states = [x.index_select(1, sorted_indices) for x in states]
+        output, final = self._run(data, states, batch_sizes.tolist(), steps)
         if unsorted_indices is not None:
-            h_n, c_n = h_n.index_select(1, unsorted_indices), c_n.index_select(1, unsorted_indices)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), (h_n, c_n)
+            final = [x.index_select(1, unsorted_indices) for x in final]
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), self._as_hx(final)
 
-    def _run(self, input: Tensor, hx: State | None, batch_sizes: list[int] | None) -> Outputs:
+    def _as_hx(self, states: Sequence[Tensor]) -> Any:
+        return states[0] if len(states) == 1 else tuple(states)
+
+    def _run(
+        self, input: Tensor, states: Sequence[Tensor] | None, batch_sizes: list[int] | None, steps: Any
+    ) -> tuple[Tensor, list[Tensor]]:
         """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
-        batch = input.shape[1] if batch_sizes is None else batch_sizes[0]
-        shape = (self._states, batch, self.hidden_size)
-        if hx is None:
-            zeros = input.new_zeros(shape)
-            hx = (zeros, zeros)
-        h0, c0 = check_hx(self._name, hx, shape)
-        h_n: list[Tensor] = []
-        c_n: list[Tensor] = []
+        if states is None:
+            batch = input.shape[1] if batch_sizes is None else batch_sizes[0]
+            zeros = input.new_zeros((self._slices, batch, self.hidden_size))
+            states = (zeros,) * len(self._state_names)
+        final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
         for layer in range(self.num_layers):
-            directions = [
-                (h0[len(h_n) + i], c0[len(h_n) + i], *self._parameters_of(layer, i))
-                for i in range(self._directions)
-            ]
-            if self.bidirectional:
-                found = self._op.run_both(input, *directions, batch_sizes)
-                input = torch.cat([output for output, _, _ in found], dim=-1)
-            else:
-                found = [self._op.run(input, *directions[0], batch_sizes=batch_sizes)]
-                input = found[0][0]
-            h_n += [h for _, h, _ in found]
-            c_n += [c for _, _, c in found]
+            first = len(final)
+            initial = [tuple(x[first + i] for x in states) for i in range(self._directions)]
+            found = self._run_layer(layer, input, initial, batch_sizes, steps)
+            input = torch.cat([y[0] for y in found], dim=-1) if self.bidirectional else found[0][0]
+            final += [y[1:] for y in found]
             if self.dropout > 0 and layer < self.num_layers - 1:
                 input = F.dropout(input, self.dropout, self.training)
-        return input, _stack(h_n), _stack(c_n)
+        return input, [_stack(slices) for slices in zip(*final, strict=True)]
 
     @property
     def _name(self) -> str:
@@ -371,7 +415,7 @@ class SequenceLayer(nn.Module):
         return 2 if self.bidirectional else 1
 
     @property
-    def _states(self) -> int:
+    def _slices(self) -> int:
         return self.num_layers * self._directions
 
 
@@ -405,21 +449,25 @@ class CellLayer(SequenceLayer):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.bidirectional = bias, batch_first, bidirectional
         self.dropout = float(dropout)
-        rows = self._op.gates * hidden_size
         for layer in range(num_layers):
             layer_input = input_size if layer == 0 else hidden_size * self._directions
             for suffix in ("", "_reverse")[: self._directions]:
-                shapes = {"weight_ih": (rows, layer_input), "weight_hh": (rows, hidden_size), "bias": (rows,)}
-                for name, shape in list(shapes.items())[: 3 if bias else 2]:
+                for name, shape in self._shapes(layer_input).items():
                     parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
                     self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
         self.reset_parameters()
+
+    def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of one layer and direction, in their order."""
+        rows = self._op.gates * self.hidden_size
+        shapes = {"weight_ih": (rows, layer_input), "weight_hh": (rows, self.hidden_size), "bias": (rows,)}
+        return shapes if self.bias else {name: shapes[name] for name in ("weight_ih", "weight_hh")}
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
         init_uniform(self, self.hidden_size)
 
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
         return (
             getattr(self, "weight_ih" + end),
@@ -443,6 +491,30 @@ class CellLayer(SequenceLayer):
         )
         changed = [f"{name}={value}" for name, value, default in options if value != default]
         return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
+
+
+class TorchLayer(SequenceLayer):
+    """A layer that is one of torch's too, which declares its parameters."""
+
+    _all_weights: list[list[str]]
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
+        weight_ih, weight_hh, *biases = self._own_parameters_of(layer, direction)
+        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None
+
+    def _own_parameters_of(self, layer: int, direction: int) -> list[Tensor]:
+        """weight_ih, weight_hh and, if the layer has them, bias_ih and bias_hh."""
+        names = self._all_weights[layer * self._directions + direction]
+        return [getattr(self, name) for name in names]
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims:
+            raise ValueError(f"{self._name}: expected input of 2 or 3 dimensions, got {list(input.shape)}")
+        if input.shape[-1] != self.input_size:
+            raise RuntimeError(
+                f"{self._name}: expected input of input_size = {self.input_size} features, "
+                f"got {list(input.shape)}"
+            )
 
 
 def check_sizes(name: str, **sizes: int) -> None:

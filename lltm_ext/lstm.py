@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._sequence import SEQUENCE_OPS, SequenceLayer, State, run_steps, sequence_op
+from lltm_ext._sequence import SEQUENCE_OPS, State, TorchLayer, run_steps, sequence_op
 
 __all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
@@ -57,7 +57,7 @@ def lstm(
 lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 
 
-class LSTM(SequenceLayer, nn.LSTM):
+class LSTM(TorchLayer, nn.LSTM):
     """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
     Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. torch.compile
@@ -74,17 +74,3 @@ class LSTM(SequenceLayer, nn.LSTM):
         super().__init__(*args, **kwargs)
         if self.proj_size != 0:
             raise ValueError(f"LSTM: expected proj_size to be 0, got {self.proj_size}")
-
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        names = self._all_weights[layer * self._directions + direction]
-        weight_ih, weight_hh, *biases = (getattr(self, name) for name in names)
-        return weight_ih, weight_hh, biases[0] + biases[1] if biases else None
-
-    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
-        if input.dim() not in dims:
-            raise ValueError(f"{self._name}: expected input of 2 or 3 dimensions, got {list(input.shape)}")
-        if input.shape[-1] != self.input_size:
-            raise RuntimeError(
-                f"{self._name}: expected input of input_size = {self.input_size} features, "
-                f"got {list(input.shape)}"
-            )

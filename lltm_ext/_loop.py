@@ -1,0 +1,111 @@
+"""A user's cell in PyTorch's ops: one product for the input of all steps, then a loop over the steps.
+
+It runs on the CPU, and every other implementation is compared with it. Half types are only storage: the
+arithmetic is in float32, h is rounded at each step, the other states are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lltm_ext.recurrence import RecurrentCell
+
+Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes + h W^T
+
+
+def run_loop(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: Sequence[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    reset: Tensor | None,
+    batch_sizes: list[int] | None,
+    is_reverse: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked."""
+    compute = compute_dtype(input.dtype)
+    hidden = states[0].shape[1]
+    product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)
+    parameters = [x.to(compute) for x in parameters]
+
+    def of_steps(x: Tensor) -> Sequence[Tensor]:
+        """[rows, width] of each step."""
+        x = x if x.dim() == input.dim() else x.unsqueeze(-1)
+        return x.unbind(0) if batch_sizes is None else x.split(batch_sizes)
+
+    wide_bias = None if bias is None else bias.to(compute)
+    planes_of_steps = of_steps(F.linear(input.to(compute), weight_ih.to(compute), wide_bias))
+    inputs_of_steps = [of_steps(x.to(compute)) for x in inputs]
+    reset_of_steps = None if reset is None else of_steps(reset)
+
+    current = [x.to(compute) for x in states]
+    outputs: list[Tensor] = []
+    order = range(len(planes_of_steps))
+    for t in reversed(order) if is_reverse else order:
+        planes, products = planes_of_steps[t], None
+        h, *others = (x[: len(planes)] for x in current)
+        if reset_of_steps is not None:
+            h, *others = (kept(x, reset_of_steps[t]) for x in (h, *others))
+        if product is not None and cell.separate:
+            products = product(None, h)
+        elif product is not None:
+            planes = product(planes, h)
+        x, r = (() if y is None else y.unflatten(1, (-1, hidden)).unbind(1) for y in (planes, products))
+        new_h, new_states = cell.step(x, r, h, others, parameters, [u[t] for u in inputs_of_steps])
+        outputs.append(new_h.expand_as(h).to(input.dtype))
+        new = [outputs[-1], *(s.expand_as(h) for s in new_states)]
+        current = [with_first_rows(old, s.to(compute)) for old, s in zip(current, new, strict=True)]
+
+    final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]
+    if not outputs:
+        used = (input, weight_ih, weight_hh, bias, *parameters)
+        return no_steps(input, states[0], used), final
+    outputs = outputs[::-1] if is_reverse else outputs
+    return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), final
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_with(weight: Tensor, hidden: int) -> Product:
+    """The product with ``weight``, [G*H, H], or block-diagonal [G*H, H/heads]."""
+    size = weight.shape[1]
+    if size == hidden:
+        transposed = weight.t()
+        return lambda planes, h: h @ transposed if planes is None else torch.addmm(planes, h, transposed)
+
+    by_head = weight.unflatten(0, (-1, hidden // size, size))  # [G, heads, H/heads, H/heads]
+    blocks = by_head.permute(1, 3, 0, 2).flatten(2)
+
+    def product(planes: Tensor | None, h: Tensor) -> Tensor:
+        found = torch.bmm(h.unflatten(1, (-1, size)).transpose(0, 1), blocks)  # [heads, rows, G*H/heads]
+        found = found.unflatten(2, (-1, size)).permute(1, 2, 0, 3).flatten(1)
+        return found if planes is None else planes + found
+
+    return product
+
+
+def kept(x: Tensor, reset: Tensor) -> Tensor:
+    """A state after ``reset`` [rows, 1]. True also replaces NaN and infinities by 0."""
+    return x.masked_fill(reset, 0) if reset.dtype == torch.bool else x * (1 - reset.to(x.dtype))
+
+
+def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
+    return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])
+
+
+def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:
+    """The output of no steps, whose gradients to the arguments used are zeros."""
+    zero = sum(x.flatten()[:0].sum().to(input.dtype) for x in used if x is not None)
+    return input.new_zeros(0, *h0.shape) + zero

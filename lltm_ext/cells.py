@@ -1,0 +1,213 @@
+"""Ready cells of :func:`lltm_ext.recurrence`, each a function and a cell for :class:`lltm_ext.Recurrent`.
+
+In the formulas the name of a gate is also the sum of its products and its bias, so ``i = sigmoid(i)`` is
+``sigmoid(W_ii x + W_hi h + b_i)``. The weights have a block of rows for each gate, in the order given.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from lltm_ext.recurrence import recurrence
+
+__all__ = [
+    "cfc",
+    "cifg",
+    "gru",
+    "indrnn",
+    "janet",
+    "lltm",
+    "lstm",
+    "peephole_lstm",
+    "rnn_relu",
+    "rnn_tanh",
+    "slstm",
+    "ugrnn",
+    "zoneout_lstm",
+]
+
+
+@recurrence(gates=1)
+def rnn_tanh(x):
+    """``h' = tanh(a)``, as nn.RNN.
+
+    Source: Elman, "Finding Structure in Time", 1990.
+    """
+    return torch.tanh(x[0])
+
+
+@recurrence(gates=1)
+def rnn_relu(x):
+    """``h' = relu(a)``, as nn.RNN with nonlinearity="relu".
+
+    Source: Le et al., "A Simple Way to Initialize Recurrent Networks of Rectified Linear Units", 2015.
+    """
+    return torch.relu(x[0])
+
+
+@recurrence(gates=3, separate=True, parameters=("b_hn",))
+def gru(x, r, h, p):
+    """Gates reset, update and candidate, as in nn.GRU::
+
+        r, z = sigmoid(r), sigmoid(z)
+        n = tanh(W_in x + b_n + r * (W_hn h + b_hn))
+        h' = (1 - z) * n + z * h
+
+    Source: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", 2014, in the form of
+    torch.nn.GRU, which multiplies by the reset gate after the product.
+    """
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
+    return (1 - update) * candidate + update * h
+
+
+@recurrence(gates=4, states=("c",))
+def lstm(x, s):
+    """Gates input, forget, cell and output, as in :func:`lltm_ext.lstm`::
+
+        c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
+        h' = sigmoid(o) * tanh(c')
+
+    Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997, in the form of torch.nn.LSTM.
+    """
+    i, f, g, o = x
+    c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), (c,)
+
+
+@recurrence(gates=3, states=("c",))
+def lltm(x, s):
+    """Gates input, output and candidate, as in :func:`lltm_ext.lltm`::
+
+        c' = c + elu(z) * sigmoid(i)
+        h' = tanh(c') * sigmoid(o)
+
+    Source: Goldsborough, "Custom C++ and CUDA Extensions", PyTorch tutorials.
+    """
+    i, o, z = x
+    c = s.c + F.elu(z) * torch.sigmoid(i)
+    return torch.tanh(c) * torch.sigmoid(o), (c,)
+
+
+@recurrence(gates=3, states=("c",))
+def cifg(x, s):
+    """An LSTM whose input gate is 1 minus its forget gate; gates forget, cell and output::
+
+        c' = sigmoid(f) * c + (1 - sigmoid(f)) * tanh(g)
+        h' = sigmoid(o) * tanh(c')
+
+    Source: Greff et al., "LSTM: A Search Space Odyssey", 2015 (coupled input and forget gate).
+    """
+    forget, g, o = torch.sigmoid(x[0]), x[1], x[2]
+    c = forget * s.c + (1 - forget) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), (c,)
+
+
+@recurrence(gates=4, states=("c",), parameters=("w_ci", "w_cf", "w_co"))
+def peephole_lstm(x, s, p):
+    """An LSTM whose gates see the cell state of their unit; gates input, forget, cell and output::
+
+        i, f = sigmoid(i + w_ci * c), sigmoid(f + w_cf * c)
+        c' = f * c + i * tanh(g)
+        h' = sigmoid(o + w_co * c') * tanh(c')
+
+    Source: Gers, Schraudolph and Schmidhuber, "Learning Precise Timing with LSTM Recurrent Networks", 2002.
+    """
+    i, f = torch.sigmoid(x[0] + p.w_ci * s.c), torch.sigmoid(x[1] + p.w_cf * s.c)
+    c = f * s.c + i * torch.tanh(x[2])
+    return torch.sigmoid(x[3] + p.w_co * c) * torch.tanh(c), (c,)
+
+
+@recurrence(gates=2)
+def ugrnn(x, h):
+    """The update gate RNN; gates update and candidate::
+
+        h' = sigmoid(g) * h + (1 - sigmoid(g)) * tanh(c)
+
+    Source: Collins, Sohl-Dickstein and Sussillo, "Capacity and Trainability in Recurrent Neural Networks",
+    2017.
+    """
+    update = torch.sigmoid(x[0])
+    return update * h + (1 - update) * torch.tanh(x[1])
+
+
+@recurrence(gates=2, states=("c",))
+def janet(x, s):
+    """Just another network: an LSTM with a forget gate only; gates forget and cell::
+
+        c' = sigmoid(f) * c + (1 - sigmoid(f - 1)) * tanh(g)
+        h' = c'
+
+    c repeats h, but is not rounded in half types.
+
+    Source: van der Westhuizen and Lasenby, "The Unreasonable Effectiveness of the Forget Gate", 2018, with
+    beta = 1.
+    """
+    c = torch.sigmoid(x[0]) * s.c + (1 - torch.sigmoid(x[0] - 1)) * torch.tanh(x[1])
+    return c, (c,)
+
+
+@recurrence(gates=4, states=("c", "n", "m"))
+def slstm(x, s):
+    """The scalar LSTM of the xLSTM; gates input, forget, cell and output::
+
+        m' = max(logsigmoid(f) + m, i)
+        i, f = exp(i - m'), exp(logsigmoid(f) + m - m')
+        c' = f * c + i * tanh(z)
+        n' = f * n + i
+        h' = sigmoid(o) * c' / n'
+
+    m keeps the exponentials at most 1. Its blocks are ``heads`` of a layer.
+
+    Source: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, with the sigmoid as forget gate.
+    """
+    i, f, z, o = x
+    log_f = F.logsigmoid(f) + s.m
+    m = torch.maximum(log_f, i)
+    i, f = torch.exp(i - m), torch.exp(log_f - m)
+    c, n = f * s.c + i * torch.tanh(z), f * s.n + i
+    return torch.sigmoid(o) * c / n, (c, n, m)
+
+
+@recurrence(gates=1, parameters=("w_hh",), recurrent=False)
+def indrnn(x, h, p):
+    """``h' = relu(a + w_hh * h)``: each unit sees its own h only. The product has no h.
+
+    Source: Li et al., "Independently Recurrent Neural Network (IndRNN)", 2018.
+    """
+    return torch.relu(x[0] + p.w_hh * h)
+
+
+@recurrence(gates=4, states=("c",), inputs=("keep_h", "keep_c"))
+def zoneout_lstm(x, h, s, u):
+    """An LSTM that keeps some values of the step before; gates input, forget, cell and output::
+
+        h', c' = the step of an LSTM
+        h' = keep_h * h + (1 - keep_h) * h'
+        c' = keep_c * c + (1 - keep_c) * c'
+
+    keep_h and keep_c are random masks, [T, B, H], in training, and their probabilities in evaluation.
+
+    Source: Krueger et al., "Zoneout: Regularizing RNNs by Randomly Preserving Hidden Activations", 2016.
+    """
+    i, f, g, o = x
+    c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    new_h = torch.sigmoid(o) * torch.tanh(c)
+    return u.keep_h * h + (1 - u.keep_h) * new_h, (u.keep_c * s.c + (1 - u.keep_c) * c,)
+
+
+@recurrence(gates=4, inputs=("time",))
+def cfc(x, u):
+    """The closed-form continuous-time cell without backbone, for steps at any distance ``time``, [T, B]::
+
+        t = sigmoid(a * time + b)
+        h' = tanh(f) * (1 - t) + tanh(g) * t
+
+    with the gates f, g, a and b.
+
+    Source: Hasani et al., "Closed-form Continuous-time Neural Networks", 2022.
+    """
+    f, g, a, b = x
+    t = torch.sigmoid(a * u.time + b)
+    return torch.tanh(f) * (1 - t) + torch.tanh(g) * t

@@ -1,0 +1,601 @@
+"""A recurrent cell of your own, from a function of one unit (see :func:`recurrence`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from lltm_ext._capture import Declaration
+from lltm_ext._derive import Derived, derive
+from lltm_ext._library import check_tensor
+from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._sequence import check_states
+
+__all__ = ["RecurrentCell", "recurrence"]
+
+ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of the user's function
+# Of a call, of cell.algorithm and cell.gradcheck, and of a layer's parameters.
+RESERVED = (
+    "self",
+    "input",
+    "hx",
+    "weight_ih",
+    "weight_hh",
+    "bias",
+    "reset",
+    "algorithm",
+    "backward",
+    "device",
+)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def recurrence(
+    *,
+    gates: int,
+    separate: bool = False,
+    states: Sequence[str] = (),
+    parameters: Sequence[str] | Mapping[str, float | None] = (),
+    inputs: Sequence[str] = (),
+    recurrent: bool = True,
+) -> Callable[[Callable[..., Any]], RecurrentCell]:
+    """Makes a recurrent cell of a function that computes one step of one hidden unit.
+
+    The function names the values that it needs, in any order::
+
+        @lltm_ext.recurrence(gates=3, separate=True, parameters=("b_hn",))
+        def gru(x, r, h, p):
+            reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+            candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
+            return (1 - update) * candidate + update * h
+
+        output, h_n = gru(input, h0, weight_ih, weight_hh, bias, b_hn=b_hn)
+        layer = lltm_ext.Recurrent(gru, input_size=64, hidden_size=256)
+
+    ======  ==================================================================================================
+    ``x``   a value for each gate: the input's product with weight_ih, plus the bias, plus the product of the
+            previous h with weight_hh. With ``separate`` the last one is not added, but in ``r``
+    ``r``   with ``separate``, for each gate the product of the previous h with weight_hh
+    ``h``   the unit's previous h
+    ``s``   its other states, by name (``s.c``) or position (``s[0]``)
+    ``p``   its parameters, likewise
+    ``u``   the step's own inputs, likewise, as numbers (0 or 1 for bool)
+    ======  ==================================================================================================
+
+    It returns the new h, or ``(new_h, (new states...))`` for a cell with states, by plain torch functions of
+    these values and of Python numbers. Each unit sees only its own values: the products with the weights are
+    the only exchange between units.
+
+    Args:
+        gates: G, how many blocks of hidden_size rows weight_ih and weight_hh have.
+        separate: whether the function sees the products with the input and with h apart.
+        states: the names of the cell's states except h.
+        parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
+            :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights.
+        inputs: the names of its inputs of a step, such as masks or time gaps, which have no gradients.
+        recurrent: False for a cell without a product with h, and so without weight_hh.
+
+    Returns:
+        A :class:`RecurrentCell`: the cell as a function of a whole sequence.
+
+    Raises:
+        TypeError: for a decorated value that is no function, or arguments of it other than these.
+        ValueError: for options that do not fit, or names that are no identifiers, occur twice, or have
+            another meaning in a call.
+    """
+
+    def declare(function: Callable[..., Any]) -> RecurrentCell:
+        return RecurrentCell(function, gates, separate, states, parameters, inputs, recurrent)
+
+    return declare
+
+
+class RecurrentCell:
+    """A cell that :func:`recurrence` made: a function of a whole sequence.
+
+    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, algorithm="auto", **named)``
+
+    Args:
+        input: [T, B, I], in float16, bfloat16, float32 or float64.
+        hx: h0 [B, H], or for a cell with states the tuple ``(h0, *states0)``, each [B, H]; h0 in the dtype of
+            ``input``, the other states also in float32, if that is a half type.
+        weight_ih: [G*H, I].
+        weight_hh: [G*H, H]; or [G*H, H/heads], block-diagonal: a unit sees h of the H/heads units of its
+            head. None for a cell without recurrent product.
+        bias: [G*H], or None.
+        reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
+            are multiplied by 1 - reset (numbers).
+        algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all run in torch's ops.
+        named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
+
+    Returns:
+        ``(output, h_n)``, or for a cell with states ``(output, (h_n, *states_n))``: output [T, B, H] holds h
+        of every step, the others the last state. Half types are computed in float32. h is rounded at each
+        step, the other states are not.
+
+    Raises:
+        TypeError: for another dtype, no tensor, or another name.
+        ValueError: for another algorithm.
+        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient.
+
+    Attributes:
+        function: the decorated function.
+        gates, separate, states, parameters, inputs, recurrent: as given to :func:`recurrence`, ``parameters``
+            as a dictionary.
+    """
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        gates: int,
+        separate: bool,
+        states: Sequence[str],
+        parameters: Sequence[str] | Mapping[str, float | None],
+        inputs: Sequence[str],
+        recurrent: bool,
+    ) -> None:
+        if not inspect.isfunction(function):
+            raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
+        functools.update_wrapper(self, function)
+        del self.__dict__["__wrapped__"]  # whose signature is not that of a call
+        name = self.__name__
+        if not isinstance(gates, int) or isinstance(gates, bool) or gates < 1:
+            raise ValueError(f"{name}: expected gates to be a positive int, got {gates!r}")
+        if separate and not recurrent:
+            raise ValueError(
+                f"{name}: expected separate=False for a cell without recurrent product, got True"
+            )
+        self.function = function
+        self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
+        self.states = check_names(name, "states", states, ("h",))
+        names = check_names(name, "parameters", parameters, RESERVED)
+        initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
+        self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
+        self.inputs = check_names(name, "inputs", inputs, (*RESERVED, *self.parameters))
+        self.arguments = self._check_arguments()
+
+    def _check_arguments(self) -> tuple[str, ...]:
+        """The names of the function's arguments, in its order."""
+        names = tuple(inspect.signature(self.function).parameters)
+        for argument in names:
+            if argument not in ARGUMENTS:
+                raise TypeError(
+                    f"{self.__name__}: expected the function's arguments to be some of "
+                    f"{', '.join(ARGUMENTS)}, got {argument}"
+                )
+        if "r" in names and not self.separate:
+            raise TypeError(f"{self.__name__}: expected separate=True, because the function asks for r")
+        return names
+
+    def __call__(
+        self,
+        input: Any,
+        hx: Any,
+        weight_ih: Any,
+        weight_hh: Any,
+        bias: Any = None,
+        *,
+        reset: Any = None,
+        algorithm: str = "auto",
+        **named: Any,
+    ) -> tuple[Tensor, Any]:
+        states = check_states(self.__name__, hx, self.state_names)
+        parameters, inputs = self._values_of(named)
+        weights = (weight_ih, weight_hh, bias)
+        steps = (reset, None, False)
+        output, final = run(self, input, list(states), *weights, parameters, inputs, *steps, algorithm)
+        return output, tuple(final) if self.states else final[0]
+
+    def algorithm(
+        self,
+        input: Any,
+        hx: Any,
+        weight_ih: Any,
+        weight_hh: Any,
+        bias: Any = None,
+        *,
+        reset: Any = None,
+        algorithm: str = "auto",
+        backward: bool = False,
+        **named: Any,
+    ) -> str:
+        """The algorithm of a call with these arguments: "stepwise", "cluster" or "grid".
+
+        Args:
+            backward: True for the algorithm of the backward pass.
+
+        The other arguments and all errors are those of a call.
+        """
+        states = check_states(self.__name__, hx, self.state_names)
+        parameters, inputs = self._values_of(named)
+        arguments = (input, list(states), weight_ih, weight_hh, bias, parameters)
+        dtype = autocast_dtype(input)
+        arguments = arguments if dtype is None else lowered(dtype, *arguments)
+        check_call(self, *arguments, inputs, reset, algorithm)
+        if not input.is_cuda:
+            return "stepwise"
+        return kernels().algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
+
+    def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """The parameters and the inputs of a call, in their order."""
+        for name in (*self.parameters, *self.inputs):
+            if name not in named:
+                raise TypeError(f"{self.__name__}: expected {name} to be a Tensor, but it is missing")
+        known = (*self.parameters, *self.inputs)
+        if len(named) > len(known):
+            unknown = next(name for name in named if name not in known)
+            expected = f"only the names {', '.join(known)}" if known else "no parameter or input of a step"
+            raise TypeError(f"{self.__name__}: expected {expected}, got {unknown}")
+        return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
+
+    def step(
+        self,
+        x: Sequence[Tensor],
+        r: Sequence[Tensor],
+        h: Tensor,
+        states: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The function's (new h, new states). It takes tensors of any shape that broadcast."""
+        named_states, named_parameters, named_inputs = self._named
+        values = {
+            "x": x,
+            "r": r,
+            "h": h,
+            "s": named_states(*states),
+            "p": named_parameters(*parameters),
+            "u": named_inputs(*inputs),
+        }
+        returned = self.function(*(values[name] for name in self.arguments))
+        if isinstance(returned, Tensor) and not self.states:
+            return returned, ()
+        if (
+            not isinstance(returned, tuple)
+            or len(returned) != 2
+            or not isinstance(returned[1], (tuple, list))
+            or len(returned[1]) != len(self.states)
+            or not all(isinstance(value, Tensor) for value in (returned[0], *returned[1]))
+        ):
+            raise self._wrong_result(returned)
+        return returned[0], tuple(returned[1])
+
+    def _wrong_result(self, returned: Any) -> TypeError:
+        expected = "(new_h, ({}))".format("".join(f"new_{s}, " for s in self.states).rstrip())
+        expected = expected if self.states else "new_h"
+        got = described(returned)
+        return TypeError(
+            f"{self.__name__}: expected the function to return {expected}, of Tensors, got {got}"
+        )
+
+    @functools.cached_property
+    def _named(self) -> tuple[Any, Any, Any]:
+        """The types of s, p and u, made when first needed."""
+        return (
+            namedtuple("s", self.states),
+            namedtuple("p", tuple(self.parameters)),
+            namedtuple("u", self.inputs),
+        )
+
+    @functools.cached_property
+    def derived(self) -> Derived:
+        """The function as nodes, its derivative, and what is saved in between."""
+        declared = Declaration(
+            self.__name__,
+            self.gates,
+            self.separate,
+            self.states,
+            tuple(self.parameters),
+            self.inputs,
+            self.recurrent,
+        )
+        return derive(self.function, declared)
+
+    @functools.cached_property
+    def program(self) -> str:
+        """The cell as the dispatcher's ops take it."""
+        return kernels().program_of(self)
+
+    @property
+    def source(self) -> str:
+        """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
+        return self.derived.source
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of all initial states in messages: h0, c0, ..."""
+        return ("h0", *(f"{s}0" for s in self.states))
+
+    def gradcheck(self, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> bool:
+        """Compares the gradients with finite differences, in float64; returns True or raises an error.
+
+        Args:
+            args, kwargs: as for a call; tensors are converted to float64. Without any, small random ones,
+                with positive states; give your own if the cell is not defined or not differentiable there.
+            device: of the random tensors; None: the CPU.
+
+        Raises:
+            RuntimeError: for a gradient that differs. It names the argument.
+        """
+        if not args and not kwargs:
+            args, kwargs = self._example(torch.device(device or "cpu"))
+        call = inspect.signature(self).bind(*args, **kwargs).arguments
+        values = {**call, **call.get("named", {})}
+        states = check_states(self.__name__, values["hx"], self.state_names)
+        values |= dict(zip(self.state_names, states, strict=True))
+        values = {name: in_float64(x) for name, x in values.items() if name not in ("hx", "named")}
+        wanted = ("input", *self.state_names, "weight_ih", "weight_hh", "bias", *self.parameters)
+        for name in (name for name in wanted if isinstance(values.get(name), Tensor)):
+
+            def of_one(x: Tensor, name: str = name) -> tuple[Tensor, ...]:
+                given = {**values, name: x}
+                hx = [given.pop(state) for state in self.state_names]
+                output, final = self(hx=hx if self.states else hx[0], **given)
+                return (output, *final) if self.states else (output, final)
+
+            try:
+                torch.autograd.gradcheck(of_one, values[name].requires_grad_(), nondet_tol=0.0)
+            except GradcheckError as error:
+                message = f"{self.__name__}: the gradient with respect to {name} is wrong: {error}"
+                raise RuntimeError(message) from error
+            values[name].requires_grad_(False)
+        return True
+
+    def _example(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a small call."""
+        length, batch, size, hidden = 3, 2, 2, 3
+        rows, generator = self.gates * hidden, torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+        states = [0.1 + 0.5 * torch.sigmoid(normal(batch, hidden)) for _ in self.state_names]
+        weight_hh = 0.5 * normal(rows, hidden) if self.recurrent else None
+        hx = tuple(states) if self.states else states[0]
+        args = (normal(length, batch, size), hx, normal(rows, size), weight_hh, normal(rows))
+        named = {p: normal(hidden) for p in self.parameters}
+        named |= {u: torch.sigmoid(normal(length, batch)) for u in self.inputs}
+        return args, named
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickle finds the cell in its module by this name, as it finds a function
+
+    def __repr__(self) -> str:
+        options = [f"{self.gates} gate{'s' * (self.gates > 1)}"]
+        options += ["separate products"] * self.separate + ["no recurrent product"] * (not self.recurrent)
+        for name, values in (
+            ("states", self.states),
+            ("parameters", self.parameters),
+            ("inputs", self.inputs),
+        ):
+            options.append(f"{name}: {', '.join(values) or 'none'}")
+        return f"<lltm_ext.recurrence {self.__name__}({', '.join(self.arguments)}), {', '.join(options)}>"
+
+
+# ---- a call ------------------------------------------------------------------------------------------------
+
+
+def run(
+    cell: RecurrentCell,
+    input: Any,
+    states: list[Tensor],
+    weight_ih: Any,
+    weight_hh: Any,
+    bias: Any,
+    parameters: list[Any],
+    inputs: list[Any],
+    reset: Any,
+    batch_sizes: list[int] | None,
+    is_reverse: bool,
+    algorithm: str,
+) -> tuple[Tensor, list[Tensor]]:
+    """(output, final states) of a cell over a sequence.
+
+    Args:
+        input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
+            holds for ``inputs`` and ``reset``.
+        states: h0 and the other states, each [B, H].
+        parameters, inputs: in the cell's order.
+        is_reverse: whether the last step is the first to be computed. A reset precedes its step in the order
+            of computation.
+    """
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
+        with torch.autocast(input.device.type, enabled=False):
+            return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm)
+    given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+    check_call(cell, *given, algorithm)
+    if input.is_cuda:
+        return kernels().run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
+    return run_loop(cell, *given, batch_sizes, is_reverse)
+
+
+def kernels() -> Any:
+    """What runs cells on CUDA. Not imported at the top: the portable library does not have it."""
+    from lltm_ext import _custom_cell
+
+    return _custom_cell
+
+
+def autocast_dtype(input: Any) -> torch.dtype | None:
+    """The dtype that autocast, if it is active, gives the arguments of a call."""
+    kind = input.device.type if isinstance(input, Tensor) else ""
+    enabled = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
+
+
+def lowered(
+    dtype: torch.dtype,
+    input: Any,
+    states: list[Tensor],
+    weight_ih: Any,
+    weight_hh: Any,
+    bias: Any,
+    parameters: list[Any],
+) -> tuple[Any, list[Tensor], Any, Any, Any, list[Any]]:
+    """The arguments as autocast gives them: the states except h stay float32, float64 stays as it is."""
+
+    def to(dtype: torch.dtype, x: Any) -> Any:
+        lowers = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if lowers else x
+
+    h0, *others = states
+    new_states = [to(dtype, h0), *(to(torch.float32, x) for x in others)]
+    weight_ih, weight_hh, bias = (to(dtype, x) for x in (weight_ih, weight_hh, bias))
+    return to(dtype, input), new_states, weight_ih, weight_hh, bias, [to(dtype, x) for x in parameters]
+
+
+def in_float64(x: Any) -> Any:
+    return x.detach().to(torch.float64, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+# ---- checks ------------------------------------------------------------------------------------------------
+
+
+def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{cell}: expected {what} to be a sequence of names, got {names!r}")
+    for i, name in enumerate(names):
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            raise ValueError(f"{cell}: expected the names of {what} to be identifiers, got {name!r}")
+        if name in taken or name in tuple(names)[:i]:
+            raise ValueError(f"{cell}: expected {what} without the name {name!r}, which is taken")
+    return tuple(names)
+
+
+def check_call(
+    cell: RecurrentCell,
+    input: Any,
+    states: list[Tensor],
+    weight_ih: Any,
+    weight_hh: Any,
+    bias: Any,
+    parameters: list[Any],
+    inputs: list[Any],
+    reset: Any,
+    algorithm: str,
+) -> None:
+    """Raises for arguments that do not fit, as the built-in ops do."""
+    name = cell.__name__
+    check_tensor(name, "input", input)
+    if input.dtype not in FLOATING:
+        dtypes = "float16, bfloat16, float32 or float64"
+        raise TypeError(f"{name}: expected input of dtype {dtypes}, got {dtype_name(input.dtype)}")
+    if weight_hh is not None and not cell.recurrent:
+        raise TypeError(f"{name}: expected weight_hh to be None, because the cell has no recurrent product")
+    tensors = {"weight_ih": weight_ih} | ({"weight_hh": weight_hh} if cell.recurrent else {})
+    tensors |= {} if bias is None else {"bias": bias}
+    tensors |= zip(cell.parameters, parameters, strict=True)
+    for argument, x in ({"h0": states[0]} | tensors).items():
+        check_like(name, argument, x, input, (input.dtype,))
+    state_dtypes = (input.dtype, compute_dtype(input.dtype))
+    for argument, x in zip(cell.state_names[1:], states[1:], strict=True):
+        check_like(name, argument, x, input, state_dtypes)
+    check_shapes(cell, input, states, tensors)
+    for argument, x in zip((*cell.inputs, "reset"), (*inputs, reset), strict=True):
+        if argument != "reset" or x is not None:
+            check_step_input(name, argument, x, input, states[0].shape[1])
+    check_algorithm(name, algorithm, input)
+
+
+def check_like(name: str, argument: str, x: Any, input: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_tensor(name, argument, x)
+    if x.layout != torch.strided:
+        raise RuntimeError(f"{name}: expected {argument} of layout torch.strided, got {x.layout}")
+    if x.device != input.device:
+        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
+    if x.dtype not in dtypes:
+        expected = " or ".join(dict.fromkeys(map(dtype_name, dtypes)))
+        raise TypeError(f"{name}: expected {argument} of dtype {expected}, got {dtype_name(x.dtype)}")
+
+
+def check_shapes(
+    cell: RecurrentCell, input: Tensor, states: list[Tensor], tensors: dict[str, Tensor]
+) -> None:
+    name, h0 = cell.__name__, states[0]
+
+    def check(argument: str, x: Tensor, meaning: str, *expected: int) -> None:
+        if x.shape != expected:
+            raise RuntimeError(
+                f"{name}: expected {argument} of shape {meaning} = {list(expected)}, got {list(x.shape)}"
+            )
+
+    if input.dim() not in (2, 3):  # 2 for packed rows
+        raise RuntimeError(
+            f"{name}: expected input of shape [length, batch, input_size], got {list(input.shape)}"
+        )
+    if h0.dim() != 2:
+        raise RuntimeError(f"{name}: expected h0 of shape [batch, hidden_size], got {list(h0.shape)}")
+    batch, hidden = input.shape[1] if input.dim() == 3 else h0.shape[0], h0.shape[1]
+    for argument, x in zip(cell.state_names, states, strict=True):
+        check(argument, x, "[batch, hidden_size]", batch, hidden)
+    rows, meaning = cell.gates * hidden, f"[{cell.gates}*hidden_size"
+    check("weight_ih", tensors["weight_ih"], f"{meaning}, input_size]", rows, input.shape[-1])
+    if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], rows, hidden):
+        check("weight_hh", tensors["weight_hh"], f"{meaning}, hidden_size (or / heads)]", rows, hidden)
+    if "bias" in tensors:
+        check("bias", tensors["bias"], f"{meaning}]", rows)
+    for argument in cell.parameters:
+        check(argument, tensors[argument], "[hidden_size]", hidden)
+
+
+def is_block_diagonal(weight: Tensor, rows: int, hidden: int) -> bool:
+    """Whether ``weight`` has the shape [rows, H/heads]."""
+    return (
+        weight.dim() == 2
+        and weight.shape[0] == rows
+        and weight.shape[1] > 0
+        and hidden % weight.shape[1] == 0
+    )
+
+
+def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
+    check_tensor(name, argument, x)
+    if x.device != input.device:
+        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
+    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
+    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
+    if argument != "reset":
+        expected += f" or, for each unit, {[*rows, hidden]}"
+    if x.shape != rows and not (wide and argument != "reset"):
+        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
+            f"requires it ({argument}.detach() does not)"
+        )
+
+
+def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
+    if algorithm in ("cluster", "grid") and not input.is_cuda:
+        raise RuntimeError(
+            f"{name}: algorithm {algorithm!r} needs a CUDA device (algorithm 'auto' runs everything)"
+        )
+    if algorithm not in ("auto", "stepwise"):
+        expected = "'auto', 'stepwise', 'cluster' or 'grid'"
+        raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def described(returned: Any) -> str:
+    """The form of what a function returned: (Tensor, (float, Tensor))."""
+    if isinstance(returned, (tuple, list)):
+        return f"({', '.join(map(described, returned))})"
+    return type(returned).__name__

@@ -1,0 +1,214 @@
+"""Layers of a user's cells: :class:`Recurrent`, and what it shares with those that replace torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lltm_ext._library import check_tensor
+from lltm_ext._sequence import CellLayer, SequenceLayer, check_sizes, init_uniform
+from lltm_ext.recurrence import RecurrentCell, run
+
+__all__ = ["Recurrent"]
+
+
+class Steps(NamedTuple):
+    """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
+
+    inputs: list[Tensor]  # in the cell's order
+    resets: tuple[Tensor | None, Tensor | None]  # of the two directions
+
+
+class RecurrentLayer(SequenceLayer):
+    """A layer of a user's cell, which its class gives."""
+
+    cell: RecurrentCell
+
+    @property
+    def _state_names(self) -> tuple[str, ...]:
+        return self.cell.state_names
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        reset: Tensor | PackedSequence | None = None,
+        **inputs: Tensor | PackedSequence,
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        return self._forward(input, hx, self._steps(input, reset, inputs))
+
+    def _steps(self, input: Any, reset: Any, inputs: dict[str, Any]) -> Steps:
+        for name in inputs:
+            if name not in self.cell.inputs:
+                expected = (
+                    f"the inputs {', '.join(self.cell.inputs)}" if self.cell.inputs else "no such input"
+                )
+                raise TypeError(f"{self._name}: expected {expected} of {self.cell.__name__}, got {name}")
+        found = [self._step_input(name, inputs.get(name), input) for name in self.cell.inputs]
+        if reset is None:
+            return Steps(found, (None, None))
+        reset = self._step_input("reset", reset, input)
+        sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
+        return Steps(found, (reset, at_next_step(reset, sizes) if self.bidirectional else None))
+
+    def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
+        """An input of the steps in the order of the steps, from the layout of ``input``."""
+        if isinstance(input, PackedSequence):
+            return self._packed_step_input(name, value, input)
+        check_tensor(self._name, "input", input)
+        check_tensor(self._name, name, value)
+        rows = input.shape[:-1]
+        if value.shape[: len(rows)] != rows:
+            raise RuntimeError(
+                f"{self._name}: expected {name} of shape {list(rows)}, as the input has, or for each unit "
+                f"{[*rows, self.hidden_size]}, got {list(value.shape)}"
+            )
+        if len(rows) == 1:
+            return value.unsqueeze(1)
+        return value.transpose(0, 1) if self.batch_first else value
+
+    def _packed_step_input(self, name: str, value: Any, input: PackedSequence) -> Tensor:
+        if not isinstance(value, PackedSequence):
+            got = type(value).__name__
+            raise TypeError(f"{self._name}: expected {name} to be a PackedSequence as input is, got {got}")
+        order, others = input.sorted_indices, value.sorted_indices
+        same_order = order is others if order is None or others is None else torch.equal(order, others)
+        if not torch.equal(input.batch_sizes, value.batch_sizes) or not same_order:
+            raise RuntimeError(f"{self._name}: expected {name} packed with the lengths of input, got others")
+        return value.data
+
+    def _run_layer(
+        self,
+        layer: int,
+        input: Tensor,
+        states: list[tuple[Tensor, ...]],
+        batch_sizes: list[int] | None,
+        steps: Steps,
+    ) -> Sequence[tuple[Tensor, ...]]:
+        found = []
+        for direction in range(self._directions):
+            weight_ih, weight_hh, bias, *parameters = self._parameters_of(layer, direction)
+            output, final = run(
+                self.cell,
+                input,
+                list(states[direction]),
+                weight_ih,
+                weight_hh,
+                bias,
+                parameters,
+                steps.inputs,
+                steps.resets[direction],
+                batch_sizes,
+                direction == 1,
+                "auto",
+            )
+            found.append((output, *final))
+        return found
+
+
+def at_next_step(reset: Tensor, batch_sizes: list[int] | None) -> Tensor:
+    """Resets for the reverse direction: an episode that starts at step t + 1 has no influence on step t."""
+    if batch_sizes is None:
+        return torch.cat([reset[1:], torch.zeros_like(reset[:1])])
+    steps = reset.split(batch_sizes)
+    shifted = [
+        torch.cat([following, torch.zeros_like(step[len(following) :])])
+        for step, following in zip(steps, (*steps[1:], reset[:0]), strict=True)
+    ]
+    return torch.cat(shifted)
+
+
+class Recurrent(RecurrentLayer, CellLayer):
+    """A layer of a cell of :func:`lltm_ext.recurrence`, called like :class:`torch.nn.LSTM`.
+
+    ``output, states = layer(input, hx=None, *, reset=None, **inputs)``
+
+    Args:
+        cell: the cell.
+        input_size: I, the number of features of the input.
+        hidden_size: H, the number of units.
+        num_layers: L, the layers stacked, each fed with the output of the one below.
+        bias: whether the gates have a bias.
+        batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
+        dropout: the probability of dropout on the output of every layer but the last.
+        bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
+        heads: into how many blocks the product with h is divided. A unit sees h of its block's units only.
+
+    Attributes:
+        weight_ih_l{k}: [G*H, I], for layers above the first [G*H, D*H]; weight_hh_l{k}: [G*H, H/heads], none
+        for a cell without recurrent product; bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H].
+        Those of the other direction end in ``_reverse``.
+
+    Shapes:
+        input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence;
+        hx h0, or for a cell with states ``(h0, *states0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros
+        where not given;
+        reset, which starts episodes (:class:`~lltm_ext.RecurrentCell`), as input, without its last dimension;
+        the reverse direction is cut at the same places;
+        inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
+        all layers and directions. For a packed input they are packed with the same lengths;
+        output [T, B, D*H] in the layout of the input, the final states as hx.
+    """
+
+    def __init__(
+        self,
+        cell: RecurrentCell,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        heads: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(cell, RecurrentCell):
+            raise TypeError(
+                f"{self._name}: expected cell to be made by recurrence, got {type(cell).__name__}"
+            )
+        check_sizes(self._name, hidden_size=hidden_size, heads=heads)
+        if hidden_size % heads != 0 or (heads > 1 and not cell.recurrent):
+            why = (
+                f"divide hidden_size = {hidden_size}"
+                if cell.recurrent
+                else "be 1 without a recurrent product"
+            )
+            raise ValueError(f"{self._name}: expected heads to {why}, got {heads}")
+        self.cell, self.heads = cell, heads
+        options = (num_layers, bias, batch_first, dropout, bidirectional)
+        super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
+
+    def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
+        rows = self.cell.gates * self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, layer_input)}
+        if self.cell.recurrent:
+            shapes["weight_hh"] = (rows, self.hidden_size // self.heads)
+        if self.bias:
+            shapes["bias"] = (rows,)
+        return shapes | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
+
+    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
+        end = f"_l{layer}{('', '_reverse')[direction]}"
+        return tuple(
+            getattr(self, name + end, None)
+            for name in ("weight_ih", "weight_hh", "bias", *self.cell.parameters)
+        )
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""
+        init_uniform(self, self.hidden_size)
+        for name, parameter in self.named_parameters():
+            value = self.cell.parameters.get(name.rpartition("_l")[0])
+            if value is not None:
+                nn.init.constant_(parameter, value)
+
+    def extra_repr(self) -> str:
+        heads = f", heads={self.heads}" if self.heads > 1 else ""
+        return f"{self.cell.__name__}, {super().extra_repr()}{heads}"

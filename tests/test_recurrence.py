@@ -1,0 +1,599 @@
+"""lltm_ext.recurrence and lltm_ext.Recurrent: cells of a user's own, against a loop over their units."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    forward_and_gradients,
+    sum_of_squares,
+)
+
+import lltm_ext
+from lltm_ext.cells import gru
+
+# ---- cells -----------------------------------------------------------------------------------------------
+
+
+@lltm_ext.recurrence(gates=1)
+def plain(x):
+    return torch.tanh(x[0])
+
+
+@lltm_ext.recurrence(
+    gates=2, separate=True, states=("c", "n"), parameters={"a": None, "b": 0.5}, inputs=("gap",)
+)
+def everything(u, p, s, r, x, h):
+    """Every value, in an order of its own."""
+    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
+    n = s.n + torch.sigmoid(p[1] * s[0])
+    c = gate * s.c + (1 - gate) * torch.tanh(x[1] * r[1] + 0.5 * h)
+    return h + torch.tanh(c) / (1 + n * n), (c, n)
+
+
+@lltm_ext.recurrence(gates=1, parameters=("w",), recurrent=False)
+def without_product(x, h, p):
+    return torch.tanh(x[0] + p.w * h)
+
+
+@lltm_ext.recurrence(gates=1, states=("total",))
+def accumulator(x, s):
+    total = s.total + x[0]
+    return torch.tanh(total), (total,)
+
+
+CELLS = {cell.__name__: cell for cell in (gru, plain, everything, without_product, accumulator)}
+cells = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+with_product = pytest.mark.parametrize("cell", [c for c in CELLS.values() if c.recurrent], ids=repr)
+
+
+def arguments(cell, make, length=5, batch=3, input_size=4, hidden=6, heads=1, wide=False):
+    """A call of the cell. `wide`: the inputs of the steps differ from unit to unit."""
+    rows = cell.gates * hidden
+    states = [make(batch, hidden, scale=0.5) for _ in cell.state_names]
+    step = (length, batch, hidden) if wide else (length, batch)
+    return Call(
+        make(length, batch, input_size),
+        tuple(states) if cell.states else states[0],
+        make(rows, input_size, scale=0.5),
+        make(rows, hidden // heads, scale=0.5) if cell.recurrent else None,
+        make(rows),
+        **{p: make(hidden) for p in cell.parameters},
+        **{u: make(*step).detach() for u in cell.inputs},
+    )
+
+
+def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **named):
+    """The cell by its definition: a loop over steps, rows and units, of numbers in float64."""
+    states = [x.unbind(0) for x in (hx if cell.states else (hx,))]
+    length, (batch, hidden) = len(input), (hx[0] if cell.states else hx).shape
+    block = hidden if weight_hh is None else weight_hh.shape[1]
+    rows = [[list(x[b]) for x in states] for b in range(batch)]  # [row][state][unit]
+    outputs = []
+    for t in range(length):
+        for b in range(batch):
+            old = rows[b]
+            if reset is not None:
+                old = [[value * (1 - reset[t, b]) for value in state] for state in old]
+            h, rows[b] = torch.stack(list(old[0])), [[] for _ in states]
+            for unit in range(hidden):
+                at = [g * hidden + unit for g in range(cell.gates)]
+                x = [weight_ih[i] @ input[t, b] + (0 if bias is None else bias[i]) for i in at]
+                head = unit // block * block
+                r = [weight_hh[i] @ h[head : head + block] for i in at] if cell.recurrent else []
+                if cell.recurrent and not cell.separate:
+                    x = [a + b for a, b in zip(x, r, strict=True)]
+                of_unit = [old[i][unit] for i in range(1, len(states))]
+                p = [named[name][unit] for name in cell.parameters]
+                u = [
+                    value[t, b] if value.dim() == 2 else value[t, b, unit]
+                    for value in map(named.get, cell.inputs)
+                ]
+                new_h, new = cell.step(x, r, h[unit], of_unit, p, u)
+                for state, value in zip(rows[b], (new_h, *new), strict=True):
+                    state.append(value)
+        outputs.append(torch.stack([torch.stack(rows[b][0]) for b in range(batch)]))
+    final = [torch.stack([torch.stack(rows[b][i]) for b in range(batch)]) for i in range(len(states))]
+    return torch.stack(outputs), tuple(final) if cell.states else final[0]
+
+
+def without_gradients_of_steps(cell, call):
+    """forward_and_gradients wants a gradient of each tensor, which an input of the steps does not have."""
+    fixed = {name: call.kwargs[name] for name in (*cell.inputs, "reset") if name in call.kwargs}
+    free = {name: x for name, x in call.kwargs.items() if name not in fixed}
+    return (
+        functools.partial(cell, **fixed),
+        functools.partial(by_units, cell, **fixed),
+        Call(*call.args, **free),
+    )
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "": {},
+    "heads": {"heads": 3},
+    "a head a unit": {"heads": 6},
+    "inputs of each unit": {"wide": True},
+    "one step": {"length": 1, "batch": 1},
+}
+
+
+@cells
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients_equal_a_loop_over_units(cell, options, device):
+    call = arguments(cell, Make(DOUBLE, device), **options)
+    function, exact, call = without_gradients_of_steps(cell, call)
+    outputs, gradients = forward_and_gradients(function, call)
+    expected, expected_gradients = forward_and_gradients(exact, call)
+    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+
+
+@cells
+def test_values_and_gradients_in_every_dtype(cell, dtype, device):
+    call = arguments(cell, Make(dtype, device), heads=2)
+    function, _, free = without_gradients_of_steps(cell, call)
+    in_double, _, free_in_double = without_gradients_of_steps(cell, call.map(torch.Tensor.double))
+    outputs, gradients = forward_and_gradients(function, free)
+    exact, exact_gradients = forward_and_gradients(in_double, free_in_double, cotangents(outputs))
+    assert all(x.dtype == dtype for x in (*outputs, *gradients))
+    assert_all_near(outputs, exact, FORWARD[dtype], "output")
+    assert_all_near(gradients, exact_gradients, BACKWARD[dtype], "gradient")
+
+
+@cells
+def test_no_bias_is_a_bias_of_zeros(cell, device):
+    call = arguments(cell, Make(DOUBLE, device))
+    *args, bias = call.args
+    assert_same_bits(
+        Call(*args, **call.kwargs).run(cell), Call(*args, torch.zeros_like(bias), **call.kwargs).run(cell)
+    )
+
+
+def test_half_types_keep_states_in_float32_and_round_h(device):
+    """At 2048 float16 has steps of 2, so adding 0.25 many times changes nothing if each step rounds."""
+    for dtype in (torch.float16, torch.bfloat16):
+        zeros = torch.zeros(1, 1, dtype=dtype, device=device)
+        start = torch.full_like(zeros, 2048, dtype=torch.float32)
+        input = torch.full((512, 1, 1), 0.25, dtype=dtype, device=device)
+        output, (h_n, total) = accumulator(input, (zeros, start), torch.ones_like(zeros), zeros)
+        assert (output.dtype, h_n.dtype, total.dtype) == (dtype, dtype, torch.float32)
+        assert total.item() == 2048 + 512 * 0.25
+        final = accumulator(input, (zeros, start.to(dtype)), torch.ones_like(zeros), zeros)[1][1]
+        assert final.dtype == dtype
+
+        @lltm_ext.recurrence(gates=1, recurrent=False)
+        def hold(h):
+            return h + 0.25
+
+        _, h_n = hold(input, torch.full_like(zeros, 2048), torch.ones_like(zeros), None)
+        assert h_n.item() == 2048
+
+
+@cells
+@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (0, 0)])
+def test_no_steps_or_rows(cell, length, batch, device):
+    call = arguments(cell, Make(DOUBLE, device), length=length, batch=batch)
+    function, _, call = without_gradients_of_steps(cell, call)
+    call = call.leaves()
+    output, *final = call.run(function)
+    assert output.shape == (length, batch, 6)
+    states = call.args[1] if cell.states else (call.args[1],)
+    if length == 0:
+        assert_same_bits(final, states)
+    gradients = torch.autograd.grad(output.sum(), call.tensors, allow_unused=True, materialize_grads=True)
+    assert all((g == 0).all() for g in gradients)
+    weights = [x for x in call.tensors if not any(x is s for s in states)]
+    assert all(g is not None for g in torch.autograd.grad(call.run(function)[0].sum(), weights))
+
+
+# ---- resets and heads ------------------------------------------------------------------------------------
+
+
+def random_resets(device="cpu", length=8, batch=3):
+    reset = torch.rand(length, batch, generator=torch.Generator().manual_seed(3)) < 0.4
+    assert reset.any() and not reset.all()
+    return reset.to(device)
+
+
+@cells
+def test_a_reset_splits_the_sequence(cell, device):
+    """Each episode by a call of its own, row by row."""
+    make = Make(DOUBLE, device)
+    call, reset = arguments(cell, make, length=8), random_resets(device)
+    input, hx, *weights = call.args
+    output, final = cell(*call.args, **call.kwargs, reset=reset)
+    for b in range(3):
+        starts = [0, *(t for t in range(1, 8) if reset[t, b])]
+        hx_of_row = tuple(x[b : b + 1] for x in hx) if cell.states else hx[b : b + 1]
+        for start, end in zip(starts, [*starts[1:], 8], strict=True):
+            if reset[start, b]:
+                zeros = torch.zeros(1, 6, dtype=DOUBLE, device=device)
+                hx_of_row = (zeros,) * len(cell.state_names) if cell.states else zeros
+            named = {p: call.kwargs[p] for p in cell.parameters}
+            named |= {u: call.kwargs[u][start:end, b : b + 1] for u in cell.inputs}
+            episode, last = cell(input[start:end, b : b + 1], hx_of_row, *weights, **named)
+            assert_near(output[start:end, b : b + 1], episode, FORWARD[DOUBLE])
+        ends = zip(final if cell.states else (final,), last if cell.states else (last,), strict=True)
+        for ours, expected in ends:
+            assert_near(ours[b : b + 1], expected, FORWARD[DOUBLE])
+
+
+@cells
+@pytest.mark.parametrize("kind", ["bool", "int", "partial"])
+def test_values_and_gradients_of_resets_equal_a_loop_over_units(cell, kind, device):
+    call, reset = arguments(cell, Make(DOUBLE, device), length=8), random_resets(device)
+    given = {"bool": reset, "int": reset.int(), "partial": 0.25 * reset.double()}[kind]
+    function, exact, call = without_gradients_of_steps(cell, call)
+    outputs, gradients = forward_and_gradients(functools.partial(function, reset=given), call)
+    by_numbers = functools.partial(exact, reset=given.double())
+    expected, expected_gradients = forward_and_gradients(by_numbers, call)
+    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+
+
+def test_a_reset_by_bool_also_clears_nan():
+    call = arguments(everything, Make(DOUBLE))
+    reset = torch.zeros(5, 3, dtype=torch.bool)
+    reset[2] = True
+    expected, _ = everything(*call.args, **call.kwargs, reset=reset)
+    call.args[0][1] = torch.nan
+    output, _ = everything(*call.args, **call.kwargs, reset=reset)
+    assert output[1].isnan().all()
+    assert_same_bits([output[2:]], [expected[2:]])
+
+
+@with_product
+@pytest.mark.parametrize("heads", [2, 3, 6])
+def test_heads_equal_a_dense_block_diagonal_weight(cell, heads, device):
+    call = arguments(cell, Make(DOUBLE, device), heads=heads)
+    input, hx, weight_ih, weight_hh, bias = call.args
+    blocks = weight_hh.view(cell.gates, heads, 6 // heads, 6 // heads)
+    dense = torch.cat([torch.block_diag(*gate) for gate in blocks])
+    expected = Call(input, hx, weight_ih, dense, bias, **call.kwargs).run(cell)
+    assert_all_near(call.run(cell), expected, FORWARD[DOUBLE])
+
+
+# ---- transforms and tracing ------------------------------------------------------------------------------
+
+
+@cells
+def test_gradcheck(cell):
+    assert cell.gradcheck()
+    call = arguments(cell, Make(torch.float32), length=2, batch=1, input_size=1, hidden=2)
+    assert cell.gradcheck(*call.args, **call.kwargs, reset=torch.tensor([[False], [True]]))
+
+
+def test_gradcheck_names_the_argument_whose_gradient_is_wrong():
+    @lltm_ext.recurrence(gates=1, parameters=("good", "bad"))
+    def halved(x, p):
+        return torch.tanh(x[0] + p.good + p.bad.detach() + 0.5 * (p.bad - p.bad.detach()))
+
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^halved: the gradient with respect to bad is wrong: .*numerical"
+    ):
+        halved.gradcheck()
+
+
+@cells
+def test_second_derivatives(cell):
+    call = arguments(cell, Make(DOUBLE), length=3, batch=2, input_size=2, hidden=2)
+    function, _, call = without_gradients_of_steps(cell, call)
+    call = call.leaves()
+    assert torch.autograd.gradgradcheck(call.bind(function), call.tensors)
+
+
+@cells
+def test_vmap_and_functional_gradients(cell):
+    """Per-sample gradients, and a batch of weights (an ensemble)."""
+    calls = [arguments(cell, Make(DOUBLE, seed=seed)) for seed in range(3)]
+    functions = [without_gradients_of_steps(cell, call)[::2] for call in calls]
+    function = functions[0][0]  # one set of inputs of the steps for all
+    tensors = [call.tensors for _, call in functions]
+    template = functions[0][1]
+
+    def loss(*tensors):
+        return sum_of_squares(template.with_tensors(tensors).run(function))
+
+    argnums = tuple(range(len(tensors[0])))
+    stacked = [torch.stack(xs) for xs in zip(*tensors, strict=True)]
+    together = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
+    one_by_one = [torch.func.grad(loss, argnums)(*xs) for xs in tensors]
+    assert_all_near(together, [torch.stack(gs) for gs in zip(*one_by_one, strict=True)], BACKWARD[DOUBLE])
+
+
+@cells
+def test_forward_mode_derivatives(cell):
+    call = arguments(cell, Make(DOUBLE), length=3)
+    function, _, call = without_gradients_of_steps(cell, call)
+    directions = cotangents(call.tensors)
+    _, along = torch.func.jvp(call.bind(function), tuple(call.tensors), tuple(directions))
+    outputs, gradients = forward_and_gradients(function, call)
+    transposed = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
+    torch.testing.assert_close(
+        sum(
+            (a * c).sum()
+            for a, c in zip(along if isinstance(along, tuple) else (along,), cotangents(outputs), strict=True)
+        ),
+        transposed,
+    )
+
+
+def test_a_call_compiles_into_one_graph(fresh_dynamo):
+    call = arguments(everything, Make(DOUBLE))
+    compiled = torch.compile(everything.__call__, fullgraph=True, backend="aot_eager")
+    assert_all_near(call.run(compiled), call.run(everything), FORWARD[DOUBLE])
+
+
+@cells
+def test_autocast_lowers_all_but_the_states(cell):
+    call = arguments(cell, Make(torch.float32))
+    function, _, call = without_gradients_of_steps(cell, call)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs, gradients = forward_and_gradients(function, call)
+    states = [torch.float32] * len(cell.states)
+    assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, *states]
+    assert all(g.dtype == torch.float32 for g in gradients)
+    exact, exact_gradients = forward_and_gradients(
+        function, call.map(lambda x: x.bfloat16().float()), cotangents(outputs)
+    )
+    assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
+    assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = call.map(torch.Tensor.double).run(function)
+    assert all(y.dtype == DOUBLE for y in plain)
+
+
+def test_no_graph_is_recorded_without_need():
+    call = arguments(everything, Make(DOUBLE))
+    assert not any(y.requires_grad for y in call.run(everything))
+    with torch.no_grad():
+        assert not any(y.requires_grad for y in call.leaves().run(everything))
+
+
+# ---- the object ------------------------------------------------------------------------------------------
+
+
+def test_a_cell_says_what_it_is():
+    assert repr(everything) == (
+        "<lltm_ext.recurrence everything(u, p, s, r, x, h), 2 gates, separate products, states: c, n, "
+        "parameters: a, b, inputs: gap>"
+    )
+    assert repr(without_product) == (
+        "<lltm_ext.recurrence without_product(x, h, p), 1 gate, no recurrent product, states: none, "
+        "parameters: w, inputs: none>"
+    )
+    assert (everything.__name__, everything.__module__) == ("everything", __name__)
+    assert everything.__doc__ == "Every value, in an order of its own."
+    assert isinstance(everything, lltm_ext.RecurrentCell)
+
+
+def test_a_cell_is_copied_as_a_function_is():
+    assert copy.deepcopy(gru) is gru
+    assert pickle.loads(pickle.dumps(gru)) is gru
+
+
+@cells
+def test_the_algorithm_of_a_call(cell):
+    call = arguments(cell, Make())
+    for algorithm in ("auto", "stepwise"):
+        assert cell.algorithm(*call.args, **call.kwargs, algorithm=algorithm, backward=True) == "stepwise"
+        assert_same_bits(call.run(functools.partial(cell, algorithm=algorithm)), call.run(cell))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cell.algorithm(*call.args, **call.kwargs) == "stepwise"
+
+
+def declare(**options):
+    def function(x):
+        return torch.tanh(x[0])
+
+    return lltm_ext.recurrence(**{"gates": 1, **options})(function)
+
+
+@pytest.mark.parametrize(
+    "options, exception, message",
+    [
+        ({"gates": 0}, ValueError, "expected gates to be a positive int, got 0"),
+        ({"gates": 2.0}, ValueError, "expected gates to be a positive int, got 2.0"),
+        ({"separate": True, "recurrent": False}, ValueError, "expected separate=False for a cell without"),
+        ({"states": "c"}, TypeError, "expected states to be a sequence of names, got 'c'"),
+        ({"parameters": (1,)}, TypeError, r"expected parameters to be a sequence of names, got \(1,\)"),
+        ({"states": ("h",)}, ValueError, "expected states without the name 'h', which is taken"),
+        ({"states": ("c", "c")}, ValueError, "expected states without the name 'c', which is taken"),
+        ({"parameters": ("bias",)}, ValueError, "expected parameters without the name 'bias'"),
+        ({"inputs": ("reset",)}, ValueError, "expected inputs without the name 'reset'"),
+        ({"parameters": ("a",), "inputs": ("a",)}, ValueError, "expected inputs without the name 'a'"),
+        ({"inputs": ("2",)}, ValueError, "expected the names of inputs to be identifiers, got '2'"),
+        ({"inputs": ("if",)}, ValueError, "expected the names of inputs to be identifiers, got 'if'"),
+        ({"states": ("_c",)}, ValueError, "expected the names of states to be identifiers, got '_c'"),
+    ],
+)
+def test_declarations_that_do_not_fit_are_refused(options, exception, message):
+    with pytest.raises(exception, match=f"^function: {message}"):
+        declare(**options)
+
+
+def test_functions_that_do_not_fit_are_refused():
+    with pytest.raises(TypeError, match=r"^recurrence: expected a function, got int"):
+        lltm_ext.recurrence(gates=1)(3)
+    with pytest.raises(TypeError, match=r"arguments to be some of x, r, h, s, p, u, got y"):
+        lltm_ext.recurrence(gates=1)(lambda x, y: x[0])
+    with pytest.raises(TypeError, match=r"expected separate=True, because the function asks for r"):
+        lltm_ext.recurrence(gates=1)(lambda x, r: x[0] + r[0])
+
+
+@pytest.mark.parametrize(
+    "states, returned, message",
+    [
+        ((), lambda x: (x[0], (x[0],)), r"to return new_h, of Tensors, got \(Tensor, \(Tensor\)\)"),
+        ((), lambda x: 1.0, "to return new_h, of Tensors, got float"),
+        (("c",), lambda x: x[0], r"to return \(new_h, \(new_c,\)\), of Tensors, got Tensor"),
+        (
+            ("c",),
+            lambda x: (x[0], x[0]),
+            r"to return \(new_h, \(new_c,\)\), of Tensors, got \(Tensor, Tensor\)",
+        ),
+        (
+            ("c", "n"),
+            lambda x: (x[0], (x[0], 0.0)),
+            r"\(new_h, \(new_c, new_n,\)\), .*got \(Tensor, \(Tensor, float\)\)",
+        ),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(states, returned, message):
+    cell = lltm_ext.recurrence(gates=1, states=states)(returned)
+    with pytest.raises(TypeError, match=message):
+        Call(*arguments(cell, Make()).args).run(cell)
+
+
+def test_no_states_may_be_returned_as_an_empty_tuple():
+    @lltm_ext.recurrence(gates=1)
+    def with_tuple(x):
+        return torch.tanh(x[0]), ()
+
+    call = arguments(plain, Make())
+    assert_same_bits(call.run(with_tuple), call.run(plain))
+
+
+def changed(**changes):
+    """The arguments of a call of `everything`, some of them changed by functions."""
+    call = arguments(everything, Make())
+    names = ("input", "hx", "weight_ih", "weight_hh", "bias")
+    given = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
+    return {
+        name: changes[name](given.get(name)) if name in changes else given[name]
+        for name in {**given, **changes}
+    }
+
+
+BAD_CALLS = {
+    "no input": ({"input": lambda x: None}, TypeError, "input to be a Tensor, got NoneType"),
+    "integers": ({"input": torch.Tensor.long}, TypeError, "input of dtype float16, .* or float64, got int64"),
+    "2-D weight_ih": (
+        {"weight_ih": lambda x: x[0]},
+        RuntimeError,
+        r"weight_ih of shape \[2\*hidden_size, input_size\] = \[12, 4\], got \[4\]",
+    ),
+    "input of 1-D": (
+        {"input": lambda x: x[0, 0]},
+        RuntimeError,
+        r"input of shape \[length, batch, input_size\], got \[4\]",
+    ),
+    "one state": ({"hx": lambda x: x[0]}, TypeError, r"hx to be a tuple \(h0, c0, n0\), got Tensor"),
+    "two states": ({"hx": lambda x: x[:2]}, TypeError, r"hx to be a tuple \(h0, c0, n0\), got tuple of 2"),
+    "n0 a number": ({"hx": lambda x: (*x[:2], 1)}, TypeError, "n0 to be a Tensor, got int"),
+    "n0 in float64": (
+        {"hx": lambda x: (*x[:2], x[2].double())},
+        TypeError,
+        "n0 of dtype float32, got float64",
+    ),
+    "h0 of 3-D": (
+        {"hx": lambda x: (x[0][None], *x[1:])},
+        RuntimeError,
+        r"h0 of shape \[batch, hidden_size\], got \[1, 3, 6\]",
+    ),
+    "c0 of another batch": (
+        {"hx": lambda x: (x[0], x[1][1:], x[2])},
+        RuntimeError,
+        r"c0 of shape \[batch, hidden_size\] = \[3, 6\], got \[2, 6\]",
+    ),
+    "no weight_hh": ({"weight_hh": lambda x: None}, TypeError, "weight_hh to be a Tensor, got NoneType"),
+    "weight_hh of no heads": (
+        {"weight_hh": lambda x: x[:, :4]},
+        RuntimeError,
+        r"weight_hh of shape \[2\*hidden_size, hidden_size \(or / heads\)\] = \[12, 6\], got \[12, 4\]",
+    ),
+    "weight_hh in float64": (
+        {"weight_hh": torch.Tensor.double},
+        TypeError,
+        "weight_hh of dtype float32, got float64",
+    ),
+    "sparse weight_hh": (
+        {"weight_hh": torch.Tensor.to_sparse},
+        RuntimeError,
+        "weight_hh of layout torch.strided, got torch.sparse_coo",
+    ),
+    "weight_hh elsewhere": (
+        {"weight_hh": lambda x: x.to("meta")},
+        RuntimeError,
+        "weight_hh on cpu, got meta",
+    ),
+    "bias of one row": (
+        {"bias": lambda x: x[None]},
+        RuntimeError,
+        r"bias of shape \[2\*hidden_size\] = \[12\], got \[1, 12\]",
+    ),
+    "a of a row a unit": (
+        {"a": lambda x: x[:, None]},
+        RuntimeError,
+        r"a of shape \[hidden_size\] = \[6\], got \[6, 1\]",
+    ),
+    "a in float16": ({"a": torch.Tensor.half}, TypeError, "a of dtype float32, got float16"),
+    "gap None": ({"gap": lambda x: None}, TypeError, "gap to be a Tensor, got NoneType"),
+    "gap transposed": (
+        {"gap": lambda x: x.t()},
+        RuntimeError,
+        r"gap of shape \[length, batch\] = \[5, 3\] or, for each unit, \[5, 3, 6\], got \[3, 5\]",
+    ),
+    "gap complex": ({"gap": lambda x: x + 0j}, TypeError, "gap of a real dtype, got complex64"),
+    "gap elsewhere": ({"gap": lambda x: x.to("meta")}, RuntimeError, "gap on cpu, got meta"),
+    "gap with a gradient": (
+        {"gap": lambda x: x.requires_grad_()},
+        RuntimeError,
+        r"gap without a gradient, .*gap.detach\(\)",
+    ),
+    "reset of each unit": (
+        {"reset": lambda x: torch.zeros(5, 3, 6)},
+        RuntimeError,
+        r"reset of shape \[length, batch\] = \[5, 3\], got \[5, 3, 6\]",
+    ),
+    "unknown": ({"gaps": lambda x: 1}, TypeError, "only the names a, b, gap, got gaps"),
+    "algorithm": (
+        {"algorithm": lambda x: "fastest"},
+        ValueError,
+        "algorithm to be 'auto', .*, got 'fastest'",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CALLS)
+def test_bad_calls_are_named(bad):
+    changes, exception, message = BAD_CALLS[bad]
+    for function in (everything, everything.algorithm):
+        with pytest.raises(exception, match=f"^everything: expected {message}"):
+            function(**changed(**changes))
+
+
+def test_missing_and_superfluous_arguments_are_named():
+    given = changed()
+    del given["gap"]
+    with pytest.raises(TypeError, match=r"^everything: expected gap to be a Tensor, but it is missing"):
+        everything(**given)
+    call = arguments(plain, Make())
+    with pytest.raises(TypeError, match=r"^plain: expected no parameter or input of a step, got gap"):
+        plain(*call.args, gap=None)
+    call = arguments(without_product, Make())
+    input, h0, weight_ih, _, bias = call.args
+    with pytest.raises(TypeError, match=r"^without_product: expected weight_hh to be None, because"):
+        without_product(input, h0, weight_ih, torch.ones(6, 6), bias, **call.kwargs)
+    with pytest.raises(TypeError, match=r"^plain: expected hx to be a Tensor, h0, got tuple of 1"):
+        plain(input, (h0,), weight_ih, torch.ones(6, 6), bias)
+
+
+@pytest.mark.parametrize("algorithm", ["cluster", "grid"])
+def test_the_cpu_refuses_persistent_algorithms(algorithm):
+    message = f"^everything: algorithm '{algorithm}' needs a CUDA device; 'auto' runs"
+    with pytest.raises(RuntimeError, match=message):
+        everything(**changed(), algorithm=algorithm)
