@@ -125,9 +125,7 @@ def module(target: Target, op: str) -> Any:
     )
     # -fopenmp: without it at::parallel_for runs on one thread.
     # The assembler's -I: modules embed headers for the compiler at run time (common/runtime/compiler.h).
-    root = target.src.resolve()
-    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{root}"]
-    extension.extra_compile_args["nvcc"] += [rf"-Xcompiler=-Wa\,-I{root}"]  # nvcc splits at a plain comma
+    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
     if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
         extension.libraries.remove("cudart")

@@ -1,9 +1,39 @@
 #include "custom_cell/compile.h"
 
-#include "custom_cell/headers.h"
+#include "common/runtime/compiler.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+LLTM_EMBED(portable_h, "common/portable.h");
+LLTM_EMBED(types_h, "common/types.h");
+LLTM_EMBED(math_h, "common/math.h");
+LLTM_EMBED(fast_math_cuh, "common/fast_math.cuh");
+LLTM_EMBED(launch_cuh, "common/launch.cuh");
+LLTM_EMBED(ptx_cuh, "common/hopper/ptx.cuh");
+LLTM_EMBED(cell_h, "recurrence/cell.h");
+LLTM_EMBED(variants_h, "recurrence/persistent/variants.h");
+LLTM_EMBED(shape_h, "recurrence/persistent/shape.h");
+LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
+LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
+LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
+LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
+LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
+LLTM_EMBED(forward_cuh, "recurrence/persistent/forward.cuh");
+LLTM_EMBED(backward_cuh, "recurrence/persistent/backward.cuh");
+LLTM_EMBED(step_h, "recurrence/step/step.h");
+LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
+#endif
 
 namespace lltm_ext {
 namespace {
+
+// The engine's, which the kernels of a cell include.
+const std::vector<Header> kHeaders = {
+#ifdef LLTM_EXT_WITH_CUDA
+    portable_h,  types_h,      math_h,   fast_math_cuh, launch_cuh,   ptx_cuh,   cell_h,
+    variants_h,  shape_h,      pair_cuh, product_cuh,   exchange_cuh, block_cuh, steps_cuh,
+    forward_cuh, backward_cuh, step_h,   pointwise_cuh
+#endif
+};
 
 const std::vector<std::string> kOptions = {"--std=c++17", "--device-as-default-execution-space"};
 
@@ -12,7 +42,7 @@ const std::vector<std::string> kOptions = {"--std=c++17", "--device-as-default-e
 std::string compile_cell(const CellProgram& program, const CellKernel& kernel,
                          const std::string& architecture) {
   const std::string description = program.name + (kernel.backward ? ": backward" : "");
-  return compile(description, program.source(kernel), cell_headers(), kOptions, architecture);
+  return compile(description, program.source(kernel), kHeaders, kOptions, architecture);
 }
 
 }  // namespace lltm_ext
