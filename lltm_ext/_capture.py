@@ -9,18 +9,20 @@ is refused when it is called, so that the error points to the user's line.
 from __future__ import annotations
 
 import inspect
-import keyword
+import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lltm_ext._declaration import Declaration, arguments_of, call
 from lltm_ext._graph import (
     Graph,
     Node,
@@ -34,136 +36,6 @@ from lltm_ext._graph import (
     tanh,
     where,
 )
-
-ARGUMENTS = {
-    "x": "the input's projection, with the product with h unless separate=True",
-    "r": "the products with h, if separate=True",
-    "h": "the previous h",
-    "s": "the states",
-    "p": "the parameters",
-    "u": "the inputs of the step",
-}
-
-
-class Declaration(NamedTuple):
-    """What a cell needs besides its function (see lltm_ext.recurrence)."""
-
-    name: str
-    gates: int
-    separate: bool = False
-    states: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    recurrent: bool = True
-
-    def check(self) -> None:
-        if not isinstance(self.gates, int) or self.gates < 1:
-            raise ValueError(f"{self.name}: expected gates to be a positive integer, got {self.gates!r}")
-        if self.separate and not self.recurrent:
-            raise ValueError(
-                f"{self.name}: separate=True keeps the product with h apart; recurrent=False has none"
-            )
-        for option in ("states", "parameters", "inputs"):
-            names = getattr(self, option)
-            if not isinstance(names, tuple) or not all(map(is_name, names)):
-                raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
-            if len(set(names)) < len(names):
-                raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
-
-    def names(self, argument: str) -> tuple[str, ...]:
-        """Of the values of x, r, s, p or u; "" for those without a name."""
-        unnamed = ("",) * self.gates
-        named = {"s": self.states, "p": self.parameters, "u": self.inputs}
-        return unnamed if argument in ("x", "r") else named[argument]
-
-
-def is_name(name: object) -> bool:
-    return isinstance(name, str) and name.isidentifier() and name[0] != "_" and not keyword.iskeyword(name)
-
-
-class Values:
-    """The argument x, r, s, p or u of a cell's function: values by number and by name.
-
-    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
-    """
-
-    def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):
-        self._argument, self._names, self._values = argument, names, values
-
-    def __getitem__(self, i: int | slice) -> Any:
-        try:
-            return self._values[i]
-        except IndexError:
-            raise IndexError(f"{self._argument}[{i}] is out of range: {self._content()}") from None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(f"{self._argument}.{name} does not exist: {self._content()}")
-        return self._values[self._names.index(name)]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def _content(self) -> str:
-        named = ", ".join(f"{self._argument}.{name}" for name in self._names if name)
-        return f"{self._argument} has {named or f'{len(self)} values'}"
-
-
-def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
-    """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
-    taken = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in ARGUMENTS and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            taken.append(name)
-        elif parameter.default is parameter.empty:
-            known = ", ".join(ARGUMENTS)
-            raise TypeError(
-                f"{declared.name}: expected a function of any of {known}, got the argument {parameter}"
-            )
-    for argument, option in (("s", "states"), ("p", "parameters"), ("u", "inputs")):
-        if argument in taken and not getattr(declared, option):
-            raise ValueError(
-                f"{declared.name}: the argument {argument} needs {option}=, the names of its values"
-            )
-    if "r" in taken and not declared.separate:
-        raise ValueError(
-            f"{declared.name}: the argument r needs separate=True; without it x[i] contains the product"
-        )
-    return tuple(taken)
-
-
-def call(
-    function: Callable[..., Any], declared: Declaration, values: Mapping[str, Any]
-) -> tuple[Any, list[Any]]:
-    """The new h and the new states of a call; `values` has h and sequences for x, r, s, p and u.
-
-    They are nodes' tensors in a capture and whole tensors on the CPU.
-    """
-    arguments = {
-        name: values[name] if name == "h" else Values(name, declared.names(name), values[name])
-        for name in arguments_of(function, declared)
-    }
-    result = function(**arguments)
-    h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
-    states = [states] if isinstance(states, Tensor) else states
-    expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
-    if isinstance(h, (tuple, list)) or not isinstance(states, (tuple, list)):
-        raise TypeError(f"expected the function to return {expected}, got {described(result)}")
-    if len(states) != len(declared.states):
-        raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
-    for name, value in zip(("h", *declared.states), (h, *states), strict=True):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"expected the new {name} to be a tensor, got {described(value)}")
-    return h, list(states)
-
-
-def described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r}" if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
 class Capture(TorchDispatchMode):
@@ -232,6 +104,8 @@ class Capture(TorchDispatchMode):
         if name == "lift_fresh" and args[0].dim() == 0:  # torch.tensor(0.5) in the function
             return self.tensor(self.graph.constant(args[0].item()))
         self.name_variables()
+        if name == "_local_scalar_dense":
+            raise RuntimeError(no_value(self.node(args[0])))
         reason = refused(func, name, kwargs)
         if reason:
             raise RuntimeError(reason)
@@ -244,11 +118,28 @@ class Capture(TorchDispatchMode):
         return self.tensor(result if isinstance(result, Node) else self.graph.constant(result))
 
 
+def no_value(node: Node) -> str:
+    if node.boolean:
+        return (
+            f"branches (if, and, or, max, min) on {node!r}, which is not known when the cell is compiled; "
+            "use torch.where(condition, a, b), torch.maximum or torch.minimum"
+        )
+    return (
+        f"reads the value of {node!r} (.item(), float(), an if, a function of math), which is not known when "
+        "the cell is compiled; use torch's functions"
+    )
+
+
 def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     """Why an op cannot be part of a cell, and what can be done; "" if it can."""
-    called = f"calls {func.name().removeprefix('aten::').removesuffix('.default')}"
+    called = f"calls {re.sub('^(_|native_)', '', name)}"
+    if "rounding_mode" in kwargs:
+        called += " with rounding_mode"
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return f"{called}, random numbers; draw a mask outside and pass it to the step by inputs=('mask',)"
+        return (
+            f"{called}, which draws random numbers, as dropout does; draw a mask outside and pass it to the "
+            "step by inputs=('mask',)"
+        )
     if not torch.is_grad_enabled():
         return f"{called} under torch.no_grad(), which the backward would not see; use .detach()"
     if name in ATEN and not func._schema.is_mutable and not (name == "div" and "rounding_mode" in kwargs):
@@ -258,16 +149,12 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     for pattern, reason in REASONS:
         if re.fullmatch(pattern, name):
             return f"{called}, {reason}"
-    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ATEN))}"
+    ops = [op for op in ATEN if hasattr(torch, op) or hasattr(F, op)]
+    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ops))}"
 
 
 ONE_UNIT = "the function computes one hidden unit of one row"
 REASONS = (
-    (
-        "_local_scalar_dense|equal",
-        "an if, and, or, max(), float() or .item() that needs a value, which is not known when the cell is "
-        "compiled; use torch.where(condition, a, b), torch.maximum or torch.minimum",
-    ),
     (
         "(mean|sum|prod|max|min|amax|amin|norm|linalg_.*|var|std|var_mean|logsumexp|any|all|cum.*|argm.*|sort|topk"
         "|_?(log_)?softmax|.*(layer|group|batch|rms)_norm|cat|stack)(_.*)?",
@@ -424,7 +311,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
             cell's name, the reason, and the line of the user's text.
     """
     declared.check()
-    arguments_of(function, declared)
+    taken = arguments_of(function, declared)
     graph = Graph()
     mode = Capture(function, graph)
     leaves = {
@@ -440,14 +327,13 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
     values["h"] = values["h"][0]
     try:
         with torch.inference_mode(False), torch.enable_grad(), mode:
-            h, states = call(function, declared, values)
+            h, states = call(function, declared, taken, values)
         if mode.refusal:
             raise mode.refusal
         outputs = [mode.node(x) for x in (h, *states)]
     except KINDS as error:
         kind = next(kind for kind in KINDS if isinstance(error, kind))
-        hint = "" if is_own(error) else f" ({ONE_UNIT}, on tensors without dimensions and values)"
-        raise kind(f"{declared.name}: {error}{hint}{line_of(error)}") from error
+        raise kind(f"{declared.name}: {explained(error)}{line_of(error, function)}") from error
     for name, node in zip(("h", *declared.states), outputs, strict=True):
         if node.boolean:
             raise TypeError(
@@ -457,18 +343,26 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-OWN = (__file__, inspect.getfile(Graph))
+OWN = tuple(inspect.getfile(part) for part in (Capture, Declaration, Graph))
 INTERNAL = (*OWN, str(Path(torch.__file__).parent))
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether the error is a refusal, and not raised by torch or by the function."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename in OWN
+def explained(error: BaseException) -> str:
+    """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
+    if isinstance(error, TypeError) and "to numpy" in str(error):
+        return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
+    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename not in OWN:
+        return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
+    return str(error)
 
 
-def line_of(error: BaseException) -> str:
-    """The innermost line of the user's text that an error passed through."""
+def line_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """The innermost line of the user's text that an error passed through, or the function's first line."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(INTERNAL):
             return f"\n  {frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"\n  {code.co_filename}:{code.co_firstlineno}: {line}"

@@ -174,8 +174,8 @@ class CustomCellFunction(torch.autograd.Function):
         found = ops.custom_cell_backward(
             *grads, output, gates, extra, *inputs, *ctx.options, needs_input, needs_bias
         )
-        found = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
-        return (*found, *nothing)
+        needed = zip(found, ctx.needs_input_grad, strict=False)
+        return (*(g if is_needed else None for g, is_needed in needed), *nothing)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:

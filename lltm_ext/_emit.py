@@ -136,7 +136,7 @@ def emit(cell: Derived) -> str:
         return "true" if value else "false"
 
     return STRUCT.format(
-        name=re.sub(r"[^ -~]|\\", "?", declared.name),
+        name=re.sub(r"[^ -~]|\\", "?", declared.name),  # in a comment, whose line must not go on
         saved=", ".join(cell.saved_names) or "nothing",
         gates=declared.gates,
         states=len(leaves["s"]),

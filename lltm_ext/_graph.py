@@ -32,7 +32,7 @@ class Node:
     def boolean(self) -> bool:
         if self.op in (LEAF, CONSTANT):
             return isinstance(self.value, bool)
-        return OPS[self.op].boolean or (self.op == "where" and self.args[1].boolean)
+        return OPS[self.op].boolean or (self.op in ("where", "detach") and self.args[-1].boolean)
 
     def is_constant(self, value: float) -> bool:
         return self.op == CONSTANT and self.value == value
@@ -119,12 +119,17 @@ class Graph:
         """The node of an op, folded and simplified."""
         args = [x if isinstance(x, Node) else self.constant(x) for x in operands]
         if OPS[op].takes_numbers:
-            args = [self.make("where", x, 1.0, 0.0) if x.boolean else x for x in args]
+            args = [self.number(x) for x in args]
+        if op == "where" and args[1].boolean != args[2].boolean:
+            args[1:] = [self.number(x) for x in args[1:]]
         if op in COMMUTATIVE:  # constants last
             args.sort(key=lambda x: (x.op == CONSTANT, x.index))
         if all(x.op == CONSTANT for x in args):
             return self.constant(OPS[op].torch(*(scalar(x.value) for x in args)).item())
         return simplified(op, args) or self._node(op, tuple(args))
+
+    def number(self, x: Node) -> Node:
+        return self.make("where", x, 1.0, 0.0) if x.boolean else x
 
 
 def make(op: str, *operands: Operand) -> Node:
@@ -194,7 +199,6 @@ def function(name: str) -> Callable[..., Node]:
 sigmoid, tanh, exp, log = function("sigmoid"), function("tanh"), function("exp"), function("log")
 sin, cos, sign, equal = function("sin"), function("cos"), function("sign"), function("eq")
 softplus, power, gelu_derivative = function("softplus"), function("pow"), function("gelu_derivative")
-maximum = function("maximum")
 
 
 def first_share(a: Node, b: Node, first: Node) -> Node:
@@ -241,7 +245,7 @@ OPS = {
     "neg": Op("-{0}", torch.neg, lambda g, y, x: (-g,)),
     "abs": Op("Math::abs({0})", torch.abs, lambda g, y, x: (g * sign(x),)),
     "sign": Op("sign({0})", torch.sign),
-    "detach": Op("{0}", torch.detach),
+    "detach": Op("{0}", torch.detach, takes_numbers=False),
     "maximum": Op("maximum({0}, {1})", torch.maximum, lambda g, y, a, b: shared(g, first_share(a, b, a > b))),
     "minimum": Op("minimum({0}, {1})", torch.minimum, lambda g, y, a, b: shared(g, first_share(a, b, a < b))),
     "where": Op(
@@ -284,7 +288,7 @@ OPS = {
     "log": Op("Math::log({0})", torch.log, lambda g, y, x: (g / x,), NEVER),
     "log1p": Op("Math::log1p({0})", torch.log1p, lambda g, y, x: (g / (x + 1),), NEVER),
     "sqrt": Op("Math::sqrt({0})", torch.sqrt, lambda g, y, x: (0.5 * g / y,), NEVER),
-    "rsqrt": Op("Math::rsqrt({0})", torch.rsqrt, lambda g, y, x: (-0.5 * g * (y * y * y),), NEVER),
+    "rsqrt": Op("Math::rsqrt({0})", torch.rsqrt, lambda g, y, x: (-0.5 * g * y * y * y,), NEVER),
     "pow": Op("Math::pow({0}, {1})", torch.pow, power_gradient, NEVER),
     "sin": Op("Math::sin({0})", torch.sin, lambda g, y, x: (g * cos(x),), NEVER),
     "cos": Op("Math::cos({0})", torch.cos, lambda g, y, x: (-(g * sin(x)),), NEVER),

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext._capture import Declaration
+from lltm_ext._declaration import Declaration
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
-from lltm_ext._sequence import check_states
+from lltm_ext._sequence import check_states, check_step_input, dtype_name
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -164,6 +164,7 @@ class RecurrentCell:
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*RESERVED, *self.parameters))
         self.arguments = self._check_arguments()
+        self.derived = self._derive()  # the function as nodes, and their derivative
 
     def _check_arguments(self) -> tuple[str, ...]:
         """The names of the function's arguments, in its order."""
@@ -288,9 +289,7 @@ class RecurrentCell:
             namedtuple("u", self.inputs),
         )
 
-    @functools.cached_property
-    def derived(self) -> Derived:
-        """The function as nodes, its derivative, and what is saved in between."""
+    def _derive(self) -> Derived:
         declared = Declaration(
             self.__name__,
             self.gates,
@@ -561,25 +560,6 @@ def is_block_diagonal(weight: Tensor, rows: int, hidden: int) -> bool:
     )
 
 
-def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
-    check_tensor(name, argument, x)
-    if x.device != input.device:
-        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
-    if x.is_complex():
-        raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
-    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
-    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
-    if argument != "reset":
-        expected += f" or, for each unit, {[*rows, hidden]}"
-    if x.shape != rows and not (wide and argument != "reset"):
-        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
-            f"requires it ({argument}.detach() does not)"
-        )
-
-
 def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
     if algorithm in ("cluster", "grid") and not input.is_cuda:
         raise RuntimeError(
@@ -588,10 +568,6 @@ def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
     if algorithm not in ("auto", "stepwise"):
         expected = "'auto', 'stepwise', 'cluster' or 'grid'"
         raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def described(returned: Any) -> str:

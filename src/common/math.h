@@ -5,7 +5,7 @@
 
 #ifdef __CUDACC_RTC__
 namespace std {  // NVRTC declares these functions, but not in std
-using ::abs, ::copysign, ::erf, ::exp, ::expm1, ::tanh;
+using ::abs, ::copysign, ::cos, ::erf, ::exp, ::expm1, ::log, ::log1p, ::pow, ::sin, ::sqrt, ::tanh;
 }  // namespace std
 #else
 #include <cmath>

@@ -423,8 +423,7 @@ struct BuiltInBackward {
                                               const at::Tensor& input, at::TensorList forward_direction,
                                               at::TensorList reverse_direction, at::TensorList saved,
                                               at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                              const OptionalTensor& keep, bool input_needs_grad,
-                                              bool bias_needs_grad) {
+                                              bool input_needs_grad, bool bias_needs_grad) {
     TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, Op::name() + "_bidirectional_backward",
                 ": expected three of grad_outputs and three of saved for each direction, got ",
                 grad_outputs.size(), " and ", saved.size());
@@ -433,7 +432,7 @@ struct BuiltInBackward {
       given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
                        saved[i + 1], saved[i + 2]});
     }
-    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), given,
+    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction), given,
                           batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     if (input_needs_grad) g[0] = g[0] + g[6];
     g.erase(g.begin() + 6);

@@ -221,19 +221,17 @@ struct BuiltInForward {
   // (output, h_n, c_n) of each direction.
   static variable_list bidirectional(const at::Tensor& input, at::TensorList forward_direction,
                                      at::TensorList reverse_direction, at::OptionalIntArrayRef batch_sizes,
-                                     c10::string_view algorithm, const OptionalTensor& keep) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), batch_sizes,
-               algorithm,
+                                     c10::string_view algorithm) {
+    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
                /*save=*/false);
   }
 
   // As above, each with (gates, extra) for the backward.
   static variable_list bidirectional_forward(const at::Tensor& input, at::TensorList forward_direction,
                                              at::TensorList reverse_direction,
-                                             at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                             const OptionalTensor& keep) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction, keep), batch_sizes,
-               algorithm,
+                                             at::OptionalIntArrayRef batch_sizes,
+                                             c10::string_view algorithm) {
+    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
                /*save=*/true);
   }
 };

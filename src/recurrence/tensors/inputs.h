@@ -222,20 +222,19 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
 
 // From [h0, c0, weight_ih, weight_hh] or these and bias.
 inline std::array<Direction, 2> directions_of(const std::string& op, at::TensorList forward_direction,
-                                              at::TensorList reverse_direction, const OptionalTensor& keep) {
+                                              at::TensorList reverse_direction) {
   for (const at::TensorList& given : {forward_direction, reverse_direction}) {
     TORCH_CHECK(given.size() == 4 || given.size() == 5, op, "_bidirectional",
                 ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
                 given.size(), " tensors");
   }
-  const auto direction = [&](const at::TensorList& x, bool reverse) -> Direction {
+  const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
     return {.h0 = x[0],
             .states = x[1],
             .weight_ih = x[2],
             .weight_hh = x[3],
             .bias = x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt,
-            .reverse = reverse,
-            .keep = keep.value_or(at::Tensor())};
+            .reverse = reverse};
   };
   return {direction(forward_direction, false), direction(reverse_direction, true)};
 }

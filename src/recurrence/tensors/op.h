@@ -72,10 +72,9 @@ struct SequenceOps {
 
   static variable_list call_bidirectional(const at::Tensor& input, at::TensorList forward_direction,
                                           at::TensorList reverse_direction,
-                                          at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                          const OptionalTensor& keep) {
+                                          at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
     static const auto op = find_op<decltype(Forward::bidirectional)>(qualified("_bidirectional").c_str());
-    return op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm, keep);
+    return op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm);
   }
 
   // What forward saved: nothing for a dense sequence.
@@ -171,17 +170,15 @@ struct SequenceOps {
   struct BidirectionalFunction : torch::autograd::Function<BidirectionalFunction> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                  at::TensorList forward_direction, at::TensorList reverse_direction,
-                                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                 const OptionalTensor& keep) {
+                                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
       static const auto op =
           find_op<decltype(Forward::bidirectional_forward)>(qualified("_bidirectional_forward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const variable_list y =
-          op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm, keep);
+      const variable_list y = op.call(input, forward_direction, reverse_direction, batch_sizes, algorithm);
       variable_list saved = {input};
       append(saved, forward_direction);
       append(saved, reverse_direction);
-      append(saved, {y[0], y[3], y[4], y[5], y[8], y[9], keep.value_or(at::Tensor())});
+      append(saved, {y[0], y[3], y[4], y[5], y[8], y[9]});
       ctx->save_for_backward(std::move(saved));
       ctx->set_materialize_grads(false);
       if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
@@ -192,24 +189,23 @@ struct SequenceOps {
 
     static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
       const variable_list all = ctx->get_saved_variables();
-      const size_t input_count = all.size() - 7;
+      const size_t input_count = all.size() - 6;
       const at::TensorList inputs = at::TensorList(all).slice(0, input_count),
-                           saved = at::TensorList(all).slice(input_count, 6);
-      const at::Tensor& keep = all.back();
+                           saved = at::TensorList(all).slice(input_count);
       const size_t reverse_begin = 1 + ctx->saved_data["forward_direction_size"].toInt();
-      variable_list gradients(input_count + 3);
+      variable_list gradients(input_count + 2);
       if (!any_defined(grad_outputs)) return gradients;
       const auto sizes = saved_batch_sizes(ctx);
       const at::OptionalIntArrayRef batch_sizes(sizes);
       if (at::GradMode::is_enabled()) {
         gradients = differentiable_gradients(
             [&](at::TensorList x) {
-              variable_list outputs = composed(x[0], x.slice(1, reverse_begin - 1), batch_sizes, false, keep);
-              append(outputs, composed(x[0], x.slice(reverse_begin), batch_sizes, /*reverse=*/true, keep));
+              variable_list outputs = composed(x[0], x.slice(1, reverse_begin - 1), batch_sizes, false);
+              append(outputs, composed(x[0], x.slice(reverse_begin), batch_sizes, /*reverse=*/true));
               return outputs;
             },
             inputs.vec(), grad_outputs);
-        gradients.resize(input_count + 3);
+        gradients.resize(input_count + 2);
         return gradients;
       }
       c10::List<OptionalTensor> grads;
@@ -222,7 +218,7 @@ struct SequenceOps {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       const variable_list g =
           op.call(grads, inputs[0], forward_direction, reverse_direction, saved, batch_sizes,
-                  ctx->saved_data["algorithm"].toStringRef(), if_defined(keep), inputs[0].requires_grad(),
+                  ctx->saved_data["algorithm"].toStringRef(), inputs[0].requires_grad(),
                   bias_needs_grad(forward_direction) || bias_needs_grad(reverse_direction));
       // The op returns five gradients for each direction, whether it has a bias or not.
       for (size_t i = 0; i < input_count; ++i) {
@@ -232,34 +228,34 @@ struct SequenceOps {
     }
 
     static variable_list composed(const at::Tensor& input, at::TensorList direction,
-                                  at::OptionalIntArrayRef batch_sizes, bool reverse, const at::Tensor& keep) {
+                                  at::OptionalIntArrayRef batch_sizes, bool reverse) {
       variable_list inputs = {input};
       append(inputs, direction);
       inputs.resize(6);  // without a bias, with an undefined one
-      return SequenceFunction::composed(inputs, batch_sizes, reverse, keep);
+      return SequenceFunction::composed(inputs, batch_sizes, reverse, at::Tensor());
     }
   };
 
   static variable_list bidirectional_autograd(const at::Tensor& input, at::TensorList forward_direction,
                                               at::TensorList reverse_direction,
-                                              at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                              const OptionalTensor& keep) {
+                                              at::OptionalIntArrayRef batch_sizes,
+                                              c10::string_view algorithm) {
     const auto some_need_grad = [](at::TensorList tensors) {
       return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
     };
     if (input.defined() &&
         (needs_grad(input) || some_need_grad(forward_direction) || some_need_grad(reverse_direction))) {
-      return BidirectionalFunction::apply(input, forward_direction, reverse_direction, batch_sizes, algorithm,
-                                          keep);
+      return BidirectionalFunction::apply(input, forward_direction, reverse_direction, batch_sizes,
+                                          algorithm);
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_bidirectional(input, forward_direction, reverse_direction, batch_sizes, algorithm, keep);
+    return call_bidirectional(input, forward_direction, reverse_direction, batch_sizes, algorithm);
   }
 
   static variable_list bidirectional_autocast(const at::Tensor& input, at::TensorList forward_direction,
                                               at::TensorList reverse_direction,
-                                              at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                              const OptionalTensor& keep) {
+                                              at::OptionalIntArrayRef batch_sizes,
+                                              c10::string_view algorithm) {
     const AutocastInputs cast(input);
     const auto cast_all = [&](at::TensorList direction) {
       variable_list result;
@@ -269,7 +265,7 @@ struct SequenceOps {
       return result;
     };
     return call_bidirectional(cast(input), cast_all(forward_direction), cast_all(reverse_direction),
-                              batch_sizes, algorithm, keep);
+                              batch_sizes, algorithm);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
@@ -330,12 +326,10 @@ struct SequenceOps {
             "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) "
             "-> str");
     const std::string layer_inputs = "Tensor input, Tensor[] forward_direction, Tensor[] reverse_direction, ";
-    def("_bidirectional",
-        "(" + layer_inputs + "int[]? batch_sizes=None, str algorithm='auto', Tensor? keep=None) -> Tensor[]");
-    def("_bidirectional_forward",
-        "(" + layer_inputs + "int[]? batch_sizes, str algorithm, Tensor? keep) -> Tensor[]");
+    def("_bidirectional", "(" + layer_inputs + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]");
+    def("_bidirectional_forward", "(" + layer_inputs + "int[]? batch_sizes, str algorithm) -> Tensor[]");
     def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + layer_inputs +
-                                       "Tensor[] saved, int[]? batch_sizes, str algorithm, Tensor? keep, "
+                                       "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
     implement<Forward::bidirectional>(m, op_name("_bidirectional").c_str());
     implement<Forward::bidirectional_forward>(m, op_name("_bidirectional_forward").c_str());

@@ -1,0 +1,376 @@
+"""Own cells: derived LSTM and LLTM against the built-in ones, GRU and RNN against torch's, resets."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from harness import DTYPES, INK, OUR_COLOR, PEERS, Bench, Row, finish, parse
+from torch import Tensor, nn
+
+import lltm_ext
+from lltm_ext import cells
+
+MODES = ("forward", "training")  # without gradients; forward and backward
+Shape = tuple[int, int, int]  # B, T, H (= I)
+GRID: tuple[Shape, ...] = (
+    (16, 512, 128),
+    (16, 1000, 256),
+    (64, 512, 512),
+    (32, 512, 1024),
+    (256, 256, 1024),
+    (128, 256, 2048),
+    (1, 1000, 256),
+    (1, 512, 1024),
+)
+SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
+HEADS = 4
+HEADS_GRID: tuple[Shape, ...] = ((16, 256, 256), (16, 256, 512), (16, 256, 1024))
+EPISODE = 64  # steps
+
+Layer = Callable[[int, torch.device, torch.dtype], nn.Module]
+
+
+def of_class(Class: type[nn.Module], *before: Any, **options: Any) -> Layer:
+    return lambda hidden, device, dtype: Class(*before, hidden, hidden, device=device, dtype=dtype, **options)
+
+
+class Comparison(NamedTuple):
+    """Ours against a peer. `precisions` are dtypes in torch's default settings, or "tf32"."""
+
+    part: str
+    ours: str
+    peer: str
+    our_layer: Layer
+    peer_layer: Layer
+    precisions: tuple[str, ...]
+    grid: tuple[Shape, ...] = GRID
+
+
+HALVES, FLOATS = ("bfloat16", "float16"), ("float32", "tf32")
+COMPARISONS = (
+    Comparison(
+        "derived",
+        "Recurrent(lstm)",
+        "LSTM",
+        of_class(lltm_ext.Recurrent, cells.lstm),
+        of_class(lltm_ext.LSTM),
+        ("bfloat16", "float32"),
+    ),
+    Comparison(
+        "derived",
+        "Recurrent(lltm)",
+        "LLTM",
+        of_class(lltm_ext.Recurrent, cells.lltm),
+        of_class(lltm_ext.LLTM),
+        ("bfloat16", "float32"),
+    ),
+    Comparison("torch", "GRU", "nn.GRU", of_class(lltm_ext.GRU), of_class(nn.GRU), HALVES + FLOATS),
+    Comparison("torch", "RNN", "nn.RNN", of_class(lltm_ext.RNN), of_class(nn.RNN), HALVES + FLOATS),
+    Comparison(
+        "own",
+        "Recurrent(peephole_lstm)",
+        "LSTM",
+        of_class(lltm_ext.Recurrent, cells.peephole_lstm),
+        of_class(lltm_ext.LSTM),
+        ("bfloat16",),
+    ),
+)
+
+
+@contextmanager
+def settings(precision: str) -> Iterator[None]:
+    """torch's defaults, but for "tf32", which also lets the products of ours be TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    return DTYPES["float32" if precision == "tf32" else precision]
+
+
+def random_input(shape: Shape, device: torch.device, dtype: torch.dtype) -> Tensor:
+    batch, length, hidden = shape
+    return torch.randn(length, batch, hidden, device=device, dtype=dtype)
+
+
+def forward_of(layer: Callable[..., Any], input: Tensor, precision: str, **options: Any) -> Callable[[], Any]:
+    def forward() -> Any:
+        with settings(precision), torch.no_grad():
+            return layer(input, **options)
+
+    return forward
+
+
+def training_of(
+    layer: nn.Module, input: Tensor, grad_output: Tensor, precision: str, **options: Any
+) -> Callable[[], Any]:
+    def training() -> None:
+        input.grad = None
+        layer.zero_grad()
+        with settings(precision):
+            layer(input, **options)[0].backward(grad_output)
+
+    return training
+
+
+def in_both_modes(
+    bench: Bench, layers: Mapping[str, tuple[nn.Module, dict[str, Any]]], input: Tensor, precision: str
+) -> Row:
+    input = input.detach().requires_grad_()
+    grad_output = torch.randn_like(input)
+    row: Row = {}
+    for mode in MODES:
+        calls = {
+            name: forward_of(layer, input, precision, **options)
+            if mode == "forward"
+            else training_of(layer, input, grad_output, precision, **options)
+            for name, (layer, options) in layers.items()
+        }
+        row |= {f"{name} {mode} ms": time for name, time in bench.milliseconds(calls).items()}
+    return row
+
+
+def compare(bench: Bench, c: Comparison, shape: Shape, precision: str) -> Row:
+    dtype, hidden = dtype_of(precision), shape[2]
+    layers = {
+        "ours": (c.our_layer(hidden, bench.device, dtype), {}),
+        "peer": (c.peer_layer(hidden, bench.device, dtype), {}),
+    }
+    times = in_both_modes(bench, layers, random_input(shape, bench.device, dtype), precision)
+    row: Row = {"part": c.part, "ours": c.ours, "peer": c.peer, "precision": precision}
+    row |= dict(zip("BTH", shape, strict=True)) | times
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+# ---- block-diagonal weights --------------------------------------------------------------------------------
+
+
+class CompiledLoop(nn.Module):
+    """The sLSTM as a Python loop over a step that torch.compile has compiled."""
+
+    def __init__(self, like: lltm_ext.Recurrent):
+        super().__init__()
+        self.layer, self.step = like, torch.compile(self.one_step, dynamic=False)
+
+    def one_step(self, planes: Tensor, blocks: Tensor, h: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        heads = blocks.shape[0]
+        product = torch.bmm(h.unflatten(1, (heads, -1)).transpose(0, 1), blocks)
+        product = product.unflatten(2, (4, -1)).permute(1, 2, 0, 3).flatten(1)
+        x = (planes + product).float().unflatten(1, (4, -1)).unbind(1)
+        new_h, new = cells.slstm.step(x, (), h, states, (), ())
+        return new_h.to(h.dtype), *new
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        layer = self.layer
+        planes = nn.functional.linear(input, layer.weight_ih_l0, layer.bias_l0)
+        size = layer.weight_hh_l0.shape[1]
+        blocks = layer.weight_hh_l0.view(4, -1, size, size).permute(1, 3, 0, 2).flatten(2)
+        h = input.new_zeros(input.shape[1], layer.hidden_size)
+        states = [torch.zeros_like(h, dtype=torch.float32) for _ in range(3)]
+        outputs = []
+        for x in planes.unbind(0):
+            h, *states = self.step(x, blocks, h, *states)
+            outputs.append(h)
+        return torch.stack(outputs), (h, *states)
+
+
+def measure_heads(bench: Bench, shape: Shape) -> Row:
+    dtype = torch.bfloat16
+    layer = lltm_ext.Recurrent(cells.slstm, shape[2], shape[2], heads=HEADS, device=bench.device, dtype=dtype)
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (layer, {}),
+        "peer": (CompiledLoop(layer), {}),
+    }
+    input = random_input(shape, bench.device, dtype)
+    row: Row = {"part": "heads", "ours": f"Recurrent(slstm, heads={HEADS})", "peer": "torch.compile'd loop"}
+    row |= {"precision": "bfloat16"} | dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, input, "bfloat16")
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+# ---- resets ------------------------------------------------------------------------------------------------
+
+
+class Split(nn.Module):
+    """An LSTM that runs the sequence in parts, so that episodes end where parts do: at every row's end."""
+
+    def __init__(self, layer: nn.Module, reset: Tensor):
+        super().__init__()
+        self.layer, self.reset = layer, reset
+        starts = reset.any(1).nonzero().flatten().tolist()
+        self.bounds = sorted({0, *starts, len(reset)})
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        outputs, hx = [], None
+        for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
+            if hx is not None:
+                kept = (~self.reset[begin]).to(input.dtype)[:, None]
+                hx = (hx[0] * kept, hx[1] * kept)
+            output, hx = self.layer(input[begin:end], hx)
+            outputs.append(output)
+        return torch.cat(outputs), hx
+
+
+def measure_resets(bench: Bench, shape: Shape) -> Row:
+    """Every row's episodes have a random length, EPISODE steps on average."""
+    batch, length, hidden = shape
+    reset = torch.rand(length, batch, device=bench.device) < 1 / EPISODE
+    layer = lltm_ext.LSTM(hidden, hidden, device=bench.device, dtype=torch.bfloat16)
+    peer = nn.LSTM(hidden, hidden, device=bench.device, dtype=torch.bfloat16)
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "reset": (layer, {"reset": reset}),
+        "none": (layer, {}),
+        "split": (Split(peer, reset), {}),
+    }
+    row: Row = {"part": "reset", "precision": "bfloat16"} | dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input(shape, bench.device, torch.bfloat16), "bfloat16")
+    for mode in MODES:
+        row[f"{mode} / without"] = row[f"reset {mode} ms"] / row[f"none {mode} ms"]
+        row[f"{mode} / split nn.LSTM"] = row[f"reset {mode} ms"] / row[f"split {mode} ms"]
+    return row
+
+
+# ---- the first call ----------------------------------------------------------------------------------------
+
+FIRST_CALL = """
+import sys, time
+import torch, lltm_ext
+torch.ones(1, device="cuda").exp(); torch.ones(8, 8, device="cuda", dtype=torch.bfloat16).mm(
+    torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)); torch.cuda.synchronize()
+start = time.perf_counter()
+
+@lltm_ext.recurrence(gates=3, separate=True, parameters=("b_hn",))
+def invented(x, r, h, p):
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    candidate = torch.sin(x[2] + reset * (r[2] + p.b_hn))
+    return (1 - update) * candidate + update * h
+
+layer = lltm_ext.Recurrent(invented, 64, 256, device="cuda", dtype=torch.bfloat16)
+layer(torch.randn(100, 16, 64, device="cuda", dtype=torch.bfloat16))[0].sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def measure_first_call() -> Row:
+    """Seconds of a new cell's first training call, and of the same in the next process."""
+    with tempfile.TemporaryDirectory() as cache:
+        seconds = [
+            float(
+                subprocess.run(
+                    [sys.executable, "-c", FIRST_CALL],
+                    env={**os.environ, "LLTM_EXT_CACHE": cache + "/cache"},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+            )
+            for _ in range(2)
+        ]
+    return {"part": "first call", "first process s": seconds[0], "next process s": seconds[1]}
+
+
+# ---- the summary -------------------------------------------------------------------------------------------
+
+
+def claims_of(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for part, ours, peer, precisions in (
+        *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
+        ("heads", f"Recurrent(slstm, heads={HEADS})", "torch.compile'd loop", ("bfloat16",)),
+    ):
+        groups = [HALVES, ("float32",), ("tf32",)]
+        for group in groups:
+            here = [
+                row
+                for row in rows
+                if row["part"] == part
+                and (row["ours"], row["peer"]) == (ours, peer)
+                and row["precision"] in group
+            ]
+            for mode in MODES:
+                ratios = [row[f"{mode} ratio"] for row in here]
+                if ratios:
+                    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+                    types = "half types" if len(set(precisions) & set(group)) > 1 else here[0]["precision"]
+                    found.append(
+                        f"{ours} / {peer}, {types}, {mode}: {mean:.3f} x (geometric mean of {len(ratios)}; "
+                        f"{min(ratios):.2f} to {max(ratios):.2f})"
+                    )
+    return found
+
+
+def draw(record: Row) -> Any:
+    """Our time in parts of the peer's, for each shape: a panel for each pair of layers."""
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in record["rows"] if "ours" in row]
+    pairs = list(dict.fromkeys((row["ours"], row["peer"]) for row in rows))
+    figure, grid = plt.subplots(
+        len(pairs), 2, figsize=(9, 1.9 * len(pairs)), sharey="row", squeeze=False, layout="constrained"
+    )
+    colors = dict(zip(("bfloat16", "float16", "float32", "tf32"), (OUR_COLOR, *PEERS), strict=True))
+    for pair, panels in zip(pairs, grid, strict=True):
+        here = [row for row in rows if (row["ours"], row["peer"]) == pair]
+        shapes = list(dict.fromkeys((row["B"], row["T"], row["H"]) for row in here))
+        for mode, axes in zip(MODES, panels, strict=True):
+            for precision in dict.fromkeys(row["precision"] for row in here):
+                points = [row for row in here if row["precision"] == precision]
+                at = [shapes.index((row["B"], row["T"], row["H"])) for row in points]
+                ratios = [row[f"{mode} ratio"] for row in points]
+                axes.plot(at, ratios, "o", color=colors[precision], label=precision, markersize=4)
+            axes.axhline(1, color=INK, linewidth=0.8)
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(range(len(shapes)), ["\n".join(map(str, shape)) for shape in shapes], fontsize=6)
+            axes.set_title(f"{pair[0]} / {pair[1]}, {mode}")
+        panels[0].set_ylabel("time / peer's")
+        panels[0].legend(ncols=2, fontsize=7)
+    figure.suptitle("Own cells: times in parts of the peer's; sizes are B, T, H", fontsize=11)
+    return figure
+
+
+def main() -> None:
+    args = parse(__doc__ or "")
+    bench = Bench(args.device, args.seconds)
+    rows: list[Row] = []
+    for c in COMPARISONS:
+        for shape in SMALL_GRID if args.small else c.grid:
+            rows += [compare(bench, c, shape, precision) for precision in c.precisions]
+    if not args.small:
+        rows += [measure_heads(bench, shape) for shape in HEADS_GRID]
+    rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
+    if bench.cuda:
+        rows.append(measure_first_call())
+    columns = ("ours", "peer", "precision", "B", "T", "H")
+    timed = [f"{who} {mode} ms" for mode in MODES for who in ("ours", "peer")]
+    compared = [*columns, *timed, *(f"{mode} ratio" for mode in MODES)]
+    finish(
+        "recurrence",
+        args,
+        rows,
+        {
+            "derived": compared,
+            "torch": compared,
+            "own": compared,
+            "heads": compared,
+            "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
+            "first call": ["first process s", "next process s"],
+        },
+        claims_of(rows),
+    )
+
+
+if __name__ == "__main__":
+    main()
