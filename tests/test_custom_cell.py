@@ -146,6 +146,16 @@ def test_many_rows_and_units(name, dtype):
 
 
 @needs_cuda
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "zoneout_lstm", "cfc"])
+@pytest.mark.parametrize("batch,hidden", [(70, 200), (130, 1024), (256, 1032), (128, 2048)])
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_steps_of_large_tiles(name, batch, hidden, reset):
+    """Fused on Hopper, where the plan has tiles of 64 and of 128 rows, and partial tiles."""
+    for dtype in (torch.float16, torch.bfloat16):
+        Example(name, dtype, 5, batch, hidden, reset=reset).check(dtype, algorithm="stepwise")
+
+
+@needs_cuda
 @every_cell
 def test_second_derivatives(name):
     example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True)
@@ -224,6 +234,25 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         kinds += [(torch.bfloat16, 0)] if architecture == "sm_90" else []  # in a cluster
     for dtype, variant in kinds:
         assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
+
+
+@every_cell
+def test_fused_steps_compile_for_hopper(name):
+    cell = getattr(cells, name)
+    kinds = [(False, 64), (True, 64), (True, 128)]
+    if cell.gates <= 3:
+        kinds.append((False, 128))
+    for backward, rows in kinds:
+        assert len(_C.compile(cell.program, torch.bfloat16, backward, -1, "sm_90a", rows)) > 1000
+
+
+@pytest.mark.parametrize("gates", [5, 6, 7, 8])
+def test_fused_steps_of_many_gates_compile(gates):
+    @lltm_ext.recurrence(gates=gates)
+    def wide(x):
+        return torch.tanh(sum(x))
+
+    assert len(_C.compile(wide.program, torch.bfloat16, False, -1, "sm_90a", 64)) > 1000
 
 
 def test_the_source_of_a_kernel_names_its_cell_and_variant():
