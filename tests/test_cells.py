@@ -2,6 +2,8 @@
 
 import functools
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +178,20 @@ def test_zoneout_in_evaluation_is_the_mean_of_its_masks():
     half = {u: torch.full((1, 4), 0.5) for u in ("keep_h", "keep_c")}
     mean = [torch.stack(ys).mean(0) for ys in zip(*found, strict=True)]
     assert_all_near(call.run(functools.partial(cells.zoneout_lstm, **half)), mean, FORWARD[DOUBLE])
+
+
+PAGE = Path(__file__).parent.parent / "docs/own_cell.md"
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="of a checkout")
+def test_the_cells_of_the_page_are_cells():
+    found = re.findall(r"^@lltm_ext\.recurrence.*?(?=^$|^```)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(found) >= 5
+    for text in found:
+        names = {"torch": torch, "lltm_ext": lltm_ext}
+        exec(compile(text, PAGE, "exec"), names)
+        (cell,) = (value for value in names.values() if isinstance(value, lltm_ext.RecurrentCell))
+        assert cell.gradcheck()
 
 
 # ---- GRU and RNN -----------------------------------------------------------------------------------------
