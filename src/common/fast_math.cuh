@@ -9,15 +9,14 @@ namespace lltm_ext {
 // For float16, which rounds to 2^-11. No branches. Absolute errors of about 2^-21; of gelu, gelu_tanh and
 // silu at most 2^-14 of the result, or 2^-24 where the result is below 2^-10.
 struct FastMath {
-  __device__ static float exp(float x) { return exp2(x * kLog2E); }
   __device__ static float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  __device__ static float sigmoid(float x) { return reciprocal(1.f + exp(-x)); }
-  __device__ static float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + exp(2.f * x)); }
-  __device__ static float elu(float x) { return x > 0.f ? x : exp(x) - 1.f; }
+  __device__ static float sigmoid(float x) { return reciprocal(1.f + approximate_exp(-x)); }
+  __device__ static float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + approximate_exp(2.f * x)); }
+  __device__ static float elu(float x) { return x > 0.f ? x : approximate_exp(x) - 1.f; }
   __device__ static float gelu(float x) {
     const float size = size_of(x);
     return share(x, size, normal_tail(size));
@@ -33,8 +32,56 @@ struct FastMath {
   // Absolute error below 2^-15.
   __device__ static float gelu_derivative(float x) {
     const float size = fabsf(x) > kTailEnd ? kTailEnd : fabsf(x);  // NaN for NaN
-    const float e = exp(-.5f * size * size), tail = normal_tail(size);
+    const float e = approximate_exp(-.5f * size * size), tail = normal_tail(size);
     return (x > 0.f ? 1.f - tail : tail) + copysignf(size, x) * e * 0.39894228f;
+  }
+
+  // The functions below are for cells of a user, whose values can be far from [-1, 1]. Their errors are
+  // relative, and at most 2^-21 of the result unless stated.
+
+  // Not approximate_exp: errors of an exponential multiply from step to step.
+  __device__ static float exp(float x) { return expf(x); }
+  __device__ static float expm1(float x) { return expm1f(x); }
+  // Absolute error 2^-22 between 1/2 and 2.
+  __device__ static float log(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return 0.69314718f * y;
+  }
+  __device__ static float log1p(float x) { return log1pf(x); }
+  // Relative error about 2^-21 + 2^-24 |x| where the result is below 1.
+  __device__ static float softplus(float x) { return relu(x) + log1p_exp(-fabsf(x)); }
+  __device__ static float logaddexp(float a, float b) {
+    return maximum(a, b) + log1p_exp(a == b ? 0.f : -fabsf(a - b));
+  }
+  __device__ static float sqrt(float x) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  __device__ static float rsqrt(float x) {
+    float y;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  // Absolute errors of about 2^-20 for |x| < 2^22.
+  __device__ static float sin(float x) {
+    float y;
+    asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(reduced(x)));
+    return y;
+  }
+  __device__ static float cos(float x) {
+    float y;
+    asm("cos.approx.f32 %0, %1;" : "=f"(y) : "f"(reduced(x)));
+    return y;
+  }
+  __device__ static float erf(float x) { return erff(x); }
+  __device__ static float abs(float x) { return fabsf(x); }
+  __device__ static float pow(float a, float b) { return powf(a, b); }
+  __device__ static float divide(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
   }
 
  protected:
@@ -46,6 +93,23 @@ struct FastMath {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
+  // Relative error about 2^-23 + 2^-24 |x|.
+  __device__ static float approximate_exp(float x) { return exp2(x * kLog2E); }
+
+  // log(1 + e^x) for x <= 0. The polynomial of degree 7 approximates log(1 + e) / e with the least maximum
+  // relative error, 2^-22, on 0 to 1.
+  __device__ static float log1p_exp(float x) {
+    const float e = approximate_exp(x);
+    return e * polynomial(e, {.999999821f, -.499974042f, .332754791f, -.244954646f, .17745243f, -.107681729f,
+                              .0440896377f, -.00853920914f});
+  }
+
+  // x less the nearest multiple of 2 pi, which is subtracted in two parts. The first difference is exact.
+  __device__ static float reduced(float x) {
+    const float turns = rintf(x * .159154943f);
+    return fmaf(-turns, -1.74845553e-7f, fmaf(-turns, 6.28318548f, x));
+  }
+
   __device__ static float size_of(float x) { return fminf(fabsf(x), kTailEnd); }
 
   // x * share(x), where share(-x) = 1 - share(x), from tail = share(-size). Small results have the relative

@@ -35,6 +35,45 @@ LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
   return output <= T(0) ? T(0) : grad_output;
 }
 
+// Division by zero, because NVRTC has no header with the constants.
+template <typename T>
+LLTM_HOST_DEVICE T infinity() {
+  return T(1) / T(0);
+}
+template <typename T>
+LLTM_HOST_DEVICE T nan() {
+  return T(0) * infinity<T>();
+}
+
+// The larger and the smaller value. NaN if either is.
+template <typename T>
+LLTM_HOST_DEVICE T maximum(T a, T b) {
+  return a > b || a != a ? a : b;
+}
+template <typename T>
+LLTM_HOST_DEVICE T minimum(T a, T b) {
+  return a < b || a != a ? a : b;
+}
+
+// -1, 0 or 1. 0 for NaN, as torch.sign.
+template <typename T>
+LLTM_HOST_DEVICE T sign(T x) {
+  return T(x > T(0)) - T(x < T(0));
+}
+
+// log(1 + e^x), without overflow, and with a small relative error also where it is nearly 0.
+template <typename T>
+LLTM_HOST_DEVICE T softplus(T x) {
+  return relu(x) + std::log1p(std::exp(-std::abs(x)));
+}
+
+// log(e^a + e^b). Equal infinities have no difference.
+template <typename T>
+LLTM_HOST_DEVICE T logaddexp(T a, T b) {
+  const T size = a == b ? T(0) : std::abs(a - b);
+  return maximum(a, b) + std::log1p(std::exp(-size));
+}
+
 // The nearest integer, ties to even. From 2^23 on (2^52 in float64) all values are integers, so adding that
 // rounds. On a GPU it takes a fraction of the time of the rounding instruction.
 template <typename T>
@@ -125,6 +164,62 @@ struct ExactMath {
   template <typename T>
   LLTM_HOST_DEVICE static T silu(T x) {
     return x * lltm_ext::sigmoid(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T softplus(T x) {
+    return lltm_ext::softplus(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T exp(T x) {
+    return std::exp(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T expm1(T x) {
+    return std::expm1(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T log(T x) {
+    return std::log(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T log1p(T x) {
+    return std::log1p(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T sqrt(T x) {
+    return std::sqrt(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T rsqrt(T x) {
+    return T(1) / std::sqrt(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T sin(T x) {
+    return std::sin(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T cos(T x) {
+    return std::cos(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T erf(T x) {
+    return std::erf(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T abs(T x) {
+    return std::abs(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T logaddexp(T a, T b) {
+    return lltm_ext::logaddexp(a, b);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T pow(T a, T b) {
+    return std::pow(a, b);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T divide(T a, T b) {
+    return a / b;
   }
 };
 

@@ -1,0 +1,500 @@
+"""A recurrent cell's Python function as expressions of one hidden unit.
+
+The function runs once on tensors without dimensions and without data. A TorchDispatchMode sees the aten
+ops that it calls and records them as nodes. torch.fx's make_fx does the same by way of torch._dynamo, whose
+import takes more than a second, and it also records what a kernel cannot run. Here an op outside the table
+is refused when it is called, so that the error points to the user's line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lltm_ext._graph import (
+    Graph,
+    Node,
+    Operand,
+    exp,
+    function,
+    log,
+    make,
+    power,
+    softplus,
+    tanh,
+    where,
+)
+
+ARGUMENTS = {
+    "x": "the input's projection, with the product with h unless separate=True",
+    "r": "the products with h, if separate=True",
+    "h": "the previous h",
+    "s": "the states",
+    "p": "the parameters",
+    "u": "the inputs of the step",
+}
+
+
+class Declaration(NamedTuple):
+    """What a cell needs besides its function (see lltm_ext.recurrence)."""
+
+    name: str
+    gates: int
+    separate: bool = False
+    states: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    recurrent: bool = True
+
+    def check(self) -> None:
+        if not isinstance(self.gates, int) or self.gates < 1:
+            raise ValueError(f"{self.name}: expected gates to be a positive integer, got {self.gates!r}")
+        if self.separate and not self.recurrent:
+            raise ValueError(
+                f"{self.name}: separate=True keeps the product with h apart; recurrent=False has none"
+            )
+        for option in ("states", "parameters", "inputs"):
+            names = getattr(self, option)
+            if not isinstance(names, tuple) or not all(map(is_name, names)):
+                raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
+            if len(set(names)) < len(names):
+                raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
+
+    def names(self, argument: str) -> tuple[str, ...]:
+        """Of the values of x, r, s, p or u; "" for those without a name."""
+        unnamed = ("",) * self.gates
+        named = {"s": self.states, "p": self.parameters, "u": self.inputs}
+        return unnamed if argument in ("x", "r") else named[argument]
+
+
+def is_name(name: object) -> bool:
+    if not isinstance(name, str) or keyword.iskeyword(name):
+        return False
+    return name.isidentifier() and name.isascii() and name[0] != "_"
+
+
+class Values:
+    """The argument x, r, s, p or u of a cell's function: values by number and by name.
+
+    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
+    """
+
+    def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):
+        self._argument, self._names, self._values = argument, names, values
+
+    def __getitem__(self, i: int | slice) -> Any:
+        try:
+            return self._values[i]
+        except IndexError:
+            raise IndexError(f"{self._argument}[{i}] is out of range: {self._content()}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(f"{self._argument}.{name} does not exist: {self._content()}")
+        return self._values[self._names.index(name)]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def _content(self) -> str:
+        named = ", ".join(f"{self._argument}.{name}" for name in self._names if name)
+        return f"{self._argument} has {named or f'{len(self)} values'}"
+
+
+def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
+    """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
+    taken = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ARGUMENTS and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            taken.append(name)
+        elif parameter.default is parameter.empty:
+            known = ", ".join(ARGUMENTS)
+            raise TypeError(
+                f"{declared.name}: expected a function of any of {known}, got the argument {parameter}"
+            )
+    for argument, option in (("s", "states"), ("p", "parameters"), ("u", "inputs")):
+        if argument in taken and not getattr(declared, option):
+            raise ValueError(
+                f"{declared.name}: the argument {argument} needs {option}=, the names of its values"
+            )
+    if "r" in taken and not declared.separate:
+        raise ValueError(
+            f"{declared.name}: the argument r needs separate=True; without it x[i] contains the product"
+        )
+    return tuple(taken)
+
+
+def call(
+    function: Callable[..., Any], declared: Declaration, values: Mapping[str, Any]
+) -> tuple[Any, list[Any]]:
+    """The new h and the new states of a call; `values` has h and sequences for x, r, s, p and u.
+
+    They are nodes' tensors in a capture and whole tensors on the CPU.
+    """
+    arguments = {
+        name: values[name] if name == "h" else Values(name, declared.names(name), values[name])
+        for name in arguments_of(function, declared)
+    }
+    result = function(**arguments)
+    h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
+    states = [states] if isinstance(states, Tensor) else states
+    expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
+    if isinstance(h, (tuple, list)) or h is None or not isinstance(states, (tuple, list)):
+        raise TypeError(f"expected the function to return {expected}, got {described(result)}")
+    if len(states) != len(declared.states):
+        raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
+    for name, value in zip(("h", *declared.states), (h, *states), strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"expected the new {name} to be a tensor, got {described(value)}")
+    return h, list(states)
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}" if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
+
+
+class Capture(TorchDispatchMode):
+    """Records the ops of a function as nodes of `graph`."""
+
+    def __init__(self, function: Callable[..., Any], graph: Graph):
+        super().__init__()
+        self.graph = graph
+        self.refusal: Exception | None = None
+        self._code = getattr(inspect.unwrap(function), "__code__", None)
+        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # by the tensor's id; it stays alive here
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch.compile never sees this mode, and keeping it away would import torch._dynamo."""
+        return False
+
+    def tensor(self, node: Node) -> Tensor:
+        """A tensor that represents the node. It has no data, so that nothing can read a value."""
+        x = torch.empty((), dtype=torch.bool if node.boolean else torch.float64, device="meta")
+        self._nodes[id(x)] = x, node
+        return x
+
+    def node(self, x: Tensor) -> Node:
+        if id(x) not in self._nodes:
+            frame = self._frame()
+            scope = {**frame.f_globals, **frame.f_locals} if frame else {}
+            name = next((name for name, value in scope.items() if value is x), "a tensor")
+            raise RuntimeError(
+                f"uses {name} of shape {list(x.shape)} on {x.device}, which is not computed from the "
+                "arguments; declare it in parameters= (trained) or inputs= (given at each step), or write a "
+                "Python number"
+            )
+        return self._nodes[id(x)][1]
+
+    def _frame(self) -> Any:
+        """The frame of the user's function."""
+        frame: Any = sys._getframe()
+        while frame and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame
+
+    def name_variables(self) -> None:
+        """Gives nodes the names of the user's variables, for texts that a person can read."""
+        frame = self._frame()
+        for name, value in frame.f_locals.items() if frame else ():
+            node = (
+                self._nodes[id(value)][1] if isinstance(value, Tensor) and id(value) in self._nodes else None
+            )
+            if node and not node.label and re.fullmatch(r"[a-zA-Z][a-zA-Z0-9]*(_[a-zA-Z0-9]+)*", name):
+                node.label = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return self._record(func, args, kwargs or {})
+        except Exception as error:
+            self.refusal = error  # if the user's function catches it
+            raise
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("empty", "empty_like"):  # torch's first step of dropout, which the next op shows to be
+            return func(*args, **kwargs)
+        if name == "lift_fresh" and args[0].dim() == 0:  # torch.tensor(0.5) in the function
+            return self.tensor(self.graph.constant(args[0].item()))
+        self.name_variables()
+        if name == "_local_scalar_dense":
+            raise RuntimeError(no_value(self.node(args[0])))
+        reason = refused(func, name, kwargs)
+        if reason:
+            raise RuntimeError(reason)
+        operands = [self.node(x) if isinstance(x, Tensor) else x for x in args]
+        options = {key: self.node(x) if isinstance(x, Tensor) else x for key, x in kwargs.items()}
+        check_types(name, operands)
+        result = ATEN[name](*operands, **options)
+        if name == "log_sigmoid_forward":  # with a buffer for its own backward
+            return self.tensor(result), self.tensor(self.graph.constant(0.0))
+        return self.tensor(result if isinstance(result, Node) else self.graph.constant(result))
+
+
+def no_value(node: Node) -> str:
+    if node.boolean:
+        return (
+            f"branches (if, and, or, max, min) on {node!r}, which is not known when the cell is compiled; "
+            "use torch.where(condition, a, b), torch.maximum or torch.minimum"
+        )
+    return (
+        f"reads the value of {node!r} (.item(), float(), an if, a function of math), which is not known when "
+        "the cell is compiled; use torch's functions"
+    )
+
+
+def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
+    """Why an op cannot be part of a cell, and what can be done; "" if it can."""
+    called = f"calls {re.sub('^(_|native_)', '', name)}"
+    if "rounding_mode" in kwargs:
+        called += " with rounding_mode"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return (
+            f"{called}, which draws random numbers, as dropout does; draw a mask outside and pass it to the "
+            "step by inputs=('mask',)"
+        )
+    if not torch.is_grad_enabled():
+        return f"{called} under torch.no_grad(), which the backward would not see; use .detach()"
+    if name in ATEN and not func._schema.is_mutable and not (name == "div" and "rounding_mode" in kwargs):
+        return ""
+    if func._schema.is_mutable:
+        return f"{called}, which changes a tensor in place; write a = a + b instead of a += b or a.add_(b)"
+    for pattern, reason in REASONS:
+        if re.fullmatch(pattern, name):
+            return f"{called}, {reason}"
+    ops = [op for op in ATEN if hasattr(torch, op) or hasattr(F, op)]
+    return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ops))}"
+
+
+ONE_UNIT = "the function computes one hidden unit of one row"
+REASONS = (
+    (
+        "(mean|sum|prod|max|min|amax|amin|norm|linalg_.*|var|std|var_mean|logsumexp|any|all|cum.*|argm.*|sort|topk"
+        "|_?(log_)?softmax|.*(layer|group|batch|rms)_norm|cat|stack)(_.*)?",
+        f"a reduction over units or values side by side; {ONE_UNIT}, so combine values by +, *, "
+        "torch.maximum, and normalise the layer's input or output outside the cell",
+    ),
+    (
+        "(.*mm|.*mv|dot|vdot|matmul|einsum|.*conv.*|linear|bilinear|outer)",
+        f"a product over units; {ONE_UNIT}, and the only product of a step is that of the weights with the "
+        "previous h",
+    ),
+    (
+        "(view|reshape|_?unsafe_view|expand|(un)?squeeze|select|slice|index.*|gather|permute|t|transpose|split.*"
+        "|unbind|repeat|roll|flip)(_.*)?",
+        f"which changes a shape; {ONE_UNIT}, on tensors without dimensions",
+    ),
+    (
+        "zeros|ones|full|new_.*|arange|lift_fresh|eye|linspace",
+        "which makes a tensor; write a Python number, which is a constant",
+    ),
+)
+
+
+def check_types(name: str, operands: Sequence[Any]) -> None:
+    nodes = [x for x in operands if isinstance(x, Node)]
+    logical = name.startswith("bitwise_")
+    if name in ("where", "masked_fill"):
+        condition = nodes[0 if name == "where" else 1]
+        if not condition.boolean:
+            raise RuntimeError(
+                f"calls {name} on {condition!r}, a number; write a condition like {condition!r} > 0"
+            )
+    elif logical and not all(x.boolean for x in nodes):
+        raise RuntimeError(f"calls {name} on numbers; it takes conditions like x[0] > 0")
+    elif nodes and all(x.boolean for x in nodes) and name in ("add", "sub", "mul", "rsub", "neg"):
+        raise RuntimeError(f"calls {name} on conditions only; combine them by & and |")
+
+
+def cast(x: Node, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any) -> Node:
+    if device is not None and device.type != "meta":
+        raise RuntimeError(
+            "reads a value or moves it to a device (.tolist(), .cpu()); write the cell in torch's ops"
+        )
+    if dtype is torch.bool:
+        return truth(x)
+    if dtype is not None and x.boolean and dtype.is_floating_point:
+        return where(x, 1.0, 0.0)
+    if dtype in (None, torch.float64):
+        return x
+    raise RuntimeError(
+        f"converts to {dtype}; a cell has one type, that of the arithmetic, which the engine chooses"
+    )
+
+
+def truth(x: Operand) -> Node:
+    return x if isinstance(x, Node) and x.boolean else make("ne", x, 0.0)
+
+
+def clamp(x: Node, low: Operand | None = None, high: Operand | None = None, **bounds: Any) -> Node:
+    """Not maximum and minimum: at a bound the whole gradient passes."""
+    low, high = bounds.get("min", low), bounds.get("max", high)
+    x = x if low is None else where(make("lt", x, low), low, x)
+    return x if high is None else where(make("gt", x, high), high, x)
+
+
+def elu(x: Node, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Node:
+    y = make("elu", x * input_scale)
+    return scale * (y if alpha == 1 and input_scale == 1 else where(x > 0.0, x, alpha * y))
+
+
+def raised(a: Operand, b: Operand) -> Operand:
+    """a ** b, by multiplications for the common exponents."""
+    if isinstance(a, Node) and not isinstance(b, Node):
+        products: dict[float, Callable[[], Operand]] = {
+            0.0: lambda: 1.0,
+            0.5: lambda: make("sqrt", a),
+            2.0: lambda: a * a,
+            3.0: lambda: a * a * a,
+            -0.5: lambda: make("rsqrt", a),
+            -1.0: lambda: make("reciprocal", a),
+        }
+        if float(b) in products:
+            return products[float(b)]()
+    return power(a, b)
+
+
+def scaled_softplus(x: Node, beta: float = 1, threshold: float = 20) -> Node:
+    return where(x * beta > threshold, x, softplus(x * beta) / beta)
+
+
+SAME = (
+    "mul div neg abs sign maximum minimum where lt le gt ge eq ne sigmoid tanh relu exp expm1 log log1p sqrt "
+    "rsqrt sin cos erf reciprocal logaddexp detach"
+)
+ATEN: dict[str, Callable[..., Any]] = {
+    **{name: function(name) for name in SAME.split()},
+    "sgn": function("sign"),
+    "add": lambda a, b, alpha=1: a + b * alpha if alpha != 1 else make("add", a, b),
+    "sub": lambda a, b, alpha=1: a - b * alpha if alpha != 1 else make("sub", a, b),
+    "rsub": lambda a, b, alpha=1: b - a * alpha,
+    "addcmul": lambda x, a, b, value=1: x + value * (a * b),
+    "addcdiv": lambda x, a, b, value=1: x + value * (a / b),
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "pow": raised,
+    "exp2": lambda x: exp(x * 0.6931471805599453),
+    "log2": lambda x: log(x) * 1.4426950408889634,
+    "log10": lambda x: log(x) * 0.4342944819032518,
+    "clamp": clamp,
+    "clamp_min": clamp,
+    "clamp_max": lambda x, high: clamp(x, None, high),
+    "hardtanh": lambda x, low=-1, high=1: where(x <= low, low, where(x >= high, high, x)),
+    "hardsigmoid": lambda x: where(x <= -3.0, 0.0, where(x >= 3.0, 1.0, (x + 3) / 6)),
+    "hardswish": lambda x: where(x <= -3.0, 0.0, where(x >= 3.0, x, x * ((x + 3) / 6))),
+    "threshold": lambda x, threshold, value: where(x <= threshold, value, x),
+    "leaky_relu": lambda x, slope=0.01: where(x > 0.0, x, x * slope),
+    "elu": elu,
+    "celu": lambda x, alpha=1: elu(x, alpha, 1, 1 / alpha),
+    "silu": function("silu"),
+    "mish": lambda x: x * tanh(softplus(x)),
+    "gelu": lambda x, approximate="none": make("gelu_tanh" if approximate == "tanh" else "gelu", x),
+    "softplus": scaled_softplus,
+    "log_sigmoid_forward": lambda x: -softplus(-x),
+    "logical_and": lambda a, b: make("and", truth(a), truth(b)),
+    "logical_or": lambda a, b: make("or", truth(a), truth(b)),
+    "logical_not": lambda x: make("not", truth(x)),
+    "logical_xor": lambda a, b: make("ne", truth(a), truth(b)),
+    "bitwise_and": function("and"),
+    "bitwise_or": function("or"),
+    "bitwise_xor": function("ne"),
+    "bitwise_not": function("not"),
+    "isnan": lambda x: make("ne", x, x),
+    "masked_fill": lambda x, mask, value: where(mask, value, x),
+    "scalar_tensor": lambda value, **_: value,
+    "zeros_like": lambda x, **_: 0.0,
+    "ones_like": lambda x, **_: 1.0,
+    "full_like": lambda x, value, **_: value,
+    "clone": lambda x, **_: x,
+    "alias": lambda x: x,
+    "_to_copy": cast,
+}
+
+
+class Captured(NamedTuple):
+    graph: Graph
+    leaves: dict[str, list[Node]]  # of x, r, h, s, p and u, all that the declaration has
+    outputs: list[Node]  # the new h, the new states
+
+
+def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
+    """The function as nodes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, IndexError, AttributeError: for what cannot be a cell, with the
+            cell's name, the reason, and the line of the user's text.
+    """
+    declared.check()
+    arguments_of(function, declared)
+    graph = Graph()
+    mode = Capture(function, graph)
+    leaves = {
+        argument: [
+            graph.leaf(f"{argument}.{name}" if name else f"{argument}[{i}]")
+            for i, name in enumerate(declared.names(argument))
+        ]
+        for argument in ("x", "r", "s", "p", "u")
+        if argument != "r" or declared.separate
+    }
+    leaves |= {"h": [graph.leaf("h")]} | ({} if declared.separate else {"r": []})
+    values: dict[str, Any] = {argument: [mode.tensor(x) for x in nodes] for argument, nodes in leaves.items()}
+    values["h"] = values["h"][0]
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), mode:
+            h, states = call(function, declared, values)
+        if mode.refusal:
+            raise mode.refusal
+        outputs = [mode.node(x) for x in (h, *states)]
+    except KINDS as error:
+        kind = next(kind for kind in KINDS if isinstance(error, kind))
+        raise kind(f"{declared.name}: {explained(error)}{line_of(error, function)}") from error
+    for name, node in zip(("h", *declared.states), outputs, strict=True):
+        if node.boolean:
+            raise TypeError(
+                f"{declared.name}: expected the new {name} to be a number, got the condition {node!r}"
+            )
+    return Captured(graph, leaves, outputs)
+
+
+KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+OWN = (__file__, inspect.getfile(Graph))
+INTERNAL = (*OWN, str(Path(torch.__file__).parent))
+
+
+def explained(error: BaseException) -> str:
+    """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
+    if isinstance(error, TypeError) and "to numpy" in str(error):
+        return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
+    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename not in OWN:
+        return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
+    return str(error)
+
+
+def line_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """The innermost line of the user's text that an error passed through, or the function's first line."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(INTERNAL):
+            return f"\n  {frame.filename}:{frame.lineno}: {frame.line}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"\n  {code.co_filename}:{code.co_firstlineno}: {line}"

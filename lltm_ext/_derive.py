@@ -1,0 +1,218 @@
+"""From a recurrent cell's Python function to C++: capture, derivative, what to save for backward, text.
+
+_capture.py records the function as nodes (_graph.py, with the table of ops), this file differentiates them
+and chooses what the forward saves, _emit.py writes C++.
+
+The derivative is that of the nodes, by the table, and not torch.func.vjp of the function. Autograd's formulas
+would have to be captured too; their ops and decompositions differ between versions of torch. And the table
+can take a derivative from the output (1 - t * t), where one saved value serves both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lltm_ext._capture import Declaration, capture
+from lltm_ext._emit import emit
+from lltm_ext._graph import CHEAP, CONSTANT, LEAF, NEVER, OPS, SAVED, Node, ancestors, evaluate
+
+DIFFERENTIABLE = ("x", "r", "h", "s", "p")
+FREE = ("p", "u")  # backward can read them again, exactly
+
+
+def dependents(nodes: Iterable[Node], sources: Iterable[Node], through: Callable[[Node], bool]) -> set[Node]:
+    """The sources, and which of the nodes are computed from them by nodes that `through` accepts."""
+    found = set(sources)
+    for node in sorted(nodes, key=lambda node: node.index):
+        if through(node) and not found.isdisjoint(node.args):
+            found.add(node)
+    return found
+
+
+def differentiate(
+    outputs: Sequence[Node], cotangents: Sequence[Node], leaves: Iterable[Node]
+) -> dict[Node, Node]:
+    """The gradients of sum(output * cotangent) by the leaves that it depends on. Reverse mode."""
+    nodes = ancestors(outputs)
+    active = dependents(nodes, leaves, lambda node: node.op in OPS and OPS[node.op].gradient is not None)
+    gradients: dict[Node, Node] = {}
+
+    def add(node: Node, gradient: Node) -> None:
+        gradients[node] = gradients[node] + gradient if node in gradients else gradient
+
+    for output, cotangent in zip(outputs, cotangents, strict=True):
+        if output in active:
+            add(output, cotangent)
+    for node in reversed(nodes):
+        rule = OPS[node.op].gradient if node.op in OPS else None
+        if node in gradients and rule:
+            for arg, gradient in zip(node.args, rule(gradients[node], node, *node.args), strict=True):
+                if gradient is not None and arg in active:
+                    add(arg, gradient)
+    return gradients
+
+
+def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: Iterable[Node]) -> list[Node]:
+    """What the forward saves: the cheapest set of values from which backward can compute all that it needs.
+
+    A saved value costs SAVED, an op that backward computes again costs OPS[op].cost. The cheapest set is a
+    minimum cut. A value is an edge from its "in" to its "out" of capacity SAVED. From "out" edges lead to the
+    "in" of the ops that read it. The source leads to the "in" of an op with the op's cost, and to that of a
+    value that only the forward has with NEVER.
+    """
+    live = ancestors(gradients)
+    changing = dependents(live, cotangents, lambda node: True)  # with the cotangents: known only in backward
+    fixed = [node for node in live if node not in changing]
+    read = {arg for node in changing for arg in node.args} | set(gradients)
+    # A divisor with a rounding error from a cancelled sum would blow up the gradient: it is saved itself.
+    divisors = {node.args[1] for node in changing if node.op == "div"}
+    exact = [node for node in fixed if node.op == CONSTANT or node in set(free)]
+    for node in fixed:
+        if node.args and all(arg in exact for arg in node.args):
+            exact.append(node)
+
+    flow = Flow()
+    for node in fixed:
+        if node in exact:
+            continue
+        place, result = ("in", node.index), ("out", node.index)
+        if node.op == LEAF or node in divisors:
+            cost = NEVER
+        elif node.op == "div" and node.args[1] in exact:
+            cost = CHEAP  # keeps the relative error
+        else:
+            cost = OPS[node.op].cost
+        flow.add("source", place, cost)
+        flow.add(place, result, SAVED)
+        if node in read:
+            flow.add(result, "sink", NEVER)
+        for arg in node.args:
+            if arg not in exact:
+                flow.add(("out", arg.index), place, NEVER)
+    before = flow.source_side()
+    chosen = [node for node in fixed if ("in", node.index) in before and ("out", node.index) not in before]
+    return sorted(chosen, key=lambda node: (node.op == LEAF, node.index))
+
+
+class Flow:
+    """A network, for a minimum cut between "source" and "sink" (Edmonds and Karp)."""
+
+    def __init__(self) -> None:
+        self._capacity: dict[Any, dict[Any, int]] = {"source": {}, "sink": {}}
+
+    def add(self, a: Any, b: Any, capacity: int) -> None:
+        self._capacity.setdefault(a, {})[b] = capacity
+        self._capacity.setdefault(b, {}).setdefault(a, 0)
+
+    def _search(self) -> dict[Any, Any]:
+        """Each place that the source still reaches, with the place before it on a shortest path."""
+        before: dict[Any, Any] = {"source": None}
+        queue = deque(["source"])
+        while queue:
+            a = queue.popleft()
+            for b, capacity in self._capacity[a].items():
+                if capacity > 0 and b not in before:
+                    before[b] = a
+                    queue.append(b)
+        return before
+
+    def source_side(self) -> set[Any]:
+        """The source's side of the minimum cut. Changes the capacities to those left by a maximum flow."""
+        while "sink" in (before := self._search()):
+            path = ["sink"]
+            while path[-1] != "source":
+                path.append(before[path[-1]])
+            edges = list(zip(path[1:], path, strict=False))
+            amount = min(self._capacity[a][b] for a, b in edges)
+            for a, b in edges:
+                self._capacity[a][b] -= amount
+                self._capacity[b][a] += amount
+        return set(before)
+
+
+class Derived:
+    """A cell as nodes: forward, backward, what is saved between them.
+
+    Attributes:
+        declaration: as given.
+        leaves: the nodes of x, r, h, s, p and u.
+        outputs: the nodes of the new h and the new states.
+        cotangents: the nodes of their gradients.
+        gradients: the nodes of the gradients of x, r, h, s and p; a constant 0 where there is none.
+        saved: the nodes that forward saves.
+        source: the C++ struct.
+    """
+
+    def __init__(self, function: Callable[..., Any], declaration: Declaration):
+        self.declaration = declaration
+        self.graph, self.leaves, self.outputs = capture(function, declaration)
+        self.cotangents = [self.graph.leaf(f"grad_{name}") for name in ("h", *declaration.states)]
+        inputs = [node for argument in DIFFERENTIABLE for node in self.leaves[argument]]
+        found = differentiate(self.outputs, self.cotangents, inputs)
+        zero = self.graph.constant(0.0)
+        self.gradients = {
+            argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE
+        }
+        self._results = [node for nodes in self.gradients.values() for node in nodes]
+        free = [node for argument in FREE for node in self.leaves[argument]]
+        self.saved = choose_saved(self._results, self.cotangents, free)
+        self.source = emit(self)
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """What forward saves, in the user's names."""
+        return tuple(map(repr, self.saved))
+
+    @property
+    def reads_h(self) -> bool:
+        """Whether the cell uses the previous h, besides in its product."""
+        return self.leaves["h"][0] in ancestors([*self.outputs, *self.saved])
+
+    @property
+    def forward_ops(self) -> int:
+        return count_ops(ancestors([*self.outputs, *self.saved]))
+
+    @property
+    def backward_ops(self) -> int:
+        return count_ops(set(ancestors(self._results, self.saved)) - set(self.saved))
+
+    def forward(self, values: Mapping[str, Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """([new h, *new states], saved) of whole tensors for x, r, h, s, p and u, by torch's functions."""
+        results = evaluate([*self.outputs, *self.saved], self._known(values), values["x"][0])
+        return results[: len(self.outputs)], results[len(self.outputs) :]
+
+    def backward(
+        self, saved: Sequence[Tensor], values: Mapping[str, Sequence[Tensor]], grads: Sequence[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """The gradients of x, r, h, s and p, those of p not summed over the batch: from what forward saved,
+        p and u in `values`, and the gradients of the new h and the new states.
+        """
+        known = self._known({argument: values.get(argument, ()) for argument in FREE})
+        known |= dict(zip(self.saved, saved, strict=True)) | dict(zip(self.cotangents, grads, strict=True))
+        results = iter(evaluate(self._results, known, grads[0]))
+        return {argument: [next(results) for _ in nodes] for argument, nodes in self.gradients.items()}
+
+    def _known(self, values: Mapping[str, Sequence[Tensor]]) -> dict[Node, Tensor]:
+        return {
+            node: x
+            for argument, tensors in values.items()
+            for node, x in zip(self.leaves[argument], tensors, strict=True)
+        }
+
+
+def count_ops(nodes: Iterable[Node]) -> int:
+    return sum(node.op not in (LEAF, CONSTANT) for node in nodes)
+
+
+def derive(function: Callable[..., Any], declaration: Declaration) -> Derived:
+    """Derives a cell from its function of any of x, r, h, s, p and u (see lltm_ext.recurrence).
+
+    Raises:
+        TypeError, ValueError, RuntimeError, IndexError, AttributeError: for what cannot be a cell, with the
+            cell's name, the reason, and the line of the user's text.
+    """
+    return Derived(function, declaration)

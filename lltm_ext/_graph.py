@@ -1,0 +1,321 @@
+"""The expressions of a recurrent cell: nodes, and the table of the ops that they may use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Union
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Operand = Union["Node", float]
+LEAF, CONSTANT = "leaf", "constant"
+
+
+class Node:
+    """A value of one hidden unit: a leaf, a constant, or an op of other nodes. Operators make new nodes.
+
+    Nodes are numbered in the order in which they are made, so their arguments have smaller numbers.
+    """
+
+    __slots__ = ("args", "graph", "index", "label", "op", "value")
+
+    def __init__(self, graph: Graph, op: str, args: tuple[Node, ...], value: float, label: str):
+        self.graph, self.op, self.args = graph, op, args
+        self.value = value  # of a constant
+        self.label = label  # the user's name: x[0], p.b_hn of a leaf; the variable of another node, or ""
+        self.index = len(graph.nodes)
+
+    @property
+    def boolean(self) -> bool:
+        if self.op in (LEAF, CONSTANT):
+            return isinstance(self.value, bool)
+        return OPS[self.op].boolean or (self.op in ("where", "detach") and self.args[-1].boolean)
+
+    def is_constant(self, value: float) -> bool:
+        return self.op == CONSTANT and self.value == value
+
+    def __add__(self, other: Operand) -> Node:
+        return make("add", self, other)
+
+    def __sub__(self, other: Operand) -> Node:
+        return make("sub", self, other)
+
+    def __rsub__(self, other: float) -> Node:
+        return make("sub", other, self)
+
+    def __mul__(self, other: Operand) -> Node:
+        return make("mul", self, other)
+
+    def __truediv__(self, other: Operand) -> Node:
+        return make("div", self, other)
+
+    def __rtruediv__(self, other: float) -> Node:
+        return make("div", other, self)
+
+    def __neg__(self) -> Node:
+        return make("neg", self)
+
+    def __abs__(self) -> Node:
+        return make("abs", self)
+
+    def __lt__(self, other: Operand) -> Node:
+        return make("lt", self, other)
+
+    def __le__(self, other: Operand) -> Node:
+        return make("le", self, other)
+
+    def __gt__(self, other: Operand) -> Node:
+        return make("gt", self, other)
+
+    def __ge__(self, other: Operand) -> Node:
+        return make("ge", self, other)
+
+    def __and__(self, other: Operand) -> Node:
+        return make("and", self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __repr__(self) -> str:
+        """The expression in the user's names, down to three levels."""
+        return self.expression(3)
+
+    def expression(self, depth: int) -> str:
+        if self.op == CONSTANT:
+            return f"{self.value:g}"
+        if self.label:
+            return self.label
+        args = [arg.expression(depth - 1) if depth > 1 else "..." for arg in self.args]
+        text = OPS[self.op].text.replace("Math::", "")
+        if text.startswith(("{", "-", "!")):  # an operator: its arguments may need parentheses
+            args = [f"({arg})" if " " in arg and not arg.endswith(")") else arg for arg in args]
+        return text.format(*args)
+
+
+class Graph:
+    """All nodes of a cell, each expression once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._known: dict[object, Node] = {}
+
+    def leaf(self, label: str) -> Node:
+        return self._node(LEAF, (), 0.0, label)
+
+    def constant(self, value: float) -> Node:
+        return self._node(CONSTANT, (), value if isinstance(value, bool) else float(value))
+
+    def _node(self, op: str, args: tuple[Node, ...], value: float = 0.0, label: str = "") -> Node:
+        # repr tells -0.0 from 0.0, and NaN has the same as NaN.
+        key = (op, label, repr(value), *(arg.index for arg in args))
+        if key not in self._known:
+            self._known[key] = Node(self, op, args, value, label)
+            self.nodes.append(self._known[key])
+        return self._known[key]
+
+    def make(self, op: str, *operands: Operand) -> Node:
+        """The node of an op, folded and simplified."""
+        args = [x if isinstance(x, Node) else self.constant(x) for x in operands]
+        if OPS[op].takes_numbers:
+            args = [self.number(x) for x in args]
+        if op == "where" and args[1].boolean != args[2].boolean:
+            args[1:] = [self.number(x) for x in args[1:]]
+        if op in COMMUTATIVE:  # constants last
+            args.sort(key=lambda x: (x.op == CONSTANT, x.index))
+        if all(x.op == CONSTANT for x in args):
+            return self.constant(OPS[op].torch(*(scalar(x.value) for x in args)).item())
+        return simplified(op, args) or self._node(op, tuple(args))
+
+    def number(self, x: Node) -> Node:
+        return self.make("where", x, 1.0, 0.0) if x.boolean else x
+
+
+def make(op: str, *operands: Operand) -> Node:
+    return next(x.graph for x in operands if isinstance(x, Node)).make(op, *operands)
+
+
+def scalar(value: float, like: Tensor | None = None) -> Tensor:
+    dtype = torch.bool if isinstance(value, bool) else torch.float64 if like is None else like.dtype
+    return torch.full((), value, dtype=dtype, device="cpu" if like is None else like.device)
+
+
+def simplified(op: str, args: list[Node]) -> Node | None:
+    """An equal node that exists or is cheaper, if one of few rules gives it."""
+    a, b = args[0], args[-1]
+    if (op in ("add", "sub") and b.is_constant(0)) or (op in ("mul", "div", "pow") and b.is_constant(1)):
+        return a
+    if op == "mul" and b.is_constant(-1):
+        return -a
+    if op == "neg" and a.op == "neg":
+        return a.args[0]
+    if op in ("add", "sub") and b.op == "neg":
+        return a - b.args[0] if op == "add" else a + b.args[0]
+    if op == "add" and a.op == "neg":
+        return b - a.args[0]
+    if op == "mul" and "neg" in (a.op, b.op):
+        return -(a.args[0] * b if a.op == "neg" else a * b.args[0])
+    if op == "div" and a.is_constant(1):
+        return make("reciprocal", b)
+    if op == "where" and a.op == CONSTANT:
+        return args[1] if a.value else args[2]
+    if op == "where" and args[1] is args[2]:
+        return args[1]
+    # FastMath's sigmoid has an absolute error, which the logarithm of a small value would blow up.
+    if op == "log" and a.op == "sigmoid":
+        return -make("softplus", -a.args[0])
+    return None
+
+
+# What it costs to compute a node again in the backward. A saved value costs SAVED.
+CHEAP, FUNCTION, NEVER = 1, 50, 10**9
+SAVED = 1000
+
+
+class Op(NamedTuple):
+    """An op of nodes.
+
+    NEVER is for ops that blow up errors: their results are not computed again from saved values, which are
+    rounded to the type of the tensors. A sigmoid or tanh is harmless there.
+    """
+
+    text: str  # C++
+    torch: Callable[..., Tensor]  # of whole tensors
+    gradient: Callable[..., tuple[Node | None, ...]] | None = None  # of the arguments: (grad, output, *args)
+    cost: int = CHEAP
+    boolean: bool = False  # whether the result is
+    takes_numbers: bool = True  # booleans become 0 and 1
+
+
+def where(condition: Node, a: Operand, b: Operand) -> Node:
+    return make("where", condition, a, b)
+
+
+def function(name: str) -> Callable[..., Node]:
+    return lambda *args: make(name, *args)
+
+
+sigmoid, tanh, exp, log = function("sigmoid"), function("tanh"), function("exp"), function("log")
+sin, cos, sign, equal = function("sin"), function("cos"), function("sign"), function("eq")
+softplus, power, gelu_derivative = function("softplus"), function("pow"), function("gelu_derivative")
+
+
+def first_share(a: Node, b: Node, first: Node) -> Node:
+    """The part of the gradient of maximum or minimum that its first argument gets: half of it in ties."""
+    return where(equal(a, b), 0.5, where(first, 1.0, 0.0))
+
+
+def shared(g: Node, share: Node) -> tuple[Node, Node]:
+    return g * share, g * (1 - share)
+
+
+def silu_slope(x: Node) -> Node:
+    return sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+
+
+def gelu_tanh_slope(x: Node) -> Node:
+    t = tanh(GELU_SCALE * (x + 0.044715 * (x * x * x)))
+    return 0.5 * (1 + t + x * (1 - t * t) * (GELU_SCALE * (1 + 3 * 0.044715 * (x * x))))
+
+
+def power_gradient(g: Node, y: Node, a: Node, b: Node) -> tuple[Node, Node]:
+    no_power, no_log = equal(b, 0.0), equal(a, 0.0) & (b >= 0.0)  # 0, as torch defines it
+    return where(no_power, 0.0, g * (b * power(a, b - 1))), where(no_log, 0.0, g * (y * log(a)))
+
+
+def gelu_derivative_of(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def softplus_of(x: Tensor) -> Tensor:
+    return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
+
+
+GELU_SCALE = math.sqrt(2 / math.pi)
+COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "logaddexp")
+
+# Derivatives from the output where it determines them: one saved value serves both.
+OPS = {
+    "add": Op("{0} + {1}", torch.add, lambda g, y, a, b: (g, g)),
+    "sub": Op("{0} - {1}", torch.sub, lambda g, y, a, b: (g, -g)),
+    "mul": Op("{0} * {1}", torch.mul, lambda g, y, a, b: (g * b, g * a)),
+    "div": Op("Math::divide({0}, {1})", torch.div, lambda g, y, a, b: (g / b, -(g / b * y)), NEVER),
+    "reciprocal": Op("Math::divide(A(1), {0})", torch.reciprocal, lambda g, y, x: (-(g * y * y),), NEVER),
+    "neg": Op("-{0}", torch.neg, lambda g, y, x: (-g,)),
+    "abs": Op("Math::abs({0})", torch.abs, lambda g, y, x: (g * sign(x),)),
+    "sign": Op("sign({0})", torch.sign),
+    "detach": Op("{0}", torch.detach, takes_numbers=False),
+    "maximum": Op("maximum({0}, {1})", torch.maximum, lambda g, y, a, b: shared(g, first_share(a, b, a > b))),
+    "minimum": Op("minimum({0}, {1})", torch.minimum, lambda g, y, a, b: shared(g, first_share(a, b, a < b))),
+    "where": Op(
+        "{0} ? {1} : {2}",
+        torch.where,
+        lambda g, y, c, a, b: (None, where(c, g, 0.0), where(c, 0.0, g)),
+        takes_numbers=False,
+    ),
+    "lt": Op("{0} < {1}", torch.lt, boolean=True),
+    "le": Op("{0} <= {1}", torch.le, boolean=True),
+    "gt": Op("{0} > {1}", torch.gt, boolean=True),
+    "ge": Op("{0} >= {1}", torch.ge, boolean=True),
+    "eq": Op("{0} == {1}", torch.eq, boolean=True, takes_numbers=False),
+    "ne": Op("{0} != {1}", torch.ne, boolean=True, takes_numbers=False),
+    "and": Op("{0} && {1}", torch.logical_and, boolean=True, takes_numbers=False),
+    "or": Op("{0} || {1}", torch.logical_or, boolean=True, takes_numbers=False),
+    "not": Op("!{0}", torch.logical_not, boolean=True, takes_numbers=False),
+    "sigmoid": Op("Math::sigmoid({0})", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), FUNCTION),
+    "tanh": Op("Math::tanh({0})", torch.tanh, lambda g, y, x: (g * (1 - y * y),), FUNCTION),
+    "relu": Op("relu({0})", torch.relu, lambda g, y, x: (where(y <= 0.0, 0.0, g),)),
+    "elu": Op("Math::elu({0})", F.elu, lambda g, y, x: (g * where(y > 0.0, 1.0, y + 1),), FUNCTION),
+    "silu": Op("Math::silu({0})", F.silu, lambda g, y, x: (g * silu_slope(x),), FUNCTION),
+    "gelu": Op("Math::gelu({0})", F.gelu, lambda g, y, x: (g * gelu_derivative(x),), FUNCTION),
+    "gelu_derivative": Op("Math::gelu_derivative({0})", gelu_derivative_of, cost=FUNCTION),
+    "gelu_tanh": Op(
+        "Math::gelu_tanh({0})",
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda g, y, x: (g * gelu_tanh_slope(x),),
+        FUNCTION,
+    ),
+    "softplus": Op("Math::softplus({0})", softplus_of, lambda g, y, x: (g * sigmoid(x),), FUNCTION),
+    "logaddexp": Op(
+        "Math::logaddexp({0}, {1})",
+        torch.logaddexp,
+        lambda g, y, a, b: (g * sigmoid(a - b), g * sigmoid(-(a - b))),
+        FUNCTION,
+    ),
+    "exp": Op("Math::exp({0})", torch.exp, lambda g, y, x: (g * y,), NEVER),
+    "expm1": Op("Math::expm1({0})", torch.expm1, lambda g, y, x: (g * exp(x),), NEVER),
+    "log": Op("Math::log({0})", torch.log, lambda g, y, x: (g / x,), NEVER),
+    "log1p": Op("Math::log1p({0})", torch.log1p, lambda g, y, x: (g / (x + 1),), NEVER),
+    "sqrt": Op("Math::sqrt({0})", torch.sqrt, lambda g, y, x: (0.5 * g / y,), NEVER),
+    "rsqrt": Op("Math::rsqrt({0})", torch.rsqrt, lambda g, y, x: (-0.5 * g * y * y * y,), NEVER),
+    "pow": Op("Math::pow({0}, {1})", torch.pow, power_gradient, NEVER),
+    "sin": Op("Math::sin({0})", torch.sin, lambda g, y, x: (g * cos(x),), NEVER),
+    "cos": Op("Math::cos({0})", torch.cos, lambda g, y, x: (-(g * sin(x)),), NEVER),
+    "erf": Op(
+        "Math::erf({0})", torch.erf, lambda g, y, x: (g * (2 / math.sqrt(math.pi) * exp(-(x * x))),), NEVER
+    ),
+}
+
+
+def ancestors(targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:
+    """The targets and all they are computed from, arguments first, not looking behind `known` nodes."""
+    found: set[Node] = set()
+    stop, stack = set(known), list(targets)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += () if node in stop else node.args
+    return sorted(found, key=lambda node: node.index)
+
+
+def evaluate(targets: Iterable[Node], known: Mapping[Node, Tensor], like: Tensor) -> list[Tensor]:
+    """The targets on whole tensors, by torch's functions. `like` gives constants their dtype and device."""
+    targets, values = list(targets), dict(known)
+    for node in ancestors(targets, known):
+        if node.op == CONSTANT:
+            values[node] = scalar(node.value, like)
+        elif node not in values:
+            values[node] = OPS[node.op].torch(*(values[arg] for arg in node.args))
+    return [values[node] for node in targets]

@@ -1,0 +1,561 @@
+"""Cells derived from Python: their C++ against torch's autograd, what they save, and what is refused."""
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lltm_ext
+from lltm_ext._capture import Declaration, call
+from lltm_ext._derive import derive
+
+SOURCES = Path(__file__).parents[1] / "src"
+POINTS = 200
+CELLS = {}
+
+
+def cell(saved, gates, **options):
+    """Registers a function as a cell, with the number of values that its forward must save."""
+
+    def register(function):
+        CELLS[function.__name__] = function, Declaration(function.__name__, gates, **options), saved
+        return function
+
+    return register
+
+
+@cell(1, gates=1)
+def rnn_tanh(x):
+    return torch.tanh(x[0])
+
+
+@cell(1, gates=1)
+def rnn_relu(x):
+    return torch.relu(x[0])
+
+
+@cell(5, gates=4, states=("c",))
+def lstm(x, s):
+    i, f, o = torch.sigmoid(x[0]), torch.sigmoid(x[1]), torch.sigmoid(x[3])
+    g = torch.tanh(x[2])
+    c = f * s.c + i * g
+    return o * torch.tanh(c), (c,)
+
+
+@cell(4, gates=3, states=("c",))
+def lltm(x, s):
+    i, o = torch.sigmoid(x[0]), torch.sigmoid(x[1])
+    c = s.c + F.elu(x[2]) * i
+    return torch.tanh(c) * o, (c,)
+
+
+@cell(4, gates=3, states=("c",))
+def cifg(x, s):
+    f, g, o = torch.sigmoid(x[0]), torch.tanh(x[1]), torch.sigmoid(x[2])
+    c = f * s.c + (1 - f) * g
+    return o * torch.tanh(c), [c]
+
+
+@cell(5, gates=4, states=("c",), parameters=("w_i", "w_f", "w_o"))
+def peephole_lstm(x, s, p):
+    i, f = torch.sigmoid(x[0] + p.w_i * s.c), torch.sigmoid(x[1] + p.w_f * s.c)
+    c = f * s.c + i * torch.tanh(x[2])
+    o = torch.sigmoid(x[3] + p.w_o * c)
+    return o * torch.tanh(c), (c,)
+
+
+@cell(5, gates=3, separate=True, parameters=("b_hn",))
+def gru(x, r, h, p):
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
+    return (1 - update) * candidate + update * h, ()
+
+
+@cell(3, gates=2)
+def light_gru(x, h):
+    update = torch.sigmoid(x[0])
+    return update * h + (1 - update) * torch.relu(x[1])
+
+
+@cell(3, gates=2)
+def ugrnn(x, h):
+    g = x[0].sigmoid()
+    return g * h + (1 - g) * x[1].tanh()
+
+
+@cell(3, gates=2, states=("c",))
+def janet(x, s, beta=1.0):
+    c = torch.sigmoid(x[0]) * s.c + (1 - torch.sigmoid(x[0] - beta)) * torch.tanh(x[1])
+    return c, (c,)
+
+
+@cell(10, gates=4, states=("c", "n", "m"))
+def slstm(x, s):
+    log_f = F.logsigmoid(x[1]) + s.m
+    m = torch.maximum(log_f, x[0])
+    i, f = torch.exp(x[0] - m), torch.exp(log_f - m)
+    c, n = f * s.c + i * torch.tanh(x[2]), f * s.n + i
+    return torch.sigmoid(x[3]) * c / n, (c, n, m)
+
+
+@cell(2, gates=1, parameters=("u",), recurrent=False)
+def indrnn(h, p, x):
+    return torch.relu(x[0] + p.u * h)
+
+
+@cell(5, gates=4, states=("c",), inputs=("keep_h", "keep_c"))
+def zoneout_lstm(x, h, s, u):
+    new_h, (new_c,) = lstm(x, s)
+    return torch.where(u.keep_h > 0, h, new_h), (torch.where(u.keep_c > 0, s.c, new_c),)
+
+
+@cell(3, gates=4, inputs=("elapsed",))
+def cfc(x, u):
+    t = torch.sigmoid(-(x[2] * u.elapsed + x[3]))
+    return torch.tanh(x[0]) * t + (1 - t) * torch.tanh(x[1])
+
+
+@cell(0, gates=2, states=("count", "index", "none"), parameters=("unused",))
+def no_ops(x, s):
+    return x[1], (s.index, s.count, s.none * 0)
+
+
+@cell(5, gates=4, states=("c",), inputs=("reset",))
+def lstm_with_reset(x, s, u):
+    i, f, g, o = x
+    c = torch.sigmoid(f) * (s[0] * (1 - u[0])) + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+# Functions of one, two or three numbers, as cells without states: the rows of the tables of ops.
+OPS = {
+    "add": lambda a, b: torch.add(a, b, alpha=3),
+    "sub": lambda a, b: torch.sub(a, b, alpha=2) - 1,
+    "rsub": lambda a, b: torch.rsub(a, b, alpha=0.5) + (4 - a),
+    "mul": lambda a, b: 2 * a * b * -1,
+    "div": lambda a, b: a / b + a / 3 + 5 / b + 1 / a,
+    "reciprocal": lambda a: torch.reciprocal(a) + 1 / a,
+    "neg": lambda a: torch.neg(-a) - 2 * a,
+    "abs": lambda a: abs(a),
+    "sign": lambda a, b: torch.sign(a) * b + torch.sgn(b),
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "minimum": lambda a, b: torch.minimum(a, b),
+    "max": lambda a, b: torch.max(a, b) - torch.min(a, -b),
+    "where": lambda a, b, c: torch.where(a > b, c, a) + torch.where(b <= 1, 2.0, c),
+    "compare": lambda a, b, c: c * ((a < b).double() + (a >= 1) + (a == b).to(a.dtype) * 3 + (a != 0.5)),
+    "logic": lambda a, b: a * torch.where((a > 0) & (b > 0) | ~(a < 1) ^ (b < 0), b, 1),
+    "logical": lambda a, b: torch.where(torch.logical_xor(torch.logical_or(a, b), a > 1), a, 2 * b),
+    "logical_and": lambda a, b: torch.where(torch.logical_and(a, b > 0), a, torch.logical_not(b) * a),
+    "isnan": lambda a, b: torch.where(torch.isnan(a - b), b, a).masked_fill(a > 2, 0.5),
+    "bool": lambda a, b: torch.where(a.bool().detach(), b, a + 1) * torch.where(a > b, a > 1, 0.5),
+    "lerp": lambda a, b, c: torch.lerp(a, b, c) + torch.lerp(b, a, 0.25),
+    "addcmul": lambda a, b, c: torch.addcmul(a, b, c, value=0.5) + torch.addcdiv(a, b, 1 + c * c, value=2),
+    "clamp": lambda a: a.clamp(-1, 3) + a.clamp(min=0.5) + torch.clamp_max(a, 1),
+    "clamp_tensor": lambda a, b: torch.clamp(a, min=b) + torch.clamp(a, b - 1, b + 1) + a.clamp_min(b),
+    "hardtanh": lambda a: F.hardtanh(a) + F.hardtanh(a, -3, 20),
+    "relu6": lambda a: F.relu6(a),
+    "hardsigmoid": lambda a: F.hardsigmoid(a),  # torch's derivative has the 1/6 of float32
+    "hardswish": lambda a: F.hardswish(torch.where(a.abs() == 3, a + 1, a)),  # torch's changed there
+    "threshold": lambda a: F.threshold(a, 1, 20),
+    "leaky_relu": lambda a: F.leaky_relu(a) + F.leaky_relu(a, 0.5),
+    "relu": lambda a: torch.relu(a),
+    "elu": lambda a: F.elu(a) + F.elu(a, 0.5),
+    "selu": lambda a: F.selu(a),
+    "celu": lambda a: F.celu(a, 2.0),
+    "silu": lambda a: F.silu(a),
+    "mish": lambda a: F.mish(a),
+    "gelu": lambda a: F.gelu(a),
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "softsign": lambda a: F.softsign(a),
+    "tanhshrink": lambda a: F.tanhshrink(a),
+    "sigmoid": lambda a: torch.sigmoid(a),
+    "tanh": lambda a: torch.tanh(a),
+    "softplus": lambda a: F.softplus(a) + F.softplus(a, beta=2, threshold=3),
+    "logsigmoid": lambda a: F.logsigmoid(a),
+    "log_of_sigmoid": lambda a: torch.log(torch.sigmoid(a.clamp(-100, 100))),
+    "logaddexp": lambda a, b: torch.logaddexp(a, b),
+    "exp": lambda a, b: torch.exp(a.clamp(max=30)) + torch.exp2(b.clamp(max=30)),
+    "expm1": lambda a: torch.expm1(a.clamp(max=30)),
+    "log": lambda a, b: torch.log(abs(a)) + torch.log2(b * b) * torch.log10(abs(b) + 1),
+    "log1p": lambda a: torch.log1p(abs(a)),
+    "sqrt": lambda a, b: torch.sqrt(a * a + 1) + abs(b) ** 0.5,
+    "rsqrt": lambda a: torch.rsqrt(a * a + 1) + (a * a + 2) ** -0.5,
+    "sin": lambda a, b: torch.sin(a) * torch.cos(b),
+    "erf": lambda a: torch.erf(a),
+    "power": lambda a: a**2 + a**3 + a**4 + a**-1 + torch.square(a) + a**0 + a**1,
+    "power_of": lambda a, b: 2.0 ** a.clamp(-9, 9) + abs(a) ** 1.5 + (abs(a) + 0.5) ** b.clamp(-9, 9),
+    "power_zero": lambda a, b: torch.pow(abs(a), torch.relu(b.clamp(max=9))),
+    "detach": lambda a, b: a * b.detach() + a.clone(),
+    "constants": lambda a: a + torch.tensor(0.5) * torch.zeros_like(a) + torch.full_like(a, 2) * 1 + 0,
+    "infinite": lambda a, b: torch.where(a < math.inf, torch.maximum(a * 1, b), math.nan).clamp(-math.inf),
+}
+
+
+def op_cell(name):
+    function = OPS[name]
+    operands = function.__code__.co_argcount
+    return lambda x: function(*x[:operands]), Declaration(name, operands, recurrent=False)
+
+
+DERIVED = {name: derive(function, declared) for name, (function, declared, _) in CELLS.items()}
+DERIVED |= {name: derive(*op_cell(name)) for name in OPS}
+FUNCTIONS = {name: CELLS[name][0] if name in CELLS else op_cell(name)[0] for name in DERIVED}
+
+HARNESS = """
+#include "common/math.h"
+
+namespace lltm_ext {
+template <class Cell, typename A>
+struct CellInputs {
+  A x[Cell::kGates], r[Cell::kGates], h, parameters[Cell::kParameters + 1], steps[Cell::kStepInputs + 1];
+};
+template <class Cell, typename A>
+struct CellGradients {
+  A x[Cell::kGates], r[Cell::kGates], h, parameters[Cell::kParameters + 1];
+};
+
+// Rows of x, r, h, s, p, u, grad_h, grad_s; and of the new h, states, the gradients of x, r, h, s, p.
+template <class Cell, typename A>
+void run(long count, const double* in, double* out) {
+  constexpr int kArray = Cell::kStates ? Cell::kStates : 1, kSaved = Cell::kSaved ? Cell::kSaved : 1;
+  constexpr int kSeparate = Cell::kSeparate ? Cell::kGates : 0;
+  for (long n = 0; n < count; ++n) {
+    CellInputs<Cell, A> inputs, known{};
+    CellGradients<Cell, A> grads;
+    A states[kArray], grad_states[kArray], saved[kSaved];
+    for (int i = 0; i < Cell::kGates; ++i) inputs.x[i] = *in++;
+    for (int i = 0; i < kSeparate; ++i) inputs.r[i] = *in++;
+    inputs.h = *in++;
+    for (int i = 0; i < Cell::kStates; ++i) states[i] = *in++;
+    for (int i = 0; i < Cell::kParameters; ++i) known.parameters[i] = inputs.parameters[i] = *in++;
+    for (int i = 0; i < Cell::kStepInputs; ++i) known.steps[i] = inputs.steps[i] = *in++;
+    const A grad_h = *in++;
+    for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = *in++;
+    grads.h = 0;
+    *out++ = Cell::template forward<ExactMath, A>(inputs, states, saved);
+    for (int i = 0; i < Cell::kStates; ++i) *out++ = states[i];
+    Cell::template backward<ExactMath, A>(saved, known, grad_h, grad_states, grads);
+    for (int i = 0; i < Cell::kGates; ++i) *out++ = grads.x[i];
+    for (int i = 0; i < kSeparate; ++i) *out++ = grads.r[i];
+    *out++ = grads.h;
+    for (int i = 0; i < Cell::kStates; ++i) *out++ = grad_states[i];
+    for (int i = 0; i < Cell::kParameters; ++i) *out++ = grads.parameters[i];
+  }
+}
+"""
+EXPORT = """
+namespace cell_{name} {{
+{source}
+extern "C" void {name}_double(long n, const double* in, double* out) {{ run<Cell, double>(n, in, out); }}
+extern "C" void {name}_float(long n, const double* in, double* out) {{ run<Cell, float>(n, in, out); }}
+}}
+"""
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """All cells of this file as one library of C functions."""
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++ to compile the derived cells for the host")
+    folder = tmp_path_factory.mktemp("derived")
+    texts = [EXPORT.format(name=name, source=cell.source) for name, cell in DERIVED.items()]
+    (folder / "cells.cpp").write_text(HARNESS + "".join(texts) + "}\n")
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command = [compiler, *options, f"-I{SOURCES}", "cells.cpp", "-o", "cells.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "cells.so"))
+
+
+def points(name):
+    """The values of x, r, h, s, p and u in columns of random numbers, each a tensor [POINTS]."""
+    generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "big"))
+    return {
+        argument: [
+            torch.randn(POINTS, generator=generator, dtype=torch.float64) * (2 if argument == "x" else 1)
+            for _ in nodes
+        ]
+        for argument, nodes in DERIVED[name].leaves.items()
+    }
+
+
+SPECIAL = (-1000.0, -30, -20, -3, -1, -0.5, -1e-8, -0.0, 0, 1e-8, 0.5, 1, 2, 3, 6, 20, 20.5, 30, 1000)
+
+
+def special_points(name):
+    """All combinations of two special values, the third in another order."""
+    a, b = (grid.flatten() for grid in torch.meshgrid(*2 * [torch.tensor(SPECIAL).double()], indexing="ij"))
+    values = {argument: [] for argument in ("x", "r", "s", "p", "u")}
+    values["x"] = [a, b, a.roll(7)][: len(DERIVED[name].leaves["x"])]
+    return {**values, "h": [torch.zeros_like(a)]}
+
+
+def cotangents(name, values):
+    generator = torch.Generator().manual_seed(1)
+    shape = values["x"][0].shape
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in DERIVED[name].outputs]
+
+
+def flat(values):
+    return [tensor for argument in "xrhsp" for tensor in values[argument]]
+
+
+def autograd(name, values, grads):
+    """[new h, new states, gradients of x, r, h, s and p] by torch."""
+    leaves = {argument: [t.clone().requires_grad_() for t in tensors] for argument, tensors in values.items()}
+    declared = DERIVED[name].declaration
+    arguments = {**leaves, "h": leaves["h"][0], "u": values["u"]}
+    h, states = call(FUNCTIONS[name], declared, arguments)
+    inputs = flat(leaves)
+    found = torch.autograd.grad([h, *states], inputs, grads, allow_unused=True, materialize_grads=True)
+    return [x.detach() for x in (h, *states, *found)]
+
+
+def in_cpp(compiled, name, values, grads, kind):
+    rows = torch.stack([*flat(values), *values["u"], *grads], dim=1).contiguous()
+    # u follows p in a row, and the gradients follow u
+    results = torch.empty(len(rows), len(DERIVED[name].outputs) + len(flat(values)), dtype=torch.float64)
+    getattr(compiled, f"{name}_{kind}")(
+        ctypes.c_long(len(rows)), ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(results.data_ptr())
+    )
+    return list(results.unbind(1))
+
+
+TOLERANCE = {"hardsigmoid": 1e-7}
+
+
+def assert_near(name, actual, expected, tolerance=1e-12):
+    tolerance = TOLERANCE.get(name, tolerance)
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        near = torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        at = (~near).nonzero().flatten()[:3].tolist()
+        assert near.all(), f"result {i} at {at}: got {a[at].tolist()}, expected {b[at].tolist()}"
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_cpp_of_a_cell_equals_autograd(compiled, name):
+    values = points(name)
+    grads = cotangents(name, values)
+    assert_near(name, in_cpp(compiled, name, values, grads, "double"), autograd(name, values, grads))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_cpp_of_a_cell_computes_in_float32_too(compiled, name):
+    values = points(name)
+    grads = cotangents(name, values)
+    assert_near(name, in_cpp(compiled, name, values, grads, "float"), autograd(name, values, grads), 2e-4)
+
+
+@pytest.mark.parametrize("make", [points, special_points])
+@pytest.mark.parametrize("name", OPS)
+def test_the_cpp_of_an_op_equals_autograd(compiled, name, make):
+    values = make(name)
+    grads = cotangents(name, values)
+    assert_near(name, in_cpp(compiled, name, values, grads, "double"), autograd(name, values, grads))
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_the_nodes_on_whole_tensors_equal_autograd(name):
+    values = points(name)
+    grads = cotangents(name, values)
+    outputs, saved = DERIVED[name].forward(values)
+    gradients = DERIVED[name].backward(saved, values, grads)
+    shaped = [x.expand(POINTS) for x in (*outputs, *flat(gradients))]
+    assert_near(name, shaped, autograd(name, values, grads))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_a_cell_saves(name):
+    assert len(DERIVED[name].saved) == CELLS[name][2], DERIVED[name].saved_names
+
+
+def test_saved_values_have_the_users_names():
+    assert DERIVED["lstm"].saved_names == ("i", "f", "o", "g", "s.c")
+    assert DERIVED["gru"].saved_names == ("reset", "update", "r[2] + p.b_hn", "candidate", "h")
+
+
+def test_the_numbers_of_ops():
+    assert (DERIVED["lstm"].forward_ops, DERIVED["lstm"].backward_ops) == (9, 26)
+    assert DERIVED["gru"].reads_h and not DERIVED["lstm"].reads_h
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+
+
+def swallow(x, s):
+    try:
+        return float(x[0]), (s.c,)
+    except RuntimeError:
+        return x[0], (s.c,)
+
+
+def no_gradient(x, s):
+    with torch.no_grad():
+        return torch.tanh(x[0]), (s.c,)
+
+
+def local_tensor(x, s):
+    scale = torch.ones(4)
+    return x[0] * scale, (s.c,)
+
+
+def changes_its_argument(x, s):
+    c = s.c
+    c += x[0]
+    return c, (c,)
+
+
+REFUSALS = {
+    "branch": (
+        lambda x, s: (x[0] if x[0] > 0 else x[1], (s.c,)),
+        RuntimeError,
+        r"branches .* on x\[0\] > 0, which.*torch.where(?s:.*)if x\[0\] > 0 else",
+    ),
+    "max": (lambda x, s: (max(x), (s.c,)), RuntimeError, r"torch.maximum(?s:.*)max\(x\)"),
+    "item": (lambda x, s: (x[0] * x[1].item(), (s.c,)), RuntimeError, r"reads the value of x\[1\] .*torch's"),
+    "float": (lambda x, s: (math.tanh(x[0]), (s.c,)), RuntimeError, r"reads the value of x\[0\]"),
+    "swallowed": (swallow, RuntimeError, r"reads the value(?s:.*)return float\(x\[0\]\), \(s.c,\)"),
+    "tolist": (lambda x, s: (x[0] * x[1].tolist(), (s.c,)), RuntimeError, "reads a value"),
+    "numpy": (
+        lambda x, s: (x[0].numpy(), (s.c,)),
+        TypeError,
+        "converts a tensor to NumPy.*use torch's functions",
+    ),
+    "cpu": (lambda x, s: (x[0].cpu(), (s.c,)), RuntimeError, "moves it to a device"),
+    "parameter": (
+        lambda x, s: (x[0] * WEIGHT, (s.c,)),
+        RuntimeError,
+        r"uses WEIGHT of shape \[3\] on cpu.*parameters=(?s:.*)x\[0\] \* WEIGHT",
+    ),
+    "parameter_only": (lambda x, s: (torch.tanh(WEIGHT), (s.c,)), RuntimeError, "uses WEIGHT"),
+    "parameter_returned": (
+        lambda x, s: (WEIGHT, (s.c,)),
+        RuntimeError,
+        r"uses a tensor of shape \[3\](?s:.*)WEIGHT, ",
+    ),
+    "made_inside": (local_tensor, RuntimeError, r"calls ones, which makes a tensor; write a Python number"),
+    "list_inside": (lambda x, s: (x[0] * torch.tensor([1.0]), s[:]), RuntimeError, "makes a tensor"),
+    "mean": (lambda x, s: (x[0] - x[0].mean(), (s.c,)), RuntimeError, "calls mean, a reduction over units"),
+    "sum": (lambda x, s: (torch.sum(x[0], -1), (s.c,)), RuntimeError, "calls sum, a reduction"),
+    "softmax": (lambda x, s: (torch.softmax(x[0], 0), (s.c,)), RuntimeError, "calls softmax, a reduction"),
+    "stack": (lambda x, s: (torch.stack([*x]), (s.c,)), RuntimeError, "calls stack, a reduction"),
+    "cat": (lambda x, s: (torch.cat([*x]), (s.c,)), RuntimeError, "calls cat, a reduction"),
+    "layer_norm": (
+        lambda x, s: (F.layer_norm(x[0], ()), (s.c,)),
+        RuntimeError,
+        "calls layer_norm, a reduction",
+    ),
+    "matmul": (lambda x, s: (x[0] @ x[1], (s.c,)), RuntimeError, "matmul.*one hidden unit of one row"),
+    "mm": (lambda x, s: (torch.mm(x[0], x[1]), (s.c,)), RuntimeError, "calls mm, a product over units"),
+    "view": (lambda x, s: (x[0].view(1), (s.c,)), RuntimeError, "calls view, which changes a shape"),
+    "rand": (
+        lambda x, s: (x[0] * torch.rand(()), (s.c,)),
+        RuntimeError,
+        r"calls rand, which draws random.*inputs=",
+    ),
+    "rand_like": (
+        lambda x, s: (torch.rand_like(x[0]), (s.c,)),
+        RuntimeError,
+        "calls rand_like, which draws random",
+    ),
+    "dropout": (lambda x, s: (F.dropout(x[0]), (s.c,)), RuntimeError, "calls bernoulli_, .*dropout"),
+    "in_place": (lambda x, s: (x[0].add_(1), (s.c,)), RuntimeError, r"calls add_, .* in place"),
+    "augmented": (changes_its_argument, RuntimeError, r"calls add_.*a = a \+ b(?s:.*)c \+= x\[0\]"),
+    "out": (lambda x, s: (torch.tanh(x[0], out=x[1]), (s.c,)), RuntimeError, "in place"),
+    "other_op": (lambda x, s: (torch.lgamma(x[0]), (s.c,)), RuntimeError, "calls lgamma.*none of.*sigmoid"),
+    "floor_divide": (lambda x, s: (x[0] // 2, (s.c,)), RuntimeError, "calls floor_divide, which is none"),
+    "rounding": (
+        lambda x, s: (torch.div(x[0], 2, rounding_mode="floor"), (s.c,)),
+        RuntimeError,
+        "calls div with rounding_mode, which",
+    ),
+    "no_grad": (no_gradient, RuntimeError, r"calls tanh under torch.no_grad\(\).*detach"),
+    "type": (lambda x, s: (x[0].half(), (s.c,)), RuntimeError, "converts to torch.float16"),
+    "where": (
+        lambda x, s, u: (torch.where(u.mask, x[0], x[1]), (s.c,)),
+        RuntimeError,
+        r"calls where on u.mask, a number; write a condition like u.mask > 0",
+    ),
+    "bitwise": (lambda x, s: (torch.bitwise_and(x[0], x[1]), (s.c,)), RuntimeError, "takes conditions"),
+    "conditions": (lambda x, s: (x[0] * ((x[0] > 0) * (x[1] > 0)), s[:]), RuntimeError, "combine them by &"),
+    "too_few_states": (lambda x: x[0], ValueError, r"return \(h, \(c,\)\), got 0 states"),
+    "too_many_states": (lambda x, s: (x[0], (s.c, s.c)), ValueError, r"\(h, \(c,\)\), got 2 states"),
+    "nothing": (lambda x, s: None, TypeError, "got None"),
+    "number": (lambda x, s: (0.5, (s.c,)), TypeError, "the new h to be a tensor, got 0.5"),
+    "number_state": (lambda x, s: (x[0], (1,)), TypeError, "the new c to be a tensor, got 1"),
+    "nested": (lambda x, s: ((x[0],), (s.c,)), TypeError, r"return \(h, \(c,\)\), got a tuple of 2"),
+    "condition": (lambda x, s: (x[0] > 0, (s.c,)), TypeError, r"new h to be a number, got the condition"),
+    "range": (
+        lambda x, s: (x[5], (s.c,)),
+        IndexError,
+        r"x\[5\] is out of range: x has 2 values(?s:.*)x\[5\], \(s.c,\)",
+    ),
+    "unpack": (lambda x, s: ((lambda a: a)(*x), (s.c,)), TypeError, "takes 1 positional argument but 2"),
+    "unknown": (lambda x, p: x[0] * p.bias, AttributeError, "p.bias does not exist: p has p.w"),
+    "unknown_state": (lambda x, s: x[0] * s.h, AttributeError, "s.h does not exist: s has s.c"),
+    "argument": (
+        lambda x, y: x[0],
+        TypeError,
+        "expected a function of any of x, r, h, s, p, u, got the argument y",
+    ),
+    "variadic": (lambda *x: x[0], TypeError, r"got the argument \*x"),
+    "together": (lambda x, r: x[0] + r[0], ValueError, "the argument r needs separate=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_a_cell_is_refused(name):
+    function, error, pattern = REFUSALS[name]
+    options = {"states": ("c",), "parameters": ("w",), "inputs": ("mask",)}
+    with pytest.raises(error, match="^my_cell: .*" + pattern):
+        derive(function, Declaration("my_cell", 2, **options))
+
+
+@pytest.mark.parametrize(
+    "options,pattern",
+    [
+        ({"gates": 0}, "expected gates to be a positive integer, got 0"),
+        ({"gates": 1, "states": "c"}, "expected states to be a tuple of names, got 'c'"),
+        ({"gates": 1, "inputs": ("a b",)}, r"expected inputs to be a tuple of names, got \('a b',\)"),
+        ({"gates": 1, "parameters": ("w", "w")}, "expected parameters of different names"),
+        ({"gates": 1, "separate": True, "recurrent": False}, "recurrent=False has none"),
+    ],
+)
+def test_a_declaration_is_checked(options, pattern):
+    with pytest.raises(ValueError, match=f"^my_cell: .*{pattern}"):
+        derive(lambda x: x[0], Declaration("my_cell", **options))
+
+
+@pytest.mark.parametrize("argument,option", [("s", "states"), ("p", "parameters"), ("u", "inputs")])
+def test_an_argument_needs_its_option(argument, option):
+    functions = {"s": lambda x, s: x[0], "p": lambda x, p: x[0], "u": lambda x, u: x[0]}
+    with pytest.raises(ValueError, match=f"^my_cell: the argument {argument} needs {option}="):
+        derive(functions[argument], Declaration("my_cell", 1))
+
+
+PRINT_SOURCES = """
+import hashlib, sys
+import test_derive
+text = "".join(cell.source for cell in test_derive.DERIVED.values())
+print(hashlib.sha256(text.encode()).hexdigest(), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_text_is_the_same_in_every_process_and_needs_no_compiler_of_torch():
+    text = "".join(cell.source for cell in DERIVED.values())
+    expected = f"{hashlib.sha256(text.encode()).hexdigest()} False"
+    folders = os.pathsep.join([str(Path(__file__).parent), str(Path(lltm_ext.__file__).parents[1])])
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": folders}
+        command = [sys.executable, "-c", PRINT_SOURCES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+        assert done.stdout.strip() == expected, done.stderr
