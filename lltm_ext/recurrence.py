@@ -7,7 +7,7 @@ import inspect
 import keyword
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch.autograd.gradcheck import GradcheckError
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._sequence import check_states
+
+if TYPE_CHECKING:
+    from lltm_ext._derive import Derived
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -283,6 +286,25 @@ class RecurrentCell:
             namedtuple("p", tuple(self.parameters)),
             namedtuple("u", self.inputs),
         )
+
+    @functools.cached_property
+    def _derived(self) -> Derived:
+        from lltm_ext._capture import Declaration
+        from lltm_ext._derive import derive
+
+        names = (self.states, tuple(self.parameters), self.inputs)
+        options = Declaration(self.__name__, self.gates, self.separate, *names, self.recurrent)
+        return derive(self.function, options)
+
+    @property
+    def source(self) -> str:
+        """The cell in C++, forward and backward, as the kernels compute it: a struct of one unit's functions.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, IndexError, AttributeError: for a function that is no formula
+                of one unit, with the reason and its line.
+        """
+        return self._derived.source
 
     @property
     def state_names(self) -> tuple[str, ...]:

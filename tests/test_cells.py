@@ -180,6 +180,33 @@ def test_zoneout_in_evaluation_is_the_mean_of_its_masks():
     assert_all_near(call.run(functools.partial(cells.zoneout_lstm, **half)), mean, FORWARD[DOUBLE])
 
 
+@pytest.mark.parametrize("name", cells.__all__)
+def test_a_cell_has_a_source_in_cpp(name):
+    cell = getattr(cells, name)
+    assert f"kGates = {cell.gates}, kStates = {len(cell.states)}" in cell.source
+
+
+def test_a_derived_gradient_equals_that_of_the_function():
+    """By the nodes that the source is written from."""
+    make = Make(DOUBLE)
+    for name in cells.__all__:
+        cell = getattr(cells, name)
+        derived = cell._derived
+        planes = {"x": cell.gates, "r": cell.gates * cell.separate, "h": 1}
+        planes |= {"s": len(cell.states), "p": len(cell.parameters), "u": len(cell.inputs)}
+        values = {key: [make(50).abs().requires_grad_() for _ in range(n)] for key, n in planes.items()}
+        x, r, (h,), s, p, u = values.values()
+        new_h, new_states = cell.step(x, r, h, s, p, u)
+        expected = (new_h, *new_states)
+        outputs, saved = derived.forward(values)
+        assert_all_near(outputs, expected, FORWARD[DOUBLE], name)
+        wanted = [v for key in "xrhsp" for v in values[key]]
+        exact = torch.autograd.grad(expected, wanted, cotangents(expected), materialize_grads=True)
+        found = derived.backward(saved, values, cotangents(expected))
+        gradients = [torch.as_tensor(g).expand(50) for key in "xrhsp" for g in found[key]]
+        assert_all_near(gradients, exact, BACKWARD[DOUBLE], name)
+
+
 PAGE = Path(__file__).parent.parent / "docs/own_cell.md"
 
 
