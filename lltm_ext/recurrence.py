@@ -568,7 +568,7 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
 def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
     if algorithm in ("cluster", "grid"):
         why = "runs cells that are built in" if input.is_cuda else "needs a CUDA device"
-        raise RuntimeError(f"{name}: algorithm {algorithm!r} {why}; 'auto' runs")
+        raise RuntimeError(f"{name}: algorithm {algorithm!r} {why} (algorithm 'auto' runs everything)")
     if algorithm not in ("auto", "stepwise"):
         expected = "'auto', 'stepwise', 'cluster' or 'grid'"
         raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")

@@ -594,6 +594,6 @@ def test_missing_and_superfluous_arguments_are_named():
 
 @pytest.mark.parametrize("algorithm", ["cluster", "grid"])
 def test_the_cpu_refuses_persistent_algorithms(algorithm):
-    message = f"^everything: algorithm '{algorithm}' needs a CUDA device; 'auto' runs"
+    message = f"^everything: algorithm '{algorithm}' needs a CUDA device .algorithm 'auto' runs everything"
     with pytest.raises(RuntimeError, match=message):
         everything(**changed(), algorithm=algorithm)
