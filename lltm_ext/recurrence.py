@@ -160,10 +160,11 @@ class RecurrentCell:
         self.function = function
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
-        names = check_names(name, "parameters", parameters, RESERVED)
+        taken = (*RESERVED, *self.state_names)
+        names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
-        self.inputs = check_names(name, "inputs", inputs, (*RESERVED, *self.parameters))
+        self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         self.arguments = self._check_arguments()
 
     def _check_arguments(self) -> tuple[str, ...]:

@@ -413,6 +413,7 @@ def declare(**options):
         ({"states": ("h",)}, ValueError, "expected states without the name 'h', which is taken"),
         ({"states": ("c", "c")}, ValueError, "expected states without the name 'c', which is taken"),
         ({"parameters": ("bias",)}, ValueError, "expected parameters without the name 'bias'"),
+        ({"parameters": ("h0",)}, ValueError, "expected parameters without the name 'h0'"),
         ({"inputs": ("reset",)}, ValueError, "expected inputs without the name 'reset'"),
         ({"parameters": ("a",), "inputs": ("a",)}, ValueError, "expected inputs without the name 'a'"),
         ({"inputs": ("2",)}, ValueError, "expected the names of inputs to be identifiers, got '2'"),
