@@ -28,8 +28,9 @@ target_compile_options(
   lltm_ext PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
                    $<$<COMPILE_LANGUAGE:CUDA>:${smallest_code}>
                    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
-                   # src/elementwise embeds headers, for the compiler of ops made at run time.
-                   $<$<COMPILE_LANGUAGE:CXX>:-Wa,-I${PROJECT_SOURCE_DIR}/src>)
+                   # The library embeds headers for the compiler at run time (src/common/runtime).
+                   $<$<COMPILE_LANGUAGE:CXX>:-Wa,-I${PROJECT_SOURCE_DIR}/src>
+                   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wa\\,-I${PROJECT_SOURCE_DIR}/src>)
 
 # By its file name: PyPI has no libcudart.so, but libcudart.so.13.
 string(REGEX MATCH "^[0-9]+" major ${CMAKE_CUDA_COMPILER_VERSION})

@@ -27,6 +27,7 @@ if not _is_program():  # the doctor must run where torch does not import
     if _portable.in_use:  # without the ops below, which raise an error that explains it
         from lltm_ext import _portable_rules as _portable_rules
     else:
+        from lltm_ext import _custom_cell as _custom_cell
         from lltm_ext.elementwise import *
         from lltm_ext.fake_quantize import *
         from lltm_ext.stochastic_round import *

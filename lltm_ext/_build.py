@@ -1,7 +1,8 @@
 """How the modules are compiled: into a wheel by setup.py, into a cache by lltm_ext.jit.
 
-src/<op>/ with an <op>.cpp becomes the module lltm_ext._C.<op>; there is no list to edit. LLTM_EXT_CUDA=0/1,
-CUDA_HOME, TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; _toolchain.py has their defaults.
+src/<op>/ with an <op>.cpp becomes the module lltm_ext._C.<op>; there is no list to edit. A module whose files
+include headers of src/common/runtime also compiles the sources there. LLTM_EXT_CUDA=0/1, CUDA_HOME,
+TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; _toolchain.py has their defaults.
 
 Standard library only until a torch is passed in, and importable before the modules are built.
 """
@@ -41,7 +42,10 @@ def ops(src: Path) -> list[str]:
 def sources(src: Path, op: str, cuda: bool) -> list[str]:
     # Each file becomes <stem>.o, so a folder holds no x.cu next to an x.cpp: kernels are in <op>_kernel.cu.
     patterns = ("*.cpp", "*.cu") if cuda else ("*.cpp",)
-    return [str(file) for pattern in patterns for file in sorted((src / op).glob(pattern))]
+    files = [file for pattern in patterns for file in sorted((src / op).glob(pattern))]
+    if any('#include "common/runtime/' in file.read_text() for file in files):
+        files += sorted((src / "common/runtime").glob("*.cpp"))
+    return [str(file) for file in files]
 
 
 class Target:
@@ -110,8 +114,10 @@ def module(target: Target, op: str) -> Any:
         [("AT_PER_OPERATOR_HEADERS", None)],  # torch's headers include only the ops they use
     )
     # -fopenmp: without it at::parallel_for runs on one thread.
-    # The assembler's -I: src/elementwise embeds headers for its compiler at run time.
-    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
+    # The assembler's -I: modules embed headers for the compiler at run time (common/runtime/compiler.h).
+    root = target.src.resolve()
+    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{root}"]
+    extension.extra_compile_args["nvcc"] += [rf"-Xcompiler=-Wa\,-I{root}"]  # nvcc splits at a plain comma
     extension.extra_link_args += ["-fopenmp"]
     if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
         extension.libraries.remove("cudart")

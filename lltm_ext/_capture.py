@@ -9,12 +9,11 @@ is refused when it is called, so that the error points to the user's line.
 from __future__ import annotations
 
 import inspect
-import keyword
 import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lltm_ext._declaration import Declaration, arguments_of, call
 from lltm_ext._graph import (
     Graph,
     Node,
@@ -36,138 +36,6 @@ from lltm_ext._graph import (
     tanh,
     where,
 )
-
-ARGUMENTS = {
-    "x": "the input's projection, with the product with h unless separate=True",
-    "r": "the products with h, if separate=True",
-    "h": "the previous h",
-    "s": "the states",
-    "p": "the parameters",
-    "u": "the inputs of the step",
-}
-
-
-class Declaration(NamedTuple):
-    """What a cell needs besides its function (see lltm_ext.recurrence)."""
-
-    name: str
-    gates: int
-    separate: bool = False
-    states: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    recurrent: bool = True
-
-    def check(self) -> None:
-        if not isinstance(self.gates, int) or self.gates < 1:
-            raise ValueError(f"{self.name}: expected gates to be a positive integer, got {self.gates!r}")
-        if self.separate and not self.recurrent:
-            raise ValueError(
-                f"{self.name}: separate=True keeps the product with h apart; recurrent=False has none"
-            )
-        for option in ("states", "parameters", "inputs"):
-            names = getattr(self, option)
-            if not isinstance(names, tuple) or not all(map(is_name, names)):
-                raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
-            if len(set(names)) < len(names):
-                raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
-
-    def names(self, argument: str) -> tuple[str, ...]:
-        """Of the values of x, r, s, p or u; "" for those without a name."""
-        unnamed = ("",) * self.gates
-        named = {"s": self.states, "p": self.parameters, "u": self.inputs}
-        return unnamed if argument in ("x", "r") else named[argument]
-
-
-def is_name(name: object) -> bool:
-    if not isinstance(name, str) or keyword.iskeyword(name):
-        return False
-    return name.isidentifier() and name.isascii() and name[0] != "_"
-
-
-class Values:
-    """The argument x, r, s, p or u of a cell's function: values by number and by name.
-
-    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
-    """
-
-    def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):
-        self._argument, self._names, self._values = argument, names, values
-
-    def __getitem__(self, i: int | slice) -> Any:
-        try:
-            return self._values[i]
-        except IndexError:
-            raise IndexError(f"{self._argument}[{i}] is out of range: {self._content()}") from None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(f"{self._argument}.{name} does not exist: {self._content()}")
-        return self._values[self._names.index(name)]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def _content(self) -> str:
-        named = ", ".join(f"{self._argument}.{name}" for name in self._names if name)
-        return f"{self._argument} has {named or f'{len(self)} values'}"
-
-
-def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
-    """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
-    taken = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in ARGUMENTS and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            taken.append(name)
-        elif parameter.default is parameter.empty:
-            known = ", ".join(ARGUMENTS)
-            raise TypeError(
-                f"{declared.name}: expected a function of any of {known}, got the argument {parameter}"
-            )
-    for argument, option in (("s", "states"), ("p", "parameters"), ("u", "inputs")):
-        if argument in taken and not getattr(declared, option):
-            raise ValueError(
-                f"{declared.name}: the argument {argument} needs {option}=, the names of its values"
-            )
-    if "r" in taken and not declared.separate:
-        raise ValueError(
-            f"{declared.name}: the argument r needs separate=True; without it x[i] contains the product"
-        )
-    return tuple(taken)
-
-
-def call(
-    function: Callable[..., Any], declared: Declaration, values: Mapping[str, Any]
-) -> tuple[Any, list[Any]]:
-    """The new h and the new states of a call; `values` has h and sequences for x, r, s, p and u.
-
-    They are nodes' tensors in a capture and whole tensors on the CPU.
-    """
-    arguments = {
-        name: values[name] if name == "h" else Values(name, declared.names(name), values[name])
-        for name in arguments_of(function, declared)
-    }
-    result = function(**arguments)
-    h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
-    states = [states] if isinstance(states, Tensor) else states
-    expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
-    if isinstance(h, (tuple, list)) or h is None or not isinstance(states, (tuple, list)):
-        raise TypeError(f"expected the function to return {expected}, got {described(result)}")
-    if len(states) != len(declared.states):
-        raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
-    for name, value in zip(("h", *declared.states), (h, *states), strict=True):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"expected the new {name} to be a tensor, got {described(value)}")
-    return h, list(states)
-
-
-def described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r}" if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
 class Capture(TorchDispatchMode):
@@ -443,7 +311,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
             cell's name, the reason, and the line of the user's text.
     """
     declared.check()
-    arguments_of(function, declared)
+    taken = arguments_of(function, declared)
     graph = Graph()
     mode = Capture(function, graph)
     leaves = {
@@ -459,7 +327,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
     values["h"] = values["h"][0]
     try:
         with torch.inference_mode(False), torch.enable_grad(), mode:
-            h, states = call(function, declared, values)
+            h, states = call(function, declared, taken, values)
         if mode.refusal:
             raise mode.refusal
         outputs = [mode.node(x) for x in (h, *states)]
@@ -475,7 +343,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-OWN = (__file__, inspect.getfile(Graph))
+OWN = tuple(inspect.getfile(part) for part in (Capture, Declaration, Graph))
 INTERNAL = (*OWN, str(Path(torch.__file__).parent))
 
 

@@ -79,10 +79,18 @@ def sequence_op(gates: int) -> Callable[[Declared], Declared]:
         algorithm_op = getattr(ops, f"{name}_algorithm")
 
         def function(
-            input: Any, hx: Any, weight_ih: Any, weight_hh: Any, bias: Any = None, *, algorithm: str = "auto"
+            input: Any,
+            hx: Any,
+            weight_ih: Any,
+            weight_hh: Any,
+            bias: Any = None,
+            *,
+            reset: Any = None,
+            algorithm: str = "auto",
         ) -> tuple[Tensor, State]:
             tensors = check_sequence(name, input, hx, weight_ih, weight_hh, bias)
-            output, h_n, c_n = run(*tensors, algorithm=algorithm)
+            keep = None if reset is None else share_kept(name, reset, input)
+            output, h_n, c_n = run(*tensors, algorithm=algorithm, keep=keep)
             return output, (h_n, c_n)
 
         def algorithm_of(
@@ -125,6 +133,7 @@ def run_steps(
     weight_ih: Tensor,
     weight_hh: Tensor,
     bias: Tensor | None,
+    reset: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """A sequence in pure PyTorch, a Python loop over the steps.
 
@@ -135,12 +144,20 @@ def run_steps(
     if bias is not None:
         projection = projection + bias
     outputs = []
-    for gates in projection.unbind(0):
+    for t, gates in enumerate(projection.unbind(0)):
+        if reset is not None:
+            h, c = (without_reset(x, reset[t]) for x in (h, c))
         new_h, new_c = step(gates + h @ weight_hh.t(), c)
         h, c = new_h.to(h.dtype), new_c.to(c.dtype)
         outputs.append(h)
     output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
     return output, (h, c)
+
+
+def without_reset(state: Tensor, reset: Tensor) -> Tensor:
+    """What a reset, [rows], leaves of a state. True also replaces NaN and infinities by 0."""
+    reset = reset.unsqueeze(-1)
+    return state.masked_fill(reset, 0) if reset.dtype == torch.bool else (state * (1 - reset)).to(state.dtype)
 
 
 def sequence_function(
@@ -154,15 +171,20 @@ def sequence_function(
 
     def by_reference(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> Outputs:
         """By the reference: all steps at once, or step by step if the number of rows changes."""
-        *weights, batch_sizes, reverse = args
+        *weights, batch_sizes, reverse, keep = args
+        reset = None if keep is None else 1 - keep
         if batch_sizes is None:
-            output, (h_n, c_n) = reference(input.flip(0) if reverse else input, (h0, c0), *weights)
+            if reverse:
+                input, reset = input.flip(0), None if reset is None else reset.flip(0)
+            output, (h_n, c_n) = reference(input, (h0, c0), *weights, reset=reset)
             return output.flip(0) if reverse else output, h_n, c_n
         order = slice(None, None, -1 if reverse else 1)
+        resets = [None] * len(batch_sizes) if reset is None else reset.split(batch_sizes)
         outputs = []
-        for step in input.split(batch_sizes)[order]:
+        for step, of_step in list(zip(input.split(batch_sizes), resets, strict=True))[order]:
             n = len(step)
-            rows, (h, c) = reference(step[None], (h0[:n], c0[:n]), *weights)
+            now = None if of_step is None else of_step[None]
+            rows, (h, c) = reference(step[None], (h0[:n], c0[:n]), *weights, reset=now)
             h0, c0 = torch.cat([h, h0[n:]]), torch.cat([c, c0[n:]])
             outputs.append(rows[0])
         return torch.cat(outputs[order]) if outputs else input.new_zeros(0, h0.shape[1]), h0, c0
@@ -179,30 +201,31 @@ def sequence_function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             y, _, _, gates, extra = output
-            *tensors, ctx.batch_sizes, ctx.reverse, ctx.algorithm = inputs
+            ctx.batch_sizes, ctx.reverse, ctx.algorithm, *last = inputs[6:]
+            ctx.others = len(inputs) - 6
             ctx.mark_non_differentiable(gates, extra)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*tensors, y, gates, extra)
+            ctx.save_for_backward(*inputs[:6], y, gates, extra, *(last or (None,)))
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-            *inputs, output, gates, extra = ctx.saved_tensors
-            grads = grad_outputs[:3]
+            *inputs, output, gates, extra, keep = ctx.saved_tensors
+            grads, nothing = grad_outputs[:3], (None,) * ctx.others
             if all(g is None for g in grads):
-                return (None,) * 9
+                return (None,) * 6 + nothing
             how: list[Any] = [ctx.batch_sizes, ctx.reverse]
             if torch.is_grad_enabled():
-                found = differentiable_gradients(lambda *x: by_reference(*x, *how), inputs, grads)
-                return (*found, None, None, None)
+                found = differentiable_gradients(lambda *x: by_reference(*x, *how, keep), inputs, grads)
+                return (*found, *nothing)
             saved = (*inputs[:5], output, gates, extra)
             of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, of_input, of_bias)
-            return (first if of_input else None, *others, last if of_bias else None, None, None, None)
+            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, keep, of_input, of_bias)
+            return (first if of_input else None, *others, last if of_bias else None, *nothing)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-            rule = vmap_rows(SequenceFunction.apply, {0: 1, 1: 0, 2: 0}, (1, 0, 0, 1, 1))
-            return rule(info, in_dims, *args)
+            rows = {0: 1, 1: 0, 2: 0} | ({9: 1} if args[9:] and args[9] is not None else {})
+            return vmap_rows(SequenceFunction.apply, rows, (1, 0, 0, 1, 1))(info, in_dims, *args)
 
     return SequenceFunction
 
@@ -217,18 +240,24 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
+        keep: Tensor | None = None,
     ) -> Outputs:
         if not transforms_active():
-            return op(input, *direction, batch_sizes, reverse, algorithm)
+            return op(input, *direction, batch_sizes, reverse, algorithm, keep)
         if batch_sizes is not None:
             raise RuntimeError(
                 f"{name.upper()}: expected a padded input under torch.func transforms, got a PackedSequence"
             )
-        steps = input.flip(0) if reverse else input
-        output, h_n, c_n, *_ = function.apply(steps, *direction, None, False, algorithm)
+        if reverse:
+            input, keep = input.flip(0), None if keep is None else keep.flip(0)
+        output, h_n, c_n, *_ = function.apply(input, *direction, None, False, algorithm, keep)
         return output.flip(0) if reverse else output, h_n, c_n
 
-    torch.library.register_vmap(f"lltm_ext::{name}", vmap_rows(op, {0: 1, 1: 0, 2: 0}, (1, 0, 0)))
+    def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        rows = {0: 1, 1: 0, 2: 0} | ({9: 1} if args[9:] and args[9] is not None else {})
+        return vmap_rows(op, rows, (1, 0, 0))(info, in_dims, *args)
+
+    torch.library.register_vmap(f"lltm_ext::{name}", batched)
     return run
 
 
@@ -252,6 +281,36 @@ def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[...
         return [tuple(outputs[:3]), tuple(outputs[3:])]
 
     return run
+
+
+def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
+    check_tensor(name, argument, x)
+    if x.device != input.device:
+        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
+    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
+    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
+    if argument != "reset":
+        expected += f" or, for each unit, {[*rows, hidden]}"
+    if x.shape != rows and not (wide and argument != "reset"):
+        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
+            f"requires it ({argument}.detach() does not)"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def share_kept(name: str, reset: Any, input: Tensor) -> Tensor:
+    """What each row of ``input`` keeps of its states at each step, as the dispatcher's ops take it."""
+    check_step_input(name, "reset", reset, input, 0)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return (~reset).to(dtype) if reset.dtype == torch.bool else 1 - reset.to(dtype)
 
 
 def check_sequence(
@@ -302,6 +361,13 @@ def _stack(states: Sequence[Tensor]) -> Tensor:
     return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(list(states))  # without a copy
 
 
+class Steps(NamedTuple):
+    """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
+
+    inputs: list[Tensor]  # in the cell's order
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # of the two directions
+
+
 class SequenceLayer(nn.Module):
     """A layer with the options and the call of nn.LSTM. Its class gives the op and the parameters.
 
@@ -335,21 +401,69 @@ class SequenceLayer(nn.Module):
         input: Tensor,
         states: list[tuple[Tensor, ...]],
         batch_sizes: list[int] | None,
-        steps: Any,
+        steps: Steps,
     ) -> Sequence[tuple[Tensor, ...]]:
         """(output, *states) of each direction. ``states`` are its initial ones."""
         directions = [(*states[i], *self._parameters_of(layer, i)) for i in range(self._directions)]
-        if self.bidirectional:
+        if self.bidirectional and steps.resets[0] is None:
             return self._op.run_both(input, *directions, batch_sizes)
-        return [self._op.run(input, *directions[0], batch_sizes=batch_sizes)]
+        return [
+            self._op.run(
+                input,
+                *direction,
+                batch_sizes=batch_sizes,
+                reverse=i == 1,
+                keep=None if reset is None else share_kept(self._name, reset, input),
+            )
+            for i, (direction, reset) in enumerate(zip(directions, steps.resets, strict=False))
+        ]
 
-    def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx)
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        reset: Tensor | PackedSequence | None = None,
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        return self._forward(input, hx, Steps([], self._resets(input, reset)))
+
+    def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the two directions, in the order of the steps."""
+        if reset is None:
+            return None, None
+        reset = self._step_input("reset", reset, input)
+        sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
+        return reset, at_next_step(reset, sizes) if self.bidirectional else None
+
+    def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
+        """An input of the steps in the order of the steps, from the layout of ``input``."""
+        if isinstance(input, PackedSequence):
+            return self._packed_step_input(name, value, input)
+        check_tensor(self._name, "input", input)
+        check_tensor(self._name, name, value)
+        rows = input.shape[:-1]
+        if value.shape[: len(rows)] != rows:
+            raise RuntimeError(
+                f"{self._name}: expected {name} of shape {list(rows)}, as the input has, or for each unit "
+                f"{[*rows, self.hidden_size]}, got {list(value.shape)}"
+            )
+        if len(rows) == 1:
+            return value.unsqueeze(1)
+        return value.transpose(0, 1) if self.batch_first else value
+
+    def _packed_step_input(self, name: str, value: Any, input: PackedSequence) -> Tensor:
+        if not isinstance(value, PackedSequence):
+            got = type(value).__name__
+            raise TypeError(f"{self._name}: expected {name} to be a PackedSequence as input is, got {got}")
+        order, others = input.sorted_indices, value.sorted_indices
+        same_order = order is others if order is None or others is None else torch.equal(order, others)
+        if not torch.equal(input.batch_sizes, value.batch_sizes) or not same_order:
+            raise RuntimeError(f"{self._name}: expected {name} packed with the lengths of input, got others")
+        return value.data
 
     def _forward(
-        self, input: Tensor | PackedSequence, hx: Any, steps: Any = None
+        self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
-        """``steps`` is for ``_run_layer``: what it takes at each step except the input."""
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, steps)
         check_tensor(self._name, "input", input)
@@ -370,7 +484,7 @@ class SequenceLayer(nn.Module):
         output, final = self._run(input, given, None, steps)
         return output.transpose(0, 1) if self.batch_first else output, self._as_hx(final)
 
-    def _forward_packed(self, input: PackedSequence, hx: Any, steps: Any) -> tuple[PackedSequence, Any]:
+    def _forward_packed(self, input: PackedSequence, hx: Any, steps: Steps) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
         self._check_input(data, dims=(2,))
         states: Sequence[Tensor] | None = None
@@ -388,7 +502,7 @@ class SequenceLayer(nn.Module):
         return states[0] if len(states) == 1 else tuple(states)
 
     def _run(
-        self, input: Tensor, states: Sequence[Tensor] | None, batch_sizes: list[int] | None, steps: Any
+        self, input: Tensor, states: Sequence[Tensor] | None, batch_sizes: list[int] | None, steps: Steps
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``."""
         if states is None:
@@ -515,6 +629,18 @@ class TorchLayer(SequenceLayer):
                 f"{self._name}: expected input of input_size = {self.input_size} features, "
                 f"got {list(input.shape)}"
             )
+
+
+def at_next_step(reset: Tensor, batch_sizes: list[int] | None) -> Tensor:
+    """Resets for the reverse direction: an episode that starts at step t + 1 has no influence on step t."""
+    if batch_sizes is None:
+        return torch.cat([reset[1:], torch.zeros_like(reset[:1])])
+    steps = reset.split(batch_sizes)
+    shifted = [
+        torch.cat([following, torch.zeros_like(step[len(following) :])])
+        for step, following in zip(steps, (*steps[1:], reset[:0]), strict=True)
+    ]
+    return torch.cat(shifted)
 
 
 def check_sizes(name: str, **sizes: int) -> None:

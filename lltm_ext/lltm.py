@@ -149,6 +149,7 @@ def lltm(
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
+    reset: Tensor | None = None,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LLTM cell.
@@ -159,6 +160,8 @@ def lltm(
         weight_ih: [3*H, I].
         weight_hh: [3*H, H].
         bias: [3*H], or None.
+        reset: [T, B], where an episode starts. Before such a step the states of the row become 0 (bool), or
+            are multiplied by 1 - reset (numbers).
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
             device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
@@ -180,7 +183,7 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset)
 
 
 lltm_reference, lltm_algorithm, _SequenceFunction = SEQUENCE_OPS["lltm"][:3]
@@ -274,6 +277,8 @@ class LLTM(CellLayer):
     Shapes:
         input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence;
         hx ``(h0, c0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros where not given;
+        reset, by keyword: where an episode starts (:func:`lltm_ext.lltm`), as input, without its last
+        dimension. The reverse direction is cut at the same places;
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
     """
 

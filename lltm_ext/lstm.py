@@ -36,6 +36,7 @@ def lstm(
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
+    reset: Tensor | None = None,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LSTM cell; arguments, results and errors as for :func:`lltm_ext.lltm`.
@@ -46,12 +47,13 @@ def lstm(
         weight_ih: [4*H, I].
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
+        reset: [T, B], where an episode starts.
         algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset)
 
 
 lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
@@ -60,7 +62,8 @@ lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 class LSTM(TorchLayer, nn.LSTM):
     """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
-    Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. torch.compile
+    Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. A call also takes
+    ``reset=``, where an episode starts, as :class:`lltm_ext.LLTM` does. torch.compile
     refuses any nn.LSTM in fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is
     set.
 

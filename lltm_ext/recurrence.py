@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from lltm_ext._declaration import Declaration, arguments_of, call
+from lltm_ext._derive import derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
-from lltm_ext._sequence import check_states
-
-if TYPE_CHECKING:
-    from lltm_ext._derive import Derived
+from lltm_ext._sequence import check_states, check_step_input, dtype_name
 
 __all__ = ["RecurrentCell", "recurrence"]
 
-ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of the user's function
 # Of a call, of cell.algorithm and cell.gradcheck, and of a layer's parameters.
 RESERVED = (
     "self",
@@ -114,7 +111,7 @@ class RecurrentCell:
         bias: [G*H], or None.
         reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
-        algorithm: "auto" or "stepwise".
+        algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all run in torch's ops.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
     Returns:
@@ -165,20 +162,10 @@ class RecurrentCell:
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
-        self.arguments = self._check_arguments()
-
-    def _check_arguments(self) -> tuple[str, ...]:
-        """The names of the function's arguments, in its order."""
-        names = tuple(inspect.signature(self.function).parameters)
-        for argument in names:
-            if argument not in ARGUMENTS:
-                raise TypeError(
-                    f"{self.__name__}: expected the function's arguments to be some of "
-                    f"{', '.join(ARGUMENTS)}, got {argument}"
-                )
-        if "r" in names and not self.separate:
-            raise TypeError(f"{self.__name__}: expected separate=True, because the function asks for r")
-        return names
+        named = (self.states, tuple(self.parameters), self.inputs)
+        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent)
+        self.arguments = arguments_of(function, self.declared)
+        self.derived = derive(function, self.declared)  # the function as nodes, and their derivative
 
     def __call__(
         self,
@@ -212,7 +199,7 @@ class RecurrentCell:
         backward: bool = False,
         **named: Any,
     ) -> str:
-        """The algorithm of a call with these arguments: "stepwise".
+        """The algorithm of a call with these arguments: "stepwise", "cluster" or "grid".
 
         Args:
             backward: True for the algorithm of the backward pass.
@@ -225,7 +212,9 @@ class RecurrentCell:
         dtype = autocast_dtype(input)
         arguments = arguments if dtype is None else lowered(dtype, *arguments)
         check_call(self, *arguments, inputs, reset, algorithm)
-        return "stepwise"
+        if not input.is_cuda:
+            return "stepwise"
+        return kernels().algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -249,63 +238,19 @@ class RecurrentCell:
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The function's (new h, new states). It takes tensors of any shape that broadcast."""
-        named_states, named_parameters, named_inputs = self._named
-        values = {
-            "x": x,
-            "r": r,
-            "h": h,
-            "s": named_states(*states),
-            "p": named_parameters(*parameters),
-            "u": named_inputs(*inputs),
-        }
-        returned = self.function(*(values[name] for name in self.arguments))
-        if isinstance(returned, Tensor) and not self.states:
-            return returned, ()
-        if (
-            not isinstance(returned, tuple)
-            or len(returned) != 2
-            or not isinstance(returned[1], (tuple, list))
-            or len(returned[1]) != len(self.states)
-            or not all(isinstance(value, Tensor) for value in (returned[0], *returned[1]))
-        ):
-            raise self._wrong_result(returned)
-        return returned[0], tuple(returned[1])
-
-    def _wrong_result(self, returned: Any) -> TypeError:
-        expected = "(new_h, ({}))".format("".join(f"new_{s}, " for s in self.states).rstrip())
-        expected = expected if self.states else "new_h"
-        got = described(returned)
-        return TypeError(
-            f"{self.__name__}: expected the function to return {expected}, of Tensors, got {got}"
-        )
+        values = {"x": x, "r": r, "h": h, "s": states, "p": parameters, "u": inputs}
+        new_h, new_states = call(self.function, self.declared, self.arguments, values)
+        return new_h, tuple(new_states)
 
     @functools.cached_property
-    def _named(self) -> tuple[Any, Any, Any]:
-        """The types of s, p and u, made when first needed."""
-        return (
-            namedtuple("s", self.states),
-            namedtuple("p", tuple(self.parameters)),
-            namedtuple("u", self.inputs),
-        )
-
-    @functools.cached_property
-    def _derived(self) -> Derived:
-        from lltm_ext._capture import Declaration
-        from lltm_ext._derive import derive
-
-        names = (self.states, tuple(self.parameters), self.inputs)
-        options = Declaration(self.__name__, self.gates, self.separate, *names, self.recurrent)
-        return derive(self.function, options)
+    def program(self) -> str:
+        """The cell as the dispatcher's ops take it."""
+        return kernels().program_of(self)
 
     @property
     def source(self) -> str:
-        """The cell in C++, forward and backward, as the kernels compute it: a struct of one unit's functions.
-
-        Raises:
-            TypeError, ValueError, RuntimeError, IndexError, AttributeError: for a function that is no formula
-                of one unit, with the reason and its line.
-        """
-        return self._derived.source
+        """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
+        return self.derived.source
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -325,8 +270,8 @@ class RecurrentCell:
         """
         if not args and not kwargs:
             args, kwargs = self._example(torch.device(device or "cpu"))
-        call = inspect.signature(self).bind(*args, **kwargs).arguments
-        values = {**call, **call.get("named", {})}
+        given = inspect.signature(self).bind(*args, **kwargs).arguments
+        values = {**given, **given.get("named", {})}
         states = check_states(self.__name__, values["hx"], self.state_names)
         values |= dict(zip(self.state_names, states, strict=True))
         values = {name: in_float64(x) for name, x in values.items() if name not in ("hx", "named")}
@@ -412,7 +357,16 @@ def run(
             return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm)
     given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     check_call(cell, *given, algorithm)
+    if input.is_cuda:
+        return kernels().run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
     return run_loop(cell, *given, batch_sizes, is_reverse)
+
+
+def kernels() -> Any:
+    """What runs cells on CUDA. Not imported at the top: the portable library does not have it."""
+    from lltm_ext import _custom_cell
+
+    return _custom_cell
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:
@@ -547,40 +501,11 @@ def is_block_diagonal(weight: Tensor, rows: int, hidden: int) -> bool:
     )
 
 
-def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
-    check_tensor(name, argument, x)
-    if x.device != input.device:
-        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
-    if x.is_complex():
-        raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
-    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
-    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
-    if argument != "reset":
-        expected += f" or, for each unit, {[*rows, hidden]}"
-    if x.shape != rows and not (wide and argument != "reset"):
-        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
-            f"requires it ({argument}.detach() does not)"
-        )
-
-
 def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
-    if algorithm in ("cluster", "grid"):
-        why = "runs cells that are built in" if input.is_cuda else "needs a CUDA device"
-        raise RuntimeError(f"{name}: algorithm {algorithm!r} {why} (algorithm 'auto' runs everything)")
-    if algorithm not in ("auto", "stepwise"):
+    if algorithm in ("cluster", "grid") and not input.is_cuda:
+        raise RuntimeError(
+            f"{name}: algorithm {algorithm!r} needs a CUDA device (algorithm 'auto' runs everything)"
+        )
+    if algorithm not in ("auto", "stepwise", "cluster", "grid"):
         expected = "'auto', 'stepwise', 'cluster' or 'grid'"
         raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def described(returned: Any) -> str:
-    """The form of what a function returned: (Tensor, (float, Tensor))."""
-    if isinstance(returned, (tuple, list)):
-        return f"({', '.join(map(described, returned))})"
-    return type(returned).__name__

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lltm_ext._library import check_tensor
-from lltm_ext._sequence import CellLayer, SequenceLayer, check_sizes, init_uniform
+from lltm_ext._sequence import CellLayer, SequenceLayer, Steps, check_sizes, init_uniform
 from lltm_ext.recurrence import RecurrentCell, run
 
 __all__ = ["Recurrent"]
-
-
-class Steps(NamedTuple):
-    """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
-
-    inputs: list[Tensor]  # in the cell's order
-    resets: tuple[Tensor | None, Tensor | None]  # of the two directions
 
 
 class RecurrentLayer(SequenceLayer):
@@ -50,37 +42,7 @@ class RecurrentLayer(SequenceLayer):
                 )
                 raise TypeError(f"{self._name}: expected {expected} of {self.cell.__name__}, got {name}")
         found = [self._step_input(name, inputs.get(name), input) for name in self.cell.inputs]
-        if reset is None:
-            return Steps(found, (None, None))
-        reset = self._step_input("reset", reset, input)
-        sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
-        return Steps(found, (reset, at_next_step(reset, sizes) if self.bidirectional else None))
-
-    def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
-        """An input of the steps in the order of the steps, from the layout of ``input``."""
-        if isinstance(input, PackedSequence):
-            return self._packed_step_input(name, value, input)
-        check_tensor(self._name, "input", input)
-        check_tensor(self._name, name, value)
-        rows = input.shape[:-1]
-        if value.shape[: len(rows)] != rows:
-            raise RuntimeError(
-                f"{self._name}: expected {name} of shape {list(rows)}, as the input has, or for each unit "
-                f"{[*rows, self.hidden_size]}, got {list(value.shape)}"
-            )
-        if len(rows) == 1:
-            return value.unsqueeze(1)
-        return value.transpose(0, 1) if self.batch_first else value
-
-    def _packed_step_input(self, name: str, value: Any, input: PackedSequence) -> Tensor:
-        if not isinstance(value, PackedSequence):
-            got = type(value).__name__
-            raise TypeError(f"{self._name}: expected {name} to be a PackedSequence as input is, got {got}")
-        order, others = input.sorted_indices, value.sorted_indices
-        same_order = order is others if order is None or others is None else torch.equal(order, others)
-        if not torch.equal(input.batch_sizes, value.batch_sizes) or not same_order:
-            raise RuntimeError(f"{self._name}: expected {name} packed with the lengths of input, got others")
-        return value.data
+        return Steps(found, self._resets(input, reset))
 
     def _run_layer(
         self,
@@ -109,18 +71,6 @@ class RecurrentLayer(SequenceLayer):
             )
             found.append((output, *final))
         return found
-
-
-def at_next_step(reset: Tensor, batch_sizes: list[int] | None) -> Tensor:
-    """Resets for the reverse direction: an episode that starts at step t + 1 has no influence on step t."""
-    if batch_sizes is None:
-        return torch.cat([reset[1:], torch.zeros_like(reset[:1])])
-    steps = reset.split(batch_sizes)
-    shifted = [
-        torch.cat([following, torch.zeros_like(step[len(following) :])])
-        for step, following in zip(steps, (*steps[1:], reset[:0]), strict=True)
-    ]
-    return torch.cat(shifted)
 
 
 class Recurrent(RecurrentLayer, CellLayer):

@@ -191,7 +191,7 @@ def test_a_derived_gradient_equals_that_of_the_function():
     make = Make(DOUBLE)
     for name in cells.__all__:
         cell = getattr(cells, name)
-        derived = cell._derived
+        derived = cell.derived
         planes = {"x": cell.gates, "r": cell.gates * cell.separate, "h": 1}
         planes |= {"s": len(cell.states), "p": len(cell.parameters), "u": len(cell.inputs)}
         values = {key: [make(50).abs().requires_grad_() for _ in range(n)] for key, n in planes.items()}

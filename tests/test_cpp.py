@@ -110,6 +110,38 @@ def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
     assert "LLTM_EXT_CUDA=ON asks for CUDA kernels" in output
 
 
+# ---- compilation at run time -------------------------------------------------------------------------------
+
+COMPILE = """
+#include <cstdio>
+#include "common/runtime/compiler.h"
+int main(int, char** arguments) {
+  std::puts(lltm_ext::compile("kernel", arguments[1], {}, {}, "sm_80").c_str() + 1);
+}
+"""
+
+
+@pytest.mark.packaging
+@pytest.mark.skipif(lltm_ext._record.read()["cuda"] is None, reason="needs a build with CUDA")
+def test_a_program_finds_both_libraries_of_nvrtc(tmp_path: Path) -> None:
+    """In Python, torch has loaded them. A program finds one by its RUNPATH, which NVRTC does not use."""
+    (tmp_path / "main.cpp").write_text(COMPILE)
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    (nvrtc,) = (file for file in loaded if "/libnvrtc.so" in file)
+    cuda = _toolchain.find_cuda(str(torch.version.cuda)).home
+    run(
+        os.environ.get("CXX", "c++"), "-std=c++17", "-DLLTM_EXT_WITH_CUDA", "main.cpp", "-o", "main",
+        *sorted((ROOT / "src/common/runtime").glob("c*.cpp")),
+        *(f"-I{folder}" for folder in (ROOT / "src", TORCH / "include", cuda / "include")),
+        f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl",
+        f"-Wl,-rpath,{TORCH / 'lib'}:{Path(nvrtc).parent}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    cache = str(tmp_path / "cache")
+    kernel = 'extern "C" __global__ void kernel() {}'
+    assert run(tmp_path / "main", kernel, cwd=tmp_path, LLTM_EXT_CACHE=cache).startswith("ELF")
+
+
 # ---- the library -------------------------------------------------------------------------------------------
 
 

@@ -19,18 +19,18 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// algorithm,chunks,sequences,tf32: a variant of more chunks finds no room.
+// shared bytes,algorithm,states,sequences,tf32
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[13];
+    int n[14];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const Problem problem = {n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[5], n[11], n[12] != 0};
+    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, /*recurrent=*/true, false, false};
+    const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
-    const auto has_room = [&](int variant, const GroupGrid&) { return variants[variant].chunks <= n[10]; };
-    const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10};
-    const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[9]), has_room);
+    const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10, n[9]};
+    const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[10]));
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.group_blocks,
@@ -39,7 +39,9 @@ int main(int count, char** questions) {
   }
 }
 """
-H200, A100, L4, T4 = (90, 132, True), (80, 108, False), (89, 58, False), (75, 40, False)
+# Compute capability, multiprocessors, code for sm_90a, bytes of shared memory that a block may have.
+H200, A100 = (90, 132, True, 227 << 10), (80, 108, False, 163 << 10)
+L4, T4 = (89, 58, False, 99 << 10), (75, 40, False, 64 << 10)
 NAMES = {"auto": 0, "stepwise": 1, "cluster": 2, "grid": 3}
 
 
@@ -86,11 +88,11 @@ def encode(
     algorithm="auto",
     dense=True,
     backward=False,
-    chunks=99,
+    states=1,
     sequences=1,
     tf32=False,
 ):
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], chunks, sequences, tf32)
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], states, sequences, tf32)
     return ",".join(str(int(value)) for value in values)
 
 
@@ -147,7 +149,7 @@ def test_the_chosen_algorithm_can_be_asked_for_by_name(plan, chip):
 
 
 def test_kernels_compiled_only_for_hopper_run_only_there(plan):
-    newer = (100, 148, False)
+    newer = (100, 148, False, 227 << 10)
     others = [problem for chip in (A100, L4, newer) for problem in problems(chip=chip)]
     assert not any(found.on_hopper_only for found in plan(*others))
     assert any(found.on_hopper_only for found in plan(*problems()))
@@ -206,10 +208,8 @@ def test_an_algorithm_that_cannot_run_is_refused_with_the_reason(plan, algorithm
 
 
 def test_a_kernel_without_room_in_shared_memory_is_not_chosen(plan):
-    problem = {"hidden": 600, "batch": 8}
-    room, no_room, asked = plan(
-        problem, {**problem, "chunks": 2}, {**problem, "chunks": 2, "algorithm": "grid"}
-    )
+    problem, small = {"hidden": 600, "batch": 8}, {"chip": (*H200[:3], 16 << 10)}
+    room, no_room, asked = plan(problem, {**problem, **small}, {**problem, **small, "algorithm": "grid"})
     assert room.algorithm == "grid"
     assert (no_room.algorithm, no_room.why_not) == ("stepwise", "")
     assert asked.why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"

@@ -1,14 +1,15 @@
 // Kernel launches: grid sizes, programmatic dependent launches and the grid-stride loop.
 #pragma once
 
+#include "common/portable.h"
+
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdint>
-
-#include "common/portable.h"
+#endif
 
 namespace lltm_ext {
 
@@ -18,6 +19,7 @@ constexpr int64_t kMaxBlocks = 1 << 16;
 
 LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+#ifndef __CUDACC_RTC__
 inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
@@ -57,6 +59,7 @@ cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes
   config.numAttrs = programmatic ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
+#endif
 
 // Waits until the previous kernel's results are visible.
 __device__ __forceinline__ void griddepcontrol_wait() {

@@ -1,9 +1,15 @@
 // The scalar formulas of all ops, for CPU and GPU.
 #pragma once
 
-#include <cmath>
-
 #include "common/portable.h"
+
+#ifdef __CUDACC_RTC__
+namespace std {  // NVRTC declares these functions, but not in std
+using ::abs, ::copysign, ::cos, ::erf, ::exp, ::expm1, ::log, ::log1p, ::pow, ::sin, ::sqrt, ::tanh;
+}  // namespace std
+#else
+#include <cmath>
+#endif
 
 namespace lltm_ext {
 

@@ -1,10 +1,11 @@
-// Integer types and function qualifiers for headers that a host compiler, nvcc and NVRTC compile. NVRTC has
-// no host headers.
+// What headers use that a host compiler, nvcc and NVRTC compile: integer types, function qualifiers, and the
+// few templates that they would take from the standard library. NVRTC has no host headers.
 #pragma once
 
 #ifdef __CUDACC_RTC__
 using int32_t = int;
 using int64_t = long long;
+using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using uintptr_t = unsigned long long;
@@ -25,3 +26,25 @@ constexpr bool kForHopper = true;
 #else
 constexpr bool kForHopper = false;
 #endif
+
+namespace lltm_ext {
+
+template <bool kCondition, class Then, class Else>
+struct Conditional {
+  using type = Then;
+};
+template <class Then, class Else>
+struct Conditional<false, Then, Else> {
+  using type = Else;
+};
+
+template <typename T>
+LLTM_HOST_DEVICE constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
+template <typename T>
+LLTM_HOST_DEVICE constexpr T clamped(T x, T least, T most) {
+  return x < least ? least : most < x ? most : x;
+}
+
+}  // namespace lltm_ext

@@ -14,7 +14,8 @@
 #include "common/dispatch.h"
 #include "common/library.h"
 #include "common/python.h"
-#include "elementwise/compiler.h"
+#include "common/runtime/compiler.h"
+#include "elementwise/compile.h"
 #include "elementwise/kernels.h"
 
 namespace lltm_ext {
@@ -255,7 +256,7 @@ py::bytes compile_binary(const std::string& text, at::ScalarType type, const std
     const py::gil_scoped_release no_gil;
     const Program& program = Program::get(text);
     const GradMask mask = wanted.empty() ? 0 : mask_of(program, wanted);
-    return compile(program.description(mask), program.source(type, mask), architecture);
+    return compile_program(program, type, mask, architecture);
   };
   return py::bytes(binary());
 }

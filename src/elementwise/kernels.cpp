@@ -2,51 +2,33 @@
 #include "elementwise/kernels.h"
 
 #include <ATen/TensorIterator.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <array>
-#include <map>
-#include <mutex>
 #include <tuple>
 
 #include "common/dispatch.h"
 #include "common/elementwise_call.h"
-#include "elementwise/compiler.h"
+#include "common/runtime/kernels.h"
+#include "elementwise/compile.h"
 
 namespace lltm_ext {
 namespace {
 
-using Kernels = std::array<cudaKernel_t, kKernelVariants>;
+using Kernels = std::vector<cudaKernel_t>;  // by KernelVariant
 
-// For the current device. The library is never unloaded.
 Kernels load(const Program& program, at::ScalarType type, GradMask mask, c10::DeviceIndex device) {
-  int major, minor;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  const std::string binary = compile(program.description(mask), program.source(type, mask),
-                                     "sm_" + std::to_string(major) + std::to_string(minor));
-  const c10::cuda::CUDAStreamCaptureModeGuard allow_during_capture(cudaStreamCaptureModeRelaxed);
-  cudaLibrary_t library;
-  C10_CUDA_CHECK(cudaLibraryLoadData(&library, binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
-  Kernels kernels;
+  std::vector<std::string> names;
   for (int variant = 0; variant < kKernelVariants; ++variant) {
-    const std::string name = program.kernel_name(static_cast<KernelVariant>(variant), mask);
-    C10_CUDA_CHECK(cudaLibraryGetKernel(&kernels[variant], library, name.c_str()));
+    names.push_back(program.kernel_name(static_cast<KernelVariant>(variant), mask));
   }
-  return kernels;
+  return load_kernels(compile_program(program, type, mask, architecture_of(device)), names);
 }
 
 const Kernels& kernels_of(const Program& program, at::ScalarType type, GradMask mask,
                           c10::DeviceIndex device) {
-  static std::mutex mutex;
-  static auto& loaded =
-      *new std::map<std::tuple<const Program*, at::ScalarType, GradMask, c10::DeviceIndex>, Kernels>();
-  const auto key = std::make_tuple(&program, type, mask, device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = loaded.find(key); found != loaded.end()) return found->second;
-  return loaded.emplace(key, load(program, type, mask, device)).first->second;
+  using Key = std::tuple<const Program*, at::ScalarType, GradMask, c10::DeviceIndex>;
+  static auto& loaded = *new Memo<Key, Kernels>();
+  return loaded.get({&program, type, mask, device}, [&] { return load(program, type, mask, device); });
 }
 
 // Of a backward: all gradients, grad_output, the tensors, the output.

@@ -1,57 +1,19 @@
 #include "elementwise/program.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <cctype>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 
+#include "common/runtime/text.h"
+
 namespace lltm_ext {
 namespace {
 
-constexpr char kSeparator = '\x1f';
-
-using Strings = std::vector<std::string>;
-
-Strings split(std::string_view text, char separator) {
-  Strings parts;
-  for (size_t begin = 0;;) {
-    const size_t end = text.find(separator, begin);
-    parts.emplace_back(text.substr(begin, end - begin));
-    if (end == std::string_view::npos) return parts;
-    begin = end + 1;
-  }
-}
-
-Strings split_names(const std::string& list) { return list.empty() ? Strings() : split(list, ','); }
-
-bool is_identifier(const std::string& name) {
-  const auto valid = [](unsigned char c) { return std::isalnum(c) || c == '_'; };
-  return !name.empty() && !std::isdigit(static_cast<unsigned char>(name[0])) &&
-         std::all_of(name.begin(), name.end(), valid);
-}
-
 int index_of(const Strings& names, const std::string& name) {
   return static_cast<int>(std::find(names.begin(), names.end(), name) - names.begin());
-}
-
-const char* element_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "float";
-    case at::kDouble:
-      return "double";
-    case at::kHalf:
-      return "__half";
-    case at::kBFloat16:
-      return "__nv_bfloat16";
-    default:
-      TORCH_CHECK_TYPE(false, "elementwise: expected dtype float16, bfloat16, float32 or float64, got ",
-                       c10::getDtypeNames(type).first);
-  }
 }
 
 // "<prefix>0, <prefix>1, ..."
@@ -186,14 +148,14 @@ std::string Program::source(at::ScalarType type, GradMask mask) const {
 
   std::string members;
   for (size_t i = 0; i < scalars.size(); ++i) members += "  T s" + std::to_string(i) + ";\n";
-  std::string text =
-      c10::str("#include \"common/elementwise_kernel.cuh\"\n\nnamespace lltm_ext {\nusing Element = ",
-               element_name(type), ";\nusing T = acc_t<Element>;\n}\nusing T = lltm_ext::T;\n\n", functions,
-               "\nnamespace lltm_ext {\n\nstruct Formula {\n", members,
-               "  __device__ __forceinline__ auto operator()(", numbered("T v", inputs), ") const {\n",
-               "    return Values<T, ", calls.size(), ">{{", c10::Join(", ", calls), "}};\n  }\n};\n",
-               "using In = Pointers<const Element, ", inputs, ">;\nusing Out = Pointers<Element, ",
-               calls.size(), ">;\n");
+  std::string text = c10::str(
+      "#include \"common/elementwise_kernel.cuh\"\n\nnamespace lltm_ext {\nusing Element = ",
+      element_name("elementwise", type), ";\nusing T = acc_t<Element>;\n}\nusing T = lltm_ext::T;\n\n",
+      functions, "\nnamespace lltm_ext {\n\nstruct Formula {\n", members,
+      "  __device__ __forceinline__ auto operator()(", numbered("T v", inputs), ") const {\n",
+      "    return Values<T, ", calls.size(), ">{{", c10::Join(", ", calls), "}};\n  }\n};\n",
+      "using In = Pointers<const Element, ", inputs, ">;\nusing Out = Pointers<Element, ", calls.size(),
+      ">;\n");
   const auto add_kernel = [&](KernelVariant variant, const std::string& parameters, const char* call) {
     text += c10::str("\nextern \"C\" __global__ void __launch_bounds__(kElementwiseThreads)\n    ",
                      kernel_name(variant, mask), "(const Formula f, const In in, const Out out, ", parameters,

@@ -72,8 +72,8 @@ struct CellOutputs {
     const int64_t batch = new_h.size(0), hidden = new_h.size(1);
     return {.batch = batch,
             .hidden = hidden,
-            .old_c = pointer<C>(old_cell),
-            .new_c = mutable_pointer<C>(new_cell),
+            .old_states = pointer<C>(old_cell),
+            .new_states = mutable_pointer<C>(new_cell),
             .h = mutable_pointer<T>(new_h),
             .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden)};
   }
@@ -239,8 +239,8 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
                                           .saved = Gates<const T>::stacked(pointer<T>(saved), batch, hidden),
                                           .extra = pointer<C>(cell),
                                           .grad_output = strided_gradient<T>(grad_h),
-                                          .grad_new_c = strided_gradient<C>(grad_cell),
-                                          .grad_old_c = mutable_pointer<C>(grad_old_cell),
+                                          .grad_new_states = strided_gradient<C>(grad_cell),
+                                          .grad_old_states = mutable_pointer<C>(grad_old_cell),
                                           .grad_bias = mutable_pointer<T>(grad_bias)};
   };
 #ifdef LLTM_EXT_WITH_CUDA

@@ -9,20 +9,24 @@
 namespace lltm_ext {
 
 // The one-step op's cell. It saves the new cell state, which is an output anyway, instead of its tanh.
-struct LltmOneStepCell {
-  static constexpr int kGates = LltmCell::kGates, kSaved = LltmCell::kSaved;
+struct LltmOneStepCell : CellDefaults {
+  static constexpr int kGates = LltmCell::kGates, kStates = LltmCell::kStates, kSaved = LltmCell::kSaved;
 
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]) {
-    const A h = LltmCell::forward<Math>(gates, c, saved);
-    saved[3] = c;
+  LLTM_HOST_DEVICE static A forward(const CellInputs<LltmOneStepCell, A>& in, A (&states)[1],
+                                    A (&saved)[kSaved]) {
+    const A h = LltmCell::forward<Math>({{in.x[0], in.x[1], in.x[2]}}, states, saved);
+    saved[3] = states[0];
     return h;
   }
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c,
-                                        A (&grad_gates)[kGates]) {
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LltmOneStepCell, A>&,
+                                        A grad_h, A (&grad_states)[1],
+                                        CellGradients<LltmOneStepCell, A>& grads) {
     const A with_tanh[kSaved] = {saved[0], saved[1], saved[2], Math::tanh(saved[3])};
-    LltmCell::backward<Math>(with_tanh, grad_h, grad_c, grad_gates);
+    CellGradients<LltmCell, A> found;
+    LltmCell::backward<Math>(with_tanh, {}, grad_h, grad_states, found);
+    for (int g = 0; g < kGates; ++g) grads.x[g] = found.x[g];
   }
 };
 

@@ -3,18 +3,21 @@
 #pragma once
 
 #include "common/math.h"
+#include "recurrence/cell.h"
 
 namespace lltm_ext {
 
-struct LltmCell {
-  static constexpr int kGates = 3;  // input, output, candidate
-  static constexpr int kSaved = 4;  // sigmoid(i), sigmoid(o), elu(z); tanh(c')
+struct LltmCell : CellDefaults {
+  static constexpr int kGates = 3;   // input, output, candidate
+  static constexpr int kStates = 1;  // c
+  static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z); tanh(c')
 
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]) {
-    saved[0] = Math::sigmoid(gates[0]);
-    saved[1] = Math::sigmoid(gates[1]);
-    saved[2] = Math::elu(gates[2]);
+  LLTM_HOST_DEVICE static A forward(const CellInputs<LltmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {
+    A& c = states[0];
+    saved[0] = Math::sigmoid(in.x[0]);
+    saved[1] = Math::sigmoid(in.x[1]);
+    saved[2] = Math::elu(in.x[2]);
     c += saved[2] * saved[0];
     saved[3] = Math::tanh(c);
     return saved[3] * saved[1];
@@ -22,13 +25,14 @@ struct LltmCell {
 
   // No forget gate: the gradient of c passes unscaled.
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c,
-                                        A (&grad_gates)[kGates]) {
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LltmCell, A>&, A grad_h,
+                                        A (&grad_states)[1], CellGradients<LltmCell, A>& grads) {
+    A& grad_c = grad_states[0];
     const A input_gate = saved[0], output_gate = saved[1], candidate = saved[2], tanh_c = saved[3];
     grad_c += grad_h * output_gate * tanh_derivative(tanh_c);
-    grad_gates[0] = grad_c * candidate * sigmoid_derivative(input_gate);
-    grad_gates[1] = grad_h * tanh_c * sigmoid_derivative(output_gate);
-    grad_gates[2] = grad_c * input_gate * elu_derivative(candidate);
+    grads.x[0] = grad_c * candidate * sigmoid_derivative(input_gate);
+    grads.x[1] = grad_h * tanh_c * sigmoid_derivative(output_gate);
+    grads.x[2] = grad_c * input_gate * elu_derivative(candidate);
   }
 };
 

@@ -66,13 +66,13 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
   __syncthreads();
   const int r = threadIdx.x;
   if (r >= kForwardRows || r >= rows) return;
-  A gates[3];
+  CellInputs<LltmOneStepCell, A> in;
 #pragma unroll
   for (int g = 0; g < 3; ++g) {
-    gates[g] = args.bias ? widen(args.bias[g * hidden + unit]) : A(0);
-    for (int w = 0; w < kForwardWarps; ++w) gates[g] += warp_sums[w][g][r];
+    in.x[g] = args.bias ? widen(args.bias[g * hidden + unit]) : A(0);
+    for (int w = 0; w < kForwardWarps; ++w) in.x[g] += warp_sums[w][g][r];
   }
-  step_unit<LltmOneStepCell, ExactMath>(args.step, row + r, unit, gates);
+  step_unit<LltmOneStepCell, ExactMath>(args.step, row + r, unit, in);
 }
 
 // ---- backward
@@ -91,14 +91,14 @@ __device__ __forceinline__ void gate_gradients(const FusedCellBackwardArguments<
                                                WarpScratch& shared, int unit, int row,
                                                bool stores_grad_old_c) {
   const int lane = threadIdx.x % kWarp, u = lane % kUnits, r = lane / kUnits;
-  float gradients[3] = {};
+  CellGradients<LltmOneStepCell, float> gradients = {};
   __syncwarp();  // the gradients before have been read
   if (unit + u < args.X.hidden && row + r < args.step.batch) {
     step_unit<LltmOneStepCell, ExactMath>(args.step, row + r, unit + u, gradients,
-                                          stores_grad_old_c ? args.step.grad_old_c : nullptr);
+                                          stores_grad_old_c ? args.step.grad_old_states : nullptr);
   }
 #pragma unroll
-  for (int g = 0; g < 3; ++g) shared.gradients[r][g * kUnits + u] = gradients[g];
+  for (int g = 0; g < 3; ++g) shared.gradients[r][g * kUnits + u] = gradients.x[g];
   __syncwarp();
 }
 

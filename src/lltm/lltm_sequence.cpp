@@ -6,9 +6,8 @@
 namespace lltm_ext {
 namespace {
 
-struct Lltm {
-  static constexpr const char* name = "lltm";
-  using Cell = LltmCell;
+struct Lltm : BuiltInOp<LltmCell> {
+  static std::string name() { return "lltm"; }
 
 #ifndef LLTM_EXT_STABLE_ABI
   static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {

@@ -10,9 +10,8 @@
 namespace lltm_ext {
 namespace {
 
-struct Lstm {
-  static constexpr const char* name = "lstm";
-  using Cell = LstmCell;
+struct Lstm : BuiltInOp<LstmCell> {
+  static std::string name() { return "lstm"; }
 
 #ifndef LLTM_EXT_STABLE_ABI
   static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {

@@ -3,34 +3,38 @@
 #pragma once
 
 #include "common/math.h"
+#include "recurrence/cell.h"
 
 namespace lltm_ext {
 
-struct LstmCell {
-  static constexpr int kGates = 4;  // input, forget, cell, output
-  static constexpr int kSaved = 5;  // the activated gates; c, from which backward recomputes c'
+struct LstmCell : CellDefaults {
+  static constexpr int kGates = 4;   // input, forget, cell, output
+  static constexpr int kStates = 1;  // c
+  static constexpr int kSaved = 5;   // the activated gates; c, from which backward recomputes c'
 
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]) {
-    saved[0] = Math::sigmoid(gates[0]);
-    saved[1] = Math::sigmoid(gates[1]);
-    saved[2] = Math::tanh(gates[2]);
-    saved[3] = Math::sigmoid(gates[3]);
+  LLTM_HOST_DEVICE static A forward(const CellInputs<LstmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {
+    A& c = states[0];
+    saved[0] = Math::sigmoid(in.x[0]);
+    saved[1] = Math::sigmoid(in.x[1]);
+    saved[2] = Math::tanh(in.x[2]);
+    saved[3] = Math::sigmoid(in.x[3]);
     saved[4] = c;
     c = saved[1] * c + saved[0] * saved[2];
     return saved[3] * Math::tanh(c);
   }
 
   template <typename Math, typename A>
-  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c,
-                                        A (&grad_gates)[kGates]) {
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LstmCell, A>&, A grad_h,
+                                        A (&grad_states)[1], CellGradients<LstmCell, A>& grads) {
+    A& grad_c = grad_states[0];
     const A input_gate = saved[0], forget_gate = saved[1], candidate = saved[2], output_gate = saved[3];
     const A c = saved[4], tanh_c = Math::tanh(forget_gate * c + input_gate * candidate);
     grad_c += grad_h * output_gate * tanh_derivative(tanh_c);
-    grad_gates[0] = grad_c * candidate * sigmoid_derivative(input_gate);
-    grad_gates[1] = grad_c * c * sigmoid_derivative(forget_gate);
-    grad_gates[2] = grad_c * input_gate * tanh_derivative(candidate);
-    grad_gates[3] = grad_h * tanh_c * sigmoid_derivative(output_gate);
+    grads.x[0] = grad_c * candidate * sigmoid_derivative(input_gate);
+    grads.x[1] = grad_c * c * sigmoid_derivative(forget_gate);
+    grads.x[2] = grad_c * input_gate * tanh_derivative(candidate);
+    grads.x[3] = grad_h * tanh_c * sigmoid_derivative(output_gate);
     grad_c *= forget_gate;
   }
 };

@@ -3,27 +3,78 @@
 //
 // A cell is a struct that computes one unit of one row, from its pre-activations to the next h and back:
 //
-//   struct Cell {
-//     static constexpr int kGates;  // pre-activations of a unit
-//     static constexpr int kSaved;  // values saved for backward; the first kGates overwrite the gates
-//     // Returns the new h, updates the cell state c and fills `saved`.
+//   struct Cell : CellDefaults {
+//     static constexpr int kGates, kStates, kSaved;  // and what differs from CellDefaults
+//     // Returns the new h, replaces the states by the new ones and fills `saved`.
 //     template <typename Math, typename A>
-//     static A forward(const A (&gates)[kGates], A& c, A (&saved)[kSaved]);
-//     // Computes the gradients of the gates from that of h, and replaces the gradient of the new c by that
-//     // of the old c.
+//     static A forward(const CellInputs<Cell, A>& in, A (&states)[kStates], A (&saved)[kSaved]);
+//     // Computes the gradients of what forward read from that of the new h, and replaces the gradients of
+//     // the new states by those of the old ones. Of `in` it gets the parameters and the step inputs.
 //     template <typename Math, typename A>
-//     static void backward(const A (&saved)[kSaved], A grad_h, A& grad_c, A (&grad_gates)[kGates]);
+//     static void backward(const A (&saved)[kSaved], const CellInputs<Cell, A>& in, A grad_h,
+//                          A (&grad_states)[kStates], CellGradients<Cell, A>& grads);
 //   };
 //
+// Arrays of no elements have one that is not used.
+//
 // In shapes, B is the batch, H the hidden size, N the rows of all steps (length * B if every step has the
-// whole batch), G = kGates, and E = kSaved - kGates the values saved in addition to the gates.
+// whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. Of the saved values the first G
+// overwrite the gates, and E are left.
 #pragma once
-
-#include <stdint.h>
 
 #include "common/types.h"
 
 namespace lltm_ext {
+
+// What a cell is.
+struct CellShape {
+  int gates;        // pre-activations of a unit: the input's projections, and products with h
+  int states;       // values of a unit that a step hands on to the next, besides h
+  int saved;        // values saved for backward
+  int parameters;   // of a unit
+  int step_inputs;  // of a unit, without gradients
+  bool recurrent;   // whether there are products with h
+  bool separate;    // whether the cell sees projections and products apart, or their sums
+  bool reads_h;     // whether a unit reads its own previous h
+
+  constexpr int products() const { return recurrent ? gates : 0; }
+  constexpr int saved_in_gates() const { return saved < gates ? saved : gates; }
+  constexpr int extra() const { return saved - saved_in_gates(); }
+  constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps
+  constexpr int sums() const { return gates + parameters; }   // gradients that are summed over all rows
+};
+
+struct CellDefaults {
+  static constexpr int kParameters = 0, kStepInputs = 0;
+  static constexpr bool kRecurrent = true, kSeparate = false, kReadsH = false;
+};
+
+template <class Cell>
+constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,    Cell::kSaved,    Cell::kParameters,
+                                  Cell::kStepInputs, Cell::kRecurrent, Cell::kSeparate, Cell::kReadsH};
+
+constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
+
+template <class Cell, typename A>
+struct CellInputs {
+  A x[at_least_one(Cell::kGates)];                        // projections, with the products unless kSeparate
+  A r[at_least_one(Cell::kSeparate ? Cell::kGates : 0)];  // products, if kSeparate
+  A h;                                                    // the previous one, if kReadsH
+  A parameters[at_least_one(Cell::kParameters)];
+  A steps[at_least_one(Cell::kStepInputs)];
+};
+
+// Of what CellInputs has.
+template <class Cell, typename A>
+struct CellGradients {
+  A x[at_least_one(Cell::kGates)];
+  A r[at_least_one(Cell::kSeparate ? Cell::kGates : 0)];
+  A h = 0;
+  A parameters[at_least_one(Cell::kParameters)];
+
+  // That of a product with h.
+  LLTM_HOST_DEVICE A product(int gate) const { return Cell::kSeparate ? r[gate] : x[gate]; }
+};
 
 // The rows of a step.
 struct StepRows {
@@ -53,17 +104,22 @@ struct SequenceForwardArguments {
   StepOrder steps;
   int64_t rows;  // N
   int hidden;
-  const T* weight;  // [G * H, H]
-  const T* h0;      // [B, H]
-  const float* c0;  // [B, H]
-  T* gates;         // [N, G, H] the input's projections; if `extra` is given, replaced by what backward needs
-  T* extra;         // [N, E, H] the other values that backward needs, or null
-  T* output;        // [N, H]
-  T* h_n;           // [B, H]
-  float* c_n;       // [B, H]
+  bool save;             // whether to leave in `gates` and `extra` what backward needs
+  const T* weight;       // [G * H, H]
+  const T* parameters;   // [P, H]
+  const T* step_inputs;  // [N, K, H]
+  const float* keep;     // [N] what a row takes of h and its states into a step, or null for all of them
+  const T* h0;           // [B, H]
+  const float* states0;  // [S, B, H]
+  T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
+  T* extra;              // [N, E, H] the other saved values
+  T* output;             // [N, H]
+  T* h_n;                // [B, H]
+  float* states_n;       // [S, B, H]
 };
 
-// The arguments of kernels that run steps [begin, end) backward.
+// The arguments of kernels that run steps [begin, end) backward. The gradient of h after these steps is the
+// sum of grad_h and, if the cell reads h, grad_own_h: what reached it through weights and without them.
 template <typename T>
 struct SequenceBackwardArguments {
   StepOrder steps;
@@ -71,13 +127,19 @@ struct SequenceBackwardArguments {
   int64_t first_row, rows;  // of these steps
   int hidden;
   const T* weight_t;     // [H, G * H]
+  const T* parameters;   // [P, H]
+  const T* step_inputs;  // [N, K, H]
+  const float* keep;     // [N], or null
   const T* gates;        // [N, G, H] as forward left them
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H], or null for zeros
-  T* grad_gates;         // [rows, G, H]
-  T* grad_h;             // [B, H] gradient of h after these steps; replaced by the one before them
-  float* grad_c;         // [B, H] likewise
-  float* grad_bias;      // [B, G, H] += grad_gates, a group's tiles all in the first tile's rows; or null
+  T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
+  T* grad_projections;   // [rows, G, H] then those of the projections, else null
+  T* grad_h;             // [B, H] after these steps; replaced by that before them
+  float* grad_own_h;     // [B, H] likewise, or null
+  float* grad_states;    // [S, B, H] likewise
+  float* grad_sums;      // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
+                         // all in the first tile's rows; or null
 };
 
 // The sequences of a layer's directions, which one launch runs side by side (blockIdx.y). All sizes agree.
@@ -87,5 +149,8 @@ struct PerDirection {
   Arguments of[kMaxDirections];
   int count;
 };
+
+// x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
+LLTM_HOST_DEVICE float keep_share(float keep, float x) { return keep == 0 ? 0 : keep * x; }
 
 }  // namespace lltm_ext

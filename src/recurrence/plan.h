@@ -7,18 +7,10 @@
 #include <string>
 
 #include "common/device.h"
-#include "recurrence/persistent/variants.h"
+#include "recurrence/persistent/shape.h"
+#include "recurrence/step/fused_tile.h"
 
 namespace lltm_ext {
-
-// The output tile of a fused step, which multiplies and applies the cell in one kernel: `rows` of the batch
-// by fused_*_units units, whose K is split over a cluster of `split_k` blocks. 0: the step is not fused, and
-// a library's product precedes the pointwise kernel.
-struct FusedStepTile {
-  int rows = 0, split_k = 0;
-};
-constexpr int kFusedForwardUnits = 32;
-constexpr int fused_backward_units(int rows) { return rows > 64 ? 144 : 64; }
 
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
@@ -31,17 +23,19 @@ struct Plan {
 };
 
 struct Problem {
+  CellShape cell;
   int64_t hidden, batch;
   bool dense;  // every step has the whole batch
   bool backward;
-  int element_size, gates;
-  int sequences = 1;  // of these sizes, run side by side in one launch
-  bool tf32 = false;  // float32 operands may be rounded to TF32
+  int element_size;
+  int sequences = 1;        // of these sizes, run side by side in one launch
+  bool tf32 = false;        // float32 operands may be rounded to TF32
+  bool fused_steps = true;  // whether there are kernels of a fused step
 };
 
 namespace plan_detail {
 
-constexpr int kWarps = 8, kTileRows = 8, kClusterBlocks = 8;
+constexpr int kClusterBlocks = 8;
 
 inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
@@ -50,7 +44,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const int units = 16 * v.unit_tiles;
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
-  if (p.hidden > kWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
+  if (p.hidden > kBlockWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));
@@ -61,20 +55,22 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const int resident = multiprocessors / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
   int64_t rows = tiles_of(p.batch, resident);
-  if (rows > kTileRows) {
+  if (rows > kRowTile) {
     if (cluster) {
-      rows = kTileRows;  // the other clusters wait for a place
+      rows = kRowTile;  // the other clusters wait for a place
     } else if (v.any_rows) {
-      rows = tiles_of(rows, kTileRows) * kTileRows;
+      rows = tiles_of(rows, kRowTile) * kRowTile;
     } else {
       return false;
     }
   }
-  // The cell states of a group's rows use the shared memory that the weights leave free.
-  if (rows * units * 4 > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
+  // What the rows of a group carry uses the shared memory that the weights leave free.
+  if (rows * units * 4 * std::max(p.cell.carried(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>(tiles_of(p.batch, rows));
-  return true;
+  const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
+  return shape.shared_bytes({static_cast<int>(p.hidden), grid.group_blocks, 0, grid.rows}) <=
+         device.shared_bytes;
 }
 
 // Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
@@ -86,9 +82,9 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     return p.sequences * grid.groups <= waves * (device.cluster_multiprocessors / grid.group_blocks);
   }
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
-  if (p.sequences > 1) return grid.rows <= kTileRows * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
+  if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);
-  return grid.rows <= kTileRows * tiles;
+  return grid.rows <= kRowTile * tiles;
 }
 
 // 4, 2 or 1, with at least 64 of K in each part.
@@ -110,14 +106,14 @@ inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& devi
   const int64_t tiles = tiles_of(p.batch, rows) * columns;
   const int split_k =
       split_k_of(4 * tiles <= device.multiprocessors, tiles <= device.multiprocessors, p.hidden);
-  if (p.hidden > 1024 * split_k || (rows > 64 && p.gates > 3)) return {};
+  if (p.hidden > 1024 * split_k || (rows > 64 && p.cell.gates > 3)) return {};
   return {rows, split_k};
 }
 
 // Here K is gates * hidden, so it is split in four even if some multiprocessors then get two blocks. Large
 // tiles run in clusters of eight if all clusters are resident.
 inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& device) {
-  const int64_t k = p.gates * p.hidden;
+  const int64_t k = p.cell.gates * p.hidden;
   const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, fused_backward_units(64));
   const int split_k = split_k_of(8 * tiles <= 3 * device.multiprocessors, tiles <= device.multiprocessors, k);
   if (k <= (split_k == 4 ? 8192 : 1024 * split_k)) return {64, split_k};
@@ -127,12 +123,13 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 }
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
-  if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+  if (!p.fused_steps || !device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // blockIdx.y has tiles
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
+  if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
     return "needs a hidden_size that is a multiple of 8, got " + std::to_string(p.hidden);
@@ -149,10 +146,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 }  // namespace plan_detail
 
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
-// `has_room(i, grid)` returns whether the blocks of variant i fit in shared memory.
-template <class HasRoom>
-Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested,
-                     HasRoom&& has_room) {
+inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
   plan.fused_step = plan_detail::fused_step_tile(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
@@ -163,20 +157,20 @@ Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm
       if (requested != Algorithm::kAuto && requested != v.algorithm) continue;
       // In IEEE float32 with four gates these variants do not fit a multiprocessor backward. An algorithm
       // requested by name must serve forward and backward.
-      const bool only_forward = problem.element_size == 4 && !v.tf32 && problem.gates > 3 && v.chunks > 4;
+      const bool only_forward =
+          problem.element_size == 4 && !v.tf32 && problem.cell.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, device, grid)) continue;
       if (requested == Algorithm::kAuto &&
           !plan_detail::pays_off(v, problem, device, grid, plan.fused_step)) {
         continue;
       }
-      if (!has_room(i, grid)) continue;
       plan = {v.algorithm, i, grid};
       return;
     }
   };
-  const bool possible = problem.element_size <= 4 && problem.hidden % 8 == 0 && problem.hidden > 0 &&
-                        problem.batch > 0 && device.compute_capability >= 80;
+  const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden % 8 == 0 &&
+                        problem.hidden > 0 && problem.batch > 0 && device.compute_capability >= 80;
   if (possible) problem.element_size == 2 ? choose(kHalfVariants) : choose(kFloatVariants);
   if (requested != Algorithm::kAuto && plan.algorithm != requested) {
     plan.why_not = plan_detail::why_not(problem, device, requested);

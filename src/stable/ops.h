@@ -59,6 +59,11 @@ inline Tensor stack(const std::vector<Tensor>& tensors) {
   return call_op<Tensor>("aten::stack", "", tensors, int64_t{0});
 }
 
+inline Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
+  return call_op<Tensor>("aten::where", "self", condition, a, b);
+}
+inline Tensor mul(const Tensor& a, const Tensor& b) { return call_op<Tensor>("aten::mul", "Tensor", a, b); }
+
 // ---- Sums and products
 
 inline Tensor operator+(const Tensor& a, const Tensor& b) {

@@ -1,12 +1,16 @@
 // Hopper's PTX instructions by name: mbarrier, clusters, TMA, setmaxnreg, wgmma. For sm_90a only.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
-
 #include "common/launch.cuh"
+#include "common/types.h"
+
+#ifdef __CUDACC_RTC__
+struct alignas(64) CUtensorMap {  // as in cuda.h, which NVRTC does not have
+  uint64_t opaque[16];
+};
+#else
+#include <cuda.h>
+#endif
 
 // Wraps a kernel's body. Other architectures compile the kernel too, but never launch it.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)

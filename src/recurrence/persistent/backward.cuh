@@ -8,16 +8,16 @@
 namespace lltm_ext {
 
 template <class Config>
-constexpr int kBackwardPlanes =
-    Config::kGates + Config::kExtra + 1 + (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
+constexpr int kBackwardPlanes = Config::Cell::kSaved + Config::Cell::kStepInputs + 1 +
+                                (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
 
 template <class Config>
 class PersistentBackward
     : public PersistentSteps<PersistentBackward<Config>, Config, kBackwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::cell, Base::has_pair, Base::kExtra,
-      Base::kGates, Base::kPairs;
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
+      Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::T;
 
  public:
@@ -30,9 +30,11 @@ class PersistentBackward
                          [&](int gate, int unit) {
                            return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * hidden_;
                          });
+    Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
-    arrays.add(args_.gates, kGates);
+    arrays.add(args_.gates, kGates, Config::kShape.cell.saved_in_gates());
     arrays.add(args_.extra, kExtra);
+    arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, 1);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * hidden_, kGates);
   }
@@ -52,27 +54,34 @@ class PersistentBackward
 
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
-    Pair<T> saved[Cell::kSaved], grad_output;
+    Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    float keep;
   };
   struct InputAddresses {
-    const T *gates, *extra, *grad_output;
+    const T *gates, *extra, *steps, *grad_output;
     __device__ __forceinline__ void move(int64_t elements) {
       gates += elements * kGates;
       extra += elements * kExtra;
+      steps += elements * Cell::kStepInputs;
       grad_output += elements;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
-            args_.grad_output + row * hidden_ + j};
+            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j};
   }
-  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
+  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at, int64_t row) const {
+    if (args_.keep) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
     }
+    Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = args_.grad_output ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
   }
+
+  using Gradients = CellGradients<Cell, float>[2];  // of a pair's units
+  using States = float2[at_least_one(kStates)];
 
   // ---- one row tile
 
@@ -81,8 +90,10 @@ class PersistentBackward
     int64_t at;  // in [B, H]
     T* grad_gates;
     InputAddresses inputs;
-    float2 grad_c, grad_h;  // grad_h: of the state after the last step, then 0
-    float grads[2][kGates];
+    States grad_states;
+    float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
+    float keep;     // of the step computed last
+    Gradients grads;
   };
 
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
@@ -97,11 +108,15 @@ class PersistentBackward
       p.at = static_cast<int64_t>(b) * hidden_ + j;
       p.inputs = inputs_at(first + b, j);
       p.grad_gates = grad_gates(first + b) + j;
-      p.grad_c = p.grad_h = make_float2(0, 0);
+      p.grad_h = make_float2(0, 0);
+      p.keep = 1;
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
-      p.grad_c = read_pair(args_.grad_c + p.at).widen();
+      load_grad_states(p.grad_states, p.at);
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
-      load(inputs_[i], p.inputs);
+      if (Cell::kReadsH) p.grad_h = add(p.grad_h, read_pair(args_.grad_own_h + p.at).widen());
+      load(inputs_[i], p.inputs, first + b);
     }
     return {nullptr, 0, false, map_.element, map_.g};
   }
@@ -115,19 +130,24 @@ class PersistentBackward
 
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
-    const float2 sum = Base::total(sums, 0, i);
-    run_cell(i, make_float2(sum.x + p.grad_h.x, sum.y + p.grad_h.y), p.grad_c, p.grads);
+    float2 through_weights = Base::total(sums, 0, i);
+    if (args_.keep) {
+      through_weights = Base::kept(p.keep, through_weights);
+      p.keep = inputs_[i].keep;
+    }
+    run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
   }
 
   // Moves on to step n.
   __device__ __forceinline__ void prepare_pair(int i, int n) {
     OneTilePair& p = pairs_[i];
-    p.grad_h = make_float2(0, 0);
-    add_grad_bias(i, p.grads);
+    p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
+    add_sums(i, p.grads);
+    if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
     p.grad_gates += to_next_ * kGates * hidden_;
     p.inputs.move(to_next_ * hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.inputs);
+    if (p.exists && n < steps()) load(inputs_[i], p.inputs, rows_of(n).first + row(i, 0));
   }
 
   // The gradients of the states before the first step.
@@ -137,24 +157,40 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
-      const float2 sum = Base::total(sums, 0, i);
+      float2 sum = Base::total(sums, 0, i);
+      if (args_.keep) sum = Base::kept(p.keep, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
-      write_pair(args_.grad_c + p.at, p.grad_c.x, p.grad_c.y);
+      if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
+      store_grad_states(p.grad_states, p.at);
     }
-    store_grad_bias();
+    store_sums();
   }
 
   // ---- any number of rows
 
-  __device__ __forceinline__ float* grad_c(int i, int b) const {
-    return args_.grad_c + static_cast<int64_t>(b) * hidden_ + unit(i);
+  __device__ __forceinline__ void load_carried() {
+    Base::for_all_pairs([&](int i, int b) {
+      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      States grad_states;
+      load_grad_states(grad_states, at);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
+      if (Cell::kReadsH) carried(i, b, kStates) = read_pair(args_.grad_own_h + at).widen();
+    });
   }
-  __device__ __forceinline__ void load_cells() {
-    Base::for_all_cells([&](int i, int b) { *cell(i, b) = read_pair(grad_c(i, b)).widen(); });
-  }
-  __device__ __forceinline__ void store_cells() {
-    Base::for_all_cells([&](int i, int b) { write_pair(grad_c(i, b), cell(i, b)->x, cell(i, b)->y); });
-    store_grad_bias();
+  __device__ __forceinline__ void store_carried() {
+    Base::for_all_pairs([&](int i, int b) {
+      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      States grad_states;
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
+      store_grad_states(grad_states, at);
+      if constexpr (Cell::kReadsH) {
+        const float2 grad_h = carried(i, b, kStates);
+        write_pair(args_.grad_own_h + at, grad_h.x, grad_h.y);
+      }
+    });
+    store_sums();
   }
 
   __device__ __forceinline__ void load_inputs(const StepRows& rows, int tile) {
@@ -162,7 +198,7 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        load(inputs_[i], inputs_at(rows.first + b, unit(i)));
+        load(inputs_[i], inputs_at(rows.first + b, unit(i)), rows.first + b);
       }
     }
   }
@@ -184,75 +220,125 @@ class PersistentBackward
       const int b = row(i, tile), j = unit(i);
       if (!has_pair(i, b)) continue;
       T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
-      const float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
+      float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
+      if (args_.keep && b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
         continue;
       }
-      float grads[2][kGates];
-      float2 c = *cell(i, b);
-      run_cell(i, grad_h, c, grads);
-      *cell(i, b) = c;
-      exchange_gates(grad_gates(current.first + b) + j, grads, true, i);
-      add_grad_bias(i, grads);
+      Gradients grads;
+      States grad_states;
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
+      if (Cell::kReadsH) grad_h = add(grad_h, carried(i, b, kStates));
+      run_cell(i, grad_h, grad_states, grads);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
+      if (Cell::kReadsH) carried(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
+      T* const to = grad_gates(current.first + b) + j;
+      exchange_gates(to, grads, true, i);
+      store_projections(to - args_.grad_gates, grads);
+      add_sums(i, grads);
     }
   }
 
   // ---- a pair
 
-  // Updates grad_c and computes the gradients of the gates.
-  __device__ __forceinline__ void run_cell(int i, float2 grad_h, float2& grad_c, float (&grads)[2][kGates]) {
-    float saved[2][Cell::kSaved];
+  __device__ __forceinline__ static float2 add(float2 a, float2 b) {
+    return make_float2(a.x + b.x, a.y + b.y);
+  }
+
+  __device__ __forceinline__ void load_grad_states(States& states, int64_t at) const {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      states[s] = read_pair(args_.grad_states + Base::state_at(s, at, args_.steps.batch)).widen();
+    }
+  }
+  __device__ __forceinline__ void store_grad_states(const States& states, int64_t at) const {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      write_pair(args_.grad_states + Base::state_at(s, at, args_.steps.batch), states[s].x, states[s].y);
+    }
+  }
+
+  // Updates the gradients of the states and computes those of what the cell reads.
+  __device__ __forceinline__ void run_cell(int i, float2 grad_h, States& grad_states, Gradients& grads) {
+    CellInputs<Cell, float> in[2];
+    Base::widen_inputs(in, i, inputs_[i].steps);
+    float saved[2][at_least_one(Cell::kSaved)], of_unit[2][at_least_one(kStates)];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       const float2 value = inputs_[i].saved[v].widen();
       saved[0][v] = value.x;
       saved[1][v] = value.y;
     }
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) of_unit[0][s] = grad_states[s].x, of_unit[1][s] = grad_states[s].y;
     using Math = typename Config::Math;
-    const float2 grad_output = inputs_[i].grad_output.widen();
-    Cell::template backward<Math>(saved[0], grad_h.x + grad_output.x, grad_c.x, grads[0]);
-    Cell::template backward<Math>(saved[1], grad_h.y + grad_output.y, grad_c.y, grads[1]);
-  }
-
-  __device__ __forceinline__ void exchange_gates(T* address, const float (&grads)[2][kGates], bool exists,
-                                                 int i) {
+    const float2 total = add(grad_h, inputs_[i].grad_output.widen());
+    Cell::template backward<Math>(saved[0], in[0], total.x, of_unit[0], grads[0]);
+    Cell::template backward<Math>(saved[1], in[1], total.y, of_unit[1], grads[1]);
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      Base::exchange(address + gate * hidden_, grads[0][gate], grads[1][gate], exists, i, gate);
+    for (int s = 0; s < kStates; ++s) grad_states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
+    if (!args_.keep) return;
+    Base::keep(inputs_[i].keep, grad_states);
+    if constexpr (Cell::kReadsH) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
     }
   }
 
-  __device__ __forceinline__ void add_grad_bias(int i, const float (&grads)[2][kGates]) {
+  __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      grad_bias_[i][gate].x += grads[0][gate];
-      grad_bias_[i][gate].y += grads[1][gate];
+      Base::exchange(address + gate * hidden_, grads[0].product(gate), grads[1].product(gate), exists, i,
+                     gate);
     }
   }
-
-  __device__ void store_grad_bias() const {
-    if (!args_.grad_bias) return;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int b = row(i, 0);
-      if (!has_pair(i, b)) continue;
-      float* const sums = args_.grad_bias + static_cast<int64_t>(b) * kGates * hidden_ + unit(i);
+  // Those of the projections, if they are not those of the products.
+  __device__ __forceinline__ void store_projections(int64_t at, const Gradients& grads) const {
+    if constexpr (Cell::kSeparate) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        float2* sum = reinterpret_cast<float2*>(sums + gate * hidden_);
-        sum->x += grad_bias_[i][gate].x;
-        sum->y += grad_bias_[i][gate].y;
+        write_pair(args_.grad_projections + at + gate * hidden_, grads[0].x[gate], grads[1].x[gate]);
       }
     }
   }
 
+  __device__ __forceinline__ void add_sums(int i, const Gradients& grads) {
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      sums_of_rows_[i][gate] = add(sums_of_rows_[i][gate], make_float2(grads[0].x[gate], grads[1].x[gate]));
+    }
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) {
+      float2& sum = sums_of_rows_[i][kGates + p];
+      sum = add(sum, make_float2(grads[0].parameters[p], grads[1].parameters[p]));
+    }
+  }
+
+  __device__ void store_sums() const {
+    if (!args_.grad_sums) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int b = row(i, 0);
+      if (!has_pair(i, b)) continue;
+      float* const sums = args_.grad_sums + static_cast<int64_t>(b) * kSums * hidden_ + unit(i);
+#pragma unroll
+      for (int sum = 0; sum < kSums; ++sum) {
+        float2* const to = reinterpret_cast<float2*>(sums + sum * hidden_);
+        *to = add(*to, sums_of_rows_[i][sum]);
+      }
+    }
+  }
+
+  static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
   int64_t to_next_;     // rows to the next step's
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];
   Inputs inputs_[kPairs];  // of the tile to come
-  float2 grad_bias_[kPairs][kGates] = {};
+  float2 sums_of_rows_[kPairs][kSums] = {};
 };
 
 template <class Config>

@@ -5,23 +5,15 @@
 // a thread takes over for a pair: two adjacent units of one row.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <type_traits>
-
 #include "common/fast_math.cuh"
 #include "common/portable.h"
 #include "recurrence/cell.h"
 #include "recurrence/persistent/exchange.cuh"
 #include "recurrence/persistent/pair.cuh"
 #include "recurrence/persistent/product.cuh"
-#include "recurrence/persistent/variants.h"
+#include "recurrence/persistent/shape.h"
 
 namespace lltm_ext {
-
-constexpr int kBlockThreads = 256;
-constexpr int kBlockWarps = kBlockThreads / 32;
 
 template <typename T>
 struct ProductOf;
@@ -43,7 +35,6 @@ template <typename T, int kUnitTiles, int kChunks>
 struct BlockTile {
   static constexpr int kKSlices = kBlockWarps / kUnitTiles;
   static constexpr int kUnits = 16 * kUnitTiles;
-  static constexpr int kSumStride = kUnits + 4;  // of sums in shared memory, avoids bank conflicts
   static constexpr int kVectorElements = 16 / sizeof(T);
   static constexpr int kChunkElements = kChunkBytes / sizeof(T);
   static constexpr int kPairs = kUnits * kRowTile / 2;
@@ -57,27 +48,22 @@ template <class Cell_, typename T_, int kVariantIndex, bool kBackward>
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
-  static constexpr PersistentVariant kVariant =
-      sizeof(T) == 2 ? kHalfVariants[kVariantIndex] : kFloatVariants[kVariantIndex];
+  static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
+  static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;
   static constexpr int kUnitTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
-  static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
-  static constexpr int kInputs = kBackward ? kGates : 1;   // values of a unit that blocks exchange
-  static constexpr int kOutputs = kBackward ? 1 : kGates;  // sums of a unit
+  static constexpr int kGates = Cell::kGates, kExtra = kShape.cell.extra();
+  static constexpr int kInputs = kShape.inputs(), kOutputs = kShape.outputs();
   static constexpr ExchangeThrough kThrough =
-      kVariant.algorithm == Algorithm::kCluster ? ExchangeThrough::kCluster : ExchangeThrough::kL2;
+      kShape.through_cluster() ? ExchangeThrough::kCluster : ExchangeThrough::kL2;
   static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // and above
 
   using Math = typename MathOf<T>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
-  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits,
-                                 sharing_warps(kAnyRows, kUnitTiles, kChunks, kInputs)>;
-  using Product = std::conditional_t<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>;
-  // How many gates' weights fit in registers, given those of the exchanged vectors.
-  static constexpr int kGatesInRegisters =
-      std::clamp((255 - 55 - 4 * Exchange::kVectors) / (8 * kChunks), 1, kGates);
-  using Weights = WarpWeights<kGates, kChunks, kGatesInRegisters>;
-  static constexpr int kInputsPerProduct = Product::kNeedsScratch ? 1 : Exchange::kInputsPerLoad;
+  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
+  using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
+  using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
+  static constexpr int kInputsPerProduct = kShape.inputs_per_product();
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
 
   // Whether the kernel is compiled for an architecture. If not, it is never launched.
@@ -149,23 +135,22 @@ __device__ __forceinline__ void load_weights(typename Config::Weights& weights, 
   }
 }
 
-// The partial sums of a tile: [kKSlices][kOutputs][kRowTile][kSumStride] floats in shared memory.
+// The partial sums of a tile: [k_slices][kOutputs][kRowTile][sum_stride] floats in shared memory.
 template <class Config>
 struct PartialSums {
-  using Tile = typename Config::Tile;
-  static constexpr int kOutputs = Config::kOutputs;
-  static constexpr int kSize = Tile::kKSlices * kOutputs * kRowTile * Tile::kSumStride;
+  static constexpr int kOutputs = Config::kOutputs, kSlices = Config::kShape.k_slices(),
+                       kStride = Config::kShape.sum_stride(), kSize = Config::kShape.partial_sums();
 
   __device__ static __forceinline__ void write(float* tile, const float (&sums)[kOutputs][4],
                                                const ThreadMap<Config>& map) {
 #pragma unroll
     for (int out = 0; out < kOutputs; ++out) {
-      float* at = tile + ((map.k_slice * kOutputs + out) * kRowTile + 2 * map.t) * Tile::kSumStride +
+      float* at = tile + ((map.k_slice * kOutputs + out) * kRowTile + 2 * map.t) * kStride +
                   16 * map.unit_tile + map.g;
       at[0] = sums[out][0];
-      at[Tile::kSumStride] = sums[out][1];
+      at[kStride] = sums[out][1];
       at[8] = sums[out][2];
-      at[Tile::kSumStride + 8] = sums[out][3];
+      at[kStride + 8] = sums[out][3];
     }
   }
 
@@ -173,9 +158,9 @@ struct PartialSums {
   __device__ static __forceinline__ float2 total(const float* tile, int out, int row, int unit) {
     float2 sum = make_float2(0, 0);
 #pragma unroll
-    for (int slice = 0; slice < Tile::kKSlices; ++slice) {
+    for (int slice = 0; slice < kSlices; ++slice) {
       const float2 part = *reinterpret_cast<const float2*>(
-          tile + ((slice * kOutputs + out) * kRowTile + row) * Tile::kSumStride + unit);
+          tile + ((slice * kOutputs + out) * kRowTile + row) * kStride + unit);
       sum.x += part.x;
       sum.y += part.y;
     }
@@ -184,27 +169,23 @@ struct PartialSums {
 };
 
 // A block's shared memory: two tiles of partial sums; each warp's scratch and the weights that don't fit in
-// its registers; if a group may have several tiles, the cell states of its rows; the exchange's buffers.
+// its registers; what the rows of several tiles carry; the exchange's buffers.
 template <class Config>
 class SharedStorage {
-  static constexpr int kScratch = 2 * PartialSums<Config>::kSize;
-  static constexpr int kWeights = kScratch + kBlockWarps * Config::WarpProduct::kScratch;
-  static constexpr int kCells = kWeights + kBlockWarps * Config::Weights::kShared;
-  static constexpr int kCellsPerRow = Config::kAnyRows ? Config::Tile::kUnits : 0;
+  static constexpr PersistentShape kShape = Config::kShape;
+  static constexpr int kScratch = 2 * kShape.partial_sums();
+  static constexpr int kWeights = kScratch + kBlockWarps * kShape.warp_scratch();
+  static constexpr int kCarried = kWeights + kBlockWarps * kShape.warp_weights();
 
  public:
-  static size_t bytes(const Group& group) {
-    return sizeof(float) * (kCells + group.rows * kCellsPerRow) + Config::Exchange::shared_bytes(group);
-  }
-
   __device__ explicit SharedStorage(float* base) : base_(base) {}
   __device__ float* sums() const { return base_; }
-  __device__ float* scratch() const {
-    return base_ + kScratch + threadIdx.x / 32 * Config::WarpProduct::kScratch;
+  __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
+  __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
+  __device__ float* carried() const { return base_ + kCarried; }
+  __device__ char* exchange(int rows) const {
+    return reinterpret_cast<char*>(carried() + rows * kShape.carried_per_row());
   }
-  __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * Config::Weights::kShared; }
-  __device__ float* cells() const { return base_ + kCells; }
-  __device__ char* exchange(int rows) const { return reinterpret_cast<char*>(cells() + rows * kCellsPerRow); }
 
  private:
   float* const base_;
@@ -229,24 +210,26 @@ class L2Prefetcher {
     for (int i = 0; i < kPerThread; ++i) row_[i] = 1 << 30;  // beyond all rows
   }
 
-  // Adds arrays [rows, planes, H], kPlanes planes in total. The planes of a null array are not fetched.
+  // Adds arrays [rows, planes, H], of which the first `used` planes are fetched, kPlanes in total; none of a
+  // null array.
   class Arrays {
    public:
     __device__ Arrays(L2Prefetcher& prefetcher, const ThreadMap<Config>& map, int hidden)
         : prefetcher_(prefetcher), map_(map), hidden_(hidden) {}
-    __device__ void add(const T* base, int planes) {
+    __device__ void add(const T* base, int planes) { add(base, planes, planes); }
+    __device__ void add(const T* base, int planes, int used) {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
         const int at = static_cast<int>(threadIdx.x) - kFirst + i * kThreads;
         const int plane = at / kRowTile / Tile::kSectors - first_plane_;
         const int j = map_.first_unit + at / kRowTile % Tile::kSectors * (32 / static_cast<int>(sizeof(T)));
-        if (!base || at < 0 || plane < 0 || plane >= planes || j >= hidden_) continue;
+        if (!base || at < 0 || plane < 0 || plane >= used || j >= hidden_) continue;
         const int row = map_.first_row + at % kRowTile;
         prefetcher_.address_[i] = base + (static_cast<int64_t>(row) * planes + plane) * hidden_ + j;
         prefetcher_.row_[i] = row;
         prefetcher_.stride_[i] = planes * hidden_;
       }
-      first_plane_ += planes;
+      first_plane_ += used;
     }
 
    private:

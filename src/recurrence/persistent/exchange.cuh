@@ -17,14 +17,6 @@ namespace lltm_ext {
 
 enum class ExchangeThrough { kL2, kCluster };
 
-// A block's group, and its number in it.
-struct Group {
-  int hidden;
-  int blocks;
-  int block;
-  int rows;  // of the batch
-};
-
 // The row that a lane loads.
 template <typename T>
 struct RowSource {
@@ -40,12 +32,6 @@ struct RowSource {
 constexpr int kMaxPolls = 1 << 24;
 inline __device__ __noinline__ void trap_on_timeout() { __trap(); }
 
-// How many warps of different units share the loading of vectors that all of them need, through shared
-// memory. One if shared memory has no room, or if every tile reads weights from it.
-constexpr int sharing_warps(bool any_rows, int unit_tiles, int chunks, int inputs) {
-  return unit_tiles == 1 || (any_rows && chunks > 4) || inputs * chunks > 24 ? 1 : 2;
-}
-
 template <ExchangeThrough kThrough, typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
 class StateExchange;
 
@@ -55,9 +41,7 @@ class StateExchange;
 // it until it differs from kUnwritten. So a step costs one round trip through L2 and no barrier, and nothing
 // depends on the order in which different words become visible.
 
-// A NaN in every type, but not one that arithmetic produces: those are 0x7fff and 0x7fffffff.
-constexpr unsigned kUnwritten = ~0u;
-constexpr int kUnwrittenByte = 0xff;
+constexpr unsigned kUnwritten = kUnwrittenByte * 0x01010101u;
 
 __device__ __forceinline__ bool is_written(const uint4& x) {
   return max(max(x.x, x.y), max(x.z, x.w)) != kUnwritten;
@@ -88,14 +72,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
   static_assert(kSharingWarps <= 2 && kChunks % kSharingWarps == 0, "vectors are shared by two at most");
 
  public:
-  static constexpr int kInputsPerLoad = kSharingWarps == 1 ? kInputs : 1;
-  static constexpr int kVectors =
-      kSharingWarps == 1 ? kInputs * kChunks : kInputs * kOwnChunks + kChunks;  // in registers
   static constexpr bool kThroughL2 = true;
-
-  static size_t shared_bytes(const Group&) {
-    return kSharingWarps == 1 ? 0 : kWarps * kInputs * kOwnChunks * 32 * sizeof(uint4);
-  }
 
   __device__ StateExchange(char* shared, const Group& group)
       : input_bytes_(group.hidden * sizeof(T)),
@@ -116,14 +93,15 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
   }
 
   // After start() with the same source. Takes several inputs in order, from the first.
-  __device__ __forceinline__ void load(uint4 (&vectors)[kInputsPerLoad][kChunks], int input,
+  template <int kLoaded>
+  __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) {
     if (input == 0) {
       wait(source);
       if (kSharingWarps == 2) share();
     }
 #pragma unroll
-    for (int i = 0; i < kInputsPerLoad * kOwnChunks; ++i) {
+    for (int i = 0; i < kLoaded * kOwnChunks; ++i) {
       if constexpr (kSharingWarps == 1) {
         vectors[i / kChunks][i % kChunks] = polled_[i];
       } else {
@@ -141,7 +119,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
   }
 
  private:
-  static constexpr int kWarps = 8, kKSlices = kWarps * 16 / kUnits;
+  static constexpr int kKSlices = kBlockWarps * 16 / kUnits;
 
   __device__ __forceinline__ int chunk(int i) const { return i % kOwnChunks * kSharingWarps + sharing_warp_; }
   __device__ __forceinline__ const char* address(const RowSource<T>& source, int i) const {
@@ -186,21 +164,10 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
 // memory of all blocks by st.async, in packets of 16 bytes that complete an mbarrier there. Two buffers
 // alternate: when a block has the values of a step, all blocks have read the buffer of the step before.
 
-// Bytes from one row to the next in shared memory. An offset of half the banks keeps the two rows that a
-// quarter of a warp reads apart.
-__host__ __device__ constexpr int padded_row_bytes(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
-
 template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
 class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSharingWarps> {
  public:
-  static constexpr int kInputsPerLoad = kInputs * kChunks <= 12 ? kInputs : 1;
-  static constexpr int kVectors = kInputsPerLoad * kChunks;  // in registers
   static constexpr bool kThroughL2 = false;
-
-  static size_t shared_bytes(const Group& group) {
-    return kStagingBytes +
-           2 * kRowTile * padded_row_bytes(kInputs * group.hidden * static_cast<int>(sizeof(T))) + 2 * 8;
-  }
 
   __device__ StateExchange(char* shared, const Group& group)
       : staging_(shared),
@@ -213,7 +180,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
         packets_(group.rows * kInputs * kPackets),
         first_byte_(group.block * kUnits * sizeof(T)),
         barriers_(reinterpret_cast<uint64_t*>(buffers_ + 2 * buffer_bytes_)) {
-    const int sharing = max(1, kWarps / blocks_), warp = threadIdx.x / 32;
+    const int sharing = max(1, kBlockWarps / blocks_), warp = threadIdx.x / 32;
     first_peer_ = warp / sharing;
     first_packet_ = warp % sharing * 32 + threadIdx.x % 32;
     stride_ = sharing * 32;
@@ -262,7 +229,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   __device__ __forceinline__ void send() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;
-    for (int peer = first_peer_; peer < blocks_; peer += kWarps) {
+    for (int peer = first_peer_; peer < blocks_; peer += kBlockWarps) {
       const uint32_t there = hopper::mapa(buffers_, peer), to = there + buffer * buffer_bytes_,
                      barrier = there + 2 * buffer_bytes_ + 8 * buffer;
 #pragma unroll 4
@@ -278,7 +245,6 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   }
 
  private:
-  static constexpr int kWarps = 8;
   static constexpr int kStagingBytes = kRowTile * kInputs * kUnits * sizeof(T);
   static constexpr int kPackets = kUnits * sizeof(T) / 16;  // of a row of one input
 

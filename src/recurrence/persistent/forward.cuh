@@ -7,14 +7,15 @@
 namespace lltm_ext {
 
 template <class Config>
-constexpr int kForwardPlanes = Config::kGates + (Config::kThrough == ExchangeThrough::kL2);
+constexpr int kForwardPlanes =
+    Config::kGates + Config::Cell::kStepInputs + (Config::kThrough == ExchangeThrough::kL2);
 
 template <class Config>
 class PersistentForward : public PersistentSteps<PersistentForward<Config>, Config, kForwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentForward, Config, kForwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::cell, Base::has_pair, Base::kExtra,
-      Base::kGates, Base::kPairs;
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
+      Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::T;
 
  public:
@@ -27,8 +28,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
                          [&](int gate, int unit) {
                            return args_.weight + (static_cast<int64_t>(gate) * hidden_ + unit) * hidden_;
                          });
+    Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates);
+    arrays.add(args_.step_inputs, Cell::kStepInputs);
     if (Exchange::kThroughL2) arrays.add(args_.output, 1);
   }
 
@@ -39,14 +42,43 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
   __device__ __forceinline__ StepRows rows_of(int n) const { return args_.steps.at(n); }
 
+  using Saved = float[2][at_least_one(Cell::kSaved)];
+  using States = float2[at_least_one(kStates)];
+
+  // What a pair reads in a step, and where it is.
+  struct Inputs {
+    Pair<T> projections[kGates], steps[kStepInputs];
+    float keep;
+  };
+  struct Addresses {
+    T *gates, *output;
+    const T* steps;
+    __device__ __forceinline__ void move(int64_t elements) {
+      gates += elements * kGates;
+      output += elements;
+      steps += elements * Cell::kStepInputs;
+    }
+  };
+  __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
+    return {args_.gates + row * kGates * hidden_ + j, args_.output + row * hidden_ + j,
+            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j};
+  }
+  __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at, int64_t row) const {
+    if (args_.keep) inputs.keep = args_.keep[row];
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
+    Base::load_step_inputs(inputs.steps, at.steps);
+  }
+
   // ---- one row tile
 
   struct OneTilePair {
     bool exists;
     int64_t at;  // in [B, H]
-    T *gates, *output;
-    float2 c, h;
-    float saved[2][Cell::kSaved];
+    Addresses to;
+    States states;
+    float2 h;
+    Saved saved;
   };
 
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
@@ -60,10 +92,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       const int b = row(i, 0), j = unit(i);
       p.exists = has_pair(i, b);
       p.at = static_cast<int64_t>(b) * hidden_ + j;
-      p.gates = args_.gates + (first + b) * kGates * hidden_ + j;
-      p.output = args_.output + (first + b) * hidden_ + j;
-      p.c = p.exists ? read_pair(args_.c0 + p.at).widen() : make_float2(0, 0);
-      load_projections(i, p.gates, p.exists && steps() > 0);
+      p.to = addresses(first + b, j);
+      load_states(p.states, p.at, p.exists);
+      if (Cell::kReadsH) p.h = p.exists ? read_pair(args_.h0 + p.at).widen() : make_float2(0, 0);
+      if (p.exists && steps() > 0) load(inputs_[i], p.to, first + b);
     }
     return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element,
             lane_row < map_.end_row ? map_.vectors : 0, false, map_.element, map_.g};
@@ -78,17 +110,16 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
-    p.h = run_cell(sums, i, p.c, p.saved);
-    Base::exchange(p.output, p.h.x, p.h.y, p.exists, i, 0);
+    p.h = run_cell(sums, i, p.states, p.h, p.saved);
+    Base::exchange(p.to.output, p.h.x, p.h.y, p.exists, i, 0);
   }
 
   // Saves the step's values and moves on to step n.
   __device__ __forceinline__ void prepare_pair(int i, int n) {
     OneTilePair& p = pairs_[i];
-    if (args_.extra && p.exists) save(p.gates, p.output, p.saved);
-    p.gates += to_next_ * kGates * hidden_;
-    p.output += to_next_ * hidden_;
-    load_projections(i, p.gates, p.exists && n < steps());
+    if (args_.save && p.exists) save(p.to, p.saved);
+    p.to.move(to_next_ * hidden_);
+    if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -96,26 +127,31 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const OneTilePair& p = pairs_[i];
       if (!p.exists || steps() == 0) continue;
-      write_pair(args_.h_n + p.at, p.h.x, p.h.y);
-      write_pair(args_.c_n + p.at, p.c.x, p.c.y);
+      store_last(p.at, p.h, p.states);
     }
   }
 
   // ---- any number of rows
 
-  __device__ __forceinline__ void load_cells() {
-    Base::for_all_cells([&](int i, int b) {
-      *cell(i, b) = read_pair(args_.c0 + static_cast<int64_t>(b) * hidden_ + unit(i)).widen();
+  __device__ __forceinline__ void load_carried() {
+    Base::for_all_pairs([&](int i, int b) {
+      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      States states;
+      load_states(states, at, true);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
+      if (Cell::kReadsH) carried(i, b, kStates) = read_pair(args_.h0 + at).widen();
     });
   }
-  __device__ __forceinline__ void store_cells() {}  // step_rows has stored each row's last
+  __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last
 
   __device__ __forceinline__ void load_inputs(const StepRows& rows, int tile) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
-      load_projections(i, args_.gates + (rows.first + b) * kGates * hidden_ + unit(i),
-                       map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count));
+      if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
+        load(inputs_[i], addresses(rows.first + b, unit(i)), rows.first + b);
+      }
     }
   }
 
@@ -135,50 +171,82 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile), j = unit(i);
       if (!map_.has_pair(i, hidden_) || b >= min(map_.end_row, current.count)) continue;
-      float saved[2][Cell::kSaved];
-      float2 c = *cell(i, b);
-      const float2 h = run_cell(sums, i, c, saved);
-      T* const output = args_.output + (current.first + b) * hidden_ + j;
-      Base::exchange(output, h.x, h.y, true, i, 0);
-      *cell(i, b) = c;
-      if (args_.extra) save(args_.gates + (current.first + b) * kGates * hidden_ + j, output, saved);
-      if (b >= next.count) {  // the row's last step
-        write_pair(args_.h_n + static_cast<int64_t>(b) * hidden_ + j, h.x, h.y);
-        write_pair(args_.c_n + static_cast<int64_t>(b) * hidden_ + j, c.x, c.y);
-      }
+      Saved saved;
+      States states;
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) states[s] = carried(i, b, s);
+      const float2 old_h = Cell::kReadsH ? carried(i, b, kStates) : make_float2(0, 0);
+      const float2 h = run_cell(sums, i, states, old_h, saved);
+      const Addresses to = addresses(current.first + b, j);
+      Base::exchange(to.output, h.x, h.y, true, i, 0);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
+      if (Cell::kReadsH) carried(i, b, kStates) = h;
+      if (args_.save) save(to, saved);
+      if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
     }
   }
 
   // ---- a pair
 
-  __device__ __forceinline__ void load_projections(int i, const T* gates, bool exists) {
+  __device__ __forceinline__ void load_states(States& states, int64_t at, bool exists) const {
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      if (exists) projections_[i][gate] = read_pair(gates + gate * hidden_);
+    for (int s = 0; s < kStates; ++s) {
+      const float* const from = args_.states0 + Base::state_at(s, at, args_.steps.batch);
+      states[s] = exists ? read_pair(from).widen() : make_float2(0, 0);
+    }
+  }
+  __device__ __forceinline__ void store_last(int64_t at, float2 h, const States& states) const {
+    write_pair(args_.h_n + at, h.x, h.y);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      write_pair(args_.states_n + Base::state_at(s, at, args_.steps.batch), states[s].x, states[s].y);
     }
   }
 
-  // Updates c and returns h.
-  __device__ __forceinline__ float2 run_cell(const float* sums, int i, float2& c,
-                                             float (&saved)[2][Cell::kSaved]) const {
-    float gates[2][kGates];
+  // Updates the states and returns h, rounded to T if the cell reads it in the next step.
+  __device__ __forceinline__ float2 run_cell(const float* sums, int i, States& states, float2 old_h,
+                                             Saved& saved) const {
+    CellInputs<Cell, float> in[2];
+    Base::widen_inputs(in, i, inputs_[i].steps);
+    float2 products[kGates];
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
+    if (args_.keep) {
+      Base::keep(inputs_[i].keep, products);
+      Base::keep(inputs_[i].keep, states);
+      old_h = Base::kept(inputs_[i].keep, old_h);
+    }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      const float2 sum = Base::total(sums, gate, i), projection = projections_[i][gate].widen();
-      gates[0][gate] = sum.x + projection.x;
-      gates[1][gate] = sum.y + projection.y;
+      const float2 sum = products[gate], projection = inputs_[i].projections[gate].widen();
+      if constexpr (Cell::kSeparate) {
+        in[0].x[gate] = projection.x, in[1].x[gate] = projection.y;
+        in[0].r[gate] = sum.x, in[1].r[gate] = sum.y;
+      } else {
+        in[0].x[gate] = sum.x + projection.x;
+        in[1].x[gate] = sum.y + projection.y;
+      }
     }
-    using Math = typename Config::Math;
-    return make_float2(Cell::template forward<Math>(gates[0], c.x, saved[0]),
-                       Cell::template forward<Math>(gates[1], c.y, saved[1]));
+    if constexpr (Cell::kReadsH) in[0].h = old_h.x, in[1].h = old_h.y;
+    float of_unit[2][at_least_one(kStates)], h[2];
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) of_unit[0][s] = states[s].x, of_unit[1][s] = states[s].y;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      h[e] = Cell::template forward<typename Config::Math>(in[e], of_unit[e], saved[e]);
+    }
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
+    return Cell::kReadsH ? Pair<T>::of(h[0], h[1]).widen() : make_float2(h[0], h[1]);
   }
 
-  __device__ __forceinline__ void save(T* gates, const T* output,
-                                       const float (&saved)[2][Cell::kSaved]) const {
-    T* const extra = args_.extra + (output - args_.output) * kExtra;
+  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
+    T* const extra = args_.extra + (to.output - args_.output) * kExtra;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      write_pair(v < kGates ? gates + v * hidden_ : extra + (v - kGates) * hidden_, saved[0][v], saved[1][v]);
+      write_pair(v < kGates ? to.gates + v * hidden_ : extra + (v - kGates) * hidden_, saved[0][v],
+                 saved[1][v]);
     }
   }
 
@@ -186,7 +254,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   int64_t to_next_;  // rows to the next step's
   const T* states_;  // the lane's row of the exchanged states
   OneTilePair pairs_[kPairs];
-  Pair<T> projections_[kPairs][kGates];  // of the tile to come
+  Inputs inputs_[kPairs];  // of the tile to come
 };
 
 template <class Config>

@@ -21,24 +21,14 @@ template <typename T>
 constexpr bool kHasFusedSteps = false;
 #endif
 
-template <class Arguments>
-struct PersistentKernel {
-  void (*kernel)(PerDirection<Arguments>, GroupGrid);
-  size_t (*shared_bytes)(const Group&);
-};
-
 // The kernels of T's variants, in the order of their table.
 template <class Cell, typename T, size_t... kVariants>
 constexpr auto forward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{PersistentKernel<SequenceForwardArguments<T>>{
-      recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, kVariants, false>>,
-      SharedStorage<PersistentConfig<Cell, T, kVariants, false>>::bytes}...};
+  return std::array{recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, kVariants, false>>...};
 }
 template <class Cell, typename T, size_t... kVariants>
 constexpr auto backward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{PersistentKernel<SequenceBackwardArguments<T>>{
-      recurrence_persistent_backward_kernel<PersistentConfig<Cell, T, kVariants, true>>,
-      SharedStorage<PersistentConfig<Cell, T, kVariants, true>>::bytes}...};
+  return std::array{recurrence_persistent_backward_kernel<PersistentConfig<Cell, T, kVariants, true>>...};
 }
 template <typename T>
 using VariantIndices =
@@ -58,50 +48,8 @@ cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& pla
   error = compute_capability<recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, 0, false>>>(code);
   if (error != cudaSuccess) return error;
   device.compute_capability = std::min(device.compute_capability, code);
-  plan = plan_recurrence(problem, device, requested, [&](int variant, const GroupGrid& grid) {
-    const Group group = {static_cast<int>(problem.hidden), grid.group_blocks, 0, grid.rows};
-    const size_t bytes = problem.backward ? kBackwardKernels<Cell, T>.at(variant).shared_bytes(group)
-                                          : kForwardKernels<Cell, T>.at(variant).shared_bytes(group);
-    return bytes <= static_cast<size_t>(device.shared_bytes);
-  });
+  plan = plan_recurrence(problem, device, requested);
   return cudaSuccess;
-}
-
-template <class Arguments>
-cudaError_t launch_persistent(const PersistentKernel<Arguments>& kernel,
-                              const PerDirection<Arguments>& sequences, const Plan& plan,
-                              cudaStream_t stream) {
-  const size_t shared_bytes =
-      kernel.shared_bytes({sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows});
-  const cudaError_t error = cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  if (plan.algorithm == Algorithm::kCluster) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(plan.grid.group_blocks), 1, 1};
-  } else {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid.groups * plan.grid.group_blocks, sequences.count);
-  config.blockDim = dim3(kBlockThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel.kernel, sequences, plan.grid);
-}
-
-// Marks the memory through which a grid's blocks exchange values as unwritten.
-template <class Cell, typename T>
-cudaError_t fill_unwritten(const SequenceForwardArguments<T>& s, cudaStream_t stream) {
-  return cudaMemsetAsync(s.output, kUnwrittenByte, s.rows * s.hidden * sizeof(T), stream);
-}
-template <class Cell, typename T>
-cudaError_t fill_unwritten(const SequenceBackwardArguments<T>& s, cudaStream_t stream) {
-  return cudaMemsetAsync(s.grad_gates, kUnwrittenByte, s.rows * Cell::kGates * s.hidden * sizeof(T), stream);
 }
 
 template <class Cell, typename T, class Arguments, class Kernels>
@@ -112,11 +60,8 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
       return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
     }
   }
-  for (int i = 0; plan.algorithm == Algorithm::kGrid && i < sequences.count; ++i) {
-    const cudaError_t error = fill_unwritten<Cell>(sequences.of[i], stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_persistent(kernels.at(plan.variant), sequences, plan, stream);
+  const auto kernel = kernels.at(plan.variant);
+  return launch_persistent(reinterpret_cast<const void*>(kernel), kCellShape<Cell>, sequences, plan, stream);
 }
 
 template <class Cell, typename T>

@@ -30,6 +30,59 @@ template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream);
 
+#ifdef LLTM_EXT_WITH_CUDA
+// The memory through which a grid's blocks exchange values: [rows, width].
+template <typename T>
+cudaError_t fill_unwritten(T* data, int64_t rows, int64_t width, cudaStream_t stream) {
+  return cudaMemsetAsync(data, kUnwrittenByte, rows * width * sizeof(T), stream);
+}
+template <typename T>
+cudaError_t fill_unwritten(const CellShape&, const SequenceForwardArguments<T>& s, cudaStream_t stream) {
+  return fill_unwritten(s.output, s.rows, s.hidden, stream);
+}
+template <typename T>
+cudaError_t fill_unwritten(const CellShape& cell, const SequenceBackwardArguments<T>& s,
+                           cudaStream_t stream) {
+  return fill_unwritten(s.grad_gates, s.rows, int64_t{cell.gates} * s.hidden, stream);
+}
+
+// Launches a persistent kernel: a __global__ function or a cudaKernel_t.
+template <template <typename> class Arguments, typename T>
+cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
+                              const PerDirection<Arguments<T>>& sequences, const Plan& plan,
+                              cudaStream_t stream) {
+  constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
+  const bool cluster = plan.algorithm == Algorithm::kCluster;
+  for (int i = 0; !cluster && i < sequences.count; ++i) {
+    const cudaError_t error = fill_unwritten(cell, sequences.of[i], stream);
+    if (error != cudaSuccess) return error;
+  }
+  const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
+  const Group group = {sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows};
+  const int shared_bytes = shape.shared_bytes(group);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute = {};
+  if (cluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(group.blocks), 1, 1};
+  } else {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(plan.grid.groups * group.blocks, sequences.count);
+  config.blockDim = dim3(kBlockThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const void* arguments[] = {&sequences, &plan.grid};
+  return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+}
+#endif
+
 // The fused steps (step/fused_hopper.cuh).
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& sequence, const FusedStepTile& tile,

@@ -16,6 +16,45 @@ struct Pair<float> {
   __device__ static Pair of(float a, float b) { return {make_float2(a, b)}; }
 };
 
+#ifdef __CUDACC_RTC__
+// NVRTC has no CUDA headers: raw bits, converted by PTX.
+template <>
+struct Pair<__half> {
+  using Word = unsigned;
+  unsigned bits;
+  __device__ float2 widen() const {
+    float2 x;
+    asm("{\n"
+        " .reg .b16 low, high;\n"
+        " mov.b32 {low, high}, %2;\n"
+        " cvt.f32.f16 %0, low;\n"
+        " cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(bits));
+    return x;
+  }
+  __device__ static Pair of(float a, float b) {
+    Pair pair;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair.bits) : "f"(a), "f"(b));
+    return pair;
+  }
+};
+
+template <>
+struct Pair<__nv_bfloat16> {
+  using Word = unsigned;
+  unsigned bits;
+  __device__ float2 widen() const {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000));
+  }
+  __device__ static Pair of(float a, float b) {
+    Pair pair;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair.bits) : "f"(a), "f"(b));
+    return pair;
+  }
+};
+#else
 template <>
 struct Pair<__half> {
   using Word = unsigned;
@@ -31,6 +70,7 @@ struct Pair<__nv_bfloat16> {
   __device__ float2 widen() const { return __bfloat1622float2(bits); }
   __device__ static Pair of(float a, float b) { return {__floats2bfloat162_rn(a, b)}; }
 };
+#endif
 
 template <typename T>
 __device__ __forceinline__ Pair<T> read_pair(const T* address) {

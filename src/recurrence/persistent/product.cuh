@@ -10,11 +10,9 @@
 #pragma once
 
 #include "common/types.h"
+#include "recurrence/persistent/shape.h"
 
 namespace lltm_ext {
-
-constexpr int kRowTile = 8;      // rows of the batch in a product
-constexpr int kChunkBytes = 64;  // of a row, a warp's step through K
 
 // Rows g and g + 8 of one chunk of the weight.
 struct WeightChunk {
@@ -29,7 +27,7 @@ struct WeightChunk {
 // bfloat16 on tensor cores: exact products, accumulated in float32.
 struct Bfloat16Product {
   using Type = __nv_bfloat16;
-  static constexpr bool kNeedsScratch = false, kRoundsWeights = false;
+  static constexpr bool kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
@@ -38,7 +36,7 @@ struct Bfloat16Product {
 
 struct Float16Product {
   using Type = __half;
-  static constexpr bool kNeedsScratch = false, kRoundsWeights = false;
+  static constexpr bool kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
     LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
@@ -48,7 +46,7 @@ struct Float16Product {
 // float32 on tensor cores, rounded to TF32 first: the tensor cores themselves truncate.
 struct Tf32Product {
   using Type = float;
-  static constexpr bool kNeedsScratch = false, kRoundsWeights = true;
+  static constexpr bool kRoundsWeights = true;
   __device__ static uint4 round(const uint4& x) {
     return make_uint4(round(x.x), round(x.y), round(x.z), round(x.w));
   }
@@ -71,14 +69,13 @@ struct Tf32Product {
 // IEEE float32, by fused multiply-adds.
 struct IeeeProduct {
   using Type = float;
-  static constexpr bool kNeedsScratch = true, kRoundsWeights = false;
+  static constexpr bool kRoundsWeights = false;
 };
 
 // A warp's rows of the weights of kCount gates, the first kInRegisters in registers and the others in shared
 // memory.
 template <int kCount, int kChunks, int kInRegisters>
 struct WarpWeights {
-  static constexpr int kShared = (kCount - kInRegisters) * kChunks * 2 * 32 * 4;  // floats
   WeightChunk registers[kInRegisters][kChunks];
   uint4* shared;
 
@@ -101,11 +98,10 @@ struct WarpWeights {
   }
 };
 
-// sums[i] += weights[first + i * kIn + j] @ x[j] over all j < kIn, by a warp. `scratch` is kScratch floats of
-// shared memory for this warp.
+// sums[i] += weights[first + i * kIn + j] @ x[j] over all j < kIn, by a warp. `scratch` is shared memory of
+// this warp, as large as PersistentShape says.
 template <class Product, int kOut, int kIn, int kChunks>
 struct WarpProduct {
-  static constexpr int kScratch = 0;
   template <class Weights>
   __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
                                                   const uint4 (&x)[kIn][kChunks], float*) {
@@ -129,8 +125,7 @@ struct WarpProduct {
 // four lanes of a row exchange their sums.
 template <int kOut, int kIn, int kChunks>
 struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
-  static constexpr int kStride = kIn * kChunks * 16 + (kIn * kChunks % 2 ? 0 : 16);  // avoids bank conflicts
-  static constexpr int kScratch = kRowTile * kStride;
+  static constexpr int kStride = scratch_stride(kIn * kChunks);
 
   template <class Weights>
   __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,

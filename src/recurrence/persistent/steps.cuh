@@ -35,6 +35,8 @@ class PersistentSteps {
   using Sums = PartialSums<Config>;
   using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
   static constexpr int kGates = Config::kGates, kExtra = Config::kExtra;
+  static constexpr int kStates = Cell::kStates, kCarried = Config::kShape.cell.carried();
+  static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
@@ -43,7 +45,7 @@ class PersistentSteps {
         sums_(storage.sums()),
         scratch_(storage.scratch()),
         weights_(storage.weights()),
-        cells_(storage.cells()),
+        carried_(storage.carried()),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
 
   __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
@@ -60,22 +62,66 @@ class PersistentSteps {
     exchange_.store(address, a, b, exists, map_.pair_row(i), input, map_.pair_unit(i));
   }
 
-  // The cell state, or its gradient, of a pair in row b: in shared memory if a group may have several tiles.
-  __device__ __forceinline__ float2* cell(int i, int b) const {
-    return reinterpret_cast<float2*>(cells_ + (b - map_.first_row) * kUnits + map_.pair_unit(i));
+  // What a pair in row b carries, in shared memory if a group may have several tiles: the states and, if the
+  // cell reads it, h; backward their gradients.
+  __device__ __forceinline__ float2& carried(int i, int b, int value) const {
+    float* const row = carried_ + ((b - map_.first_row) * kCarried + value) * kUnits;
+    return *reinterpret_cast<float2*>(row + map_.pair_unit(i));
   }
   template <class F>
-  __device__ __forceinline__ void for_all_cells(F&& f) const {
+  __device__ __forceinline__ void for_all_pairs(F&& f) const {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       for (int b = row(i, 0); has_pair(i, b); b += kRowTile) f(i, b);
+    }
+  }
+  // Where a state of a pair is in [S, B, H].
+  __device__ __forceinline__ int64_t state_at(int state, int64_t at, int batch) const {
+    return static_cast<int64_t>(state) * batch * hidden_ + at;
+  }
+
+  // The parameters of a thread's pairs don't change.
+  __device__ __forceinline__ void load_parameters(const T* parameters) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+      for (int p = 0; p < Cell::kParameters; ++p) {
+        if (map_.has_pair(i, hidden_)) parameters_[i][p] = read_pair(parameters + p * hidden_ + unit(i));
+      }
+    }
+  }
+  __device__ __forceinline__ void load_step_inputs(Pair<T> (&inputs)[kStepInputs], const T* at) const {
+#pragma unroll
+    for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
+  }
+  __device__ __forceinline__ static float2 kept(float share, float2 x) {
+    return make_float2(keep_share(share, x.x), keep_share(share, x.y));
+  }
+  template <int N>
+  __device__ __forceinline__ static void keep(float share, float2 (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = kept(share, values[i]);
+  }
+
+  // Parameters and step inputs as the cell reads them, for both units of a pair.
+  __device__ __forceinline__ void widen_inputs(CellInputs<Cell, float> (&in)[2], int i,
+                                               const Pair<T> (&step_inputs)[kStepInputs]) const {
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) {
+      const float2 value = parameters_[i][p].widen();
+      in[0].parameters[p] = value.x, in[1].parameters[p] = value.y;
+    }
+#pragma unroll
+    for (int k = 0; k < Cell::kStepInputs; ++k) {
+      const float2 value = step_inputs[k].widen();
+      in[0].steps[k] = value.x, in[1].steps[k] = value.y;
     }
   }
 
   // The block's product of a tile, as partial sums that all threads may then read.
   __device__ __forceinline__ void multiply(float (&products)[Config::kOutputs][4],
                                            const RowSource<T>& source) {
-    constexpr int kPerLoad = Exchange::kInputsPerLoad, kPerProduct = Config::kInputsPerProduct;
+    constexpr int kPerLoad = Config::kShape.inputs_per_load(), kPerProduct = Config::kInputsPerProduct;
 #pragma unroll
     for (int input = 0; input < Config::kInputs; input += kPerLoad) {
       uint4 vectors[kPerLoad][Config::kChunks];
@@ -102,7 +148,8 @@ class PersistentSteps {
   float* const sums_;     // two buffers, in turn
   float* const scratch_;  // of the warp
   typename Config::Weights weights_;
-  float* const cells_;  // [rows of the group, kUnits]
+  float* const carried_;  // [rows of the group, kCarried, kUnits]
+  Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
   Exchange exchange_;
   Prefetcher prefetcher_;
 
@@ -138,7 +185,7 @@ class PersistentSteps {
   // Any number of row tiles a group, and of rows in a step.
   __device__ __forceinline__ void run_any_rows() {
     Derived& self = derived();
-    self.load_cells();
+    self.load_carried();
     int buffer = 0;
     StepRows previous = {0, 0}, current = self.rows_of(0);
     self.load_inputs(current, 0);
@@ -164,7 +211,7 @@ class PersistentSteps {
       previous = current;
       current = next;
     }
-    self.store_cells();
+    self.store_carried();
   }
 };
 

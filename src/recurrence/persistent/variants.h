@@ -42,6 +42,15 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kCluster, false, 1, 2},
 };
 
+template <typename T>
+constexpr const PersistentVariant* variants_of() {
+  return sizeof(T) == 2 ? kHalfVariants : kFloatVariants;
+}
+
+// In memory through which blocks exchange values, every word that is not yet written has only bytes of this
+// value: a NaN in every type, but not one that arithmetic produces.
+constexpr int kUnwrittenByte = 0xff;
+
 // `groups` groups of blocks, each with `rows` rows of the batch. The blocks of a group share the hidden units
 // and exchange states; different groups never communicate.
 struct GroupGrid {

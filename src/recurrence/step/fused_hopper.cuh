@@ -9,10 +9,15 @@
 #pragma once
 
 #include "common/fast_math.cuh"
-#include "common/hopper/launch.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
+#include "recurrence/cell.h"
+#include "recurrence/step/fused_tile.h"
+
+#ifndef __CUDACC_RTC__
+#include "common/hopper/launch.cuh"
 #include "recurrence/persistent/launch.h"
+#endif
 
 namespace lltm_ext {
 namespace hopper {
@@ -43,12 +48,41 @@ __device__ __forceinline__ void store(T* to, const float (&x)[4]) {
   *reinterpret_cast<Four<T>*>(to) = rounded;
 }
 
+// Where a state is in [S, B, H].
+template <class Sequence>
+__device__ __forceinline__ int64_t state_at(const Sequence& s, int state, int64_t at) {
+  return static_cast<int64_t>(state) * s.steps.batch * s.hidden + at;
+}
+
+// The parameters and the step inputs of four units of a row.
+template <class Cell, typename T>
+struct StepConstants {
+  Four<T> parameters[at_least_one(Cell::kParameters)], steps[at_least_one(Cell::kStepInputs)];
+
+  template <class Sequence>
+  __device__ __forceinline__ void load_from(const Sequence& s, int64_t row, int unit) {
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) parameters[p] = load(s.parameters + p * s.hidden + unit);
+#pragma unroll
+    for (int k = 0; k < Cell::kStepInputs; ++k) {
+      steps[k] = load(s.step_inputs + (row * Cell::kStepInputs + k) * s.hidden + unit);
+    }
+  }
+  __device__ __forceinline__ void widen_into(CellInputs<Cell, float>& in, int e) const {
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) in.parameters[p] = widen(parameters[p].data[e]);
+#pragma unroll
+    for (int k = 0; k < Cell::kStepInputs; ++k) in.steps[k] = widen(steps[k].data[e]);
+  }
+};
+
 // h @ weight^T and the cell forward. The product's columns are the tile's units of the first gate, then those
 // of the next.
 template <class Cell, typename T_, int kRows_>
 struct FusedForwardStep {
   using T = T_;
-  static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+  static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
+                       kSavedInGates = kCellShape<Cell>.saved_in_gates();
   static constexpr int kRows = kRows_, kUnits = kFusedForwardUnits;
   using Mainloop = StepMainloop<T, kRows, kGates * kUnits>;
   using Stage = typename Pipeline<Mainloop>::Stage;
@@ -64,15 +98,26 @@ struct FusedForwardStep {
 
   // What the cell needs, besides the products, of four units of a row.
   struct Inputs {
-    Four<T> gates[kGates];
-    Four<float> c;
+    Four<T> gates[kGates], h;
+    Four<float> states[at_least_one(kStates)];
+    StepConstants<Cell, T> constants;
+    float keep;
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceForwardArguments<T>& s = args.s;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
       for (int g = 0; g < kGates; ++g) gates[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
-      c = load((step == 0 ? s.c0 : s.c_n) + static_cast<int64_t>(row) * s.hidden + unit);
+      const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) {
+        states[i] = load((step == 0 ? s.states0 : s.states_n) + state_at(s, i, state));
+      }
+      if constexpr (Cell::kReadsH) {
+        h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
+      }
+      constants.load_from(s, at, unit);
+      if (s.keep) keep = s.keep[at];
     }
   };
 
@@ -101,26 +146,47 @@ struct FusedForwardStep {
                                                   const Inputs& inputs, const float (&products)[kGates][4]) {
     const SequenceForwardArguments<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
-    float c[4], h[4], saved[Cell::kSaved][4];
+    float states[at_least_one(kStates)][4], h[4], saved[at_least_one(Cell::kSaved)][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float gates[kGates], kept[Cell::kSaved];
+      CellInputs<Cell, float> in;
+      float mine[at_least_one(kStates)], kept[at_least_one(Cell::kSaved)];
+      inputs.constants.widen_into(in, e);
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) gates[g] = widen(inputs.gates[g].data[e]) + products[g][e];
-      c[e] = inputs.c.data[e];
-      h[e] = Cell::template forward<typename MathOf<T>::type>(gates, c[e], kept);
+      for (int g = 0; g < kGates; ++g) {
+        const float product = s.keep ? keep_share(inputs.keep, products[g][e]) : products[g][e];
+        in.x[g] = widen(inputs.gates[g].data[e]);
+        if constexpr (Cell::kSeparate) {
+          in.r[g] = product;
+        } else {
+          in.x[g] += product;
+        }
+      }
+      if constexpr (Cell::kReadsH) {
+        in.h = widen(inputs.h.data[e]);
+        if (s.keep) in.h = keep_share(inputs.keep, in.h);
+      }
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) {
+        mine[i] = inputs.states[i].data[e];
+        if (s.keep) mine[i] = keep_share(inputs.keep, mine[i]);
+      }
+      h[e] = Cell::template forward<typename MathOf<T>::type>(in, mine, kept);
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) states[i][e] = mine[i];
 #pragma unroll
       for (int i = 0; i < Cell::kSaved; ++i) saved[i][e] = kept[i];
     }
-    store(s.c_n + state, c);
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) store(s.states_n + state_at(s, i, state), states[i]);
     store(s.output + at * s.hidden + unit, h);
     if (step == s.steps.length - 1) store(s.h_n + state, h);
-    if (!s.extra) return;
+    if (!s.save) return;
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) store(s.gates + (at * kGates + g) * s.hidden + unit, saved[g]);
+    for (int g = 0; g < kSavedInGates; ++g) store(s.gates + (at * kGates + g) * s.hidden + unit, saved[g]);
 #pragma unroll
     for (int e = 0; e < kExtra; ++e) {
-      store(s.extra + (at * kExtra + e) * s.hidden + unit, saved[kGates + e]);
+      store(s.extra + (at * kExtra + e) * s.hidden + unit, saved[kSavedInGates + e]);
     }
   }
 };
@@ -130,7 +196,8 @@ struct FusedForwardStep {
 template <class Cell, typename T_, int kRows_>
 struct FusedBackwardStep {
   using T = T_;
-  static constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+  static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
+                       kSavedInGates = kCellShape<Cell>.saved_in_gates();
   static constexpr int kRows = kRows_, kUnits = fused_backward_units(kRows);
   using Mainloop = StepMainloop<T, kRows, kUnits>;
   using Stage = typename Pipeline<Mainloop>::Stage;
@@ -145,23 +212,30 @@ struct FusedBackwardStep {
   }
 
   struct Inputs {
-    Four<T> saved[Cell::kSaved], grad_output, grad_h;
-    Four<float> grad_c;
+    Four<T> saved[at_least_one(Cell::kSaved)], grad_output, grad_h;
+    Four<float> grad_states[at_least_one(kStates)], grad_own_h;
+    StepConstants<Cell, T> constants;
+    float keep, later_keep;  // of this step, and of the one computed before it
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
+      if (s.keep && step < s.end - 1) later_keep = s.keep[s.steps.at(step + 1).first + row];
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) saved[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
+      for (int g = 0; g < kSavedInGates; ++g) saved[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
 #pragma unroll
       for (int e = 0; e < kExtra; ++e) {
-        saved[kGates + e] = load(s.extra + (at * kExtra + e) * s.hidden + unit);
+        saved[kSavedInGates + e] = load(s.extra + (at * kExtra + e) * s.hidden + unit);
       }
       if (s.grad_output) grad_output = load(s.grad_output + at * s.hidden + unit);
-      grad_c = load(s.grad_c + state);
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
+      if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
+      constants.load_from(s, at, unit);
+      if (s.keep) keep = s.keep[at];
     }
   };
 
@@ -183,35 +257,65 @@ struct FusedBackwardStep {
                                                   const Inputs& inputs, const float (&product)[1][4]) {
     const SequenceBackwardArguments<T>& s = args.s;
     const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
-    float grad_h[4], grad_c[4], grad_gates[kGates][4];
+    float grad_h[4], grad_states[at_least_one(kStates)][4];
+    CellGradients<Cell, float> grads[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : product[0][e];
+    for (int e = 0; e < 4; ++e) {
+      const float through_weights = s.keep ? keep_share(inputs.later_keep, product[0][e]) : product[0][e];
+      grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : through_weights;
+    }
     if (step < s.begin) {
       store(s.grad_h + state, grad_h);
       return;
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float saved[Cell::kSaved], mine[kGates];
+      CellInputs<Cell, float> in;
+      float saved[at_least_one(Cell::kSaved)], mine[at_least_one(kStates)];
+      inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int i = 0; i < Cell::kSaved; ++i) saved[i] = widen(inputs.saved[i].data[e]);
       if (s.grad_output) grad_h[e] += widen(inputs.grad_output.data[e]);
-      grad_c[e] = inputs.grad_c.data[e];
-      Cell::template backward<typename MathOf<T>::type>(saved, grad_h[e], grad_c[e], mine);
+      if constexpr (Cell::kReadsH) grad_h[e] += inputs.grad_own_h.data[e];
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) grad_gates[g][e] = mine[g];
-    }
-    store(s.grad_c + state, grad_c);
-    const int64_t in_chunk = s.steps.at(step).first - s.first_row + row;
+      for (int i = 0; i < kStates; ++i) mine[i] = inputs.grad_states[i].data[e];
+      Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      store(s.grad_gates + (in_chunk * kGates + g) * s.hidden + unit, grad_gates[g]);
-      if (s.grad_bias)
-        add(s.grad_bias + (static_cast<int64_t>(row) * kGates + g) * s.hidden + unit, grad_gates[g]);
+      for (int i = 0; i < kStates; ++i)
+        grad_states[i][e] = s.keep ? keep_share(inputs.keep, mine[i]) : mine[i];
+      if (s.keep) grads[e].h = keep_share(inputs.keep, grads[e].h);
     }
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) store(s.grad_states + state_at(s, i, state), grad_states[i]);
+    if constexpr (Cell::kReadsH) {
+      store(s.grad_own_h + state, {grads[0].h, grads[1].h, grads[2].h, grads[3].h});
+    }
+    store_gradients(s, s.steps.at(step).first - s.first_row + row, row, unit, grads);
   }
 
  private:
+  // Those of the gates of row `at` of the chunk, and the sums of row `row` of the batch.
+  __device__ static __forceinline__ void store_gradients(const SequenceBackwardArguments<T>& s, int64_t at,
+                                                         int64_t row, int unit,
+                                                         const CellGradients<Cell, float> (&grads)[4]) {
+    constexpr int kSums = kCellShape<Cell>.sums();
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      const int64_t to = (at * kGates + g) * s.hidden + unit;
+      store(s.grad_gates + to,
+            {grads[0].product(g), grads[1].product(g), grads[2].product(g), grads[3].product(g)});
+      const float x[4] = {grads[0].x[g], grads[1].x[g], grads[2].x[g], grads[3].x[g]};
+      if constexpr (Cell::kSeparate) store(s.grad_projections + to, x);
+      if (s.grad_sums) add(s.grad_sums + (row * kSums + g) * s.hidden + unit, x);
+    }
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) {
+      if (!s.grad_sums) continue;
+      add(s.grad_sums + (row * kSums + kGates + p) * s.hidden + unit,
+          {grads[0].parameters[p], grads[1].parameters[p], grads[2].parameters[p], grads[3].parameters[p]});
+    }
+  }
+
   // A reduction, so that no load has to be waited for. In a step every address has one writer, so the order
   // of the sums is fixed.
   __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
@@ -231,7 +335,7 @@ struct FusedStepKernel {
   static constexpr int kConsumerThreads = 128 * Mainloop::kConsumers;
   static constexpr int kThreads = kConsumerThreads + 32,  // and a producer warp
       kBlocks = blocks_per_multiprocessor(Step::kRows);
-  static constexpr int kMainloopOrSums = std::max(Mainloop::kBytes, Sums::kBytes);
+  static constexpr int kMainloopOrSums = larger(Mainloop::kBytes, Sums::kBytes);
   static constexpr int kShared = kMainloopOrSums + kBarrierBytes;
   static_assert(kShared <= shared_bytes_per_block(Step::kRows));
 
@@ -361,6 +465,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
+#ifndef __CUDACC_RTC__
 // Launches steps first, first + by, ... and last.
 template <class Step>
 cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int split_k,
@@ -405,8 +510,11 @@ cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int split_k, cud
   return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, split_k, stream);
 }
 
+#endif
+
 }  // namespace hopper
 
+#ifndef __CUDACC_RTC__
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& s, const FusedStepTile& tile,
                                cudaStream_t stream) {
@@ -424,6 +532,7 @@ cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& s, const Fuse
   if (tile.rows == 128) return run_backward<FusedBackwardStep<Cell, T, 128>>(s, tile.split_k, stream);
   return run_backward<FusedBackwardStep<Cell, T, 64>>(s, tile.split_k, stream);
 }
+#endif
 
 }  // namespace lltm_ext
 

@@ -14,45 +14,33 @@ struct StepTraits {
   static constexpr bool kSumsBias = false;
 };
 
-// A block has kUnits units of kRows rows, or of all rows if it sums over them.
-constexpr int kUnits = 32, kRows = kThreads / kUnits;
-
-LLTM_HOST_DEVICE unsigned blocks_of_a_row(int64_t hidden) {
-  return static_cast<unsigned>(ceil_div(hidden, kUnits));
-}
-
 // Both kernels may begin before the matrix product that they read has ended.
 template <class Cell, typename T, typename C>
-__global__ void __launch_bounds__(kThreads)
-    recurrence_pointwise_forward_kernel(const StepForwardArguments<T, C> step) {
+__device__ __forceinline__ void run_pointwise(const StepForwardArguments<T, C>& step) {
   griddepcontrol_wait();
-  const unsigned columns = blocks_of_a_row(step.hidden);
-  const int64_t j = int64_t{blockIdx.x % columns} * kUnits + threadIdx.x % kUnits,
-                b = int64_t{blockIdx.x / columns} * kRows + threadIdx.x / kUnits;
+  const unsigned columns = pointwise_columns(step.hidden);
+  const int64_t j = int64_t{blockIdx.x % columns} * kPointwiseUnits + threadIdx.x % kPointwiseUnits,
+                b = int64_t{blockIdx.x / columns} * kPointwiseRows + threadIdx.x / kPointwiseUnits;
   if (b < step.batch && j < step.hidden) step_unit<Cell, typename StepTraits<Cell, T>::Math>(step, b, j);
 }
 
 template <class Cell, typename T, typename C, typename Extra>
-__global__ void __launch_bounds__(kThreads)
-    recurrence_pointwise_backward_kernel(const StepBackwardArguments<T, C, Extra> step) {
+__device__ __forceinline__ void run_pointwise(const StepBackwardArguments<T, C, Extra>& step) {
   using Traits = StepTraits<Cell, T>;
   using A = acc_t<T>;
-  constexpr int kGates = Cell::kGates;
+  constexpr int kGates = Cell::kGates, kUnits = kPointwiseUnits, kRows = kPointwiseRows;
   griddepcontrol_wait();
-  const unsigned columns = blocks_of_a_row(step.hidden);
+  const unsigned columns = pointwise_columns(step.hidden);
   const int unit = threadIdx.x % kUnits, row = threadIdx.x / kUnits;
   const int64_t j = int64_t{blockIdx.x % columns} * kUnits + unit;
   const bool sums = Traits::kSumsBias && step.grad_bias;
   A sum[kGates] = {};
   for (int64_t b = int64_t{blockIdx.x / columns} * kRows + row; b < step.batch && j < step.hidden;
        b += kRows) {
-    A grad_gates[kGates];
-    step_unit<Cell, typename Traits::Math>(step, b, j, grad_gates, step.grad_old_c);
-    for (int g = 0; g < kGates; ++g) {
-      step.grad_gates.at(b, g, j) = narrow<T>(grad_gates[g]);
-      if (step.grad_bias_rows) step.grad_bias_rows[(b * kGates + g) * step.hidden + j] += grad_gates[g];
-      sum[g] += grad_gates[g];
-    }
+    CellGradients<Cell, A> grads;
+    step_unit<Cell, typename Traits::Math>(step, b, j, grads, step.grad_old_states);
+    store_gradients(step, b, j, grads);
+    for (int g = 0; g < kGates; ++g) sum[g] += grads.x[g];
     if (!sums) break;
   }
   if constexpr (Traits::kSumsBias) {
@@ -68,13 +56,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Cell, typename T, typename C>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    recurrence_pointwise_forward_kernel(const StepForwardArguments<T, C> step) {
+  run_pointwise<Cell>(step);
+}
+template <class Cell, typename T, typename C, typename Extra>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    recurrence_pointwise_backward_kernel(const StepBackwardArguments<T, C, Extra> step) {
+  run_pointwise<Cell>(step);
+}
+
+#ifndef __CUDACC_RTC__
 template <auto* kKernel, class Step>
 cudaError_t launch_pointwise_step(const Step& step, bool sums_rows, cudaStream_t stream) {
   int capability = 0;
   const cudaError_t error = compute_capability<kKernel>(capability);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = blocks_of_a_row(step.hidden) * (sums_rows ? 1 : ceil_div(step.batch, kRows));
-  return launch_kernel(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), /*shared_bytes=*/0,
+  const unsigned blocks = pointwise_blocks(sums_rows ? 1 : step.batch, step.hidden);
+  return launch_kernel(kKernel, dim3(blocks), dim3(kPointwiseThreads), /*shared_bytes=*/0,
                        /*programmatic=*/capability >= 90, stream, step);
 }
 
@@ -87,6 +87,7 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
   constexpr auto* kKernel = recurrence_pointwise_backward_kernel<Cell, T, C, Extra>;
   return launch_pointwise_step<kKernel>(step, step.grad_bias != nullptr, stream);
 }
+#endif
 
 }  // namespace lltm_ext
 

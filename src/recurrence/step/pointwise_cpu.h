@@ -10,8 +10,14 @@ namespace step_cpu {
 template <typename A>
 alignas(64) inline constexpr A kZeros[kBlock] = {};
 
+// Cells of these kernels have one state, and nothing that is seen apart.
+template <class Cell>
+constexpr bool kHasOneState = Cell::kStates == 1 && Cell::kParameters == 0 && Cell::kStepInputs == 0 &&
+                              !Cell::kSeparate && !Cell::kReadsH;
+
 template <class Cell, typename T, typename C>
 void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, int n) {
+  static_assert(kHasOneState<Cell>);
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
@@ -27,18 +33,19 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
     products[g] = s.product ? s.product + (row * kGates + g) * s.hidden + unit : kZeros<A>;
   }
   for (int v = 0; v < kSaved; ++v) saved[v] = saved_at(v) ? target(saved_at(v), buffers[v]) : buffers[v];
-  const A* old_c = source(s.old_c + at, c_buffer, n);
-  A *new_c = target(s.new_c + at, c_buffer), *h = target(s.h + at, h_buffer);
+  const A* old_c = source(s.old_states + at, c_buffer, n);
+  A *new_c = target(s.new_states + at, c_buffer), *h = target(s.h + at, h_buffer);
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    ValueOf<T> x[kGates], y[kSaved], c = old_c[i];
-    for (int g = 0; g < kGates; ++g) x[g] = gates[g][i] + products[g][i];
-    h[i] = Cell::template forward<MathOf<T>>(x, c, y);
-    new_c[i] = c;
+    CellInputs<Cell, ValueOf<T>> in;
+    ValueOf<T> y[kSaved], c[1] = {old_c[i]};
+    for (int g = 0; g < kGates; ++g) in.x[g] = gates[g][i] + products[g][i];
+    h[i] = Cell::template forward<MathOf<T>>(in, c, y);
+    new_c[i] = c[0];
     for (int v = 0; v < kSaved; ++v) saved[v][i] = y[v];
   }
   store(h, s.h + at, n);
-  store(new_c, s.new_c + at, n);
+  store(new_c, s.new_states + at, n);
   if (s.output) std::copy_n(s.h + at, n, s.output + at);
   for (int v = 0; v < kSaved; ++v) {
     if (saved_at(v)) store(saved[v], saved_at(v), n);
@@ -47,6 +54,7 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
 
 template <class Cell, typename T, typename C, typename Extra>
 void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_t unit, int n) {
+  static_assert(kHasOneState<Cell>);
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
@@ -67,23 +75,24 @@ void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_
   }
   const A* grad_output = gradient(s.grad_output, output_buffer);
   const A* grad_h = s.grad_h ? source(s.grad_h + at, h_buffer, n) : kZeros<A>;
-  const A* grad_new_c = gradient(s.grad_new_c, c_buffer);
-  A* grad_old_c = s.grad_old_c ? target(s.grad_old_c + at, c_buffer) : c_buffer;
+  const A* grad_new_c = gradient(s.grad_new_states, c_buffer);
+  A* grad_old_c = s.grad_old_states ? target(s.grad_old_states + at, c_buffer) : c_buffer;
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
-    ValueOf<T> y[kSaved], dx[kGates], dc = grad_new_c[i];
+    CellGradients<Cell, ValueOf<T>> grads;
+    ValueOf<T> y[kSaved], dc[1] = {grad_new_c[i]};
     const ValueOf<T> dh = grad_h[i] + grad_output[i];
     for (int v = 0; v < kSaved; ++v) y[v] = saved[v][i];
-    Cell::template backward<MathOf<T>>(y, dh, dc, dx);
-    grad_old_c[i] = dc;
-    for (int g = 0; g < kGates; ++g) grad_gates[g][i] = dx[g];
+    Cell::template backward<MathOf<T>>(y, {}, dh, dc, grads);
+    grad_old_c[i] = dc[0];
+    for (int g = 0; g < kGates; ++g) grad_gates[g][i] = grads.x[g];
   }
-  if (s.grad_old_c) store(grad_old_c, s.grad_old_c + at, n);
+  if (s.grad_old_states) store(grad_old_c, s.grad_old_states + at, n);
   for (int g = 0; g < kGates; ++g) {
     store(grad_gates[g], &s.grad_gates.at(row, g, unit), n);
-    if (!s.grad_bias_rows) continue;
-    A* grad_bias = s.grad_bias_rows + (row * kGates + g) * s.hidden + unit;
-    for (int i = 0; i < n; ++i) grad_bias[i] += grad_gates[g][i];
+    if (!s.grad_sums) continue;
+    A* sums = s.grad_sums + (row * kGates + g) * s.hidden + unit;
+    for (int i = 0; i < n; ++i) sums[i] += grad_gates[g][i];
   }
 }
 

@@ -2,8 +2,8 @@
 // the steps of a sequence that no fused kernel runs, and for ops of a single step. A stream as last argument
 // means CUDA, none the CPU.
 //
-// B rows of the batch, H units, G = Cell::kGates, E = Cell::kSaved - G. T is the type of activations, C that
-// of the cell state: T or acc_t<T>.
+// Shapes as in cell.h, with B rows of the batch in the step. T is the type of activations, C that of the
+// states: T or acc_t<T>.
 #pragma once
 
 #include "recurrence/cell.h"
@@ -33,8 +33,8 @@ struct StridedGradient {
   const T* data;  // null means zeros
   int64_t row, unit;
 
-  LLTM_HOST_DEVICE acc_t<T> at(int64_t b, int64_t j) const {
-    return data ? widen(data[b * row + j * unit]) : acc_t<T>(0);
+  LLTM_HOST_DEVICE acc_t<T> at(int64_t b, int64_t j, int64_t offset = 0) const {
+    return data ? widen(data[b * row + j * unit + offset]) : acc_t<T>(0);
   }
 };
 
@@ -43,12 +43,15 @@ struct StepForwardArguments {
   int64_t batch, hidden;
   Gates<const T> gates;     // [B, G, H] pre-activations, or the input's part of them
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
-  const C* old_c;           // [B, H]
-  C* new_c;                 // [B, H]; may be old_c
-  T* h;                     // [B, H] the new state
-  T* output;                // [B, H] a second copy of it, or null
-  Gates<T> saved;           // [B, G, H] the first G saved values; may be `gates`, or null
-  T* extra;                 // [B, E, H] the other saved values, or null
+  const T* parameters;      // [P, H]
+  const T* step_inputs;     // [B, K, H]
+  const C* old_states;      // S times [B, H], each state_stride after the one before
+  C* new_states;            // likewise; may be old_states
+  int64_t state_stride;
+  T* h;            // [B, H] the new state; of a cell that reads it, the old one before
+  T* output;       // [B, H] a second copy of it, or null
+  Gates<T> saved;  // [B, G, H] the first G saved values; may be `gates`, or null
+  T* extra;        // [B, E, H] the other saved values, or null
 };
 
 // Extra is the type of the saved values after the first G.
@@ -57,13 +60,18 @@ struct StepBackwardArguments {
   int64_t batch, hidden;
   Gates<const T> saved;            // [B, G, H]
   const Extra* extra;              // [B, E, H]
+  const T* parameters;             // [P, H]
+  const T* step_inputs;            // [B, K, H]
   StridedGradient<T> grad_output;  // [B, H] gradient of h from outside the recurrence
-  const T* grad_h;                 // [B, H] gradient of h from the next step, or null
-  StridedGradient<C> grad_new_c;   // [B, H]
-  C* grad_old_c;                   // [B, H], or null; may be grad_new_c.data
-  Gates<T> grad_gates;             // [B, G, H]
-  acc_t<T>* grad_bias_rows;        // [B, G, H] to which grad_gates are added, or null
-  T* grad_bias;                    // [G, H] the sums of grad_gates over the batch, or null; CUDA only
+  const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
+  acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
+  StridedGradient<C> grad_new_states;  // S times [B, H]
+  C* grad_old_states;                  // likewise, or null; may be grad_new_states.data
+  int64_t state_stride;
+  Gates<T> grad_gates;        // [B, G, H]; of a cell that sees projections and products apart, of products
+  Gates<T> grad_projections;  // [B, G, H] of such a cell
+  acc_t<T>* grad_sums;  // [B, G + P, H] to which gradients of projections and parameters are added; or null
+  T* grad_bias;         // [G, H] the sums of grad_gates over the batch, or null; CUDA only
 };
 
 template <class Cell, typename T, typename C>
@@ -78,15 +86,37 @@ template <class Cell, typename T, typename C, typename Extra>
 cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cudaStream_t stream);
 #endif
 
-// Unit j of row b forward, from the pre-activations of its gates.
+// The parameters and the step inputs of unit j of row b.
+template <class Cell, class Step, typename A>
+LLTM_HOST_DEVICE void load_step_constants(const Step& s, int64_t b, int64_t j, CellInputs<Cell, A>& in) {
+  for (int p = 0; p < Cell::kParameters; ++p) in.parameters[p] = widen(s.parameters[p * s.hidden + j]);
+  for (int k = 0; k < Cell::kStepInputs; ++k) {
+    in.steps[k] = widen(s.step_inputs[(b * Cell::kStepInputs + k) * s.hidden + j]);
+  }
+}
+
+// A block of the pointwise kernels has a few units of a few rows, or of all rows if it sums over them.
+constexpr int kPointwiseThreads = 256, kPointwiseUnits = 32,
+              kPointwiseRows = kPointwiseThreads / kPointwiseUnits;
+LLTM_HOST_DEVICE unsigned pointwise_columns(int64_t hidden) {
+  return static_cast<unsigned>((hidden + kPointwiseUnits - 1) / kPointwiseUnits);
+}
+LLTM_HOST_DEVICE unsigned pointwise_blocks(int64_t batch, int64_t hidden) {
+  return pointwise_columns(hidden) * static_cast<unsigned>((batch + kPointwiseRows - 1) / kPointwiseRows);
+}
+
+// Unit j of row b forward, given its projections and products.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
-                                const acc_t<T> (&gates)[Cell::kGates]) {
-  constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+                                CellInputs<Cell, acc_t<T>>& in) {
+  constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  acc_t<T> saved[Cell::kSaved], c = widen(s.old_c[at]);
-  const T h = narrow<T>(Cell::template forward<Math>(gates, c, saved));
-  s.new_c[at] = narrow<C>(c);
+  acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
+  load_step_constants<Cell>(s, b, j, in);
+  if constexpr (Cell::kReadsH) in.h = widen(s.h[at]);
+  for (int i = 0; i < Cell::kStates; ++i) states[i] = widen(s.old_states[i * s.state_stride + at]);
+  const T h = narrow<T>(Cell::template forward<Math>(in, states, saved));
+  for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = h;
   if (s.output) s.output[at] = h;
   if (!s.saved.data) return;
@@ -95,31 +125,58 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
 }
 
-// The same, with the gates from memory.
+// The same, with projections and products from memory.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
-  constexpr int kGates = Cell::kGates;
-  acc_t<T> gates[kGates];
-  for (int g = 0; g < kGates; ++g) {
-    gates[g] = widen(s.gates.at(b, g, j));
-    if (s.product) gates[g] += s.product[(b * kGates + g) * s.hidden + j];
+  CellInputs<Cell, acc_t<T>> in;
+  for (int g = 0; g < Cell::kGates; ++g) {
+    const acc_t<T> product = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
+    in.x[g] = widen(s.gates.at(b, g, j));
+    if constexpr (Cell::kSeparate) {
+      in.r[g] = product;
+    } else {
+      in.x[g] += product;
+    }
   }
-  step_unit<Cell, Math>(s, b, j, gates);
+  step_unit<Cell, Math>(s, b, j, in);
 }
 
-// Unit j of row b backward: computes the gradients of its gates, and stores that of its cell state in
-// grad_old_c, unless it is null.
+// Unit j of row b backward: computes the gradients of what its cell reads, and stores those of its states in
+// grad_old_states, unless it is null.
 template <class Cell, class Math, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
-                                acc_t<T> (&grad_gates)[Cell::kGates], C* grad_old_c) {
-  constexpr int kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+                                CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {
+  constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  acc_t<T> saved[Cell::kSaved], grad_h = s.grad_output.at(b, j), grad_c = s.grad_new_c.at(b, j);
+  CellInputs<Cell, acc_t<T>> in;
+  load_step_constants<Cell>(s, b, j, in);
+  acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)],
+      grad_h = s.grad_output.at(b, j);
+  for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
   for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if (s.grad_h) grad_h += widen(s.grad_h[at]);
-  Cell::template backward<Math>(saved, grad_h, grad_c, grad_gates);
-  if (grad_old_c) grad_old_c[at] = narrow<C>(grad_c);
+  if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
+  Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
+  if constexpr (Cell::kReadsH) s.grad_own_h[at] = grads.h;
+  for (int i = 0; i < Cell::kStates && grad_old_states; ++i) {
+    grad_old_states[i * s.state_stride + at] = narrow<C>(grad_states[i]);
+  }
+}
+
+// Stores the gradients of unit j of row b, and adds those that are summed over rows.
+template <class Cell, typename T, typename C, typename Extra>
+LLTM_HOST_DEVICE void store_gradients(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
+                                      const CellGradients<Cell, acc_t<T>>& grads) {
+  for (int g = 0; g < Cell::kGates; ++g) {
+    s.grad_gates.at(b, g, j) = narrow<T>(grads.product(g));
+    if constexpr (Cell::kSeparate) s.grad_projections.at(b, g, j) = narrow<T>(grads.x[g]);
+  }
+  if (!s.grad_sums) return;
+  constexpr int kSums = kCellShape<Cell>.sums();
+  acc_t<T>* const sums = s.grad_sums + b * kSums * s.hidden + j;
+  for (int g = 0; g < Cell::kGates; ++g) sums[g * s.hidden] += grads.x[g];
+  for (int p = 0; p < Cell::kParameters; ++p) sums[(Cell::kGates + p) * s.hidden] += grads.parameters[p];
 }
 
 }  // namespace lltm_ext

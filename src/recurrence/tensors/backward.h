@@ -43,9 +43,10 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
   return chunks;
 }
 
-// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's).
+// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
+// the share of it that the row kept).
 inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates,
-                                   const at::Tensor& output, const at::Tensor& h0,
+                                   const at::Tensor& output, const at::Tensor& h0, const at::Tensor& keep,
                                    const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first of the rows in grad_gates
@@ -72,8 +73,11 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  if (runs.size() > 2) {  // only in a packed sequence; two products are faster than a copy
-    add_weight_gradient(gradient, grad_gates, at::cat(sources));
+  // A packed sequence has more than two runs; two products are faster than a copy.
+  if (runs.size() > 2 || keep.defined()) {
+    const at::Tensor all = at::cat(sources);
+    if (keep.defined()) keep_share(all, keep.narrow(0, chunk.begin, chunk.end - chunk.begin));
+    add_weight_gradient(gradient, grad_gates, all);
     return;
   }
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -81,42 +85,50 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
   }
 }
 
+// The gradients of a direction; undefined where they are not needed.
+struct Gradients {
+  at::Tensor input, h0, states, weight_ih, weight_hh, bias, parameters;
+};
+
 template <class Op>
 struct BackwardOps {
-  using Cell = typename Op::Cell;
-  static constexpr int64_t kGates = Cell::kGates, kExtra = Cell::kSaved - kGates;
+  const Op op;
+  const CellShape shape = op.shape();
+  const int64_t gates_of_unit = shape.gates, extra_of_unit = shape.extra();
 
   // What a direction's backward reads in addition to the forward's inputs.
   struct BackwardInputs {
-    OptionalTensor grad_output, grad_h_n, grad_c_n;
+    OptionalTensor grad_output, grad_h_n, grad_states_n;
     at::Tensor output, gates, extra;  // as the forward left them
   };
 
-  static void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input,
-                                    const at::Tensor& h0, const at::Tensor& c0) {
-    const auto& [grad_output, grad_h_n, grad_c_n, output, gates, extra] = given;
-    const std::string full_name = op_name<Op>("_backward");
-    const char* op = full_name.c_str();
-    check_device(op, "input", input);
-    check_floating(op, "input", input);
+  void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input, const Direction& d) const {
+    const auto& [grad_output, grad_h_n, grad_states_n, output, gates, extra] = given;
+    const std::string full_name = op.name() + "_backward";
+    const char* name_of_op = full_name.c_str();
+    check_device(name_of_op, "input", input);
+    check_floating(name_of_op, "input", input);
     const at::ScalarType type = input.scalar_type();
     const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
                            c10::SymIntArrayRef shape, const char* meaning) {
-      check_same_device(op, name, x, input);
-      check_same_dtype(op, name, x, dtype);
-      check_shape(op, name, x, shape, meaning);
+      check_same_device(name_of_op, name, x, input);
+      check_same_dtype(name_of_op, name, x, dtype);
+      check_shape(name_of_op, name, x, shape, meaning);
     };
-    TORCH_CHECK(input.dim() >= 2 && h0.dim() == 2, op,
+    TORCH_CHECK(input.dim() >= 2 && d.h0.dim() == 2, full_name,
                 ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
-                h0.sym_sizes());
+                d.h0.sym_sizes());
     const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
-    const c10::SymInt hidden = h0.sym_size(1);
+    const c10::SymInt hidden = d.h0.sym_size(1);
     check("output", output, type, rows_of(hidden), "[..., hidden_size]");
-    check("gates", gates, type, rows_of(kGates * hidden), "[..., gates*hidden_size]");
-    check("extra", extra, type, rows_of(kExtra * hidden), "[..., extra*hidden_size]");
+    check("gates", gates, type, rows_of(gates_of_unit * hidden), "[..., gates*hidden_size]");
+    check("extra", extra, type, rows_of(extra_of_unit * hidden), "[..., extra*hidden_size]");
     if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
-    if (grad_h_n) check("grad_h_n", *grad_h_n, type, h0.sym_sizes(), "[batch, hidden_size]");
-    if (grad_c_n) check("grad_c_n", *grad_c_n, c0.scalar_type(), h0.sym_sizes(), "[batch, hidden_size]");
+    if (grad_h_n) check("grad_h_n", *grad_h_n, type, d.h0.sym_sizes(), "[batch, hidden_size]");
+    if (!grad_states_n) return;
+    const std::string name = op.stacked_states() ? "grad_states_n" : "grad_c_n";
+    check(name.c_str(), *grad_states_n, d.states.scalar_type(), states_sizes(op, d.h0.sym_size(0), hidden),
+          op.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   }
 
   // A direction: what its backward reads, and the gradients that its chunks add to.
@@ -126,26 +138,36 @@ struct BackwardOps {
     at::Tensor output, gates, extra;  // their rows
     std::vector<RowRange> steps;
     std::vector<Chunk> chunks;
-    at::Tensor grad_h, grad_c;  // [B, H] after a chunk's steps, replaced by those before them
-    at::Tensor grad_bias;       // [B, G * H], whose sum is the bias's gradient; or undefined
+    // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
+    // states.
+    at::Tensor grad_h, grad_own_h, grad_states;
+    at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
+    at::Tensor parameters, step_inputs, keep;               // aligned; rows
     at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
-    DirectionGradients(const at::Tensor& input, const Direction& inputs, const BackwardInputs& given,
-                       const SequenceSizes& sizes, bool input_needs_grad, bool bias_needs_grad)
+    DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
+                       const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
+                       bool bias_needs_grad)
         : inputs(inputs),
           grad_output(given.grad_output),
           output(flatten_rows(given.output)),
           gates(aligned(flatten_rows(given.gates))),
           extra(aligned(flatten_rows(given.extra))),
           steps(sizes.steps(inputs.reverse)),
-          chunks(chunks_of(steps, output.size(0))) {
+          chunks(chunks_of(steps, output.size(0))),
+          parameters(aligned(inputs.parameters)),
+          step_inputs(aligned(inputs.step_inputs)),
+          keep(rows_of_keep(inputs)) {
       const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
       grad_h = at::zeros({sizes.batch, sizes.hidden}, inputs.h0.options());
-      grad_c = at::zeros({sizes.batch, sizes.hidden}, state_options);
+      grad_states = at::zeros(inputs.states.sizes(), state_options);
+      if (shape.reads_h) grad_own_h = at::zeros({sizes.batch, sizes.hidden}, state_options);
       if (given.grad_h_n) grad_h.copy_(*given.grad_h_n);
-      if (given.grad_c_n) grad_c.copy_(*given.grad_c_n);
-      if (bias_needs_grad) grad_bias = at::zeros({sizes.batch, kGates * sizes.hidden}, state_options);
+      if (given.grad_states_n) grad_states.copy_(*given.grad_states_n);
+      if (bias_needs_grad || shape.parameters > 0) {
+        grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, state_options);
+      }
       if (input_needs_grad) {
         grad_input = empty_contiguous(input);
         if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
@@ -161,66 +183,83 @@ struct BackwardOps {
   struct DirectionChunk {
     DirectionGradients& direction;
     Chunk chunk;
-    at::Tensor grad_gates;  // of the chunk's rows
+    at::Tensor grad_gates;        // of the chunk's rows
+    at::Tensor grad_projections;  // likewise; grad_gates itself if the cell sees sums
   };
 
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else one after the other.
-  static void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
-                        c10::string_view algorithm) {
-    const Plan plan = sizes.plan<Op>(parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
+  void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
+                 c10::string_view algorithm) const {
+    const Plan plan = sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
     if (plan.is_fused() && try_run_fused(parts, sizes, plan, algorithm)) return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     for (size_t i = 0; i < parts.size(); ++i) run_steps(parts.slice(i, 1), sizes, algorithm);
   }
 
   // A pointwise kernel and a matrix product a step.
-  static void run_stepwise(const DirectionChunk& part) {
-    const auto& [direction, chunk, grad_gates] = part;
+  void run_stepwise(const DirectionChunk& part) const {
+    const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
-                     &grad_c = direction.grad_c, &grad_bias = direction.grad_bias,
-                     &weight_hh = direction.inputs.weight_hh;
+                     &grad_states = direction.grad_states;
     const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
     const at::Tensor dy = direction.grad_output.value_or(at::Tensor());
     const Matmul matmul(gates);
     for (size_t k = chunk.last; k-- > chunk.first;) {
       const auto [first_row, n] = direction.steps[k];
-      const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n);
+      const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n),
+                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n);
       launch("recurrence_pointwise_backward", gates,
-             [&, first_row = first_row, n = n](auto type, auto... stream) {
+             [&, &direction = direction, first_row = first_row, n = n](auto type, auto... stream) {
                using T = typename decltype(type)::type;
                StridedGradient<T> grad_output = {};
                if (dy.defined()) {
                  const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
                  grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
                }
+               const auto in_rows = [&](const at::Tensor& x) {
+                 return Gates<T>::in_rows(mutable_pointer<T>(x), gates_of_unit, hidden);
+               };
                const StepBackwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
-                   .saved = Gates<const T>::in_rows(pointer<T>(gates) + first_row * kGates * hidden, kGates,
-                                                    hidden),
-                   .extra = pointer<T>(extra) + first_row * kExtra * hidden,
+                   .saved = Gates<const T>::in_rows(rows_from<T>(gates, first_row), gates_of_unit, hidden),
+                   .extra = rows_from<T>(extra, first_row),
+                   .parameters = pointer<T>(direction.parameters),
+                   .step_inputs = rows_from<T>(direction.step_inputs, first_row),
                    .grad_output = grad_output,
                    .grad_h = pointer<T>(grad_h),
-                   .grad_new_c = {pointer<acc_t<T>>(grad_c), hidden, 1},
-                   .grad_old_c = mutable_pointer<acc_t<T>>(grad_c),
-                   .grad_gates = Gates<T>::in_rows(mutable_pointer<T>(step_grad_gates), kGates, hidden),
-                   .grad_bias_rows = mutable_pointer<acc_t<T>>(grad_bias),
+                   .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
+                   .grad_new_states = {pointer<acc_t<T>>(grad_states), hidden, 1},
+                   .grad_old_states = mutable_pointer<acc_t<T>>(grad_states),
+                   .state_stride = batch * hidden,
+                   .grad_gates = in_rows(step_grad_gates),
+                   .grad_projections = in_rows(step_grad_projections),
+                   .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
                };
-               return recurrence_step<Cell>(step, stream...);
+               return op.step(step, stream...);
              });
-      matmul(first_rows(grad_h, n), step_grad_gates, weight_hh);
+      if (shape.recurrent) {
+        matmul(first_rows(grad_h, n), step_grad_gates, direction.inputs.weight_hh);
+      } else {
+        first_rows(grad_h, n).zero_();
+      }
+      if (!direction.keep.defined()) continue;
+      const at::Tensor share = direction.keep.narrow(0, first_row, n);
+      keep_share(first_rows(grad_h, n), share);
+      keep_share(first_rows(grad_states, n), share);
+      if (shape.reads_h) keep_share(first_rows(direction.grad_own_h, n), share);
     }
   }
 
   // As try_launch_fused.
-  static bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, const Plan& plan,
-                            c10::string_view algorithm) {
+  bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, const Plan& plan,
+                     c10::string_view algorithm) const {
     const at::Tensor& like = parts[0].direction.gates;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
     for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const auto& [direction, chunk, grad_gates] = parts[i];
+      const auto& [direction, chunk, grad_gates, grad_projections] = parts[i];
       return SequenceBackwardArguments<T>{
           .steps = sizes.order(direction.inputs.reverse, first_rows),
           .begin = static_cast<int>(chunk.first),
@@ -229,51 +268,54 @@ struct BackwardOps {
           .rows = chunk.end - chunk.begin,
           .hidden = static_cast<int>(sizes.hidden),
           .weight_t = pointer<T>(direction.weight_hh_t),
+          .parameters = pointer<T>(direction.parameters),
+          .step_inputs = pointer<T>(direction.step_inputs),
+          .keep = pointer<float>(direction.keep),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),
           .grad_gates = mutable_pointer<T>(grad_gates),
+          .grad_projections = mutable_pointer<T>(grad_projections),
           .grad_h = mutable_pointer<T>(direction.grad_h),
-          .grad_c = mutable_pointer<float>(direction.grad_c),
-          .grad_bias = mutable_pointer<float>(direction.grad_bias),
+          .grad_own_h = mutable_pointer<float>(direction.grad_own_h),
+          .grad_states = mutable_pointer<float>(direction.grad_states),
+          .grad_sums = mutable_pointer<float>(direction.grad_sums),
       };
     };
     return try_launch_fused("recurrence_backward", like, plan, algorithm, parts.size(),
                             [&](auto type, auto stream) {
-                              return launch_sequence_backward<Cell>(
-                                  per_direction(type, parts.size(), arguments_of), plan, stream);
+                              return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
                             });
   }
 
-  // The matrix products with a chunk's grad_gates.
-  static void add_products(const DirectionChunk& part, const at::Tensor& input_rows) {
-    const auto& [direction, chunk, grad_gates] = part;
+  // The matrix products with a chunk's gradients.
+  void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
+    const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const int64_t count = chunk.end - chunk.begin;
-    add_weight_gradient(direction.grad_weight_ih, grad_gates, input_rows.narrow(0, chunk.begin, count));
-    add_weight_hh_gradient(direction.grad_weight_hh, grad_gates, direction.output, direction.inputs.h0,
-                           direction.steps, chunk);
+    add_weight_gradient(direction.grad_weight_ih, grad_projections, input_rows.narrow(0, chunk.begin, count));
+    if (shape.recurrent) {
+      add_weight_hh_gradient(direction.grad_weight_hh, grad_gates, direction.output, direction.inputs.h0,
+                             direction.keep, direction.steps, chunk);
+    }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
-    Matmul{input_rows}(grad_rows, grad_gates, direction.inputs.weight_ih);
+    Matmul{input_rows}(grad_rows, grad_projections, direction.inputs.weight_ih);
   }
 
   static at::Tensor or_zeros(const at::Tensor& gradient, const at::Tensor& of) {
-    return gradient.defined() ? gradient : at::zeros(of.sizes(), of.options());
+    return gradient.defined() || !of.defined() ? gradient : at::zeros(of.sizes(), of.options());
   }
 
-  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
-  // and grad_bias are empty unless they are needed.
-  static variable_list check_and_run(const at::Tensor& input, Directions directions,
-                                     at::ArrayRef<BackwardInputs> given, at::OptionalIntArrayRef batch_sizes,
-                                     c10::string_view algorithm, bool input_needs_grad,
-                                     bool bias_needs_grad) {
+  std::vector<Gradients> check_and_run(const at::Tensor& input, Directions directions,
+                                       at::ArrayRef<BackwardInputs> given,
+                                       at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                       bool input_needs_grad, bool bias_needs_grad) const {
+    const std::string name = op.name();
     for (size_t i = 0; i < directions.size(); ++i) {
-      const Direction& d = directions[i];
-      check_backward_inputs(given[i], input, d.h0, d.c0);
-      check_inputs(Op::name, kGates, input, d.h0, d.c0, d.weight_ih, d.weight_hh, std::nullopt, batch_sizes,
-                   algorithm);
+      check_backward_inputs(given[i], input, directions[i]);
+      check_inputs(op, name.c_str(), input, directions[i], batch_sizes, algorithm);
     }
-    check_same_sizes<Op>(directions);
+    check_same_sizes(name, directions);
     if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
     const KernelGuard guard(input);
     const SequenceSizes sizes(input, directions, batch_sizes);
@@ -281,7 +323,7 @@ struct BackwardOps {
     std::vector<DirectionGradients> gradients;
     size_t chunk_count = 0;
     for (size_t i = 0; i < directions.size(); ++i) {
-      gradients.emplace_back(input, directions[i], given[i], sizes, input_needs_grad, bias_needs_grad);
+      gradients.emplace_back(shape, input, directions[i], given[i], sizes, input_needs_grad, bias_needs_grad);
       chunk_count = std::max(chunk_count, gradients[i].chunks.size());
     }
     for (size_t from_last = 1; from_last <= chunk_count && sizes.batch * sizes.hidden > 0; ++from_last) {
@@ -289,32 +331,74 @@ struct BackwardOps {
       for (DirectionGradients& direction : gradients) {
         if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
         const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
-        parts.push_back(
-            {direction, chunk, at::empty({chunk.end - chunk.begin, kGates * sizes.hidden}, input.options())});
+        const auto rows = [&] {
+          return at::empty({chunk.end - chunk.begin, gates_of_unit * sizes.hidden}, input.options());
+        };
+        const at::Tensor grad_gates = rows();
+        parts.push_back({direction, chunk, grad_gates, shape.separate ? rows() : grad_gates});
       }
       run_steps(parts, sizes, algorithm);
       for (const DirectionChunk& part : parts) add_products(part, input_rows);
     }
-    variable_list results;
-    for (const DirectionGradients& g : gradients) {
-      const Direction& d = g.inputs;
-      append(results, {input_needs_grad ? g.grad_input : at::empty({0}, input.options()), g.grad_h,
-                       g.grad_c.to(d.c0.scalar_type()), or_zeros(g.grad_weight_ih, d.weight_ih),
-                       or_zeros(g.grad_weight_hh, d.weight_hh),
-                       bias_needs_grad ? g.grad_bias.sum(0).to(d.weight_hh.scalar_type())
-                                       : at::empty({0}, input.options())});
-    }
+    std::vector<Gradients> results;
+    for (const DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
     return results;
   }
 
-  static variable_list meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
-                                     bool bias_needs_grad) {
-    variable_list results;
+  Gradients finished(const DirectionGradients& g, bool bias_needs_grad) const {
+    const Direction& d = g.inputs;
+    Gradients result = {.input = g.grad_input,
+                        .h0 = g.grad_h,
+                        .states = g.grad_states.to(d.states.scalar_type()),
+                        .weight_ih = or_zeros(g.grad_weight_ih, d.weight_ih),
+                        .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};
+    if (shape.reads_h) result.h0 = (g.grad_h + g.grad_own_h).to(d.h0.scalar_type());
+    if (!g.grad_sums.defined()) return result;
+    const at::Tensor sums = g.grad_sums.sum(0).to(d.h0.scalar_type());
+    const int64_t hidden = g.grad_h.size(1), biases = gates_of_unit * hidden;
+    if (shape.parameters == 0) {
+      result.bias = sums;
+    } else {
+      if (bias_needs_grad) result.bias = sums.narrow(0, 0, biases).clone();
+      result.parameters = sums.narrow(0, biases, shape.parameters * hidden).view({shape.parameters, hidden});
+    }
+    return result;
+  }
+
+  std::vector<Gradients> meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
+                                       bool bias_needs_grad) const {
+    std::vector<Gradients> results;
     for (const Direction& d : directions) {
-      const c10::SymInt width = bias_needs_grad ? d.weight_hh.sym_size(0) : 0;
-      append(results, {input_needs_grad ? empty_contiguous(input) : at::empty({0}, input.options()),
-                       empty_contiguous(d.h0), empty_contiguous(d.c0), empty_contiguous(d.weight_ih),
-                       empty_contiguous(d.weight_hh), at::empty_symint({width}, d.weight_hh.options())});
+      Gradients g = {.h0 = empty_contiguous(d.h0),
+                     .states = empty_contiguous(d.states),
+                     .weight_ih = empty_contiguous(d.weight_ih)};
+      if (input_needs_grad) g.input = empty_contiguous(input);
+      if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
+      if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
+      if (shape.parameters > 0) g.parameters = empty_contiguous(d.parameters);
+      results.push_back(std::move(g));
+    }
+    return results;
+  }
+};
+
+// The dispatcher ops of a built-in cell.
+template <class Op>
+struct BuiltInBackward {
+  using Inputs = typename BackwardOps<Op>::BackwardInputs;
+
+  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
+  // and grad_bias are empty unless they are needed.
+  static variable_list run(const at::Tensor& input, Directions directions, at::ArrayRef<Inputs> given,
+                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                           bool input_needs_grad, bool bias_needs_grad) {
+    const auto or_empty = [&](const at::Tensor& x) {
+      return x.defined() ? x : at::empty({0}, input.options());
+    };
+    variable_list results;
+    for (const Gradients& g : BackwardOps<Op>{}.check_and_run(input, directions, given, batch_sizes,
+                                                              algorithm, input_needs_grad, bias_needs_grad)) {
+      append(results, {or_empty(g.input), g.h0, g.states, g.weight_ih, g.weight_hh, or_empty(g.bias)});
     }
     return results;
   }
@@ -323,12 +407,13 @@ struct BackwardOps {
       const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& gates, const at::Tensor& extra,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
-      bool bias_needs_grad) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, std::nullopt, reverse};
-    const BackwardInputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, bool input_needs_grad, bool bias_needs_grad) {
+    const Direction only = {
+        h0, c0, weight_ih, weight_hh, std::nullopt, reverse, {}, {}, keep.value_or(at::Tensor())};
+    const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
     const variable_list g =
-        check_and_run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
+        run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     return {g[0], g[1], g[2], g[3], g[4], g[5]};
   }
 
@@ -339,16 +424,16 @@ struct BackwardOps {
                                               at::TensorList reverse_direction, at::TensorList saved,
                                               at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                                               bool input_needs_grad, bool bias_needs_grad) {
-    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, op_name<Op>("_bidirectional_backward"),
+    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, Op::name() + "_bidirectional_backward",
                 ": expected three of grad_outputs and three of saved for each direction, got ",
                 grad_outputs.size(), " and ", saved.size());
-    std::vector<BackwardInputs> given;
+    std::vector<Inputs> given;
     for (size_t i = 0; i < 6; i += 3) {
       given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
                        saved[i + 1], saved[i + 2]});
     }
-    variable_list g = check_and_run(input, directions_of<Op>(forward_direction, reverse_direction), given,
-                                    batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
+    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction), given,
+                          batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
     if (input_needs_grad) g[0] = g[0] + g[6];
     g.erase(g.begin() + 6);
     return g;

@@ -1,8 +1,12 @@
 // The inputs of a sequence op (op.h): checks, directions, the rows of each step.
 #pragma once
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -12,6 +16,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/dispatch.h"
 #include "recurrence/plan.h"
 
 namespace lltm_ext {
@@ -46,9 +51,9 @@ inline at::Tensor flatten_rows(const at::Tensor& x) {
   return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
 }
 
-// The first `rows` rows: x itself if that is all of them, to save a view.
+// The first `rows` rows of [..., rows, columns]: x itself if that is all of them, to save a view.
 inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
-  return rows == x.size(0) ? x : x.narrow(0, 0, rows);
+  return rows == x.size(-2) ? x : x.narrow(-2, 0, rows);
 }
 
 // The input's shape, dense or packed, with another last dimension.
@@ -66,11 +71,27 @@ inline at::Tensor empty_contiguous(const at::Tensor& x) {
   return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
 
-// Contiguous, at a multiple of 16 bytes.
+// Contiguous, at a multiple of 16 bytes; undefined if x is.
 inline at::Tensor aligned(const at::Tensor& x) {
+  if (!x.defined()) return x;
   const at::Tensor contiguous = x.contiguous();
   return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
 }
+
+// Rows of T in x, contiguous [..., width], from `row` on; null if x is undefined.
+template <typename T>
+const T* rows_from(const at::Tensor& x, int64_t row) {
+  return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
+}
+
+// Scales each row of x [..., rows, H] by its element of keep [rows]. Nothing of an infinity or NaN is left if
+// that is 0.
+inline void keep_share(const at::Tensor& x, const at::Tensor& keep) {
+  const at::Tensor share = keep.unsqueeze(-1);
+  x.copy_(at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options())));
+}
+
+inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
 
 inline OptionalTensor if_defined(const at::Tensor& x) {
   return x.defined() ? OptionalTensor(x) : std::nullopt;
@@ -89,6 +110,10 @@ inline Algorithm algorithm_named(const char* op, c10::string_view name) {
   if (name == "grid") return Algorithm::kGrid;
   TORCH_CHECK_VALUE(false, op, ": expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got '",
                     name, "'");
+}
+
+inline std::string name_of(Algorithm algorithm) {
+  return algorithm == Algorithm::kCluster ? "cluster" : algorithm == Algorithm::kGrid ? "grid" : "stepwise";
 }
 
 inline void check_batch_sizes(const char* op, at::IntArrayRef sizes, const at::Tensor& input, int64_t batch) {
@@ -110,10 +135,42 @@ inline std::string gates_by(int64_t gates, const char* columns) {
   return "[" + std::to_string(gates) + "*hidden_size" + columns + "]";
 }
 
-inline void check_inputs(const char* op, int64_t gates, const at::Tensor& input, const at::Tensor& h0,
-                         const at::Tensor& c0, const at::Tensor& weight_ih, const at::Tensor& weight_hh,
-                         const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-                         c10::string_view algorithm) {
+// ---- directions
+
+// The inputs that differ between a layer's directions.
+struct Direction {
+  at::Tensor h0, states, weight_ih, weight_hh;
+  OptionalTensor bias;
+  bool reverse;
+  at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
+  at::Tensor keep = {};  // [T, B] or [N] what a row takes of h and its states into a step; undefined: all
+};
+using Directions = at::ArrayRef<Direction>;
+
+// [N], contiguous.
+inline at::Tensor rows_of_keep(const Direction& d) {
+  return d.keep.defined() ? d.keep.contiguous().view({d.keep.numel()}) : d.keep;
+}
+
+// What a cell is to the code that runs it on tensors:
+//
+//   struct Op {
+//     name();             // in messages
+//     shape();            // a CellShape
+//     states_name();      // the argument that has the states
+//     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
+//     ...                 // the launches of tensors/launch.h
+//   };
+template <class Op>
+c10::SymDimVector states_sizes(const Op& op, const c10::SymInt& batch, const c10::SymInt& hidden) {
+  if (op.stacked_states()) return {op.shape().states, batch, hidden};
+  return {batch, hidden};
+}
+
+template <class Op>
+void check_inputs(const Op& of, const char* op, const at::Tensor& input, const Direction& d,
+                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  const CellShape shape = of.shape();
   check_device(op, "input", input);
   check_floating(op, "input", input);
   if (batch_sizes) {
@@ -125,58 +182,66 @@ inline void check_inputs(const char* op, int64_t gates, const at::Tensor& input,
     check_same_device(op, name, x, input);
     check_same_dtype(op, name, x, input.scalar_type());
   };
-  check_like_input("h0", h0);
-  check_same_device(op, "c0", c0, input);
-  check_cell_dtype(op, "c0", c0, input);
-  check_like_input("weight_ih", weight_ih);
-  check_like_input("weight_hh", weight_hh);
-  if (bias) check_like_input("bias", *bias);
+  const char* const states = of.states_name();
+  check_like_input("h0", d.h0);
+  check_same_device(op, states, d.states, input);
+  check_cell_dtype(op, states, d.states, input);
+  check_like_input("weight_ih", d.weight_ih);
+  if (shape.recurrent) check_like_input("weight_hh", d.weight_hh);
+  if (d.bias) check_like_input("bias", *d.bias);
 
-  check_dim(op, "h0", h0, 2, "[batch, hidden_size]");
-  const c10::SymInt batch = batch_sizes ? h0.sym_size(0) : input.sym_size(1), hidden = h0.sym_size(1);
-  CHECK_SHAPE(op, h0, "[batch, hidden_size]", batch, hidden);
-  CHECK_SHAPE(op, c0, "[batch, hidden_size]", batch, hidden);
-  CHECK_SHAPE(op, weight_ih, gates_by(gates, ", input_size").c_str(), gates * hidden, input.sym_size(-1));
-  CHECK_SHAPE(op, weight_hh, gates_by(gates, ", hidden_size").c_str(), gates * hidden, hidden);
-  if (bias) check_shape(op, "bias", *bias, {gates * hidden}, gates_by(gates, "").c_str());
-  if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, h0.size(0));
+  check_dim(op, "h0", d.h0, 2, "[batch, hidden_size]");
+  const c10::SymInt batch = batch_sizes ? d.h0.sym_size(0) : input.sym_size(1), hidden = d.h0.sym_size(1);
+  const auto check = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes,
+                         const std::string& meaning) { check_shape(op, name, x, sizes, meaning.c_str()); };
+  check("h0", d.h0, {batch, hidden}, "[batch, hidden_size]");
+  check(states, d.states, states_sizes(of, batch, hidden),
+        of.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
+  const c10::SymInt rows = shape.gates * hidden;
+  check("weight_ih", d.weight_ih, {rows, input.sym_size(-1)}, gates_by(shape.gates, ", input_size"));
+  if (shape.recurrent)
+    check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
+  if (d.bias) check("bias", *d.bias, {rows}, gates_by(shape.gates, ""));
+  if (shape.parameters > 0) {
+    check_like_input("parameters", d.parameters);
+    check("parameters", d.parameters, {shape.parameters, hidden}, "[parameters, hidden_size]");
+  }
+  if (shape.step_inputs > 0) {
+    check_like_input("step_inputs", d.step_inputs);
+    check("step_inputs", d.step_inputs, sizes_like_input(input, shape.step_inputs * hidden),
+          "[..., step inputs * hidden_size]");
+  }
+  if (d.keep.defined()) {
+    check_same_device(op, "keep", d.keep, input);
+    check_same_dtype(op, "keep", d.keep, at::toOpMathType(input.scalar_type()));
+    check("keep", d.keep, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
+  }
+  if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, d.h0.size(0));
   algorithm_named(op, algorithm);
 }
 
-// ---- directions
-
-// The dispatcher's name, <op><suffix>.
-template <class Op>
-std::string op_name(const char* suffix) {
-  return std::string(Op::name) + suffix;
-}
-
-// The inputs that differ between a layer's directions.
-struct Direction {
-  at::Tensor h0, c0, weight_ih, weight_hh;
-  OptionalTensor bias;
-  bool reverse;
-};
-using Directions = at::ArrayRef<Direction>;
-
 // From [h0, c0, weight_ih, weight_hh] or these and bias.
-template <class Op>
-std::array<Direction, 2> directions_of(at::TensorList forward_direction, at::TensorList reverse_direction) {
+inline std::array<Direction, 2> directions_of(const std::string& op, at::TensorList forward_direction,
+                                              at::TensorList reverse_direction) {
   for (const at::TensorList& given : {forward_direction, reverse_direction}) {
-    TORCH_CHECK(given.size() == 4 || given.size() == 5, op_name<Op>("_bidirectional"),
+    TORCH_CHECK(given.size() == 4 || given.size() == 5, op, "_bidirectional",
                 ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
                 given.size(), " tensors");
   }
   const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
-    return {x[0], x[1], x[2], x[3], x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt, reverse};
+    return {.h0 = x[0],
+            .states = x[1],
+            .weight_ih = x[2],
+            .weight_hh = x[3],
+            .bias = x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt,
+            .reverse = reverse};
   };
   return {direction(forward_direction, false), direction(reverse_direction, true)};
 }
 
-template <class Op>
-void check_same_sizes(Directions directions) {
+inline void check_same_sizes(const std::string& op, Directions directions) {
   for (const Direction& d : directions.slice(1)) {
-    TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), op_name<Op>("_bidirectional"),
+    TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), op, "_bidirectional",
                 ": expected h0 of both directions to have one shape, got ", directions[0].h0.sym_sizes(),
                 " and ", d.h0.sym_sizes());
   }

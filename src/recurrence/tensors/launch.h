@@ -10,6 +10,7 @@
 #include "common/matmul.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
+#include "recurrence/step/step.h"
 #include "recurrence/tensors/inputs.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -29,28 +30,55 @@ auto with_fused_type(at::ScalarType type, F&& f) {
 }
 #endif
 
+// An op whose cell was compiled with the package.
+template <class Cell>
+struct BuiltInOp {
+  static constexpr CellShape shape() { return kCellShape<Cell>; }
+  static constexpr const char* states_name() { return "c0"; }
+  static constexpr bool stacked_states() { return false; }
+
+  template <typename T>
+  static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {
+    return plan_sequence<Cell, T>(problem, requested, plan);
+  }
+  template <typename T>
+  static cudaError_t launch(const PerDirection<SequenceForwardArguments<T>>& sequences, const Plan& plan,
+                            cudaStream_t stream) {
+    return launch_sequence_forward<Cell>(sequences, plan, stream);
+  }
+  template <typename T>
+  static cudaError_t launch(const PerDirection<SequenceBackwardArguments<T>>& sequences, const Plan& plan,
+                            cudaStream_t stream) {
+    return launch_sequence_backward<Cell>(sequences, plan, stream);
+  }
+  // On the CPU without a stream.
+  template <class Step, class... Stream>
+  static auto step(const Step& step, Stream... stream) {
+    return recurrence_step<Cell>(step, stream...);
+  }
+};
+
 // Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
 // run one after the other.
-template <class Cell>
-Plan plan_for(const char* op, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-              bool backward, c10::string_view algorithm, size_t sequences = 1) {
+template <class Op>
+Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t batch, int64_t hidden,
+              bool dense, bool backward, c10::string_view algorithm, size_t sequences = 1) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
     if (wanted == Algorithm::kCluster || wanted == Algorithm::kGrid) plan.why_not = "needs a CUDA device";
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
-    const Problem problem = {.hidden = hidden,
+    const Problem problem = {.cell = of.shape(),
+                             .hidden = hidden,
                              .batch = batch,
                              .dense = dense,
                              .backward = backward,
                              .element_size = static_cast<int>(input.element_size()),
-                             .gates = Cell::kGates,
                              .sequences = static_cast<int>(sequences),
                              .tf32 = allows_tf32(input)};
-    check_launch(op, with_fused_type(input.scalar_type(), [&](auto type) {
-                   return plan_sequence<Cell, typename decltype(type)::type>(problem, wanted, plan);
-                 }));
+    check_launch(op, with_fused_type(input.scalar_type(),
+                                     [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -76,9 +104,9 @@ struct SequenceSizes {
         hidden(directions[0].h0.size(1)),
         batch_sizes(batch_sizes) {}
   template <class Op>
-  Plan plan(const at::Tensor& like, bool backward, c10::string_view algorithm, size_t sequences) const {
-    return plan_for<typename Op::Cell>(Op::name, like, batch, hidden, !batch_sizes, backward, algorithm,
-                                       sequences);
+  Plan plan(const Op& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
+            size_t sequences) const {
+    return plan_for(op, op.name().c_str(), like, batch, hidden, !batch_sizes, backward, algorithm, sequences);
   }
   std::vector<RowRange> steps(bool reverse) const {
     return rows_of_steps(batch_sizes, length, batch, reverse);

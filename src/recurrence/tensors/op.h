@@ -2,9 +2,8 @@
 // dispatcher ops lltm_ext::<op>, <op>_forward, <op>_backward and <op>_algorithm, and for a bidirectional
 // layer <op>_bidirectional, <op>_bidirectional_forward and <op>_bidirectional_backward, from
 //
-//   struct Op {
-//     static constexpr const char* name;
-//     using Cell = ...;  // see cell.h
+//   struct Op : BuiltInOp<Cell> {  // of a cell as in cell.h
+//     static std::string name();
 //     // The cell in torch's differentiable ops, for the double backward: (h, c) from gates [B, G * H] and c.
 //     static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c);
 //   };
@@ -40,28 +39,24 @@ namespace lltm_ext {
 
 template <class Op>
 struct SequenceOps {
-  using Cell = typename Op::Cell;
-  using Forward = ForwardOps<Op>;
-  using Backward = BackwardOps<Op>;
+  using Forward = BuiltInForward<Op>;
+  using Backward = BuiltInBackward<Op>;
+
+  // The dispatcher's name, <op><suffix>.
+  static std::string op_name(const char* suffix) { return Op::name() + suffix; }
 
   // The algorithm that a call would take.
   static std::string algorithm_of(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0,
                                   const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                   const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                                   c10::string_view algorithm, bool backward) {
-    const std::string op = op_name<Op>("_algorithm");
-    check_inputs(op.c_str(), Cell::kGates, input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, algorithm);
+    const std::string op = op_name("_algorithm");
+    check_inputs(Op{}, op.c_str(), input, {h0, c0, weight_ih, weight_hh, bias, false}, batch_sizes,
+                 algorithm);
     const KernelGuard guard(input);
-    const Plan plan =
-        plan_for<Cell>(op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm);
-    switch (plan.algorithm) {
-      case Algorithm::kCluster:
-        return "cluster";
-      case Algorithm::kGrid:
-        return "grid";
-      default:
-        return "stepwise";
-    }
+    return name_of(
+        plan_for(Op{}, op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
+            .algorithm);
   }
 
 #ifndef LLTM_EXT_STABLE_ABI
@@ -70,9 +65,9 @@ struct SequenceOps {
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm) {
+      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
     static const auto op = find_op<decltype(Forward::sequence)>(qualified("").c_str());
-    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
   }
 
   static variable_list call_bidirectional(const at::Tensor& input, at::TensorList forward_direction,
@@ -90,19 +85,19 @@ struct SequenceOps {
   }
 
   struct SequenceFunction : torch::autograd::Function<SequenceFunction> {
-    static constexpr size_t kArguments = 9;
+    static constexpr size_t kArguments = 10;
 
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                  const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
                                  const at::Tensor& weight_hh, const OptionalTensor& bias,
                                  at::OptionalIntArrayRef batch_sizes, bool reverse,
-                                 c10::string_view algorithm) {
+                                 c10::string_view algorithm, const OptionalTensor& keep) {
       static const auto op = find_op<decltype(Forward::sequence_forward)>(qualified("_forward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       auto [output, h_n, c_n, gates, extra] =
-          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
-      ctx->save_for_backward(
-          {input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, gates, extra});
+          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
+      ctx->save_for_backward({input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, gates,
+                              extra, keep.value_or(at::Tensor())});
       ctx->set_materialize_grads(false);
       if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
       ctx->saved_data["reverse"] = reverse;
@@ -120,7 +115,7 @@ struct SequenceOps {
       const std::string algorithm = ctx->saved_data["algorithm"].toStringRef();
       if (at::GradMode::is_enabled()) {
         gradients = differentiable_gradients(
-            [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse); },
+            [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse, saved[9]); },
             variable_list(saved.begin(), saved.begin() + 6), grad_outputs);
         gradients.resize(kArguments);
         return gradients;
@@ -131,7 +126,7 @@ struct SequenceOps {
       std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
           op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
                   saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8], batch_sizes,
-                  reverse, algorithm, input_needs_grad, bias_needs_grad);
+                  reverse, algorithm, if_defined(saved[9]), input_needs_grad, bias_needs_grad);
       if (!input_needs_grad) gradients[0] = at::Tensor();
       if (!bias_needs_grad) gradients[5] = at::Tensor();
       return gradients;
@@ -139,11 +134,12 @@ struct SequenceOps {
 
     // The sequence in torch's differentiable ops: {output, h_n, c_n}.
     static variable_list composed(const variable_list& inputs, at::OptionalIntArrayRef batch_sizes,
-                                  bool reverse) {
+                                  bool reverse, const at::Tensor& keep) {
       const at::Tensor &input = inputs[0], &weight_hh = inputs[4], &bias = inputs[5];
       at::Tensor h = inputs[1], c = inputs[2];
       at::Tensor projection = flatten_rows(input).mm(inputs[3].t());
       if (bias.defined()) projection = projection + bias;
+      const at::Tensor shares = keep.defined() ? keep.reshape({projection.size(0), 1}) : keep;
       const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
         if (rows.size(0) == state.size(0)) return rows;
         return at::cat({rows, state.narrow(0, rows.size(0), state.size(0) - rows.size(0))});
@@ -151,8 +147,14 @@ struct SequenceOps {
       variable_list outputs;
       for (const auto& [first_row, n] :
            rows_of_steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse)) {
-        const at::Tensor gates = projection.narrow(0, first_row, n) + h.narrow(0, 0, n).mm(weight_hh.t());
-        const auto [new_h, new_cell] = Op::composed(gates, c.narrow(0, 0, n));
+        at::Tensor old_h = h.narrow(0, 0, n), old_c = c.narrow(0, 0, n);
+        if (shares.defined()) {
+          const at::Tensor share = shares.narrow(0, first_row, n);
+          old_h = (old_h * share).to(h.scalar_type());
+          old_c = (old_c * share).to(c.scalar_type());
+        }
+        const at::Tensor gates = projection.narrow(0, first_row, n) + old_h.mm(weight_hh.t());
+        const auto [new_h, new_cell] = Op::composed(gates, old_c);
         outputs.push_back(new_h);
         h = replace_first_rows(h, new_h);
         c = replace_first_rows(c, new_cell);
@@ -230,7 +232,7 @@ struct SequenceOps {
       variable_list inputs = {input};
       append(inputs, direction);
       inputs.resize(6);  // without a bias, with an undefined one
-      return SequenceFunction::composed(inputs, batch_sizes, reverse);
+      return SequenceFunction::composed(inputs, batch_sizes, reverse, at::Tensor());
     }
   };
 
@@ -269,23 +271,23 @@ struct SequenceOps {
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm) {
+      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
     if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
-      const variable_list outputs =
-          SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+      const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
+                                                            batch_sizes, reverse, algorithm, keep);
       return {outputs[0], outputs[1], outputs[2]};
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm);
+    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autocast(
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm) {
+      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
     const AutocastInputs cast(input);
     return call_sequence(cast(input), cast(h0), cast.cell(c0), cast(weight_ih), cast(weight_hh), cast(bias),
-                         batch_sizes, reverse, algorithm);
+                         batch_sizes, reverse, algorithm, keep);
   }
 
   // Under autocast: the algorithm for the tensors that it casts.
@@ -302,22 +304,22 @@ struct SequenceOps {
 
   // ---- registration
 
-  static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name<Op>(suffix); }
+  static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name(suffix); }
 
   static void define(torch::Library& m) {
     const std::string inputs = "Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, ";
     const auto def = [&](const char* suffix, const std::string& signature) {
-      m.def((op_name<Op>(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
+      m.def((op_name(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
     };
     def("", "(" + inputs +
-                "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto') "
-                "-> (Tensor, Tensor, Tensor)");
+                "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto', "
+                "Tensor? keep=None) -> (Tensor, Tensor, Tensor)");
     def("_forward", "(" + inputs +
-                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm) "
+                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? keep=None) "
                         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_backward", "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
                          "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, "
-                         "str algorithm, bool input_needs_grad, bool bias_needs_grad) "
+                         "str algorithm, Tensor? keep, bool input_needs_grad, bool bias_needs_grad) "
                          "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_algorithm",
         "(" + inputs +
@@ -329,19 +331,19 @@ struct SequenceOps {
     def("_bidirectional_backward", "(Tensor?[] grad_outputs, " + layer_inputs +
                                        "Tensor[] saved, int[]? batch_sizes, str algorithm, "
                                        "bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-    implement<Forward::bidirectional>(m, op_name<Op>("_bidirectional").c_str());
-    implement<Forward::bidirectional_forward>(m, op_name<Op>("_bidirectional_forward").c_str());
-    implement<Backward::bidirectional_backward>(m, op_name<Op>("_bidirectional_backward").c_str());
-    implement<Forward::sequence>(m, Op::name);
-    implement<Forward::sequence_forward>(m, op_name<Op>("_forward").c_str());
-    implement<Backward::sequence_backward>(m, op_name<Op>("_backward").c_str());
-    implement<algorithm_of>(m, op_name<Op>("_algorithm").c_str());
+    implement<Forward::bidirectional>(m, op_name("_bidirectional").c_str());
+    implement<Forward::bidirectional_forward>(m, op_name("_bidirectional_forward").c_str());
+    implement<Backward::bidirectional_backward>(m, op_name("_bidirectional_backward").c_str());
+    implement<Forward::sequence>(m, Op::name().c_str());
+    implement<Forward::sequence_forward>(m, op_name("_forward").c_str());
+    implement<Backward::sequence_backward>(m, op_name("_backward").c_str());
+    implement<algorithm_of>(m, op_name("_algorithm").c_str());
 #ifndef LLTM_EXT_STABLE_ABI
-    implement_autograd(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autograd);
-    implement_autocast(m, op_name<Op>("_bidirectional").c_str(), bidirectional_autocast);
-    implement_autograd(m, Op::name, sequence_autograd);
-    implement_autocast(m, Op::name, sequence_autocast);
-    implement_autocast(m, op_name<Op>("_algorithm").c_str(), algorithm_autocast);
+    implement_autograd(m, op_name("_bidirectional").c_str(), bidirectional_autograd);
+    implement_autocast(m, op_name("_bidirectional").c_str(), bidirectional_autocast);
+    implement_autograd(m, Op::name().c_str(), sequence_autograd);
+    implement_autocast(m, Op::name().c_str(), sequence_autocast);
+    implement_autocast(m, op_name("_algorithm").c_str(), algorithm_autocast);
 #endif
   }
 };

@@ -1,6 +1,6 @@
 // An entry is the checksum of what follows it, the key's length in 16 digits, the key and the binary. Files
 // are opened relative to the folder's descriptor, so the folder that was checked is the one that is used.
-#include "elementwise/cache.h"
+#include "common/runtime/cache.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>

@@ -1,10 +1,8 @@
-#include "elementwise/compiler.h"
+#include "common/runtime/compiler.h"
 
 #include <c10/util/Exception.h>
 
 #include <atomic>
-
-#include "elementwise/cache.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 
@@ -12,23 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
-#include <vector>
-
-// For the compiler's dependency list only: the headers embedded below.
-#include "common/elementwise_kernel.cuh"
-
-// Embeds the headers that the kernels include, so that an installed package needs no header files. The build
-// passes the assembler's include path.
-#define LLTM_EMBED(symbol, file)                            \
-  asm(".pushsection .rodata\n" #symbol ":\n.incbin \"" file \
-      "\"\n"                                                \
-      ".byte 0\n.popsection");                              \
-  extern "C" __attribute__((visibility("hidden"))) const char symbol[]
-LLTM_EMBED(lltm_ext_portable_h, "common/portable.h");
-LLTM_EMBED(lltm_ext_types_h, "common/types.h");
-LLTM_EMBED(lltm_ext_vec_cuh, "common/vec.cuh");
-LLTM_EMBED(lltm_ext_elementwise_call_h, "common/elementwise_call.h");
-LLTM_EMBED(lltm_ext_elementwise_kernel_cuh, "common/elementwise_kernel.cuh");
+#include "common/runtime/cache.h"
 
 #endif
 
@@ -38,15 +20,6 @@ namespace {
 std::atomic<int64_t> compilation_count = 0;
 
 #ifdef LLTM_EXT_WITH_CUDA
-
-constexpr const char* kHeaderNames[] = {"common/portable.h", "common/types.h", "common/vec.cuh",
-                                        "common/elementwise_call.h", "common/elementwise_kernel.cuh"};
-const char* const kHeaders[] = {lltm_ext_portable_h, lltm_ext_types_h, lltm_ext_vec_cuh,
-                                lltm_ext_elementwise_call_h, lltm_ext_elementwise_kernel_cuh};
-constexpr int kHeaderCount = 5;
-
-// Errors 117 and 940: a function body that returns nothing or has no return statement.
-const std::vector<std::string> kOptions = {"--std=c++17", "--diag-error=117,940"};
 
 struct Symbol {
   void* address;
@@ -84,18 +57,31 @@ class Nvrtc {
   }
 
  private:
+  // NVRTC loads its second library by name. In Python, torch has loaded both; a C++ program's RUNPATH does
+  // not apply to what NVRTC loads. If this fails, the first compilation says so.
+  Nvrtc() {
+    int major = 0, minor = 0;
+    check("return its version", version(&major, &minor));
+    const std::string name = "libnvrtc-builtins.so." + std::to_string(major) + "." + std::to_string(minor);
+    dlopen((folder_of(reinterpret_cast<void*>(version)) + name).c_str(), RTLD_NOW);
+  }
+
   // torch has usually loaded its NVRTC. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
   static void* open() {
     const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
     if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
     const std::string error = dlerror();
-    Dl_info torch;
-    if (dladdr(reinterpret_cast<void*>(&at::globalContext), &torch)) {
-      const std::string file = torch.dli_fname;
-      const std::string stubs = file.substr(0, file.rfind('/') + 1) + "libcaffe2_nvrtc.so";
-      if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
-    }
+    const std::string stubs = folder_of(reinterpret_cast<void*>(&at::globalContext)) + "libcaffe2_nvrtc.so";
+    if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
     TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
+  }
+
+  // Of the library that has the function, with a slash; empty if it is unknown.
+  static std::string folder_of(void* function) {
+    Dl_info library;
+    if (!dladdr(function, &library)) return "";
+    const std::string file = library.dli_fname;
+    return file.substr(0, file.rfind('/') + 1);
   }
 
   Symbol symbol(const char* name) const {
@@ -107,9 +93,15 @@ class Nvrtc {
 
 class Compilation {
  public:
-  explicit Compilation(const std::string& source) {
+  Compilation(const std::string& source, const std::vector<Header>& headers) {
+    std::vector<const char*> names, texts;
+    for (const Header& header : headers) {
+      names.push_back(header.name);
+      texts.push_back(header.text);
+    }
     nvrtc_.check("read the source",
-                 nvrtc_.create(&program_, source.c_str(), "lltm_ext", kHeaderCount, kHeaders, kHeaderNames));
+                 nvrtc_.create(&program_, source.c_str(), "lltm_ext", static_cast<int>(headers.size()),
+                               texts.data(), names.data()));
   }
   ~Compilation() { nvrtc_.destroy(&program_); }
   Compilation(const Compilation&) = delete;
@@ -138,12 +130,13 @@ class Compilation {
 };
 
 // Everything that the binary depends on.
-std::string cache_key(const std::string& source, const std::vector<std::string>& options) {
+std::string cache_key(const std::string& source, const std::vector<Header>& headers,
+                      const std::vector<std::string>& options) {
   int major = 0, minor = 0;
   Nvrtc::get().check("return its version", Nvrtc::get().version(&major, &minor));
   std::string key = "NVRTC " + std::to_string(major) + "." + std::to_string(minor);
   for (const std::string& option : options) key += " " + option;
-  for (int i = 0; i < kHeaderCount; ++i) key += std::string("\n// ") + kHeaderNames[i] + "\n" + kHeaders[i];
+  for (const Header& header : headers) key += std::string("\n// ") + header.name + "\n" + header.text;
   return key + "\n" + source;
 }
 
@@ -156,20 +149,21 @@ int64_t compilations() { return compilation_count; }
 #ifdef LLTM_EXT_WITH_CUDA
 
 std::string compile(const std::string& description, const std::string& source,
+                    const std::vector<Header>& headers, std::vector<std::string> options,
                     const std::string& architecture) {
-  std::vector<std::string> options = kOptions;
   options.push_back("--gpu-architecture=" + architecture);
-  const Cache cache(cache_key(source, options));
+  const Cache cache(cache_key(source, headers, options));
   if (std::optional<std::string> cubin = cache.read()) return *std::move(cubin);
   ++compilation_count;
-  Compilation compilation(source);
+  Compilation compilation(source, headers);
   TORCH_CHECK(compilation.run(options), description, " does not compile:\n", compilation.log().c_str());
   std::string cubin = compilation.cubin();
   cache.write(cubin);
   return cubin;
 }
 #else
-std::string compile(const std::string& description, const std::string&, const std::string&) {
+std::string compile(const std::string& description, const std::string&, const std::vector<Header>&,
+                    std::vector<std::string>, const std::string&) {
   TORCH_CHECK(false, description, " cannot be compiled: this lltm_ext was built without CUDA");
 }
 #endif

@@ -1,4 +1,4 @@
-// A cache of binaries on disk, so that a formula is compiled once and not by every process.
+// A cache of binaries on disk, so that a kernel is compiled once and not by every process.
 #pragma once
 
 #include <optional>

@@ -1,0 +1,210 @@
+"""A user's cell on CUDA: the kernels of src/custom_cell, and their one derivative rule.
+
+The dispatcher ops ``lltm_ext::custom_cell*`` have no autograd of their own. Their argument ``program`` is the
+cell as text, so that torch.compile and torch.export trace a call as one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
+from lltm_ext._library import differentiable_gradients, ops, transforms_active, vmap_rows
+from lltm_ext._loop import compute_dtype, run_loop
+
+if TYPE_CHECKING:
+    from lltm_ext.recurrence import RecurrentCell
+
+SEPARATOR = "\x1f"  # of a program's fields: src/custom_cell/program.h
+CELLS: dict[str, RecurrentCell] = {}  # by their programs, for derivatives of second order
+
+
+def program_of(cell: RecurrentCell) -> str:
+    """The cell as text."""
+    derived = cell.derived
+    numbers = (
+        cell.gates,
+        len(cell.states),
+        len(derived.saved),
+        len(cell.parameters),
+        len(cell.inputs),
+        int(cell.recurrent),
+        int(cell.separate),
+        int(derived.reads_h),
+    )
+    program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
+    CELLS[program] = cell
+    return program
+
+
+def run_kernels(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: Sequence[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    reset: Tensor | None,
+    batch_sizes: list[int] | None,
+    is_reverse: bool,
+    algorithm: str,
+) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked, on CUDA."""
+    arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+    options = (batch_sizes, is_reverse, algorithm, cell.program)
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments)
+    if differentiable or transforms_active():
+        output, h_n, states_n, *_ = CustomCellFunction.apply(*arguments, *options)
+    else:
+        output, h_n, states_n = ops.custom_cell(*arguments, *options)
+    others = [x.to(of.dtype) for x, of in zip(states_n.unbind(0), states[1:], strict=True)]
+    return output, [h_n, *others]
+
+
+def algorithm_of(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: Sequence[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    reset: Tensor | None,
+    algorithm: str,
+    backward: bool,
+) -> str:
+    """The algorithm of a call of :func:`run_kernels` on padded input."""
+    arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+    return ops.custom_cell_algorithm(*arguments, None, False, algorithm, cell.program, backward)
+
+
+def op_arguments(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: Sequence[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    reset: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The tensors that the dispatcher ops take, in their order."""
+    h0, *others = states
+    dtype, compute = input.dtype, compute_dtype(input.dtype)
+    wide = any(x.dtype == compute for x in others)
+    stacked = (
+        torch.stack([x.to(compute if wide else dtype) for x in others])
+        if others
+        else h0.new_empty(0, *h0.shape)
+    )
+    return (
+        input,
+        h0,
+        stacked,
+        weight_ih,
+        None if weight_hh is None else dense(weight_hh, h0.shape[1]),
+        bias,
+        torch.stack(list(parameters)) if parameters else None,
+        torch.cat([planes(x, input, h0.shape[1]) for x in inputs], -1) if inputs else None,
+        None if reset is None else share_kept(reset, compute),
+    )
+
+
+def dense(weight: Tensor, hidden: int) -> Tensor:
+    """[G*H, H] of a block-diagonal [G*H, H/heads]."""
+    size = weight.shape[1]
+    heads = hidden // size
+    if heads == 1:
+        return weight
+    blocks = weight.view(-1, heads, size, 1, size)
+    return (blocks * torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]).reshape(
+        -1, hidden
+    )
+
+
+def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
+    """An input of the steps for each unit."""
+    x = x.detach().to(input.dtype)
+    return x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden)
+
+
+def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a row keeps of its states at each step."""
+    return (~reset).to(dtype) if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
+
+
+class CustomCellFunction(torch.autograd.Function):
+    """``(output, h_n, states_n, gates, extra)``, the last two for backward, of the dispatcher op's arguments.
+
+    Second derivatives are those of the loop of torch's ops.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return ops.custom_cell_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        y, _, _, gates, extra = output
+        ctx.options = inputs[9:]
+        ctx.mark_non_differentiable(gates, extra)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:9], y, gates, extra)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        *inputs, output, gates, extra = ctx.saved_tensors
+        grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, keep and the options
+        if all(g is None for g in grads):
+            return (None,) * 13
+        if torch.is_grad_enabled():
+            found = differentiable_gradients(
+                lambda *x: by_loop(*x, *inputs[7:], *ctx.options), inputs[:7], grads
+            )
+            return (*found, *nothing)
+        needs_input, needs_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        found = ops.custom_cell_backward(
+            *grads, output, gates, extra, *inputs, *ctx.options, needs_input, needs_bias
+        )
+        needed = zip(found, ctx.needs_input_grad, strict=False)
+        return (*(g if is_needed else None for g, is_needed in needed), *nothing)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        rows = {i: dim for i, dim in {0: 1, 1: 0, 2: 1, 7: 1, 8: 1}.items() if args[i] is not None}
+        return vmap_rows(CustomCellFunction.apply, rows, (1, 0, 1, 1, 1))(info, in_dims, *args)
+
+
+def by_loop(
+    input: Tensor,
+    h0: Tensor,
+    states: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: Tensor | None,
+    step_inputs: Tensor | None,
+    keep: Tensor | None,
+    batch_sizes: list[int] | None,
+    reverse: bool,
+    algorithm: str,
+    program: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The dispatcher op by the loop of torch's ops."""
+    cell = CELLS[program]
+    weights = (weight_ih, weight_hh, bias)
+    of_cell = [] if parameters is None else list(parameters.unbind(0))
+    of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.inputs), -1))
+    reset = None if keep is None else 1 - keep
+    output, final = run_loop(
+        cell, input, [h0, *states.unbind(0)], *weights, of_cell, of_steps, reset, batch_sizes, reverse
+    )
+    return output, final[0], torch.stack(final[1:]) if final[1:] else states

@@ -1,0 +1,137 @@
+"""What a recurrent cell declares, and how its function is called with it."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of a cell's function
+OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # that name their values
+
+
+class Declaration(NamedTuple):
+    """What a cell needs besides its function (see lltm_ext.recurrence)."""
+
+    name: str
+    gates: int
+    separate: bool = False
+    states: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    recurrent: bool = True
+
+    def check(self) -> None:
+        if not isinstance(self.gates, int) or self.gates < 1:
+            raise ValueError(f"{self.name}: expected gates to be a positive integer, got {self.gates!r}")
+        if self.separate and not self.recurrent:
+            raise ValueError(
+                f"{self.name}: separate=True keeps the product with h apart; recurrent=False has none"
+            )
+        for option in OPTIONS.values():
+            names = getattr(self, option)
+            if not isinstance(names, tuple) or not all(map(is_name, names)):
+                raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
+            if len(set(names)) < len(names):
+                raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
+
+    def names(self, argument: str) -> tuple[str, ...]:
+        """Of the values of x, r, s, p or u; "" for those without a name."""
+        names: tuple[str, ...] = (
+            getattr(self, OPTIONS[argument]) if argument in OPTIONS else ("",) * self.gates
+        )
+        return names
+
+
+def is_name(name: object) -> bool:
+    if not isinstance(name, str) or keyword.iskeyword(name):
+        return False
+    return name.isidentifier() and name.isascii() and name[0] != "_"
+
+
+class Values:
+    """The argument x, r, s, p or u of a cell's function: values by number and by name.
+
+    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
+    """
+
+    def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):
+        self._argument, self._names, self._values = argument, names, values
+
+    def __getitem__(self, i: int | slice) -> Any:
+        try:
+            return self._values[i]
+        except IndexError:
+            raise IndexError(f"{self._argument}[{i}] is out of range: {self._content()}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(f"{self._argument}.{name} does not exist: {self._content()}")
+        return self._values[self._names.index(name)]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def _content(self) -> str:
+        if not self._names:
+            return f"the cell declares no {OPTIONS[self._argument]}="
+        named = ", ".join(f"{self._argument}.{name}" for name in self._names if name)
+        return f"{self._argument} has {named or f'{len(self)} values'}"
+
+
+def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
+    """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
+    taken = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ARGUMENTS and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            taken.append(name)
+        elif parameter.default is parameter.empty:
+            known = ", ".join(ARGUMENTS)
+            raise TypeError(
+                f"{declared.name}: expected a function of any of {known}, got the argument {parameter}"
+            )
+    if "r" in taken and not declared.separate:
+        raise ValueError(
+            f"{declared.name}: the argument r needs separate=True; without it x[i] contains the product"
+        )
+    return tuple(taken)
+
+
+def call(
+    function: Callable[..., Any], declared: Declaration, taken: Sequence[str], values: Mapping[str, Any]
+) -> tuple[Any, list[Any]]:
+    """The new h and the new states of a call.
+
+    Args:
+        taken: the function's arguments, as arguments_of gives them.
+        values: the previous h, and sequences of tensors for x, r, s, p and u: those that represent nodes in a
+            capture, whole tensors on the CPU.
+    """
+    arguments = {
+        name: values[name] if name == "h" else Values(name, declared.names(name), values[name])
+        for name in taken
+    }
+    result = function(**arguments)
+    h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
+    states = [states] if isinstance(states, Tensor) else states
+    expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
+    if isinstance(h, (tuple, list)) or h is None or not isinstance(states, (tuple, list)):
+        raise TypeError(f"expected the function to return {expected}, got {described(result)}")
+    if len(states) != len(declared.states):
+        raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
+    for name, value in zip(("h", *declared.states), (h, *states), strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"expected the new {name} to be a tensor, got {described(value)}")
+    return h, list(states)
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}" if value is None or isinstance(value, (bool, int, float)) else type(value).__name__

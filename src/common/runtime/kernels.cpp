@@ -1,0 +1,28 @@
+#ifdef LLTM_EXT_WITH_CUDA
+#include "common/runtime/kernels.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+namespace lltm_ext {
+
+std::string architecture_of(c10::DeviceIndex device) {
+  int major, minor;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  return "sm_" + std::to_string(major) + std::to_string(minor);
+}
+
+std::vector<cudaKernel_t> load_kernels(const std::string& binary, const std::vector<std::string>& names) {
+  const c10::cuda::CUDAStreamCaptureModeGuard allow_during_capture(cudaStreamCaptureModeRelaxed);
+  cudaLibrary_t library;
+  C10_CUDA_CHECK(cudaLibraryLoadData(&library, binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+  std::vector<cudaKernel_t> kernels;
+  for (const std::string& name : names) {
+    C10_CUDA_CHECK(cudaLibraryGetKernel(&kernels.emplace_back(), library, name.c_str()));
+  }
+  return kernels;
+}
+
+}  // namespace lltm_ext
+#endif

@@ -1,0 +1,187 @@
+// A user's recurrent cell over a whole sequence: the dispatcher ops lltm_ext::custom_cell,
+// custom_cell_forward, custom_cell_backward and custom_cell_algorithm, whose argument `program` is the cell
+// (program.h). Autograd, autocast and the CPU are in Python (lltm_ext/recurrence.py). Raw bindings:
+// lltm_ext._C.custom_cell.source, compile and compilations.
+//
+// T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
+// recurrence/cell.h.
+#include "common/library.h"
+#include "common/python.h"
+#include "common/runtime/compiler.h"
+#include "custom_cell/compile.h"
+#include "custom_cell/kernels.h"
+#include "recurrence/tensors/backward.h"
+#include "recurrence/tensors/forward.h"
+
+namespace lltm_ext {
+namespace {
+
+using c10::string_view;
+
+at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
+
+// The arguments of all ops. Shapes: input [T, B, I], or packed rows [N, I] with their batch_sizes; h0 [B, H];
+// states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G * H]; parameters [P, H]; step_inputs
+// [T, B, K * H] or [N, K * H]; keep [T, B] or [N].
+constexpr const char* kSchema =
+    "Tensor input, Tensor h0, Tensor states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
+    "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
+    "str program";
+
+void check_is_cuda(const CellProgram& program, const at::Tensor& input) {
+  TORCH_CHECK(!input.is_cpu(), program.name, ": expected input on a CUDA device, got cpu");
+}
+
+variable_list run_forward(const at::Tensor& input, const Direction& direction,
+                          at::OptionalIntArrayRef batch_sizes, string_view algorithm, string_view text,
+                          bool save) {
+  const CellProgram& program = CellProgram::get(text);
+  check_is_cuda(program, input);
+  return ForwardOps<CustomCellOp>{CustomCellOp(program)}.check_and_run(input, direction, batch_sizes,
+                                                                       algorithm, save);
+}
+
+// (output [T, B, H], h_n [B, H], states_n [S, B, H])
+std::tuple<at::Tensor, at::Tensor, at::Tensor> custom_cell(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
+    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, string_view algorithm, string_view program) {
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
+  const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
+  return {y[0], y[1], y[2]};
+}
+
+// As above, and (gates [T, B, G * H], extra [T, B, E * H]) for the backward.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
+    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
+    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, string_view algorithm, string_view program) {
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
+  const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
+  return {y[0], y[1], y[2], y[3], y[4]};
+}
+
+// The gradients of input, h0, states, weight_ih, weight_hh, bias and parameters; empty where not needed, or
+// where the cell has none.
+variable_list custom_cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                                   const OptionalTensor& grad_states_n, const at::Tensor& output,
+                                   const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
+                                   const at::Tensor& h0, const at::Tensor& states,
+                                   const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                                   const OptionalTensor& bias, const OptionalTensor& parameters,
+                                   const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                                   at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                                   string_view text, bool input_needs_grad, bool bias_needs_grad) {
+  const CellProgram& program = CellProgram::get(text);
+  check_is_cuda(program, input);
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
+  using Backward = BackwardOps<CustomCellOp>;
+  const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, output, gates, extra};
+  const Gradients g = Backward{CustomCellOp(program)}.check_and_run(
+      input, direction, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad)[0];
+  variable_list gradients = {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters};
+  for (at::Tensor& x : gradients) {
+    if (!x.defined()) x = at::empty({0}, input.options());
+  }
+  return gradients;
+}
+
+// The algorithm that a call would take.
+std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
+                                  const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                                  const OptionalTensor& bias, const OptionalTensor& parameters,
+                                  const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                                  at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                                  string_view text, bool backward) {
+  const CellProgram& program = CellProgram::get(text);
+  check_is_cuda(program, input);
+  const CustomCellOp op(program);
+  const Direction direction = {h0,
+                               states,
+                               weight_ih,
+                               or_undefined(weight_hh),
+                               bias,
+                               reverse,
+                               or_undefined(parameters),
+                               or_undefined(step_inputs),
+                               or_undefined(keep)};
+  check_inputs(op, program.name.c_str(), input, direction, batch_sizes, algorithm);
+  const KernelGuard guard(input);
+  return name_of(
+      plan_for(op, program.name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
+          .algorithm);
+}
+
+#ifdef TORCH_EXTENSION_NAME
+// ---- Raw bindings. A kernel is given by its direction and its variant, -1 for a pointwise step.
+
+std::string source(const std::string& program, at::ScalarType type, bool backward, int variant) {
+  return CellProgram::get(program).source({type, backward, variant});
+}
+
+py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
+                         const std::string& architecture) {
+  const auto binary = [&] {
+    const py::gil_scoped_release no_gil;
+    return compile_cell(CellProgram::get(program), {type, backward, variant}, architecture);
+  };
+  return py::bytes(binary());
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
+  const auto def = [&](const std::string& name, const std::string& before, const std::string& after) {
+    m.def((name + "(" + before + kSchema + after).c_str(), {at::Tag::pt2_compliant_tag});
+  };
+  def("custom_cell", "", ") -> (Tensor, Tensor, Tensor)");
+  def("custom_cell_forward", "", ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("custom_cell_backward",
+      "Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor output, Tensor gates, "
+      "Tensor extra, ",
+      ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
+  def("custom_cell_algorithm", "", ", bool backward) -> str");
+  implement<custom_cell>(m, "custom_cell");
+  implement<custom_cell_forward>(m, "custom_cell_forward");
+  implement<custom_cell_backward>(m, "custom_cell_backward");
+  implement<custom_cell_algorithm>(m, "custom_cell_algorithm");
+}
+
+#ifdef TORCH_EXTENSION_NAME
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
+        py::arg("backward"), py::arg("variant"));
+  m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
+        py::arg("backward"), py::arg("variant"), py::arg("architecture"));
+  m.def("compilations", compilations);
+}
+#endif
+
+}  // namespace lltm_ext

@@ -1,0 +1,100 @@
+// The launches of a user's cell on CUDA, as the tensors' code calls them (recurrence/tensors/launch.h).
+#pragma once
+
+#include "custom_cell/program.h"
+#include "recurrence/tensors/launch.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include "common/device.h"
+#include "common/runtime/kernels.h"
+#endif
+
+namespace lltm_ext {
+
+#ifdef LLTM_EXT_WITH_CUDA
+// Of the current device (common/device.cuh).
+cudaError_t device_info(DeviceInfo& info);
+
+// The kernel on the current device. It is compiled at its first use.
+cudaKernel_t load_cell_kernel(const CellProgram& program, const CellKernel& kernel);
+
+template <typename T>
+constexpr at::ScalarType scalar_type_of() {
+  if constexpr (std::is_same_v<T, double>) return at::kDouble;
+  if constexpr (std::is_same_v<T, float>) return at::kFloat;
+  return std::is_same_v<T, __half> ? at::kHalf : at::kBFloat16;
+}
+#endif
+
+class CustomCellOp {
+ public:
+  explicit CustomCellOp(const CellProgram& program) : program_(program) {}
+
+  std::string name() const { return program_.name; }
+  CellShape shape() const { return program_.shape; }
+  static constexpr const char* states_name() { return "states"; }
+  static constexpr bool stacked_states() { return true; }
+
+#ifdef LLTM_EXT_WITH_CUDA
+  template <typename T>
+  static cudaError_t plan(Type<T>, Problem problem, Algorithm requested, Plan& plan) {
+    DeviceInfo device;
+    const cudaError_t error = device_info(device);
+    if (error != cudaSuccess) return error;
+    problem.fused_steps = false;
+    device.has_sm90a = device.compute_capability == 90;  // the code is compiled for the device
+    plan = plan_recurrence(problem, device, requested);
+    return cudaSuccess;
+  }
+
+  template <template <typename> class Arguments, typename T>
+  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
+                     cudaStream_t stream) const {
+    constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
+    const cudaKernel_t kernel = load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant});
+    return launch_persistent(kernel, shape(), sequences, plan, stream);
+  }
+
+  template <typename T>
+  cudaError_t step(const StepForwardArguments<T>& step, cudaStream_t stream) const {
+    return launch_step({scalar_type_of<T>(), /*backward=*/false}, step, stream);
+  }
+  template <typename T>
+  cudaError_t step(const StepBackwardArguments<T>& step, cudaStream_t stream) const {
+    return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
+  }
+#endif
+
+  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  template <class Step>
+  void step(const Step&) const {
+    TORCH_INTERNAL_ASSERT(false, program_.name, ": no kernels for the CPU");
+  }
+
+ private:
+#ifdef LLTM_EXT_WITH_CUDA
+  // May begin before the matrix product that it reads has ended.
+  template <class Step>
+  cudaError_t launch_step(const CellKernel& which, const Step& step, cudaStream_t stream) const {
+    const cudaKernel_t kernel = load_cell_kernel(program_, which);
+    DeviceInfo device;
+    const cudaError_t error = device_info(device);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(pointwise_blocks(step.batch, step.hidden));
+    config.blockDim = dim3(kPointwiseThreads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
+    const void* arguments[] = {&step};
+    return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+  }
+#endif
+
+  const CellProgram& program_;
+};
+
+}  // namespace lltm_ext

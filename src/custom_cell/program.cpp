@@ -1,0 +1,74 @@
+#include "custom_cell/program.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <charconv>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "common/runtime/text.h"
+
+namespace lltm_ext {
+namespace {
+
+constexpr int kMaxValues = 16;  // gates, states, ... of a unit
+
+int number(const std::string& cell, const std::string& text) {
+  int value = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == text.data() + text.size() && value >= 0 && value <= kMaxValues, cell,
+      ": expected numbers of values from 0 to ", kMaxValues, ", got '", text, "'");
+  return value;
+}
+
+}  // namespace
+
+CellProgram::CellProgram(std::string_view text_) : text(text_) {
+  const Strings fields = split(text, kSeparator);
+  const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
+  TORCH_CHECK_VALUE(numbers.size() == 8,
+                    "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
+                    " fields");
+  name = fields[0];
+  code = fields[2];
+  TORCH_CHECK_VALUE(is_identifier(name), "custom_cell: expected the cell's name, got '", name, "'");
+  const auto n = [&](int i) { return number(name, numbers[i]); };
+  shape = {n(0), n(1), n(2), n(3), n(4), n(5) != 0, n(6) != 0, n(7) != 0};
+  TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
+}
+
+const CellProgram& CellProgram::get(std::string_view text) {
+  static std::mutex mutex;
+  static auto& programs = *new std::unordered_map<std::string_view, std::unique_ptr<const CellProgram>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = programs.find(text); found != programs.end()) return *found->second;
+  auto program = std::make_unique<const CellProgram>(text);
+  const std::string_view key = program->text;
+  return *(programs[key] = std::move(program));
+}
+
+std::string CellProgram::source(const CellKernel& kernel) const {
+  const char* const direction = kernel.backward ? "Backward" : "Forward";
+  const bool pointwise = kernel.variant == CellKernel::kPointwise;
+  const std::string header = pointwise         ? "step/pointwise.cuh"
+                             : kernel.backward ? "persistent/backward.cuh"
+                                               : "persistent/forward.cuh";
+  const std::string before = c10::str("#include \"recurrence/", header, "\"\n\nnamespace lltm_ext {\n\n",
+                                      code, "\nusing T = ", element_name(name.c_str(), kernel.type), ";\n\n");
+  const std::string parameters = pointwise
+                                     ? c10::str("const Step", direction, "Arguments<T> step")
+                                     : c10::str("const __grid_constant__ PerDirection<Sequence", direction,
+                                                "Arguments<T>> sequences,\n    const GroupGrid grid");
+  const std::string body =
+      pointwise ? std::string("run_pointwise<Cell>(step)")
+                : c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ",
+                           kernel.variant, ", ", kernel.backward ? "true" : "false", ">>>(sequences, grid)");
+  const char* const bounds = pointwise ? "kPointwiseThreads" : "kBlockThreads, 1";
+  return c10::str(before, "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n    ",
+                  kCellKernelName, "(", parameters, ") {\n  ", body, ";\n}\n\n}  // namespace lltm_ext\n");
+}
+
+}  // namespace lltm_ext

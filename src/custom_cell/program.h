@@ -1,0 +1,40 @@
+// A user's cell in the text form that the dispatcher carries, so that it can be traced and exported. The
+// text's fields, separated by '\x1f': the cell's name; the numbers of its CellShape, separated by commas; the
+// C++ of its struct `Cell` (recurrence/cell.h).
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include "recurrence/cell.h"
+
+namespace lltm_ext {
+
+// A kernel of a cell: a persistent one of a variant, or that of a pointwise step.
+struct CellKernel {
+  static constexpr int kPointwise = -1;
+  at::ScalarType type;
+  bool backward;
+  int variant = kPointwise;
+
+  auto key() const { return std::make_tuple(type, backward, variant); }
+};
+
+struct CellProgram {
+  explicit CellProgram(std::string_view text);
+
+  // The program of a text. Each text is parsed once per process, and references stay valid.
+  static const CellProgram& get(std::string_view text);
+
+  std::string text, name, code;
+  CellShape shape;
+
+  // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
+  std::string source(const CellKernel& kernel) const;
+};
+constexpr const char* kCellKernelName = "custom_cell_kernel";
+
+}  // namespace lltm_ext

@@ -1,0 +1,97 @@
+// The sizes of a persistent kernel: its tiles, and how it divides registers and shared memory. The kernels
+// take them at compile time, the planner at run time. For host and device.
+#pragma once
+
+#include "recurrence/cell.h"
+#include "recurrence/persistent/variants.h"
+
+namespace lltm_ext {
+
+constexpr int kBlockThreads = 256;
+constexpr int kBlockWarps = kBlockThreads / 32;
+constexpr int kRowTile = 8;      // rows of the batch in a product
+constexpr int kChunkBytes = 64;  // of a row, a warp's step through K
+
+// A block's group, and its number in it.
+struct Group {
+  int hidden;
+  int blocks;
+  int block;
+  int rows;  // of the batch
+};
+
+// Bytes from one row to the next in shared memory. An offset of half the banks keeps the two rows that a
+// quarter of a warp reads apart.
+LLTM_HOST_DEVICE constexpr int padded_row_bytes(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
+
+// Floats from one row to the next in the scratch of a product in IEEE float32. Avoids bank conflicts.
+constexpr int scratch_stride(int chunks) { return chunks * 16 + (chunks % 2 ? 0 : 16); }
+
+// Everything is counted in floats of shared memory where no other unit is given.
+struct PersistentShape {
+  CellShape cell;
+  PersistentVariant variant;
+  int element_size;
+  bool backward;
+
+  constexpr bool through_cluster() const { return variant.algorithm == Algorithm::kCluster; }
+  constexpr bool on_tensor_cores() const { return element_size == 2 || variant.tf32; }
+
+  constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
+  constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
+  constexpr int units() const { return 16 * variant.unit_tiles; }
+  constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
+
+  // How many warps of different units share the loading of vectors that all of them need, through shared
+  // memory. One if shared memory has no room, or if every tile reads weights from it.
+  constexpr int sharing_warps() const {
+    return variant.unit_tiles == 1 || (variant.any_rows && variant.chunks > 4) ||
+                   inputs() * variant.chunks > 24
+               ? 1
+               : 2;
+  }
+  // Inputs that an exchange loads at once, and the vectors that it then holds in registers.
+  constexpr int inputs_per_load() const {
+    const bool all = through_cluster() ? inputs() * variant.chunks <= 12 : sharing_warps() == 1;
+    return all ? inputs() : 1;
+  }
+  constexpr int vectors() const {
+    if (through_cluster() || sharing_warps() == 1) return inputs_per_load() * variant.chunks;
+    return inputs() * variant.chunks / 2 + variant.chunks;
+  }
+  constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
+
+  // How many gates' weights fit in registers, given those of the exchanged vectors. The others are in shared
+  // memory.
+  constexpr int gates_in_registers() const {
+    const int fit = (255 - 55 - 4 * vectors()) / (8 * variant.chunks);
+    return fit < 1 ? 1 : fit > cell.gates ? cell.gates : fit;
+  }
+  constexpr int warp_weights() const {
+    return (cell.gates - gates_in_registers()) * variant.chunks * 2 * 32 * 4;
+  }
+  // A product in IEEE float32 reads its rows from shared memory.
+  constexpr int warp_scratch() const {
+    return on_tensor_cores() ? 0 : kRowTile * scratch_stride(inputs_per_product() * variant.chunks);
+  }
+
+  constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
+  constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
+  // If a group may have several tiles, what their rows carry from step to step is in shared memory.
+  constexpr int carried_per_row() const { return variant.any_rows ? cell.carried() * units() : 0; }
+
+  constexpr int exchange_bytes(const Group& group) const {
+    if (through_cluster()) {
+      return kRowTile * inputs() * units() * element_size +
+             2 * kRowTile * padded_row_bytes(inputs() * group.hidden * element_size) + 2 * 8;
+    }
+    return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
+  }
+  constexpr int shared_bytes(const Group& group) const {
+    const int floats =
+        2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
+    return 4 * floats + exchange_bytes(group);
+  }
+};
+
+}  // namespace lltm_ext

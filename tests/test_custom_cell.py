@@ -1,0 +1,233 @@
+"""Own cells on CUDA: their kernels against the loop of torch's ops, by every algorithm."""
+
+import functools
+
+import pytest
+import torch
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_same_bits,
+    cotangents,
+    forward_and_gradients,
+    needs_cuda,
+)
+
+import lltm_ext
+from lltm_ext import cells
+from lltm_ext._C import custom_cell as _C
+from lltm_ext._loop import run_loop
+from lltm_ext.recurrence import run
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+every_cell = pytest.mark.parametrize("name", cells.__all__)
+every_algorithm = pytest.mark.parametrize("algorithm", ["stepwise", "cluster", "grid"])
+
+
+class Example:
+    """A cell and random arguments for it."""
+
+    def __init__(self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False):
+        self.cell = cell = getattr(cells, name)
+        make, rows = Make(dtype, "cuda"), cell.gates * hidden
+        self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
+        states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
+        weights = [make(rows, input_size, scale=0.5 * input_size**-0.5)]
+        weights += [make(rows, hidden, scale=0.5 * hidden**-0.5) if cell.recurrent else None, make(rows)]
+        parameters = [make(hidden) for _ in cell.parameters]
+        self.call = Call(make(*steps, input_size), states, *weights, parameters)
+        self.inputs = [torch.rand(*steps, hidden, device="cuda") for _ in cell.inputs]
+        self.reset = torch.rand(*steps, device="cuda") < 0.3 if reset else None
+
+    def ours(self, *tensors, algorithm="auto", reverse=False):
+        input, states, weight_ih, weight_hh, bias, parameters = tensors
+        given = (input, states, weight_ih, weight_hh, bias, parameters, self.inputs, self.reset)
+        output, final = run(self.cell, *given, self.sizes, reverse, algorithm)
+        return [output, *final]
+
+    def loop(self, *tensors, reverse=False):
+        input, states, weight_ih, weight_hh, bias, parameters = tensors
+        inputs = [u.to(self.call.args[0].dtype) for u in self.inputs]  # as the kernels read them
+        given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, self.reset)
+        output, final = run_loop(self.cell, *given, self.sizes, reverse)
+        return [output, *final]
+
+    def algorithm(self, algorithm="auto", backward=False):
+        input, states, *weights, parameters = self.call.args
+        named = dict(zip(self.cell.parameters, parameters, strict=True))
+        named |= dict(zip(self.cell.inputs, self.inputs, strict=True))
+        hx = tuple(states) if self.cell.states else states[0]
+        return self.cell.algorithm(
+            input, hx, *weights, **named, reset=self.reset, algorithm=algorithm, backward=backward
+        )
+
+    def check(self, dtype, **how):
+        """Values and gradients against the loop in float64."""
+        reverse = how.get("reverse", False)
+        outputs, gradients = forward_and_gradients(functools.partial(self.ours, **how), self.call)
+        exact, exact_gradients = forward_and_gradients(
+            functools.partial(self.loop, reverse=reverse),
+            self.call.map(torch.Tensor.double),
+            cotangents(outputs),
+        )
+        assert_all_near(outputs, exact, FORWARD[dtype], "output")
+        assert_all_near(gradients, exact_gradients, BACKWARD[dtype], "gradient")
+
+
+def skip_unless_possible(example, algorithm):
+    if algorithm == "stepwise":
+        return
+    if not example.cell.recurrent:
+        pytest.skip("a cell without a product of h runs stepwise")
+    needed = (9, 0) if algorithm == "cluster" else (8, 0)
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"{algorithm} needs compute capability {needed}")
+
+
+@needs_cuda
+@every_cell
+@every_algorithm
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_algorithm_equals_the_loop(name, algorithm, dtype):
+    hidden = 64 if dtype == torch.float32 else 136
+    example = Example(name, dtype, 7, 5, hidden)
+    skip_unless_possible(example, algorithm)
+    assert example.algorithm(algorithm) == algorithm
+    example.check(dtype, algorithm=algorithm)
+
+
+@needs_cuda
+@every_cell
+def test_float64_and_odd_sizes_run_stepwise(name):
+    for length, batch, hidden in ((1, 1, 1), (3, 5, 63), (4, 21, 7)):
+        example = Example(name, DOUBLE, length, batch, hidden, input_size=5)
+        assert example.algorithm() == "stepwise"
+        example.check(DOUBLE)
+
+
+@needs_cuda
+@every_cell
+@pytest.mark.parametrize("algorithm", ["stepwise", "grid"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_packed_rows(name, algorithm, reverse):
+    example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1])
+    skip_unless_possible(example, algorithm)
+    example.check(torch.float16, algorithm=algorithm, reverse=reverse)
+
+
+@needs_cuda
+@every_cell
+@every_algorithm
+def test_resets(name, algorithm):
+    example = Example(name, torch.bfloat16, 9, 6, 64, reset=True)
+    skip_unless_possible(example, algorithm)
+    example.check(torch.bfloat16, algorithm=algorithm)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["gru", "slstm", "lstm"])
+@pytest.mark.parametrize("algorithm", ["stepwise", "grid"])
+def test_resets_of_packed_rows_in_reverse(name, algorithm):
+    example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1], reset=True)
+    example.check(torch.float16, algorithm=algorithm, reverse=True)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_many_rows_and_units(name, dtype):
+    """Several row tiles a group, many blocks, and several chunks of the backward."""
+    for length, batch, hidden in ((20, 200, 256), (70, 64, 512), (300, 33, 128)):
+        Example(name, dtype, length, batch, hidden).check(dtype)
+
+
+@needs_cuda
+@every_cell
+def test_second_derivatives(name):
+    example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(
+        lambda *tensors: call.with_tensors(tensors).run(example.ours), call.tensors
+    )
+
+
+@needs_cuda
+def test_block_diagonal_weights_are_those_of_a_dense_matrix_with_zeros():
+    example = Example("slstm", torch.float16, 5, 4, 64)
+    input, states, weight_ih, _, bias, parameters = example.call.args
+    blocks = Make(torch.float16, "cuda", seed=5)(4 * 64, 16, scale=0.2)
+    call = Call(input, states, weight_ih, blocks, bias, parameters)
+    outputs, gradients = forward_and_gradients(example.ours, call)
+    exact, exact_gradients = forward_and_gradients(
+        example.loop, call.map(torch.Tensor.double), cotangents(outputs)
+    )
+    assert_all_near(outputs, exact, FORWARD[torch.float16])
+    assert_all_near(gradients, exact_gradients, BACKWARD[torch.float16])
+
+
+@needs_cuda
+def test_the_same_call_twice_gives_the_same_bits():
+    example = Example("gru", torch.bfloat16, 50, 40, 256)
+    first = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
+    again = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
+    assert_same_bits(first, again)
+
+
+@needs_cuda
+def test_a_captured_graph_repeats_the_call():
+    layer = lltm_ext.GRU(24, 64, device="cuda", dtype=torch.float16)
+    input, other = (torch.randn(7, 4, 24, device="cuda", dtype=torch.float16) for _ in range(2))
+    with torch.no_grad():
+        layer(input)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        static = input.clone()
+        with torch.cuda.graph(graph):
+            output, _ = layer(static)
+        static.copy_(other)
+        graph.replay()
+        assert_same_bits([output], [layer(other)[0]])
+
+
+@needs_cuda
+def test_a_cell_is_compiled_once_a_kernel():
+    example = Example("janet", torch.float16, 5, 4, 64)
+    forward_and_gradients(example.ours, example.call)
+    count = _C.compilations()
+    forward_and_gradients(example.ours, example.call)
+    assert _C.compilations() == count
+
+
+@needs_cuda
+def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
+    cell = cells.peephole_lstm
+    layer = lltm_ext.Recurrent(cell, 24, 64, device="cuda")
+    input = torch.randn(7, 4, 24, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_all_near(compiled(input)[:1], layer(input)[:1], FORWARD[torch.float32])
+
+
+# ---- without a GPU
+
+
+@every_cell
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_every_kind_of_kernel_compiles(name, architecture, backward):
+    cell = getattr(cells, name)
+    kinds = [(torch.float16, -1), (torch.float64, -1)]
+    if cell.recurrent:
+        kinds += [(torch.bfloat16, 6), (torch.float32, 10)]  # of several row tiles
+        kinds += [(torch.bfloat16, 0)] if architecture == "sm_90" else []  # in a cluster
+    for dtype, variant in kinds:
+        assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
+
+
+def test_the_source_of_a_kernel_names_its_cell_and_variant():
+    source = _C.source(cells.gru.program, torch.bfloat16, True, 3)
+    assert "struct Cell" in source
+    assert "PersistentConfig<Cell, T, 3, true>" in source
+    assert cells.gru.source in source
