@@ -142,15 +142,16 @@ std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0,
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows) {
-  return CellProgram::get(program).source({type, backward, variant, fused_rows});
+                   int fused_rows, bool keeps) {
+  return CellProgram::get(program).source({type, backward, variant, fused_rows, keeps});
 }
 
 py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                         const std::string& architecture, int fused_rows) {
+                         const std::string& architecture, int fused_rows, bool keeps) {
   const auto binary = [&] {
     const py::gil_scoped_release no_gil;
-    return compile_cell(CellProgram::get(program), {type, backward, variant, fused_rows}, architecture);
+    return compile_cell(CellProgram::get(program), {type, backward, variant, fused_rows, keeps},
+                        architecture);
   };
   return py::bytes(binary());
 }
@@ -178,9 +179,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0);
+        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false);
   m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0);
+        py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
+        py::arg("keeps") = false);
   m.def("compilations", compilations);
 }
 #endif

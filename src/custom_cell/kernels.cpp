@@ -8,7 +8,7 @@
 namespace lltm_ext {
 
 cudaKernel_t load_cell_kernel(const CellProgram& program, const CellKernel& kernel) {
-  using Key = std::tuple<const CellProgram*, std::tuple<at::ScalarType, bool, int, int>, c10::DeviceIndex>;
+  using Key = std::tuple<const CellProgram*, decltype(kernel.key()), c10::DeviceIndex>;
   static auto& loaded = *new Memo<Key, cudaKernel_t>();
   const c10::DeviceIndex device = c10::cuda::current_device();
   return loaded.get({&program, kernel.key(), device}, [&] {

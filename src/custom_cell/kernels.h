@@ -35,6 +35,7 @@ class CustomCellOp {
   CellShape shape() const { return program_.shape; }
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
+  static constexpr bool keeps_in_fused_kernels() { return true; }
 
   template <template <typename> class Arguments, typename T>
   cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
@@ -100,7 +101,8 @@ cudaError_t CustomCellOp::launch(const PerDirection<Arguments<T>>& sequences, co
   constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
   const FusedStepTile& tile = plan.fused_step;
   const cudaKernel_t kernel =
-      load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows});
+      load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows,
+                                  /*keeps=*/sequences.of[0].keep != nullptr});
   if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
   return launch_persistent(kernel, shape(), sequences, plan, stream);
 }

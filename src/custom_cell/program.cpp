@@ -13,7 +13,7 @@
 namespace lltm_ext {
 namespace {
 
-constexpr int kMaxValues = 16;  // gates, states, ... of a unit
+constexpr int kMaxValues = 64;  // gates, states, ... of a unit
 
 int number(const std::string& cell, const std::string& text) {
   int value = -1;
@@ -30,10 +30,11 @@ struct KernelText {
 };
 
 KernelText text_of(const CellKernel& kernel) {
-  const char* const direction = kernel.backward ? "Backward" : "Forward";
+  const char *const direction = kernel.backward ? "Backward" : "Forward", *const keeps =
+                                                                              kernel.keeps ? "true" : "false";
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
-                                      kernel.fused_rows, ">>");
+                                      kernel.fused_rows, ", ", keeps, ">>");
     return {"step/fused_hopper.cuh",
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
@@ -44,7 +45,7 @@ KernelText text_of(const CellKernel& kernel) {
                      "Arguments<T>> sequences, const GroupGrid grid"),
             "kBlockThreads, 1",
             c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ", kernel.variant,
-                     ", ", kernel.backward ? "true" : "false", ">>>(sequences, grid)")};
+                     ", ", kernel.backward ? "true" : "false", ", ", keeps, ">>>(sequences, grid)")};
   }
   return {"step/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
           "run_pointwise<Cell>(step)"};

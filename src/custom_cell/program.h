@@ -20,10 +20,11 @@ struct CellKernel {
   bool backward;
   int variant = -1;    // of a persistent kernel
   int fused_rows = 0;  // of fused steps
+  bool keeps = false;  // whether rows may keep only a share of their states; a pointwise step never asks
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
-  auto key() const { return std::make_tuple(type, backward, variant, fused_rows); }
+  auto key() const { return std::make_tuple(type, backward, variant, fused_rows, keeps); }
 };
 
 struct CellProgram {

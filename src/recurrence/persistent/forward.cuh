@@ -64,7 +64,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at, int64_t row) const {
-    if (args_.keep) inputs.keep = args_.keep[row];
+    if constexpr (Config::kKeeps) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -212,7 +212,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float2 products[kGates];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
-    if (args_.keep) {
+    if constexpr (Config::kKeeps) {
       Base::keep(inputs_[i].keep, products);
       Base::keep(inputs_[i].keep, states);
       old_h = Base::kept(inputs_[i].keep, old_h);
