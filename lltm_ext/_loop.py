@@ -120,4 +120,4 @@ def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
 def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:
     """The output of no steps, whose gradients to the arguments used are zeros."""
     zero = sum(x.flatten()[:0].sum().to(input.dtype) for x in used if x is not None)
-    return input.new_zeros(0, *h0.shape) + zero
+    return input.new_zeros(*input.shape[:-1], h0.shape[1]) + zero

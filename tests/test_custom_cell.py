@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from cell_examples import arguments_of
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -33,13 +34,8 @@ class Example:
 
     def __init__(self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False):
         self.cell = cell = getattr(cells, name)
-        make, rows = Make(dtype, "cuda"), cell.gates * hidden
         self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
-        states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
-        weights = [make(rows, input_size, scale=0.5 * input_size**-0.5)]
-        weights += [make(rows, hidden, scale=0.5 * hidden**-0.5) if cell.recurrent else None, make(rows)]
-        parameters = [make(hidden) for _ in cell.parameters]
-        self.call = Call(make(*steps, input_size), states, *weights, parameters)
+        self.call = arguments_of(cell, Make(dtype, "cuda"), steps, batch, hidden, input_size)
         self.inputs = [torch.rand(*steps, hidden, device="cuda") for _ in cell.inputs]
         self.reset = torch.rand(*steps, device="cuda") < 0.3 if reset else None
 

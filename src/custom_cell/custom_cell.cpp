@@ -28,17 +28,17 @@ constexpr const char* kSchema =
     "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
     "str program";
 
-void check_is_cuda(const CellProgram& program, const at::Tensor& input) {
-  TORCH_CHECK(!input.is_cpu(), program.name, ": expected input on a CUDA device, got cpu");
+CustomCellOp op_for(string_view program, const at::Tensor& input) {
+  const CustomCellOp op(CellProgram::get(program));
+  op.check_device(input);
+  return op;
 }
 
 variable_list run_forward(const at::Tensor& input, const Direction& direction,
-                          at::OptionalIntArrayRef batch_sizes, string_view algorithm, string_view text,
+                          at::OptionalIntArrayRef batch_sizes, string_view algorithm, string_view program,
                           bool save) {
-  const CellProgram& program = CellProgram::get(text);
-  check_is_cuda(program, input);
-  return ForwardOps<CustomCellOp>{CustomCellOp(program)}.check_and_run(input, direction, batch_sizes,
-                                                                       algorithm, save);
+  const ForwardOps<CustomCellOp> ops{op_for(program, input)};
+  return ops.check_and_run(input, direction, batch_sizes, algorithm, save);
 }
 
 // (output [T, B, H], h_n [B, H], states_n [S, B, H])
@@ -89,9 +89,7 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                    const OptionalTensor& bias, const OptionalTensor& parameters,
                                    const OptionalTensor& step_inputs, const OptionalTensor& keep,
                                    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                                   string_view text, bool input_needs_grad, bool bias_needs_grad) {
-  const CellProgram& program = CellProgram::get(text);
-  check_is_cuda(program, input);
+                                   string_view program, bool input_needs_grad, bool bias_needs_grad) {
   const Direction direction = {h0,
                                states,
                                weight_ih,
@@ -103,7 +101,7 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                or_undefined(keep)};
   using Backward = BackwardOps<CustomCellOp>;
   const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, output, gates, extra};
-  const Gradients g = Backward{CustomCellOp(program)}.check_and_run(
+  const Gradients g = Backward{op_for(program, input)}.check_and_run(
       input, direction, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad)[0];
   variable_list gradients = {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters};
   for (at::Tensor& x : gradients) {
@@ -118,10 +116,9 @@ std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0,
                                   const OptionalTensor& bias, const OptionalTensor& parameters,
                                   const OptionalTensor& step_inputs, const OptionalTensor& keep,
                                   at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                                  string_view text, bool backward) {
-  const CellProgram& program = CellProgram::get(text);
-  check_is_cuda(program, input);
-  const CustomCellOp op(program);
+                                  string_view program, bool backward) {
+  const CustomCellOp op = op_for(program, input);
+  const std::string name = op.name();
   const Direction direction = {h0,
                                states,
                                weight_ih,
@@ -131,11 +128,10 @@ std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0,
                                or_undefined(parameters),
                                or_undefined(step_inputs),
                                or_undefined(keep)};
-  check_inputs(op, program.name.c_str(), input, direction, batch_sizes, algorithm);
+  check_inputs(op, name.c_str(), input, direction, batch_sizes, algorithm);
   const KernelGuard guard(input);
   return name_of(
-      plan_for(op, program.name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
-          .algorithm);
+      plan_for(op, name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm).algorithm);
 }
 
 #ifdef TORCH_EXTENSION_NAME

@@ -37,9 +37,10 @@ class CustomCellOp {
   static constexpr bool stacked_states() { return true; }
   static constexpr bool keeps_in_fused_kernels() { return true; }
 
-  template <template <typename> class Arguments, typename T>
-  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
-                     cudaStream_t stream) const;
+  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  void check_device(const at::Tensor& input) const {
+    TORCH_CHECK(!input.is_cpu(), name(), ": expected input on a CUDA device, got cpu");
+  }
 
 #ifdef LLTM_EXT_WITH_CUDA
   template <typename T>
@@ -52,6 +53,18 @@ class CustomCellOp {
     return cudaSuccess;
   }
 
+  template <template <typename> class Arguments, typename T>
+  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
+                     cudaStream_t stream) const {
+    constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
+    const FusedStepTile& tile = plan.fused_step;
+    const bool keeps = sequences.of[0].keep != nullptr;
+    const cudaKernel_t kernel =
+        load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows, keeps});
+    if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
+    return launch_persistent(kernel, shape(), sequences, plan, stream);
+  }
+
   template <typename T>
   cudaError_t step(const StepForwardArguments<T>& step, cudaStream_t stream) const {
     return launch_step({scalar_type_of<T>(), /*backward=*/false}, step, stream);
@@ -60,9 +73,13 @@ class CustomCellOp {
   cudaError_t step(const StepBackwardArguments<T>& step, cudaStream_t stream) const {
     return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
   }
+#else
+  // Not called, but code that is generic over the device names it.
+  template <class Sequences>
+  cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
 #endif
 
-  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  // Without a stream: on the CPU.
   template <class Step>
   void step(const Step&) const {
     TORCH_INTERNAL_ASSERT(false, program_.name, ": no kernels for the CPU");
@@ -93,19 +110,5 @@ class CustomCellOp {
 
   const CellProgram& program_;
 };
-
-#ifdef LLTM_EXT_WITH_CUDA
-template <template <typename> class Arguments, typename T>
-cudaError_t CustomCellOp::launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
-                                 cudaStream_t stream) const {
-  constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
-  const FusedStepTile& tile = plan.fused_step;
-  const cudaKernel_t kernel =
-      load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows,
-                                  /*keeps=*/sequences.of[0].keep != nullptr});
-  if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
-  return launch_persistent(kernel, shape(), sequences, plan, stream);
-}
-#endif
 
 }  // namespace lltm_ext

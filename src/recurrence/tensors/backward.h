@@ -357,13 +357,14 @@ struct BackwardOps {
                         .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};
     if (shape.reads_h) result.h0 = (g.grad_h + g.grad_own_h).to(d.h0.scalar_type());
     if (!g.grad_sums.defined()) return result;
-    const at::Tensor sums = g.grad_sums.sum(0).to(d.h0.scalar_type());
-    const int64_t hidden = g.grad_h.size(1), biases = gates_of_unit * hidden;
-    if (shape.parameters == 0) {
-      result.bias = sums;
-    } else {
-      if (bias_needs_grad) result.bias = sums.narrow(0, 0, biases).clone();
-      result.parameters = sums.narrow(0, biases, shape.parameters * hidden).view({shape.parameters, hidden});
+    const int64_t hidden = g.grad_h.size(1);
+    const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in memory of its own
+      const at::Tensor part = g.grad_sums.narrow(1, first * hidden, count * hidden);
+      return part.sum(0).to(d.h0.scalar_type());
+    };
+    if (bias_needs_grad) result.bias = sums(0, gates_of_unit);
+    if (shape.parameters > 0) {
+      result.parameters = sums(gates_of_unit, shape.parameters).view({shape.parameters, hidden});
     }
     return result;
   }

@@ -1,0 +1,650 @@
+"""Own cells without a GPU: the C++ that runs them on tensors, step by step, on the CPU.
+
+src/custom_cell/custom_cell.cpp is compiled with steps that are plain loops over units. It registers its ops
+under another name, torch.ops.lltm_ext_on_cpu. lltm_ext._custom_cell calls these instead of those for CUDA,
+and is compared with the loop of torch's ops.
+"""
+
+import functools
+import importlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cell_examples import arguments_of
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    OpSuite,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    cotangents,
+    forward_and_gradients,
+    sum_of_squares,
+)
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils import cpp_extension
+
+import lltm_ext
+from lltm_ext import _custom_cell, cells
+from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
+from lltm_ext._loop import run_loop
+
+SOURCES = Path(__file__).parents[1] / "src"
+PACKED = [20, 20, 13, 9, 2, 1]
+
+# ---- cells of every shape
+
+
+@lltm_ext.recurrence(gates=2, separate=True, states=("c", "n"), parameters=("a", "b"), inputs=("gap", "mask"))
+def everything(x, r, h, s, p, u):
+    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
+    n = torch.sigmoid(p.b * s.c) + 0.5 * s.n
+    c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
+    return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
+
+
+@lltm_ext.recurrence(gates=2, states=("fast", "slow"), parameters=("rate",), inputs=("gap",), recurrent=False)
+def without_product(x, h, s, p, u):
+    fast = torch.sigmoid(p.rate) * s.fast + x[0]
+    slow = s.slow * torch.exp(-u.gap * u.gap) + 0.1 * fast
+    return torch.tanh(fast + x[1] * slow) + 0.5 * h, (fast, slow)
+
+
+@lltm_ext.recurrence(gates=3, states=("c",))
+def nothing_saved(x, s):
+    return 0.5 * x[2] - x[0], (0.95 * s.c + x[1],)
+
+
+@lltm_ext.recurrence(gates=2, separate=True, recurrent=True)
+def unused_projection(x, r):
+    return torch.tanh(r[0]) * r[1] + x[1]
+
+
+OWN = (everything, without_product, nothing_saved, unused_projection)
+CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__: cell for cell in OWN}
+every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+of_many_shapes = pytest.mark.parametrize("cell", [cells.gru, cells.slstm, *OWN], ids=lambda c: c.__name__)
+
+# ---- the ops on the CPU
+
+# Replaces src/custom_cell/kernels.h.
+KERNELS = """
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "common/math.h"
+#include "custom_cell/program.h"
+#include "recurrence/tensors/launch.h"
+
+namespace lltm_ext {
+
+template <class Cell, typename T>
+void run_units(const StepForwardArguments<T>& step) {
+  for (int64_t b = 0; b < step.batch; ++b) {
+    for (int64_t j = 0; j < step.hidden; ++j) step_unit<Cell, ExactMath>(step, b, j);
+  }
+}
+
+template <class Cell, typename T>
+void run_units(const StepBackwardArguments<T>& step) {
+  for (int64_t b = 0; b < step.batch; ++b) {
+    for (int64_t j = 0; j < step.hidden; ++j) {
+      CellGradients<Cell, acc_t<T>> grads;
+      step_unit<Cell, ExactMath>(step, b, j, grads, step.grad_old_states);
+      store_gradients<Cell>(step, b, j, grads);
+    }
+  }
+}
+
+// The steps of all cells, by their names.
+template <class Step>
+using Steps = std::map<std::string, void (*)(const Step&)>;
+template <class Step>
+Steps<Step>& steps() {
+  static Steps<Step> of_cells;
+  return of_cells;
+}
+
+template <class Cell, typename T>
+void add_steps(const std::string& name) {
+  steps<StepForwardArguments<T>>()[name] = run_units<Cell, T>;
+  steps<StepBackwardArguments<T>>()[name] = run_units<Cell, T>;
+}
+
+template <class Cell>
+bool add_cell(const std::string& name) {
+  add_steps<Cell, float>(name);
+  add_steps<Cell, double>(name);
+  add_steps<Cell, at::Half>(name);
+  add_steps<Cell, at::BFloat16>(name);
+  return true;
+}
+
+class CustomCellOp {
+ public:
+  explicit CustomCellOp(const CellProgram& program) : program_(program) {}
+
+  std::string name() const { return program_.name; }
+  CellShape shape() const { return program_.shape; }
+  static constexpr const char* states_name() { return "states"; }
+  static constexpr bool stacked_states() { return true; }
+  static constexpr bool keeps_in_fused_kernels() { return false; }
+  void check_device(const at::Tensor&) const {}
+  template <class Sequences>
+  cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
+
+  template <class Step>
+  void step(const Step& step) const {
+    steps<Step>().at(name())(step);
+  }
+
+ private:
+  const CellProgram& program_;
+};
+
+}  // namespace lltm_ext
+"""
+OPS = """
+#define lltm_ext lltm_ext_on_cpu  // the namespace of the functions, and of the ops
+#undef TORCH_EXTENSION_NAME       // no Python module
+#include "custom_cell/custom_cell.cpp"
+#include "custom_cell/program.cpp"
+"""
+CELL = """
+namespace lltm_ext::cell_{name} {{
+{source}
+const bool added = add_cell<Cell>("{name}");
+constexpr CellShape shape = kCellShape<Cell>;
+static_assert(shape.gates == {0} && shape.states == {1} && shape.saved == {2} && shape.parameters == {3});
+static_assert(shape.step_inputs == {4} && shape.recurrent == {5} && shape.separate == {6});
+static_assert(shape.reads_h == {7});
+}}  // namespace lltm_ext::cell_{name}
+"""
+
+
+def text_of(cell):
+    name, numbers, source = cell.program.split(_custom_cell.SEPARATOR)
+    return CELL.format(*numbers.split(","), name=name, source=source)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        pytest.skip(f"needs {compiler} to compile the ops for the CPU")
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "custom_cell").mkdir()
+    (folder / "custom_cell/kernels.h").write_text(KERNELS)
+    (folder / "ops.cpp").write_text(OPS + "".join(map(text_of, CELLS.values())))
+    start = time.perf_counter()
+    cpp_extension.load(
+        "lltm_ext_on_cpu",
+        [str(folder / "ops.cpp")],
+        extra_cflags=[
+            "-O1",
+            "-g0",
+            "-fvisibility=hidden",
+            "-D_GLIBCXX_ASSERTIONS",
+            "-DAT_PER_OPERATOR_HEADERS",
+        ],
+        extra_include_paths=[str(folder), str(SOURCES)],  # its kernels.h comes first
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    print(f"\nbuilt the ops for the CPU in {time.perf_counter() - start:.0f} s")
+    return torch.ops.lltm_ext_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def ops(compiled, monkeypatch):
+    monkeypatch.setattr(_custom_cell, "ops", compiled)
+    return compiled
+
+
+class Example:
+    """A cell and random arguments for it. `reset`: the dtype of the resets."""
+
+    def __init__(
+        self, cell, dtype=DOUBLE, length=5, batch=3, hidden=6, input_size=4, sizes=None, reset=None, bias=True
+    ):
+        self.cell, self.dtype, self.sizes = cell, dtype, sizes
+        batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
+        self.call = arguments_of(cell, Make(dtype), steps, batch, hidden, input_size, bias)
+        shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
+        self.inputs = [torch.rand(shapes[i % 2]) for i in range(len(cell.inputs))]
+        self.reset = None
+        if reset is not None:
+            at = torch.rand(steps) < 0.4
+            self.reset = at if reset == torch.bool else (at * torch.rand(steps)).to(reset)
+
+    def given(self, tensors):
+        return (self.cell, *tensors, self.inputs, self.reset, self.sizes)
+
+    def ours(self, *tensors, reverse=False):
+        output, final = run_kernels(*self.given(tensors), reverse, "auto")
+        return [output, *final]
+
+    def loop(self, *tensors, reverse=False):
+        cell, *others, inputs, reset, sizes = self.given(tensors)
+        inputs = [u.to(self.dtype) for u in inputs]  # as the kernels read them
+        output, final = run_loop(cell, *others, inputs, reset, sizes, reverse)
+        return [output, *final]
+
+    def check(self, call=None, **how):
+        """Values and gradients against the loop in float64."""
+        call = call or self.call
+        outputs, gradients = forward_and_gradients(functools.partial(self.ours, **how), call)
+        exact, exact_gradients = forward_and_gradients(
+            functools.partial(self.loop, **how), call.map(torch.Tensor.double), cotangents(outputs)
+        )
+        states = call.args[1]
+        assert [y.dtype for y in outputs] == [self.dtype, *(x.dtype for x in states)]
+        assert [g.dtype for g in gradients] == [x.dtype for x in call.tensors]
+        assert_all_near(outputs, exact, FORWARD[self.dtype], "output")
+        assert_all_near(gradients, exact_gradients, BACKWARD[self.dtype], "gradient")
+
+    def arguments(self):
+        """Those of lltm_ext_on_cpu::custom_cell."""
+        tensors = op_arguments(self.cell, *self.call.args, self.inputs, self.reset)
+        return Call(*tensors, self.sizes, False, "auto", self.cell.program)
+
+
+reverse = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+
+# ---- values and gradients
+
+
+@every_cell
+def test_values_and_gradients_equal_the_loop(cell, dtype):
+    Example(cell, dtype, length=7, batch=5, hidden=33).check()
+
+
+@every_cell
+@reverse
+def test_packed_rows(cell, dtype, reverse):
+    Example(cell, dtype, hidden=9, sizes=PACKED).check(reverse=reverse)
+
+
+@every_cell
+@reverse
+@pytest.mark.parametrize("reset", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+def test_resets(cell, sizes, reset, reverse):
+    Example(cell, length=6, sizes=sizes, reset=reset).check(reverse=reverse)
+
+
+@every_cell
+def test_resets_in_half_types(cell, dtype):
+    Example(cell, dtype, length=9, batch=6, hidden=16, reset=torch.float32).check()
+
+
+@every_cell
+def test_no_bias(cell):
+    Example(cell, bias=False).check()
+
+
+@every_cell
+@pytest.mark.parametrize("length, batch, hidden, input_size", [(1, 1, 1, 1), (3, 5, 63, 2)])
+def test_odd_sizes(cell, length, batch, hidden, input_size):
+    Example(cell, DOUBLE, length, batch, hidden, input_size).check()
+
+
+@every_cell
+@reverse
+@pytest.mark.parametrize("reset", [None, torch.bool], ids=["", "reset"])
+def test_several_chunks_of_the_backward(cell, reset, reverse):
+    """4096 rows or a few more each."""
+    Example(cell, length=45, batch=300, hidden=3, reset=reset).check(reverse=reverse)
+    sizes = [900] * 5 + [899] * 5 + [450] * 5 + [7, 1, 1]
+    Example(cell, sizes=sizes, hidden=3, reset=reset).check(reverse=reverse)
+
+
+@of_many_shapes
+def test_several_chunks_in_every_dtype(cell, dtype):
+    Example(cell, dtype, length=45, batch=300, hidden=8).check()
+
+
+@every_cell
+def test_half_types_take_states_of_float32(cell):
+    """Those that are not h, one by one and together."""
+    for dtype in (torch.float16, torch.bfloat16):
+        example = Example(cell, dtype)
+        input, states, *others = example.call.args
+        for wide in [{i} for i in range(1, len(states))] + [set(range(1, len(states)))]:
+            mixed = [x.float() if i in wide else x for i, x in enumerate(states)]
+            example.check(Call(input, mixed, *others))
+
+
+@of_many_shapes
+def test_block_diagonal_weights(cell):
+    if not cell.recurrent:
+        pytest.skip("without a product of h there is no weight")
+    example = Example(cell, hidden=6)
+    input, states, weight_ih, _, bias, parameters = example.call.args
+    blocks = Make(DOUBLE, seed=5)(cell.gates * 6, 2)
+    example.check(Call(input, states, weight_ih, blocks, bias, parameters))
+
+
+@every_cell
+@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (0, 0)])
+def test_no_steps_or_rows(cell, length, batch):
+    Example(cell, length=length, batch=batch).check()
+
+
+@of_many_shapes
+def test_no_packed_rows(cell):
+    example = Example(cell, length=0, batch=4)
+    input, *others = example.call.args
+    example.sizes, example.inputs = [], [u.flatten(0, 1) for u in example.inputs]
+    example.check(Call(input[:, 0], *others))
+
+
+@of_many_shapes
+def test_a_reset_by_bool_clears_nan(cell):
+    example = Example(cell, reset=torch.bool)
+    example.reset = torch.zeros(5, 3, dtype=torch.bool)
+    example.reset[2] = True
+    input, *others = example.call.args
+    broken = input.clone()
+    broken[1] = torch.nan
+    for x, y in zip(example.ours(input, *others), example.ours(broken, *others), strict=True):
+        assert_same_bits([x[2:]], [y[2:]]) if x is not y and x.dim() == 3 else assert_same_bits([x], [y])
+    assert example.ours(broken, *others)[0][1].isnan().any()
+
+
+# ---- which gradients
+
+
+@every_cell
+def test_an_output_not_used_has_no_part_in_the_gradient(cell):
+    example = Example(cell, reset=torch.bool)
+    call = example.call.leaves()
+    for i in range(len(call.run(example.ours))):
+        gradients, expected = (
+            torch.autograd.grad(
+                sum_of_squares(call.run(f)[i]), call.tensors, allow_unused=True, materialize_grads=True
+            )
+            for f in (example.ours, example.loop)
+        )
+        assert_all_near(gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument")
+
+
+@every_cell
+def test_each_gradient_alone_equals_all_together(cell):
+    example = Example(cell)
+    _, together = forward_and_gradients(example.ours, example.call)
+    for i, expected in enumerate(together):
+        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(example.call.tensors)]
+        outputs = example.call.with_tensors(tensors).run(example.ours)
+        used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
+        (single,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
+        assert_near(single, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
+
+
+@every_cell
+def test_without_gradients_nothing_is_saved_and_the_values_are_the_same(cell):
+    example = Example(cell, reset=torch.bool)
+    with torch.no_grad():
+        outputs = example.call.leaves().run(example.ours)
+    assert not any(y.requires_grad for y in outputs)
+    assert_same_bits(outputs, [y.detach() for y in example.call.leaves().run(example.ours)])
+
+
+@every_cell
+def test_second_derivatives(cell):
+    example = Example(cell, length=2, batch=2, hidden=3, input_size=2, reset=torch.bool)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(call.bind(example.ours), call.tensors)
+
+
+@of_many_shapes
+def test_second_derivatives_of_packed_rows_in_reverse(cell):
+    example = Example(cell, hidden=2, input_size=2, sizes=[2, 1], reset=torch.float64)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(
+        call.bind(functools.partial(example.ours, reverse=True)), call.tensors
+    )
+
+
+@of_many_shapes
+def test_vmap_and_functional_gradients(cell):
+    examples = [Example(cell) for _ in range(3)]
+    for i, example in enumerate(examples):
+        example.call = example.call.map(lambda x, i=i: x + 0.1 * i)
+
+    def loss(*tensors):
+        return sum_of_squares(examples[0].call.with_tensors(tensors).run(examples[0].ours))
+
+    argnums = tuple(range(len(examples[0].call.tensors)))
+    stacked = [torch.stack(xs) for xs in zip(*(e.call.tensors for e in examples), strict=True)]
+    together = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
+    one_by_one = [torch.func.grad(loss, argnums)(*e.call.tensors) for e in examples]
+    assert_all_near(together, [torch.stack(gs) for gs in zip(*one_by_one, strict=True)], BACKWARD[DOUBLE])
+
+
+# ---- layouts and checks of the ops
+
+layouts = pytest.mark.parametrize("layout", OpSuite.layouts.values(), ids=OpSuite.layouts)
+
+
+@every_cell
+@layouts
+def test_other_layouts(cell, layout):
+    example = Example(cell, reset=torch.float32)
+    example.inputs = [layout(u) for u in example.inputs]
+    example.reset = layout(example.reset)
+    example.check(example.call.map(layout))
+
+
+def differentiable(arguments):
+    """The arguments of the op, and those of them that have gradients."""
+    first, others = arguments.args[:7], arguments.args[7:]
+    return Call(*first), lambda *tensors: CustomCellFunction.apply(*tensors, *others)[:3]
+
+
+@every_cell
+@layouts
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+def test_other_layouts_of_the_ops_arguments_and_gradients(cell, layout, sizes):
+    """Of the arguments that Python stacks, too."""
+    example = Example(cell, sizes=sizes, reset=torch.float32)
+    changed = example.arguments().map(layout)
+    call, function = differentiable(changed)
+    plain_call, plain_function = differentiable(changed.map(torch.Tensor.contiguous))
+    grads = [layout(g) for g in cotangents(call.run(function))]
+    outputs, gradients = forward_and_gradients(function, call, grads)
+    expected, expected_gradients = forward_and_gradients(
+        plain_function, plain_call, [g.contiguous() for g in grads]
+    )
+    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+
+
+@every_cell
+def test_a_gradient_of_one_number_expanded(cell):
+    example = Example(cell)
+    call = example.call.leaves()
+    gradients, expected = (
+        torch.autograd.grad(sum(y.sum() for y in call.run(f)), call.tensors, materialize_grads=True)
+        for f in (example.ours, example.loop)
+    )
+    assert_all_near(gradients, expected, BACKWARD[DOUBLE], "gradient")
+
+
+@of_many_shapes
+def test_arguments_are_left_as_they_came(cell):
+    example = Example(cell, reset=torch.bool)
+    before = example.arguments().map(torch.clone)
+    forward_and_gradients(example.ours, example.call)
+    assert_same_bits(example.arguments().tensors, before.tensors)
+
+
+@of_many_shapes
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+def test_opcheck(cell, dtype, sizes, ops):
+    """Tracing sees the shapes, dtypes and strides of the outputs."""
+    arguments = Example(cell, dtype, sizes=sizes, reset=torch.bool).arguments()
+    torch.library.opcheck(ops.custom_cell.default, arguments.args)
+    torch.library.opcheck(ops.custom_cell_forward.default, arguments.args)
+    output, h_n, states_n, gates, extra = ops.custom_cell_forward(*arguments.args)
+    for needs in ((True, True), (False, False)):
+        torch.library.opcheck(
+            ops.custom_cell_backward.default,
+            (output, h_n, states_n, output, gates, extra, *arguments.args, *needs),
+        )
+
+
+def replaced(example, position, value):
+    """The op on the arguments of an example, one of which is another one."""
+    args = list(example.arguments().args)
+    args[position] = value(args[position]) if callable(value) else value
+    return args
+
+
+WRONG = {
+    "input": (0, lambda x: x[0], r"everything: expected input of shape \[length, batch, input_size\], got"),
+    "dtype": (0, torch.Tensor.long, "everything: expected input of dtype float16, bfloat16, float32 or"),
+    "h0": (
+        1,
+        lambda x: x[:2],
+        r"everything: expected h0 of shape \[batch, hidden_size\] = \[3, 6\], got \[2",
+    ),
+    "states": (
+        2,
+        lambda x: x[:1],
+        r"everything: expected states of shape \[states, batch, hidden_size\] = \[2, 3, 6\], got \[1, 3, 6\]",
+    ),
+    "states of another dtype": (
+        2,
+        torch.Tensor.float,
+        "everything: expected states of dtype float64, got fl",
+    ),
+    "weight_ih": (
+        3,
+        lambda x: x[:, 1:],
+        r"everything: expected weight_ih of shape \[2\*hidden_size, input_size\] = \[12, 4\], got \[12, 3\]",
+    ),
+    "weight_hh": (
+        4,
+        lambda x: x[1:],
+        r"everything: expected weight_hh of shape \[2\*hidden_size, hidden_size\] = \[12, 6\], got \[11, 6\]",
+    ),
+    "no weight_hh": (4, None, "everything: expected weight_hh to be a Tensor, got None"),
+    "bias": (
+        5,
+        lambda x: x[1:],
+        r"everything: expected bias of shape \[2\*hidden_size\] = \[12\], got \[11\]",
+    ),
+    "parameters": (
+        6,
+        lambda x: x[:1],
+        r"everything: expected parameters of shape \[parameters, hidden_size\] = \[2, 6\], got \[1, 6\]",
+    ),
+    "no parameters": (6, None, "everything: expected parameters to be a Tensor, got None"),
+    "step_inputs": (
+        7,
+        lambda x: x[..., :6],
+        r"everything: expected step_inputs of shape \[..., step inputs \* hidden_size\] = \[5, 3, 12\], got",
+    ),
+    "no step_inputs": (7, None, "everything: expected step_inputs to be a Tensor, got None"),
+    "keep": (
+        8,
+        lambda x: x[1:],
+        r"everything: expected keep of shape \[length, batch\] = \[5, 3\], got \[4, 3",
+    ),
+    "keep of another dtype": (8, torch.Tensor.bool, "everything: expected keep of dtype float64, got bool"),
+    "batch_sizes": (9, [3, 2], r"everything: expected input of shape \[rows of all steps, input_size\], got"),
+    "algorithm": (11, "fast", "everything: expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid'"),
+    "grid": (11, "grid", "everything: algorithm 'grid' needs a CUDA device"),
+    "program": (12, "everything", "custom_cell: expected a program as lltm_ext.recurrence writes it, got 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_named(wrong, ops):
+    position, value, message = WRONG[wrong]
+    args = replaced(Example(everything, reset=torch.bool), position, value)
+    for op in (ops.custom_cell, ops.custom_cell_forward):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match="^" + message):
+            op(*args)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[20, 21, 12, 9, 2, 1], [20, 20, 13], [20, 20, 13, 9, 3, 0], [19, 19, 19, 8]]
+)
+def test_wrong_batch_sizes_are_named(sizes, ops):
+    args = replaced(Example(everything, sizes=PACKED), 9, sizes)
+    with pytest.raises(RuntimeError, match=r"^everything: expected batch_sizes to "):
+        ops.custom_cell(*args)
+
+
+@pytest.mark.parametrize("name", ["grad_output", "grad_h_n", "grad_states_n", "output", "gates", "extra"])
+def test_wrong_gradients_are_named(name, ops):
+    arguments = Example(everything).arguments().args
+    output, h_n, states_n, gates, extra = ops.custom_cell_forward(*arguments)
+    given = {"grad_output": output, "grad_h_n": h_n, "grad_states_n": states_n}
+    given |= {"output": output, "gates": gates, "extra": extra}
+    given[name] = given[name][1:]
+    with pytest.raises(RuntimeError, match=rf"^everything_backward: expected {name} of shape \["):
+        ops.custom_cell_backward(*given.values(), *arguments, True, True)
+
+
+@every_cell
+def test_the_cpu_runs_every_call_stepwise(cell, ops):
+    arguments = Example(cell).arguments().args
+    for backward in (False, True):
+        assert ops.custom_cell_algorithm(*arguments, backward) == "stepwise"
+
+
+def test_the_ops_for_cuda_refuse_the_cpu():
+    with pytest.raises(RuntimeError, match=re.escape("gru: expected input on a CUDA device, got cpu")):
+        torch.ops.lltm_ext.custom_cell(*Example(cells.gru).arguments().args)
+
+
+# ---- layers
+
+
+@of_many_shapes
+def test_layers_equal_those_of_the_loop(cell, monkeypatch):
+    """Two layers of two directions, over padded and packed sequences, with resets."""
+    layer = lltm_ext.Recurrent(cell, 4, 6, num_layers=2, bidirectional=True, dtype=DOUBLE)
+    input = torch.randn(5, 3, 4, dtype=DOUBLE)
+    steps = {name: torch.rand(5, 3) for name in cell.inputs}
+    reset = torch.rand(5, 3) < 0.4
+
+    def packed(x):
+        return pack_padded_sequence(x, [3, 5, 4], enforce_sorted=False)
+
+    def outputs_and_gradients():
+        found = []
+        for given, resets, named in (
+            (input, reset, steps),
+            (packed(input), packed(reset), {name: packed(u) for name, u in steps.items()}),
+        ):
+            output, final = layer(given, reset=resets, **named)
+            output = output if isinstance(output, torch.Tensor) else output.data
+            outputs = [output, *(final if isinstance(final, tuple) else (final,))]
+            found += [*outputs, *torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))]
+        return found
+
+    expected = outputs_and_gradients()
+    by_kernels = []
+
+    def run(*given):
+        by_kernels.append(given[0])
+        return run_kernels(*given, "auto")
+
+    monkeypatch.setattr(importlib.import_module("lltm_ext.recurrence"), "run_loop", run)
+    assert_all_near(outputs_and_gradients(), expected, BACKWARD[DOUBLE])
+    assert by_kernels == 8 * [cell]
