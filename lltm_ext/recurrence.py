@@ -252,6 +252,43 @@ class RecurrentCell:
         """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
         return self.derived.source
 
+    def compile(
+        self,
+        dtype: torch.dtype,
+        hidden_size: int,
+        batch: int,
+        *,
+        reset: bool = False,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        """Compiles the kernels of calls of these sizes now, forward and backward, and not in the first call.
+
+        Args:
+            dtype: of the input.
+            hidden_size, batch: H and B. Other sizes may need other kernels.
+            reset: whether the calls have resets.
+            device: the CUDA device of the calls.
+
+        Raises:
+            RuntimeError: for another device than CUDA, or code that NVRTC does not compile.
+        """
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise RuntimeError(f"{self.__name__}: expected device to be a CUDA device, got {device}")
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+        rows = self.gates * hidden_size
+        weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
+        named = {p: zeros(hidden_size) for p in self.parameters}
+        named |= {u: zeros(1, batch).detach() for u in self.inputs}
+        hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
+        flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
+        one_step = (zeros(1, batch, 8), hx if self.states else hx[0], *weights)
+        output, _ = self(*one_step, reset=flags, **named)
+        output.sum().backward()
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of all initial states in messages: h0, c0, ..."""
@@ -263,13 +300,14 @@ class RecurrentCell:
         Args:
             args, kwargs: as for a call; tensors are converted to float64. Without any, small random ones,
                 with positive states; give your own if the cell is not defined or not differentiable there.
-            device: of the random tensors; None: the CPU.
+            device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
             RuntimeError: for a gradient that differs. It names the argument.
         """
         if not args and not kwargs:
-            args, kwargs = self._example(torch.device(device or "cpu"))
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            args, kwargs = self._example(torch.device(device or default))
         given = inspect.signature(self).bind(*args, **kwargs).arguments
         values = {**given, **given.get("named", {})}
         states = check_states(self.__name__, values["hx"], self.state_names)
@@ -318,6 +356,7 @@ class RecurrentCell:
             ("states", self.states),
             ("parameters", self.parameters),
             ("inputs", self.inputs),
+            ("saved for backward", self.derived.saved_names),
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
         return f"<lltm_ext.recurrence {self.__name__}({', '.join(self.arguments)}), {', '.join(options)}>"

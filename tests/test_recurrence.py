@@ -367,13 +367,14 @@ def test_no_graph_is_recorded_without_need():
 
 
 def test_a_cell_says_what_it_is():
-    assert repr(everything) == (
+    assert repr(everything).startswith(
         "<lltm_ext.recurrence everything(u, p, s, r, x, h), 2 gates, separate products, states: c, n, "
-        "parameters: a, b, inputs: gap>"
+        "parameters: a, b, inputs: gap, saved for backward: "
     )
     assert repr(without_product) == (
         "<lltm_ext.recurrence without_product(x, h, p), 1 gate, no recurrent product, states: none, "
-        "parameters: w, inputs: none>"
+        "parameters: w, inputs: none, saved for backward: "
+        f"{', '.join(without_product.derived.saved_names)}>"
     )
     assert (everything.__name__, everything.__module__) == ("everything", __name__)
     assert everything.__doc__ == "Every value, in an order of its own."
