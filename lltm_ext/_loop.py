@@ -99,8 +99,11 @@ def product_with(weight: Tensor, hidden: int) -> Product:
 
 
 def kept(x: Tensor, reset: Tensor) -> Tensor:
-    """A state after ``reset`` [rows, 1]. True also replaces NaN and infinities by 0."""
-    return x.masked_fill(reset, 0) if reset.dtype == torch.bool else x * (1 - reset.to(x.dtype))
+    """A state after ``reset`` [rows, 1]. True and 1 also replace NaN and infinities by 0."""
+    if reset.dtype == torch.bool:
+        return x.masked_fill(reset, 0)
+    share = 1 - reset.to(x.dtype)
+    return (x * share).masked_fill(share == 0, 0)
 
 
 def first_rows(x: Tensor, rows: int) -> Tensor:

@@ -351,16 +351,25 @@ def test_no_packed_rows(cell):
 
 
 @of_many_shapes
-def test_a_reset_by_bool_clears_nan(cell):
-    example = Example(cell, reset=torch.bool)
-    example.reset = torch.zeros(5, 3, dtype=torch.bool)
-    example.reset[2] = True
+@pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("differentiable", [False, True], ids=["once", "twice"])
+def test_a_reset_clears_nan(cell, reset, differentiable):
+    """From the values, and from the gradients, also from those that can be differentiated again."""
+    example = Example(cell)
+    example.reset = torch.zeros(5, 3, dtype=reset)
+    example.reset[2] = 1
     input, *others = example.call.args
     broken = input.clone()
     broken[1] = torch.nan
-    for x, y in zip(example.ours(input, *others), example.ours(broken, *others), strict=True):
-        assert_same_bits([x[2:]], [y[2:]]) if x is not y and x.dim() == 3 else assert_same_bits([x], [y])
-    assert example.ours(broken, *others)[0][1].isnan().any()
+    for function in (example.ours, example.loop):
+        found = []
+        for first in (input[:2], broken[:2]):
+            rest = input[2:].clone().requires_grad_()
+            output, *final = function(torch.cat([first, rest]), *others)
+            found.append([output[2:], *final])
+            found[-1] += torch.autograd.grad(sum_of_squares(found[-1]), rest, create_graph=differentiable)
+        assert output[1].isnan().any()
+        assert_same_bits(*found)
 
 
 # ---- which gradients
@@ -399,6 +408,21 @@ def test_without_gradients_nothing_is_saved_and_the_values_are_the_same(cell):
         outputs = example.call.leaves().run(example.ours)
     assert not any(y.requires_grad for y in outputs)
     assert_same_bits(outputs, [y.detach() for y in example.call.leaves().run(example.ours)])
+
+
+@every_cell
+@reverse
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("reset", [None, torch.bool, torch.float32], ids=str)
+def test_gradients_that_can_be_differentiated_again_are_the_same(cell, sizes, reset, reverse):
+    example = Example(cell, sizes=sizes, reset=reset)
+    call = example.call.leaves()
+    outputs = call.run(functools.partial(example.ours, reverse=reverse))
+    once, twice = (
+        torch.autograd.grad(outputs, call.tensors, cotangents(outputs), retain_graph=True, create_graph=again)
+        for again in (False, True)
+    )
+    assert_all_near(twice, once, BACKWARD[DOUBLE], "gradient")
 
 
 @every_cell
