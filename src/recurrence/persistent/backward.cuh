@@ -33,7 +33,7 @@ class PersistentBackward
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates, Config::kShape.cell.saved_in_gates());
-    arrays.add(args_.extra, kExtra);
+    if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, 1);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * hidden_, kGates);
