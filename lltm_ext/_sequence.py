@@ -276,9 +276,9 @@ def run_as_cell(
     from lltm_ext import cells
     from lltm_ext.recurrence import run
 
-    h0, c0, *weights = direction
-    cell, how = getattr(cells, name), (batch_sizes, reverse, algorithm)
-    output, (h_n, c_n) = run(cell, input, [h0, c0], *weights, [], [], reset, *how)
+    h0, c0, weight_ih, weight_hh, bias = direction
+    weights, how = (weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm)
+    output, (h_n, c_n) = run(getattr(cells, name), input, [h0, c0], *weights, [], [], reset, *how)
     return output, h_n, c_n
 
 

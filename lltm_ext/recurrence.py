@@ -281,7 +281,7 @@ class RecurrentCell:
 
         rows = self.gates * hidden_size
         weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
-        named = {p: zeros(hidden_size) for p in self.parameters}
+        named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
         named |= {u: zeros(1, batch).detach() for u in self.inputs}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
         flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
