@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lltm_ext import _portable
 from lltm_ext._library import (
     check_tensor,
     describe,
@@ -241,7 +242,7 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         algorithm: str = "auto",
         reset: Any = None,
     ) -> Outputs:
-        if reset is not None and input.is_cuda:
+        if reset is not None and input.is_cuda and not _portable.in_use:
             return run_as_cell(name, input, direction, reset, batch_sizes, reverse, algorithm)
         keep = None if reset is None else share_kept(name, reset, input)
         if not transforms_active():
