@@ -29,8 +29,7 @@ target_compile_options(
                    $<$<COMPILE_LANGUAGE:CUDA>:${smallest_code}>
                    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
                    # The library embeds headers for the compiler at run time (src/common/runtime).
-                   $<$<COMPILE_LANGUAGE:CXX>:-Wa,-I${PROJECT_SOURCE_DIR}/src>
-                   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wa\\,-I${PROJECT_SOURCE_DIR}/src>)
+                   $<$<COMPILE_LANGUAGE:CXX>:-Wa,-I${PROJECT_SOURCE_DIR}/src>)
 
 # By its file name: PyPI has no libcudart.so, but libcudart.so.13.
 string(REGEX MATCH "^[0-9]+" major ${CMAKE_CUDA_COMPILER_VERSION})

@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,9 @@ class ReferenceLLTM(lltm_ext.LLTM):
 class CharLM(nn.Module):
     """Characters [T, B] in, logits of the next character [T, B, vocabulary] out."""
 
-    def __init__(self, vocabulary_size: int, hidden_size: int, layer: type[nn.Module] = lltm_ext.LLTM):
+    def __init__(
+        self, vocabulary_size: int, hidden_size: int, layer: Callable[..., nn.Module] = lltm_ext.LLTM
+    ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary_size, hidden_size)
         self.lltm = layer(hidden_size, hidden_size)
@@ -137,7 +139,7 @@ def bits_per_character(model: CharLM, characters: Tensor, following: Tensor) -> 
 
 def train(
     name: str,
-    layer: type[nn.Module],
+    layer: Callable[..., nn.Module],
     corpus: Corpus,
     args: argparse.Namespace,
     steps: int,
@@ -195,9 +197,11 @@ def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace)
 # ---- comparison of layers ------------------------------------------------------------------------
 
 
-def compare(corpus: Corpus, args: argparse.Namespace, title: str) -> None:
+def compare(
+    layers: dict[str, Callable[..., nn.Module]], corpus: Corpus, args: argparse.Namespace, title: str
+) -> None:
     runs = {}
-    for name, layer in COMPARED.items():
+    for name, layer in layers.items():
         train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # loads libraries
         runs[name] = train(name, layer, corpus, args, args.steps)
     print(f"\n{'':<15}{'training':>10}{'validation':>12}{'chars/s':>14}{'seconds':>10}")
@@ -277,7 +281,7 @@ def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -
 def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
     figure, (left, right) = subplots(1, 2, figsize=(10, 4.2), sharey=True)
     styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # the LSTMs' curves may coincide
-    for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
+    for (name, run), (color, width) in zip(runs.items(), styles, strict=False):
         curve = smooth(run.bits)
         left.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=name)
         right.plot(run.seconds, curve, color=color, linewidth=width, label=name)
@@ -301,30 +305,41 @@ def finish(figure: Any, path: Path) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    text, steps = "a UTF-8 text file (default: the text of Python's manual)", "(default: --steps)"
+def training_options(description: str, out: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    text = "a UTF-8 text file (default: the text of Python's manual)"
     parser.add_argument("--text", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--compare", action="store_true", help="train LLTM, LSTM and nn.LSTM instead")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--reference-steps", type=int, help=f"steps of the pure-PyTorch curve {steps}")
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--length", type=int, default=64, help="characters in a training sequence")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
-    parser.add_argument("--prompt", default="The ", help="start of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("build/char_lm"), help="output folder")
+    parser.add_argument("--out", type=Path, default=Path(out), help="output folder")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     for name in ("steps", "hidden_size", "length", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    args.reference_steps = min(args.reference_steps or args.steps, args.steps)
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here (nvidia-smi says whether the driver does)")
+    return args
+
+
+def arguments() -> argparse.Namespace:
+    parser = training_options(__doc__.split("\n")[0], "build/char_lm")
+    parser.add_argument("--compare", action="store_true", help="train LLTM, LSTM and nn.LSTM instead")
+    steps = "steps of the pure-PyTorch curve (default: --steps)"
+    parser.add_argument("--reference-steps", type=int, help=steps)
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
+    parser.add_argument("--prompt", default="The ", help="start of the sample")
+    args = checked(parser)
+    args.reference_steps = min(args.reference_steps or args.steps, args.steps)
     return args
 
 
@@ -344,7 +359,7 @@ def main() -> int:
     print(f"{source}: {len(text):,} characters, {len(corpus.vocabulary)} different; on {on}")
     title = f"{source}\n{args.hidden_size} hidden, {args.length} characters x {args.batch_size}, {on}"
     if args.compare:
-        compare(corpus, args, title)
+        compare(COMPARED, corpus, args, title)
         return 0
 
     ours = train("lltm_ext.LLTM", lltm_ext.LLTM, corpus, args, args.steps)

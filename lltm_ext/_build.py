@@ -48,6 +48,16 @@ def sources(src: Path, op: str, cuda: bool) -> list[str]:
     return [str(file) for file in files]
 
 
+def remove_stale(files: list[str], objects: Path, src: Path) -> None:
+    """Removes the objects of files that embed headers, if a header is newer: no compiler lists these."""
+    headers = [file for pattern in ("*.h", "*.cuh") for file in src.rglob(pattern)]
+    newest = max((header.stat().st_mtime for header in headers), default=0.0)
+    for file in files:
+        built = (objects / file).with_suffix(".o")
+        if "LLTM_EMBED(" in Path(file).read_text() and built.exists() and built.stat().st_mtime < newest:
+            built.unlink()
+
+
 class Target:
     """What a build is for: this torch, with or without CUDA, and the architectures."""
 
@@ -115,9 +125,7 @@ def module(target: Target, op: str) -> Any:
     )
     # -fopenmp: without it at::parallel_for runs on one thread.
     # The assembler's -I: modules embed headers for the compiler at run time (common/runtime/compiler.h).
-    root = target.src.resolve()
-    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{root}"]
-    extension.extra_compile_args["nvcc"] += [rf"-Xcompiler=-Wa\,-I{root}"]  # nvcc splits at a plain comma
+    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
     if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
         extension.libraries.remove("cudart")
@@ -155,6 +163,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)
             own.build_temp = str(Path(self.build_temp, op))
+            remove_stale(ext.sources, Path(own.build_temp), src)
             try:
                 super(BuildModules, own).build_extension(ext)
             except BaseException:

@@ -53,17 +53,19 @@ def run_loop(
     order = range(len(planes_of_steps))
     for t in reversed(order) if is_reverse else order:
         planes, products = planes_of_steps[t], None
-        h, *others = (x[: len(planes)] for x in current)
+        h, *others = (first_rows(x, planes.shape[0]) for x in current)
         if reset_of_steps is not None:
             h, *others = (kept(x, reset_of_steps[t]) for x in (h, *others))
         if product is not None and cell.separate:
             products = product(None, h)
         elif product is not None:
             planes = product(planes, h)
-        x, r = (() if y is None else y.unflatten(1, (-1, hidden)).unbind(1) for y in (planes, products))
+        x, r = (
+            () if y is None else y.unflatten(1, (cell.gates, hidden)).unbind(1) for y in (planes, products)
+        )
         new_h, new_states = cell.step(x, r, h, others, parameters, [u[t] for u in inputs_of_steps])
-        outputs.append(new_h.expand_as(h).to(input.dtype))
-        new = [outputs[-1], *(s.expand_as(h) for s in new_states)]
+        outputs.append(like(new_h, h).to(input.dtype))
+        new = [outputs[-1], *(like(s, h) for s in new_states)]
         current = [with_first_rows(old, s.to(compute)) for old, s in zip(current, new, strict=True)]
 
     final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]
@@ -104,8 +106,18 @@ def kept(x: Tensor, reset: Tensor) -> Tensor:
     return (x * share).masked_fill(share == 0, 0)
 
 
+def first_rows(x: Tensor, rows: int) -> Tensor:
+    return x if x.shape[0] == rows else x[:rows]
+
+
+def like(x: Tensor, h: Tensor) -> Tensor:
+    """A value that the function returned, which may be the same for all rows."""
+    return x if x.shape == h.shape else x.expand_as(h)
+
+
 def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
-    return new if len(new) == len(old) else torch.cat([new, old[len(new) :]])
+    rows = new.shape[0]
+    return new if rows == old.shape[0] else torch.cat([new, old[rows:]])
 
 
 def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:

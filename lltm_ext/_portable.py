@@ -20,6 +20,7 @@ OLDEST_TORCH = "2.10"
 in_use = False
 
 LACKING = {
+    "custom_cell": "NVRTC, which compiles users' cells, is another in each CUDA",
     "elementwise": "NVRTC, which compiles its formulas, is another in each CUDA",
     "fake_quantize": "its host code is not on the stable ABI yet",
     "stochastic_round": "the stable ABI of torch 2.10 has no random generators",

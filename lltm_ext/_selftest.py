@@ -78,6 +78,7 @@ def checks() -> Iterator[Check]:
     yield compare("lltm_cell", lltm_cell_reference, cell_inputs)
     for name, op in SEQUENCE_OPS.items():
         yield from of_sequences(name, op.gates, op.reference)
+    yield Check("recurrence, gru", own_gru, torch_gru, functools.partial(gru_inputs, 9, 16, 64))
 
 
 def public(name: str) -> Function:
@@ -232,6 +233,25 @@ def by_algorithm(name: str, algorithm: str, *tensors: Tensor) -> Any:
             reason, can_not, _ = str(error).partition(" (algorithm 'auto' runs everything)")
             raise Unable(reason.removeprefix(f"{name}_algorithm: ")) if can_not else error from None
     return paired(public(name), *tensors, algorithm=algorithm)
+
+
+def own_gru(*tensors: Tensor) -> Any:
+    *arguments, b_hn = tensors
+    return lltm_ext.cells.gru(*arguments, b_hn=b_hn)
+
+
+def torch_gru(
+    input: Tensor, h0: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor, b_hn: Tensor
+) -> Any:
+    weights = [weight_ih, weight_hh, bias, torch.nn.functional.pad(b_hn, (2 * len(b_hn), 0))]
+    output, h_n = torch.gru(input, h0[None], weights, True, 1, 0.0, False, False, False)
+    return output, h_n[0]
+
+
+def gru_inputs(length: int, batch: int, hidden: int, make: Make) -> Inputs:
+    """input, h0, weight_ih, weight_hh, bias, b_hn"""
+    input, h0, _, *weights = sequence(3, length, batch, hidden, make)
+    return input, h0, *weights, make(hidden)
 
 
 # ---- a check -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lltm_ext import _portable
 from lltm_ext._library import (
     check_tensor,
     describe,
@@ -55,7 +56,7 @@ class SequenceOp(NamedTuple):
     algorithm: AlgorithmFunction
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
-    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=)
+    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=, reset=)
     run_both: Callable[..., list[Outputs]]  # (input, forward, reverse, batch_sizes)
 
 
@@ -89,8 +90,7 @@ def sequence_op(gates: int) -> Callable[[Declared], Declared]:
             algorithm: str = "auto",
         ) -> tuple[Tensor, State]:
             tensors = check_sequence(name, input, hx, weight_ih, weight_hh, bias)
-            keep = None if reset is None else share_kept(name, reset, input)
-            output, h_n, c_n = run(*tensors, algorithm=algorithm, keep=keep)
+            output, h_n, c_n = run(*tensors, algorithm=algorithm, reset=reset)
             return output, (h_n, c_n)
 
         def algorithm_of(
@@ -240,8 +240,11 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
-        keep: Tensor | None = None,
+        reset: Any = None,
     ) -> Outputs:
+        if reset is not None and input.is_cuda and not _portable.in_use:
+            return run_as_cell(name, input, direction, reset, batch_sizes, reverse, algorithm)
+        keep = None if reset is None else share_kept(name, reset, input)
         if not transforms_active():
             return op(input, *direction, batch_sizes, reverse, algorithm, keep)
         if batch_sizes is not None:
@@ -259,6 +262,25 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
 
     torch.library.register_vmap(f"lltm_ext::{name}", batched)
     return run
+
+
+def run_as_cell(
+    name: str,
+    input: Tensor,
+    direction: tuple[Any, ...],
+    reset: Tensor,
+    batch_sizes: list[int] | None,
+    reverse: bool,
+    algorithm: str,
+) -> Outputs:
+    """The op as the cell of the same formula, whose kernels take resets: those of the package do not."""
+    from lltm_ext import cells
+    from lltm_ext.recurrence import run
+
+    h0, c0, weight_ih, weight_hh, bias = direction
+    weights, how = (weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm)
+    output, (h_n, c_n) = run(getattr(cells, name), input, [h0, c0], *weights, [], [], reset, *how)
+    return output, h_n, c_n
 
 
 def both_directions(name: str, sequence: Callable[..., Outputs]) -> Callable[..., list[Outputs]]:
@@ -413,7 +435,7 @@ class SequenceLayer(nn.Module):
                 *direction,
                 batch_sizes=batch_sizes,
                 reverse=i == 1,
-                keep=None if reset is None else share_kept(self._name, reset, input),
+                reset=reset,
             )
             for i, (direction, reset) in enumerate(zip(directions, steps.resets, strict=False))
         ]

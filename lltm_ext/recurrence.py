@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext._declaration import Declaration
-from lltm_ext._derive import Derived, derive
+from lltm_ext._declaration import Declaration, arguments_of, call
+from lltm_ext._derive import derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._sequence import check_states, check_step_input, dtype_name
 
 __all__ = ["RecurrentCell", "recurrence"]
 
-ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of the user's function
 # Of a call, of cell.algorithm and cell.gradcheck, and of a layer's parameters.
 RESERVED = (
     "self",
@@ -159,25 +157,15 @@ class RecurrentCell:
         self.function = function
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
-        names = check_names(name, "parameters", parameters, RESERVED)
+        taken = (*RESERVED, *self.state_names)
+        names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
-        self.inputs = check_names(name, "inputs", inputs, (*RESERVED, *self.parameters))
-        self.arguments = self._check_arguments()
-        self.derived = self._derive()  # the function as nodes, and their derivative
-
-    def _check_arguments(self) -> tuple[str, ...]:
-        """The names of the function's arguments, in its order."""
-        names = tuple(inspect.signature(self.function).parameters)
-        for argument in names:
-            if argument not in ARGUMENTS:
-                raise TypeError(
-                    f"{self.__name__}: expected the function's arguments to be some of "
-                    f"{', '.join(ARGUMENTS)}, got {argument}"
-                )
-        if "r" in names and not self.separate:
-            raise TypeError(f"{self.__name__}: expected separate=True, because the function asks for r")
-        return names
+        self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
+        named = (self.states, tuple(self.parameters), self.inputs)
+        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent)
+        self.arguments = arguments_of(function, self.declared)
+        self.derived = derive(function, self.declared)  # the function as nodes, and their derivative
 
     def __call__(
         self,
@@ -250,56 +238,9 @@ class RecurrentCell:
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The function's (new h, new states). It takes tensors of any shape that broadcast."""
-        named_states, named_parameters, named_inputs = self._named
-        values = {
-            "x": x,
-            "r": r,
-            "h": h,
-            "s": named_states(*states),
-            "p": named_parameters(*parameters),
-            "u": named_inputs(*inputs),
-        }
-        returned = self.function(*(values[name] for name in self.arguments))
-        if isinstance(returned, Tensor) and not self.states:
-            return returned, ()
-        if (
-            not isinstance(returned, tuple)
-            or len(returned) != 2
-            or not isinstance(returned[1], (tuple, list))
-            or len(returned[1]) != len(self.states)
-            or not all(isinstance(value, Tensor) for value in (returned[0], *returned[1]))
-        ):
-            raise self._wrong_result(returned)
-        return returned[0], tuple(returned[1])
-
-    def _wrong_result(self, returned: Any) -> TypeError:
-        expected = "(new_h, ({}))".format("".join(f"new_{s}, " for s in self.states).rstrip())
-        expected = expected if self.states else "new_h"
-        got = described(returned)
-        return TypeError(
-            f"{self.__name__}: expected the function to return {expected}, of Tensors, got {got}"
-        )
-
-    @functools.cached_property
-    def _named(self) -> tuple[Any, Any, Any]:
-        """The types of s, p and u, made when first needed."""
-        return (
-            namedtuple("s", self.states),
-            namedtuple("p", tuple(self.parameters)),
-            namedtuple("u", self.inputs),
-        )
-
-    def _derive(self) -> Derived:
-        declared = Declaration(
-            self.__name__,
-            self.gates,
-            self.separate,
-            self.states,
-            tuple(self.parameters),
-            self.inputs,
-            self.recurrent,
-        )
-        return derive(self.function, declared)
+        values = {"x": x, "r": r, "h": h, "s": states, "p": parameters, "u": inputs}
+        new_h, new_states = call(self.function, self.declared, self.arguments, values)
+        return new_h, tuple(new_states)
 
     @functools.cached_property
     def program(self) -> str:
@@ -310,6 +251,43 @@ class RecurrentCell:
     def source(self) -> str:
         """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
         return self.derived.source
+
+    def compile(
+        self,
+        dtype: torch.dtype,
+        hidden_size: int,
+        batch: int,
+        *,
+        reset: bool = False,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        """Compiles the kernels of calls of these sizes now, forward and backward, and not in the first call.
+
+        Args:
+            dtype: of the input.
+            hidden_size, batch: H and B. Other sizes may need other kernels.
+            reset: whether the calls have resets.
+            device: the CUDA device of the calls.
+
+        Raises:
+            RuntimeError: for another device than CUDA, or code that NVRTC does not compile.
+        """
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise RuntimeError(f"{self.__name__}: expected device to be a CUDA device, got {device}")
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+        rows = self.gates * hidden_size
+        weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
+        named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
+        named |= {u: zeros(1, batch).detach() for u in self.inputs}
+        hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
+        flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
+        one_step = (zeros(1, batch, 8), hx if self.states else hx[0], *weights)
+        output, _ = self(*one_step, reset=flags, **named)
+        output.sum().backward()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -322,15 +300,16 @@ class RecurrentCell:
         Args:
             args, kwargs: as for a call; tensors are converted to float64. Without any, small random ones,
                 with positive states; give your own if the cell is not defined or not differentiable there.
-            device: of the random tensors; None: the CPU.
+            device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
             RuntimeError: for a gradient that differs. It names the argument.
         """
         if not args and not kwargs:
-            args, kwargs = self._example(torch.device(device or "cpu"))
-        call = inspect.signature(self).bind(*args, **kwargs).arguments
-        values = {**call, **call.get("named", {})}
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            args, kwargs = self._example(torch.device(device or default))
+        given = inspect.signature(self).bind(*args, **kwargs).arguments
+        values = {**given, **given.get("named", {})}
         states = check_states(self.__name__, values["hx"], self.state_names)
         values |= dict(zip(self.state_names, states, strict=True))
         values = {name: in_float64(x) for name, x in values.items() if name not in ("hx", "named")}
@@ -377,6 +356,7 @@ class RecurrentCell:
             ("states", self.states),
             ("parameters", self.parameters),
             ("inputs", self.inputs),
+            ("saved for backward", self.derived.saved_names),
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
         return f"<lltm_ext.recurrence {self.__name__}({', '.join(self.arguments)}), {', '.join(options)}>"
@@ -565,13 +545,6 @@ def check_algorithm(name: str, algorithm: Any, input: Tensor) -> None:
         raise RuntimeError(
             f"{name}: algorithm {algorithm!r} needs a CUDA device (algorithm 'auto' runs everything)"
         )
-    if algorithm not in ("auto", "stepwise"):
+    if algorithm not in ("auto", "stepwise", "cluster", "grid"):
         expected = "'auto', 'stepwise', 'cluster' or 'grid'"
         raise ValueError(f"{name}: expected algorithm to be {expected}, got {algorithm!r}")
-
-
-def described(returned: Any) -> str:
-    """The form of what a function returned: (Tensor, (float, Tensor))."""
-    if isinstance(returned, (tuple, list)):
-        return f"({', '.join(map(described, returned))})"
-    return type(returned).__name__

@@ -2,6 +2,8 @@
 
 import functools
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +178,47 @@ def test_zoneout_in_evaluation_is_the_mean_of_its_masks():
     half = {u: torch.full((1, 4), 0.5) for u in ("keep_h", "keep_c")}
     mean = [torch.stack(ys).mean(0) for ys in zip(*found, strict=True)]
     assert_all_near(call.run(functools.partial(cells.zoneout_lstm, **half)), mean, FORWARD[DOUBLE])
+
+
+@pytest.mark.parametrize("name", cells.__all__)
+def test_a_cell_has_a_source_in_cpp(name):
+    cell = getattr(cells, name)
+    assert f"kGates = {cell.gates}, kStates = {len(cell.states)}" in cell.source
+
+
+def test_a_derived_gradient_equals_that_of_the_function():
+    """By the nodes that the source is written from."""
+    make = Make(DOUBLE)
+    for name in cells.__all__:
+        cell = getattr(cells, name)
+        derived = cell.derived
+        planes = {"x": cell.gates, "r": cell.gates * cell.separate, "h": 1}
+        planes |= {"s": len(cell.states), "p": len(cell.parameters), "u": len(cell.inputs)}
+        values = {key: [make(50).abs().requires_grad_() for _ in range(n)] for key, n in planes.items()}
+        x, r, (h,), s, p, u = values.values()
+        new_h, new_states = cell.step(x, r, h, s, p, u)
+        expected = (new_h, *new_states)
+        outputs, saved = derived.forward(values)
+        assert_all_near(outputs, expected, FORWARD[DOUBLE], name)
+        wanted = [v for key in "xrhsp" for v in values[key]]
+        exact = torch.autograd.grad(expected, wanted, cotangents(expected), materialize_grads=True)
+        found = derived.backward(saved, values, cotangents(expected))
+        gradients = [torch.as_tensor(g).expand(50) for key in "xrhsp" for g in found[key]]
+        assert_all_near(gradients, exact, BACKWARD[DOUBLE], name)
+
+
+PAGE = Path(__file__).parent.parent / "docs/own_cell.md"
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="of a checkout")
+def test_the_cells_of_the_page_are_cells():
+    found = re.findall(r"^@lltm_ext\.recurrence.*?(?=^$|^```)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(found) >= 5
+    for text in found:
+        names = {"torch": torch, "lltm_ext": lltm_ext}
+        exec(compile(text, PAGE, "exec"), names)
+        (cell,) = (value for value in names.values() if isinstance(value, lltm_ext.RecurrentCell))
+        assert cell.gradcheck()
 
 
 # ---- GRU and RNN -----------------------------------------------------------------------------------------

@@ -142,6 +142,16 @@ def test_many_rows_and_units(name, dtype):
 
 
 @needs_cuda
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "zoneout_lstm", "cfc"])
+@pytest.mark.parametrize("batch,hidden", [(70, 200), (130, 1024), (256, 1032), (128, 2048)])
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_steps_of_large_tiles(name, batch, hidden, reset):
+    """Fused on Hopper, where the plan has tiles of 64 and of 128 rows, and partial tiles."""
+    for dtype in (torch.float16, torch.bfloat16):
+        Example(name, dtype, 5, batch, hidden, reset=reset).check(dtype, algorithm="stepwise")
+
+
+@needs_cuda
 @every_cell
 def test_second_derivatives(name):
     example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True)
@@ -198,6 +208,21 @@ def test_a_cell_is_compiled_once_a_kernel():
 
 
 @needs_cuda
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_call_after_compile_compiles_nothing(reset):
+    example = Example("zoneout_lstm", torch.bfloat16, 5, 6, 72, reset=reset)
+    example.cell.compile(torch.bfloat16, 72, 6, reset=reset)
+    count = _C.compilations()
+    forward_and_gradients(example.ours, example.call)
+    assert _C.compilations() == count
+
+
+def test_compile_needs_a_gpu():
+    with pytest.raises(RuntimeError, match=r"^gru: expected device to be a CUDA device, got cpu"):
+        cells.gru.compile(torch.float32, 8, 1, device="cpu")
+
+
+@needs_cuda
 def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
     cell = cells.peephole_lstm
     layer = lltm_ext.Recurrent(cell, 24, 64, device="cuda")
@@ -222,8 +247,47 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
 
 
+@pytest.mark.parametrize("name", ["gru", "slstm", "lstm"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_kernels_that_take_resets_compile(name, backward):
+    program = getattr(cells, name).program
+    for dtype, variant, rows in ((torch.float32, 8, 0), (torch.float16, 6, 0), (torch.float16, -1, 64)):
+        architecture = "sm_90a" if rows else "sm_90"
+        plain, keeping = (
+            _C.compile(program, dtype, backward, variant, architecture, rows, keeps)
+            for keeps in (False, True)
+        )
+        assert plain != keeping
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])
+def test_other_architectures(architecture):
+    for backward in (False, True):
+        assert _C.compile(cells.gru.program, torch.float16, backward, -1, architecture)
+        assert _C.compile(cells.gru.program, torch.float64, backward, -1, architecture)
+
+
+@every_cell
+def test_fused_steps_compile_for_hopper(name):
+    cell = getattr(cells, name)
+    kinds = [(False, 64), (True, 64), (True, 128)]
+    if cell.gates <= 3:
+        kinds.append((False, 128))
+    for backward, rows in kinds:
+        assert len(_C.compile(cell.program, torch.bfloat16, backward, -1, "sm_90a", rows)) > 1000
+
+
+@pytest.mark.parametrize("gates", [5, 6, 7, 8])
+def test_fused_steps_of_many_gates_compile(gates):
+    @lltm_ext.recurrence(gates=gates)
+    def wide(x):
+        return torch.tanh(sum(x))
+
+    assert len(_C.compile(wide.program, torch.bfloat16, False, -1, "sm_90a", 64)) > 1000
+
+
 def test_the_source_of_a_kernel_names_its_cell_and_variant():
     source = _C.source(cells.gru.program, torch.bfloat16, True, 3)
     assert "struct Cell" in source
-    assert "PersistentConfig<Cell, T, 3, true>" in source
+    assert "PersistentConfig<Cell, T, 3, true, false>" in source
     assert cells.gru.source in source

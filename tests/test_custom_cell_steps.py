@@ -139,6 +139,7 @@ class CustomCellOp {
   CellShape shape() const { return program_.shape; }
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
+  static constexpr bool keeps_in_fused_kernels() { return false; }
   void check_device(const at::Tensor&) const {}
   template <class Sequences>
   cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;

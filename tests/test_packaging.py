@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _portable, _record, _toolchain
+from lltm_ext import _build, _portable, _record, _toolchain
 from lltm_ext._launch import is_program
 from lltm_ext._version import label, minor
 
@@ -302,6 +302,32 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path: Path) -> None:
     assert _toolchain.source_revision(tmp_path) == tree
     (tmp_path / "lltm.txt").write_text("edited")
     assert _toolchain.source_revision(tmp_path) != tree
+
+
+def test_a_file_that_embeds_headers_is_compiled_again_after_an_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "src/op/embeds.cpp": 'LLTM_EMBED(x, "op/x.cuh");',
+        "src/op/includes.cpp": '#include "op/x.cuh"\n',
+    }
+
+    def kept(edited: float) -> set[str]:
+        for folder in ("src/op", "objects/src/op"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        Path("src/op/x.cuh").touch()
+        os.utime("src/op/x.cuh", (edited, edited))
+        for file, text in texts.items():
+            Path(file).write_text(text)
+            built = Path("objects", file).with_suffix(".o")
+            built.touch()
+            os.utime(built, (1000, 1000))
+        _build.remove_stale(list(texts), Path("objects"), Path("src"))
+        return {built.stem for built in Path("objects/src/op").iterdir()}
+
+    assert kept(edited=999) == {"embeds", "includes"}
+    assert kept(edited=1001) == {"includes"}
 
 
 # ---- what an isolated build requires -----------------------------------------------------------------------

@@ -19,14 +19,14 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32
+// shared bytes,algorithm,states,sequences,tf32,recurrent
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[14];
+    int n[15];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, /*recurrent=*/true, false, false};
+    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, /*recurrent=*/n[14] != 0, false, false};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10, n[9]};
@@ -91,8 +91,10 @@ def encode(
     states=1,
     sequences=1,
     tf32=False,
+    recurrent=True,
 ):
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], states, sequences, tf32)
+    cell = states, sequences, tf32, recurrent
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
 
@@ -289,12 +291,29 @@ def test_the_tile_and_split_k_of_a_fused_step(plan, hidden, batch, backward, til
 
 
 @pytest.mark.parametrize(
-    "more", [{"size": 4}, {"size": 8}, {"hidden": 68}, {"dense": False}, {"chip": A100}], ids=str
+    "more",
+    [
+        {"size": 4},
+        {"size": 8},
+        {"hidden": 68},
+        {"dense": False},
+        {"chip": A100},
+        {"recurrent": False},
+        {"gates": 9},  # wgmma has no tile of so many columns
+    ],
+    ids=str,
 )
 def test_other_steps_are_not_fused(plan, more):
     fused, found = (plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **m})[0] for m in ({}, more))
     assert fused.fused_step != (0, 0)
     assert found.fused_step == (0, 0)
+
+
+@pytest.mark.parametrize("gates,forward", [(1, 64), (8, 64), (9, 0)])
+def test_backward_steps_of_any_number_of_gates_are_fused(plan, gates, forward):
+    problem = {"hidden": 512, "batch": 64, "gates": gates, "algorithm": "stepwise"}
+    found = plan(problem, {**problem, "backward": True})
+    assert [step.fused_step[0] for step in found] == [forward, 64]
 
 
 def test_only_stepwise_plans_have_a_fused_step(plan):

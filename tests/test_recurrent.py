@@ -309,3 +309,11 @@ def test_gradients_are_the_same_bits_each_time():
         call.run(layer)[0].square().sum().backward()
         runs.append([p.grad.clone() for p in layer.parameters()])
     assert_same_bits(*runs)
+
+
+def test_it_exports_with_a_batch_of_any_size():
+    layer, make = build("bidirectional", cells.slstm, heads=2), Make(DOUBLE)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(layer, (make(3, 4, INPUT),), dynamic_shapes=({1: batch},)).module()
+    call = Call(make(3, 7, INPUT))
+    assert_all_near(call.run(exported), call.run(layer), FORWARD[DOUBLE])

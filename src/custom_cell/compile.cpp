@@ -1,9 +1,48 @@
 #include "custom_cell/compile.h"
 
-#include "custom_cell/headers.h"
+#include "common/runtime/compiler.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+LLTM_EMBED(portable_h, "common/portable.h");
+LLTM_EMBED(types_h, "common/types.h");
+LLTM_EMBED(math_h, "common/math.h");
+LLTM_EMBED(fast_math_cuh, "common/fast_math.cuh");
+LLTM_EMBED(launch_cuh, "common/launch.cuh");
+LLTM_EMBED(tensor_map_h, "common/hopper/tensor_map.h");
+LLTM_EMBED(sizes_h, "common/hopper/sizes.h");
+LLTM_EMBED(ptx_cuh, "common/hopper/ptx.cuh");
+LLTM_EMBED(pipeline_cuh, "common/hopper/pipeline.cuh");
+LLTM_EMBED(split_cuh, "common/hopper/split.cuh");
+LLTM_EMBED(cell_h, "recurrence/cell.h");
+LLTM_EMBED(variants_h, "recurrence/persistent/variants.h");
+LLTM_EMBED(shape_h, "recurrence/persistent/shape.h");
+LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
+LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
+LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
+LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
+LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
+LLTM_EMBED(forward_cuh, "recurrence/persistent/forward.cuh");
+LLTM_EMBED(backward_cuh, "recurrence/persistent/backward.cuh");
+LLTM_EMBED(step_h, "recurrence/step/step.h");
+LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
+LLTM_EMBED(fused_shape_h, "recurrence/step/fused_shape.h");
+LLTM_EMBED(fused_arguments_h, "recurrence/step/fused_arguments.h");
+LLTM_EMBED(fused_hopper_cuh, "recurrence/step/fused_hopper.cuh");
+#endif
 
 namespace lltm_ext {
 namespace {
+
+// The engine's, which the kernels of a cell include.
+const std::vector<Header> kHeaders = {
+#ifdef LLTM_EXT_WITH_CUDA
+    portable_h,      types_h,      math_h,       fast_math_cuh, launch_cuh,    tensor_map_h,
+    sizes_h,         ptx_cuh,      pipeline_cuh, split_cuh,     cell_h,        variants_h,
+    shape_h,         pair_cuh,     product_cuh,  exchange_cuh,  block_cuh,     steps_cuh,
+    forward_cuh,     backward_cuh, step_h,       pointwise_cuh, fused_shape_h, fused_arguments_h,
+    fused_hopper_cuh
+#endif
+};
 
 const std::vector<std::string> kOptions = {"--std=c++17", "--device-as-default-execution-space"};
 
@@ -12,7 +51,7 @@ const std::vector<std::string> kOptions = {"--std=c++17", "--device-as-default-e
 std::string compile_cell(const CellProgram& program, const CellKernel& kernel,
                          const std::string& architecture) {
   const std::string description = program.name + (kernel.backward ? ": backward" : "");
-  return compile(description, program.source(kernel), cell_headers(), kOptions, architecture);
+  return compile(description, program.source(kernel), kHeaders, kOptions, architecture);
 }
 
 }  // namespace lltm_ext

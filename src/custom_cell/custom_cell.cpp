@@ -135,17 +135,19 @@ std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0,
 }
 
 #ifdef TORCH_EXTENSION_NAME
-// ---- Raw bindings. A kernel is given by its direction and its variant, -1 for a pointwise step.
+// ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
-std::string source(const std::string& program, at::ScalarType type, bool backward, int variant) {
-  return CellProgram::get(program).source({type, backward, variant});
+std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
+                   int fused_rows, bool keeps) {
+  return CellProgram::get(program).source({type, backward, variant, fused_rows, keeps});
 }
 
 py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                         const std::string& architecture) {
+                         const std::string& architecture, int fused_rows, bool keeps) {
   const auto binary = [&] {
     const py::gil_scoped_release no_gil;
-    return compile_cell(CellProgram::get(program), {type, backward, variant}, architecture);
+    return compile_cell(CellProgram::get(program), {type, backward, variant, fused_rows, keeps},
+                        architecture);
   };
   return py::bytes(binary());
 }
@@ -173,9 +175,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"));
+        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false);
   m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("architecture"));
+        py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
+        py::arg("keeps") = false);
   m.def("compilations", compilations);
 }
 #endif

@@ -8,11 +8,13 @@
 namespace lltm_ext {
 
 cudaKernel_t load_cell_kernel(const CellProgram& program, const CellKernel& kernel) {
-  using Key = std::tuple<const CellProgram*, std::tuple<at::ScalarType, bool, int>, c10::DeviceIndex>;
+  using Key = std::tuple<const CellProgram*, decltype(kernel.key()), c10::DeviceIndex>;
   static auto& loaded = *new Memo<Key, cudaKernel_t>();
   const c10::DeviceIndex device = c10::cuda::current_device();
   return loaded.get({&program, kernel.key(), device}, [&] {
-    return load_kernels(compile_cell(program, kernel, architecture_of(device)), {kCellKernelName})[0];
+    // sm_90 does not have wgmma, sm_90a does.
+    const std::string architecture = architecture_of(device) + (kernel.is_fused_step() ? "a" : "");
+    return load_kernels(compile_cell(program, kernel, architecture), {kCellKernelName})[0];
   });
 }
 

@@ -7,6 +7,7 @@
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"
 #include "common/runtime/kernels.h"
+#include "recurrence/step/fused_launch.h"
 #endif
 
 namespace lltm_ext {
@@ -34,6 +35,7 @@ class CustomCellOp {
   CellShape shape() const { return program_.shape; }
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
+  static constexpr bool keeps_in_fused_kernels() { return true; }
 
   // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
   void check_device(const at::Tensor& input) const {
@@ -42,11 +44,10 @@ class CustomCellOp {
 
 #ifdef LLTM_EXT_WITH_CUDA
   template <typename T>
-  static cudaError_t plan(Type<T>, Problem problem, Algorithm requested, Plan& plan) {
+  static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
-    problem.fused_steps = false;
     device.has_sm90a = device.compute_capability == 90;  // the code is compiled for the device
     plan = plan_recurrence(problem, device, requested);
     return cudaSuccess;
@@ -56,7 +57,11 @@ class CustomCellOp {
   cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
                      cudaStream_t stream) const {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
-    const cudaKernel_t kernel = load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant});
+    const FusedStepTile& tile = plan.fused_step;
+    const bool keeps = sequences.of[0].keep != nullptr;
+    const cudaKernel_t kernel =
+        load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows, keeps});
+    if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
     return launch_persistent(kernel, shape(), sequences, plan, stream);
   }
 

@@ -13,7 +13,7 @@
 namespace lltm_ext {
 namespace {
 
-constexpr int kMaxValues = 16;  // gates, states, ... of a unit
+constexpr int kMaxValues = 64;  // gates, states, ... of a unit
 
 int number(const std::string& cell, const std::string& text) {
   int value = -1;
@@ -22,6 +22,33 @@ int number(const std::string& cell, const std::string& text) {
       error == std::errc() && end == text.data() + text.size() && value >= 0 && value <= kMaxValues, cell,
       ": expected numbers of values from 0 to ", kMaxValues, ", got '", text, "'");
   return value;
+}
+
+// What differs between the sources of kernels. `call` is the kernel's body.
+struct KernelText {
+  std::string header, parameters, bounds, call;
+};
+
+KernelText text_of(const CellKernel& kernel) {
+  const char *const direction = kernel.backward ? "Backward" : "Forward", *const keeps =
+                                                                              kernel.keeps ? "true" : "false";
+  if (kernel.is_fused_step()) {
+    const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
+                                      kernel.fused_rows, ", ", keeps, ">>");
+    return {"step/fused_hopper.cuh",
+            c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
+            c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
+  }
+  if (kernel.is_persistent()) {
+    return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
+            c10::str("const __grid_constant__ PerDirection<Sequence", direction,
+                     "Arguments<T>> sequences, const GroupGrid grid"),
+            "kBlockThreads, 1",
+            c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ", kernel.variant,
+                     ", ", kernel.backward ? "true" : "false", ", ", keeps, ">>>(sequences, grid)")};
+  }
+  return {"step/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
+          "run_pointwise<Cell>(step)"};
 }
 
 }  // namespace
@@ -51,24 +78,12 @@ const CellProgram& CellProgram::get(std::string_view text) {
 }
 
 std::string CellProgram::source(const CellKernel& kernel) const {
-  const char* const direction = kernel.backward ? "Backward" : "Forward";
-  const bool pointwise = kernel.variant == CellKernel::kPointwise;
-  const std::string header = pointwise         ? "step/pointwise.cuh"
-                             : kernel.backward ? "persistent/backward.cuh"
-                                               : "persistent/forward.cuh";
-  const std::string before = c10::str("#include \"recurrence/", header, "\"\n\nnamespace lltm_ext {\n\n",
-                                      code, "\nusing T = ", element_name(name.c_str(), kernel.type), ";\n\n");
-  const std::string parameters = pointwise
-                                     ? c10::str("const Step", direction, "Arguments<T> step")
-                                     : c10::str("const __grid_constant__ PerDirection<Sequence", direction,
-                                                "Arguments<T>> sequences,\n    const GroupGrid grid");
-  const std::string body =
-      pointwise ? std::string("run_pointwise<Cell>(step)")
-                : c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ",
-                           kernel.variant, ", ", kernel.backward ? "true" : "false", ">>>(sequences, grid)");
-  const char* const bounds = pointwise ? "kPointwiseThreads" : "kBlockThreads, 1";
-  return c10::str(before, "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n    ",
-                  kCellKernelName, "(", parameters, ") {\n  ", body, ";\n}\n\n}  // namespace lltm_ext\n");
+  const KernelText text = text_of(kernel);
+  return c10::str("#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
+                  "\nusing T = ", element_name(name.c_str(), kernel.type),
+                  ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ",
+                  kCellKernelName, "(", text.parameters, ") {\n  ", text.call,
+                  ";\n}\n\n}  // namespace lltm_ext\n");
 }
 
 }  // namespace lltm_ext

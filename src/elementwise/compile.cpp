@@ -3,9 +3,6 @@
 #include "common/runtime/compiler.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
-// For the compiler's dependency list only: the headers embedded below.
-#include "common/elementwise_kernel.cuh"
-
 LLTM_EMBED(portable_h, "common/portable.h");
 LLTM_EMBED(types_h, "common/types.h");
 LLTM_EMBED(vec_cuh, "common/vec.cuh");

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "common/hopper/launch.cuh"
+#include "common/hopper/launch.h"
 #include "common/hopper/split.cuh"
 #include "gemm/gemm_hopper_epilogue.cuh"
 #include "gemm/gemm_hopper_mainloop.cuh"

@@ -9,7 +9,7 @@
 // The warps of a block split K into slices, and add their sums through shared memory in a fixed order.
 #pragma once
 
-#include "common/hopper/launch.cuh"
+#include "common/hopper/launch.h"
 #include "common/types.h"
 #include "gemm/gemm_hopper_epilogue.cuh"
 #include "gemm/gemm_ptx.cuh"

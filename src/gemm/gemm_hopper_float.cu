@@ -9,7 +9,7 @@
 //
 // tf32: tensor cores read float32 and ignore its last 13 bits.
 #ifdef LLTM_EXT_SM90A
-#include "common/hopper/launch.cuh"
+#include "common/hopper/launch.h"
 #include "common/hopper/split.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_hopper.h"

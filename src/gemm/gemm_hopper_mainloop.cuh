@@ -2,7 +2,7 @@
 // starts.
 #pragma once
 
-#include "common/hopper/launch.cuh"
+#include "common/hopper/launch.h"
 #include "common/hopper/pipeline.cuh"
 #include "common/math.h"
 

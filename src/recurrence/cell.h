@@ -37,7 +37,6 @@ struct CellShape {
   bool separate;    // whether the cell sees projections and products apart, or their sums
   bool reads_h;     // whether a unit reads its own previous h
 
-  constexpr int products() const { return recurrent ? gates : 0; }
   constexpr int saved_in_gates() const { return saved < gates ? saved : gates; }
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps

@@ -8,7 +8,7 @@
 
 #include "common/device.h"
 #include "recurrence/persistent/shape.h"
-#include "recurrence/step/fused_tile.h"
+#include "recurrence/step/fused_shape.h"
 
 namespace lltm_ext {
 
@@ -28,9 +28,8 @@ struct Problem {
   bool dense;  // every step has the whole batch
   bool backward;
   int element_size;
-  int sequences = 1;        // of these sizes, run side by side in one launch
-  bool tf32 = false;        // float32 operands may be rounded to TF32
-  bool fused_steps = true;  // whether there are kernels of a fused step
+  int sequences = 1;  // of these sizes, run side by side in one launch
+  bool tf32 = false;  // float32 operands may be rounded to TF32
 };
 
 namespace plan_detail {
@@ -94,19 +93,21 @@ inline int split_k_of(bool four, bool two, int64_t k) {
   return split_k;
 }
 
+inline FusedStepShape fused_shape(const Problem& p, int rows) { return {p.cell.gates, rows, p.backward}; }
+inline int64_t fused_tiles(const Problem& p, int rows) {
+  return tiles_of(p.batch, rows) * tiles_of(p.hidden, fused_shape(p, rows).units());
+}
+
 // Tiles of many rows read the weights less often; tiles of few rows make more blocks. K is split in four if
 // every block then gets its own multiprocessor, in two if every tile does. A library's product and a
-// pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows,
-// and where a tile has 128 rows of more than three gates.
+// pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows.
 inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& device) {
-  const int64_t columns = tiles_of(p.hidden, kFusedForwardUnits),
-                tiles_of_64 = tiles_of(p.batch, 64) * columns;
-  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * tiles_of_64 <= device.multiprocessors;
+  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * fused_tiles(p, 64) <= device.multiprocessors;
   const int rows = few ? 64 : 128;
-  const int64_t tiles = tiles_of(p.batch, rows) * columns;
+  const int64_t tiles = fused_tiles(p, rows);
   const int split_k =
       split_k_of(4 * tiles <= device.multiprocessors, tiles <= device.multiprocessors, p.hidden);
-  if (p.hidden > 1024 * split_k || (rows > 64 && p.cell.gates > 3)) return {};
+  if (p.hidden > 1024 * split_k || !fused_shape(p, rows).exists()) return {};
   return {rows, split_k};
 }
 
@@ -114,16 +115,16 @@ inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& devi
 // tiles run in clusters of eight if all clusters are resident.
 inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& device) {
   const int64_t k = p.cell.gates * p.hidden;
-  const int64_t tiles = tiles_of(p.batch, 64) * tiles_of(p.hidden, fused_backward_units(64));
+  const int64_t tiles = fused_tiles(p, 64);
   const int split_k = split_k_of(8 * tiles <= 3 * device.multiprocessors, tiles <= device.multiprocessors, k);
   if (k <= (split_k == 4 ? 8192 : 1024 * split_k)) return {64, split_k};
-  const int64_t large_tiles = tiles_of(p.batch, 128) * tiles_of(p.hidden, fused_backward_units(128));
-  if (kClusterBlocks * large_tiles <= device.cluster_multiprocessors) return {128, kClusterBlocks};
+  if (kClusterBlocks * fused_tiles(p, 128) <= device.cluster_multiprocessors) return {128, kClusterBlocks};
   return {};
 }
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
-  if (!p.fused_steps || !device.has_sm90a || p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
+  if (!device.has_sm90a || !p.cell.recurrent) return {};
+  if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // blockIdx.y has tiles
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }

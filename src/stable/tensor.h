@@ -32,7 +32,8 @@ using ::torch::stable::Device;
 
 constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat = ScalarType::Float,
                      kDouble = ScalarType::Double, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16,
-                     kComplexFloat = ScalarType::ComplexFloat, kComplexDouble = ScalarType::ComplexDouble;
+                     kBool = ScalarType::Bool, kComplexFloat = ScalarType::ComplexFloat,
+                     kComplexDouble = ScalarType::ComplexDouble;
 constexpr Layout kStrided = Layout::Strided;
 
 // The stable ABI has no symbolic sizes. Python computes the shapes of traced graphs

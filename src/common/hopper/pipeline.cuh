@@ -6,11 +6,12 @@
 #pragma once
 
 #include "common/hopper/ptx.cuh"
+#include "common/hopper/sizes.h"
 
 namespace lltm_ext {
 namespace hopper {
 
-constexpr int kSwizzleBytes = 128, kBlockBytes = 64 * kSwizzleBytes;
+constexpr int kBlockBytes = 64 * kSwizzleBytes;
 template <typename T>
 constexpr int kTileKOf = kSwizzleBytes / sizeof(T);
 constexpr int kTileK = kTileKOf<__half>;

@@ -1,16 +1,9 @@
 // Hopper's PTX instructions by name: mbarrier, clusters, TMA, setmaxnreg, wgmma. For sm_90a only.
 #pragma once
 
+#include "common/hopper/tensor_map.h"
 #include "common/launch.cuh"
 #include "common/types.h"
-
-#ifdef __CUDACC_RTC__
-struct alignas(64) CUtensorMap {  // as in cuda.h, which NVRTC does not have
-  uint64_t opaque[16];
-};
-#else
-#include <cuda.h>
-#endif
 
 // Wraps a kernel's body. Other architectures compile the kernel too, but never launch it.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
@@ -235,6 +228,10 @@ __device__ __forceinline__ void fence_accumulator(float (&accumulator)[kCount]) 
 #define LLTM_R48 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define LLTM_R44 LLTM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43"
 #define LLTM_R72 LLTM_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define LLTM_R80 LLTM_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define LLTM_R96 LLTM_R80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LLTM_R112 \
+  LLTM_R96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define LLTM_R128                                                                                     \
   LLTM_R64                                                                                            \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
@@ -249,6 +246,9 @@ __device__ __forceinline__ void fence_accumulator(float (&accumulator)[kCount]) 
 #define LLTM_F44(i) LLTM_F32(i), LLTM_F8(i + 32), LLTM_F4(i + 40)
 #define LLTM_F48(i) LLTM_F32(i), LLTM_F16(i + 32)
 #define LLTM_F72(i) LLTM_F64(i), LLTM_F8(i + 64)
+#define LLTM_F80(i) LLTM_F64(i), LLTM_F16(i + 64)
+#define LLTM_F96(i) LLTM_F64(i), LLTM_F32(i + 64)
+#define LLTM_F112(i) LLTM_F96(i), LLTM_F16(i + 96)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
 // d [64, kN] (+)= a [64, 16] @ b [16, kN]: descriptors of operands in shared memory. Operands are K-major, or
@@ -268,15 +268,18 @@ struct Wgmma;
                    : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(int(kMnMajorA)), "n"(int(kMnMajorB))); \
     }                                                                                                        \
   };
-#define LLTM_WGMMAS(TYPE, NAME)                                 \
-  LLTM_WGMMA(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")         \
-  LLTM_WGMMA(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")     \
-  LLTM_WGMMA(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")  \
-  LLTM_WGMMA(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")  \
-  LLTM_WGMMA(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")  \
-  LLTM_WGMMA(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")  \
-  LLTM_WGMMA(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68") \
-  LLTM_WGMMA(TYPE, NAME, 144, 72, "72", "73", "74", "75", "76") \
+#define LLTM_WGMMAS(TYPE, NAME)                                       \
+  LLTM_WGMMA(TYPE, NAME, 8, 4, "4", "5", "6", "7", "8")               \
+  LLTM_WGMMA(TYPE, NAME, 16, 8, "8", "9", "10", "11", "12")           \
+  LLTM_WGMMA(TYPE, NAME, 32, 16, "16", "17", "18", "19", "20")        \
+  LLTM_WGMMA(TYPE, NAME, 64, 32, "32", "33", "34", "35", "36")        \
+  LLTM_WGMMA(TYPE, NAME, 88, 44, "44", "45", "46", "47", "48")        \
+  LLTM_WGMMA(TYPE, NAME, 96, 48, "48", "49", "50", "51", "52")        \
+  LLTM_WGMMA(TYPE, NAME, 128, 64, "64", "65", "66", "67", "68")       \
+  LLTM_WGMMA(TYPE, NAME, 144, 72, "72", "73", "74", "75", "76")       \
+  LLTM_WGMMA(TYPE, NAME, 160, 80, "80", "81", "82", "83", "84")       \
+  LLTM_WGMMA(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100")      \
+  LLTM_WGMMA(TYPE, NAME, 224, 112, "112", "113", "114", "115", "116") \
   LLTM_WGMMA(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
 // float32, of which the tensor cores ignore the last 13 bits; K-major only.
 #define LLTM_WGMMA_TF32(N, COUNT, A, B, KEEP)                                                          \

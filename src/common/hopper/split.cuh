@@ -3,16 +3,17 @@
 #pragma once
 
 #include "common/hopper/ptx.cuh"
+#include "common/hopper/sizes.h"
 
 namespace lltm_ext {
 namespace hopper {
 
 template <int kTileM, int kTileN>
 class SplitKPartials {
-  static constexpr int kStride = kTileN + 4;  // puts the rows that a warp stores at once in different banks
+  static constexpr int kStride = partial_sums_stride(kTileN);
 
  public:
-  static constexpr int kBytes = kTileM * kStride * sizeof(float);
+  static constexpr int kBytes = partial_sums_bytes(kTileM, kTileN);
 
   __device__ explicit SplitKPartials(unsigned char* shared) : values_(reinterpret_cast<float*>(shared)) {}
 
@@ -46,7 +47,6 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char shared[];
   return shared;
 }
-constexpr int kBarrierBytes = 256;
 
 }  // namespace hopper
 }  // namespace lltm_ext

@@ -24,8 +24,8 @@ int64_t compilations();
 }  // namespace lltm_ext
 
 // Defines the Header `symbol` with the text of `file`, so that an installed package needs no header files.
-// `file` is relative to src/; the build passes the assembler this include path. The compiler's dependency
-// list does not have the file: whoever embeds it also includes it, or a header that includes it.
+// `file` is relative to src/, which the build passes to the assembler as its include path. The builds compile
+// a file with this macro again whenever a header has changed.
 #define LLTM_EMBED(symbol, file)                                                   \
   asm(".pushsection .rodata\nlltm_ext_" #symbol ":\n.incbin \"" file               \
       "\"\n"                                                                       \

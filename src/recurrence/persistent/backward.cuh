@@ -33,8 +33,8 @@ class PersistentBackward
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates, Config::kShape.cell.saved_in_gates());
-    arrays.add(args_.extra, kExtra);
-    arrays.add(args_.step_inputs, Cell::kStepInputs);
+    if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
+    if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, 1);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * hidden_, kGates);
   }
@@ -71,7 +71,7 @@ class PersistentBackward
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at, int64_t row) const {
-    if (args_.keep) inputs.keep = args_.keep[row];
+    if constexpr (Config::kKeeps) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
@@ -131,7 +131,7 @@ class PersistentBackward
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
-    if (args_.keep) {
+    if constexpr (Config::kKeeps) {
       through_weights = Base::kept(p.keep, through_weights);
       p.keep = inputs_[i].keep;
     }
@@ -158,7 +158,7 @@ class PersistentBackward
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
       float2 sum = Base::total(sums, 0, i);
-      if (args_.keep) sum = Base::kept(p.keep, sum);
+      if constexpr (Config::kKeeps) sum = Base::kept(p.keep, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -221,7 +221,9 @@ class PersistentBackward
       if (!has_pair(i, b)) continue;
       T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
       float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
-      if (args_.keep && b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
+      if constexpr (Config::kKeeps) {
+        if (b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
+      }
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
         continue;
@@ -280,11 +282,10 @@ class PersistentBackward
     Cell::template backward<Math>(saved[1], in[1], total.y, of_unit[1], grads[1]);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) grad_states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
-    if (!args_.keep) return;
-    Base::keep(inputs_[i].keep, grad_states);
-    if constexpr (Cell::kReadsH) {
+    if constexpr (Config::kKeeps) {
+      Base::keep(inputs_[i].keep, grad_states);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
+      for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
     }
   }
 

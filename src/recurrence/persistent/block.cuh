@@ -43,11 +43,12 @@ struct BlockTile {
 };
 
 // A persistent kernel's parameters at compile time: a cell, a type, a variant of the type's table, a
-// direction.
-template <class Cell_, typename T_, int kVariantIndex, bool kBackward>
+// direction, and whether rows may keep only a share of their states (SequenceForwardArguments::keep).
+template <class Cell_, typename T_, int kVariantIndex, bool kBackward, bool kKeeps_ = false>
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
+  static constexpr bool kKeeps = kKeeps_;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;

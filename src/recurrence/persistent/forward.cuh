@@ -31,7 +31,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates);
-    arrays.add(args_.step_inputs, Cell::kStepInputs);
+    if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     if (Exchange::kThroughL2) arrays.add(args_.output, 1);
   }
 
@@ -64,7 +64,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at, int64_t row) const {
-    if (args_.keep) inputs.keep = args_.keep[row];
+    if constexpr (Config::kKeeps) inputs.keep = args_.keep[row];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -117,7 +117,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // Saves the step's values and moves on to step n.
   __device__ __forceinline__ void prepare_pair(int i, int n) {
     OneTilePair& p = pairs_[i];
-    if (args_.save && p.exists) save(p.to, p.saved);
+    if (args_.save && p.exists) save(p.to, p.saved, unit(i));
     p.to.move(to_next_ * hidden_);
     if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
   }
@@ -182,7 +182,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = h;
-      if (args_.save) save(to, saved);
+      if (args_.save) save(to, saved, j);
       if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
     }
   }
@@ -212,7 +212,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float2 products[kGates];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
-    if (args_.keep) {
+    if constexpr (Config::kKeeps) {
       Base::keep(inputs_[i].keep, products);
       Base::keep(inputs_[i].keep, states);
       old_h = Base::kept(inputs_[i].keep, old_h);
@@ -241,8 +241,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return Cell::kReadsH ? Pair<T>::of(h[0], h[1]).widen() : make_float2(h[0], h[1]);
   }
 
-  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
-    T* const extra = args_.extra + (to.output - args_.output) * kExtra;
+  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved, int j) const {
+    T* const extra = args_.extra + (to.output - args_.output - j) * kExtra + j;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       write_pair(v < kGates ? to.gates + v * hidden_ : extra + (v - kGates) * hidden_, saved[0][v],

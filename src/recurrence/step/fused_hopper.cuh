@@ -12,25 +12,16 @@
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
 #include "recurrence/cell.h"
-#include "recurrence/step/fused_tile.h"
+#include "recurrence/step/fused_arguments.h"
+#include "recurrence/step/fused_shape.h"
 
 #ifndef __CUDACC_RTC__
-#include "common/hopper/launch.cuh"
 #include "recurrence/persistent/launch.h"
+#include "recurrence/step/fused_launch.h"
 #endif
 
 namespace lltm_ext {
 namespace hopper {
-
-constexpr int blocks_per_multiprocessor(int rows) { return rows > 64 ? 1 : 2; }
-constexpr int shared_bytes_per_block(int rows) { return 226 * 1024 / blocks_per_multiprocessor(rows); }
-
-// As many stages as fit in shared memory.
-template <typename T, int kRows, int kColumns>
-using StepMainloop =
-    Mainloop<T, kRows, kColumns,
-             (shared_bytes_per_block(kRows) - kBarrierBytes) / ((kRows + kColumns) * kSwizzleBytes), false,
-             false>;
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
@@ -78,19 +69,17 @@ struct StepConstants {
 
 // h @ weight^T and the cell forward. The product's columns are the tile's units of the first gate, then those
 // of the next.
-template <class Cell, typename T_, int kRows_>
+template <class Cell, typename T_, int kRows, bool kKeeps = false>
 struct FusedForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
                        kSavedInGates = kCellShape<Cell>.saved_in_gates();
-  static constexpr int kRows = kRows_, kUnits = kFusedForwardUnits;
-  using Mainloop = StepMainloop<T, kRows, kGates * kUnits>;
+  static constexpr FusedStepShape kShape = {kGates, kRows, /*backward=*/false};
+  static constexpr int kUnits = kShape.units();
+  using Mainloop = hopper::Mainloop<T, kRows, kShape.columns(), kShape.stages(), false, false>;
   using Stage = typename Pipeline<Mainloop>::Stage;
+  using Arguments = FusedForwardArguments<T>;
 
-  struct Arguments {
-    SequenceForwardArguments<T> s;
-    CUtensorMap h0, output, weight;
-  };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
     prefetch_tensor_map(&args.weight);
     prefetch_tensor_map(&args.output);
@@ -117,7 +106,7 @@ struct FusedForwardStep {
         h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
       }
       constants.load_from(s, at, unit);
-      if (s.keep) keep = s.keep[at];
+      if constexpr (kKeeps) keep = s.keep[at];
     }
   };
 
@@ -154,7 +143,7 @@ struct FusedForwardStep {
       inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        const float product = s.keep ? keep_share(inputs.keep, products[g][e]) : products[g][e];
+        const float product = kKeeps ? keep_share(inputs.keep, products[g][e]) : products[g][e];
         in.x[g] = widen(inputs.gates[g].data[e]);
         if constexpr (Cell::kSeparate) {
           in.r[g] = product;
@@ -164,12 +153,12 @@ struct FusedForwardStep {
       }
       if constexpr (Cell::kReadsH) {
         in.h = widen(inputs.h.data[e]);
-        if (s.keep) in.h = keep_share(inputs.keep, in.h);
+        if constexpr (kKeeps) in.h = keep_share(inputs.keep, in.h);
       }
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
         mine[i] = inputs.states[i].data[e];
-        if (s.keep) mine[i] = keep_share(inputs.keep, mine[i]);
+        if constexpr (kKeeps) mine[i] = keep_share(inputs.keep, mine[i]);
       }
       h[e] = Cell::template forward<typename MathOf<T>::type>(in, mine, kept);
 #pragma unroll
@@ -193,19 +182,17 @@ struct FusedForwardStep {
 
 // grad_gates of the later step @ weight, which is this step's gradient of h, then the cell backward. The last
 // step reads that gradient from memory, and one more launch after the first step stores it.
-template <class Cell, typename T_, int kRows_>
+template <class Cell, typename T_, int kRows, bool kKeeps = false>
 struct FusedBackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
                        kSavedInGates = kCellShape<Cell>.saved_in_gates();
-  static constexpr int kRows = kRows_, kUnits = fused_backward_units(kRows);
-  using Mainloop = StepMainloop<T, kRows, kUnits>;
+  static constexpr FusedStepShape kShape = {kGates, kRows, /*backward=*/true};
+  static constexpr int kUnits = kShape.units();
+  using Mainloop = hopper::Mainloop<T, kRows, kShape.columns(), kShape.stages(), false, false>;
   using Stage = typename Pipeline<Mainloop>::Stage;
+  using Arguments = FusedBackwardArguments<T>;
 
-  struct Arguments {
-    SequenceBackwardArguments<T> s;
-    CUtensorMap grad_gates, weight_t;
-  };
   __device__ static __forceinline__ void prefetch_maps(const Arguments& args) {
     prefetch_tensor_map(&args.weight_t);
     prefetch_tensor_map(&args.grad_gates);
@@ -221,7 +208,7 @@ struct FusedBackwardStep {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
-      if (s.keep && step < s.end - 1) later_keep = s.keep[s.steps.at(step + 1).first + row];
+      if (kKeeps && step < s.end - 1) later_keep = s.keep[s.steps.at(step + 1).first + row];
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
@@ -235,7 +222,7 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
       constants.load_from(s, at, unit);
-      if (s.keep) keep = s.keep[at];
+      if constexpr (kKeeps) keep = s.keep[at];
     }
   };
 
@@ -261,7 +248,7 @@ struct FusedBackwardStep {
     CellGradients<Cell, float> grads[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float through_weights = s.keep ? keep_share(inputs.later_keep, product[0][e]) : product[0][e];
+      const float through_weights = kKeeps ? keep_share(inputs.later_keep, product[0][e]) : product[0][e];
       grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : through_weights;
     }
     if (step < s.begin) {
@@ -282,8 +269,8 @@ struct FusedBackwardStep {
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
       for (int i = 0; i < kStates; ++i)
-        grad_states[i][e] = s.keep ? keep_share(inputs.keep, mine[i]) : mine[i];
-      if (s.keep) grads[e].h = keep_share(inputs.keep, grads[e].h);
+        grad_states[i][e] = kKeeps ? keep_share(inputs.keep, mine[i]) : mine[i];
+      if constexpr (kKeeps) grads[e].h = keep_share(inputs.keep, grads[e].h);
     }
 #pragma unroll
     for (int i = 0; i < kStates; ++i) store(s.grad_states + state_at(s, i, state), grad_states[i]);
@@ -331,24 +318,24 @@ template <class Step>
 struct FusedStepKernel {
   using Mainloop = typename Step::Mainloop;
   using Arguments = typename Step::Arguments;
-  using Sums = SplitKPartials<Step::kRows, Mainloop::kTileN>;
-  static constexpr int kConsumerThreads = 128 * Mainloop::kConsumers;
-  static constexpr int kThreads = kConsumerThreads + 32,  // and a producer warp
-      kBlocks = blocks_per_multiprocessor(Step::kRows);
-  static constexpr int kMainloopOrSums = larger(Mainloop::kBytes, Sums::kBytes);
-  static constexpr int kShared = kMainloopOrSums + kBarrierBytes;
-  static_assert(kShared <= shared_bytes_per_block(Step::kRows));
+  static constexpr FusedStepShape kShape = Step::kShape;
+  static constexpr int kRows = kShape.rows, kConsumerThreads = kShape.consumer_threads(),
+                       kThreads = kShape.threads(), kBlocks = kShape.blocks();
+  using Sums = SplitKPartials<kRows, Mainloop::kTileN>;
+  static_assert(kShape.exists() && kShape.shared_bytes() <= kShape.available_bytes());
+  static_assert(larger(Mainloop::kBytes, Sums::kBytes) == kShape.stages_or_sums_bytes());
+  static_assert(sizeof(typename Pipeline<Mainloop>::Barriers) <= kBarrierBytes);
 
   __device__ static void run(const Arguments& args, int step) {
     unsigned char* shared = dynamic_shared();
-    Pipeline<Mainloop> pipeline(
-        shared, *reinterpret_cast<typename Pipeline<Mainloop>::Barriers*>(shared + kMainloopOrSums));
+    Pipeline<Mainloop> pipeline(shared, *reinterpret_cast<typename Pipeline<Mainloop>::Barriers*>(
+                                            shared + kShape.stages_or_sums_bytes()));
     if (threadIdx.x == 0) pipeline.init();
     if (threadIdx.x == kConsumerThreads) Step::prefetch_maps(args);
     __syncthreads();
 
     const int split_k = gridDim.z, part = blockIdx.z;
-    const int row = blockIdx.y * Step::kRows, unit = blockIdx.x * Step::kUnits;
+    const int row = blockIdx.y * kRows, unit = blockIdx.x * Step::kUnits;
     const int tiles = Step::tiles_of_k(args, step);
     const int begin = tiles * part / split_k, end = tiles * (part + 1) / split_k;
     const bool is_producer = threadIdx.x >= kConsumerThreads;
@@ -407,8 +394,8 @@ struct FusedStepKernel {
           row_(row),
           unit_(unit),
           split_k_(split_k),
-          first_(Step::kRows / split_k * part),
-          vectors_(Step::kRows / split_k * kPerRow) {}
+          first_(kRows / split_k * part),
+          vectors_(kRows / split_k * kPerRow) {}
 
     __device__ __forceinline__ void load(int begin) {
 #pragma unroll
@@ -465,72 +452,33 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   LLTM_HOPPER(Kernel::run(args, step));
 }
 
-#ifndef __CUDACC_RTC__
-// Launches steps first, first + by, ... and last.
-template <class Step>
-cudaError_t launch_steps(const typename Step::Arguments& args, int first, int last, int by, int split_k,
-                         cudaStream_t stream) {
-  using Kernel = FusedStepKernel<Step>;
-  const auto kernel = recurrence_fused_step_kernel<Kernel>;
-  const dim3 grid(tiles_of(args.s.hidden, Step::kUnits), tiles_of(args.s.steps.batch, Step::kRows), split_k);
-  cudaError_t error = set_max_dynamic_shared(kernel, Kernel::kShared);
-  for (int step = first; error == cudaSuccess && step != last + by; step += by) {
-    error = launch_clusters(kernel, grid, dim3(1, 1, split_k), Kernel::kThreads, Kernel::kShared,
-                            /*programmatic=*/step != first, stream, args, step);
-    // Later steps can't fall back to another algorithm: earlier ones have overwritten their inputs.
-    if (error != cudaSuccess && step != first) return cudaErrorLaunchFailure;
-  }
-  return error;
-}
-
-template <class Step, typename T>
-cudaError_t run_forward(const SequenceForwardArguments<T>& s, int split_k, cudaStream_t stream) {
-  typename Step::Arguments args = {s, {}, {}, {}};
-  const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
-  cudaError_t error = encode_tensor_map<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, Step::kRows);
-  if (error != cudaSuccess) return error;
-  error = encode_tensor_map<T>(args.output, {s.output, hidden, batch, length, hidden, batch * hidden},
-                               Step::kRows);
-  if (error != cudaSuccess) return error;
-  error = encode_tensor_map<T>(args.weight, {s.weight, hidden, hidden, Step::kGates, hidden, hidden * hidden},
-                               Step::kUnits);
-  if (error != cudaSuccess) return error;
-  return launch_steps<Step>(args, 0, s.steps.length - 1, 1, split_k, stream);
-}
-
-template <class Step, typename T>
-cudaError_t run_backward(const SequenceBackwardArguments<T>& s, int split_k, cudaStream_t stream) {
-  typename Step::Arguments args = {s, {}, {}};
-  const int64_t width = Step::kGates * s.hidden, batch = s.steps.batch, length = s.end - s.begin;
-  cudaError_t error = encode_tensor_map<T>(
-      args.grad_gates, {s.grad_gates, width, batch, length, width, batch * width}, Step::kRows);
-  if (error != cudaSuccess) return error;
-  error = encode_tensor_map<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, Step::kUnits);
-  if (error != cudaSuccess) return error;
-  return launch_steps<Step>(args, s.end - 1, s.begin - 1, -1, split_k, stream);
-}
-
-#endif
-
 }  // namespace hopper
 
 #ifndef __CUDACC_RTC__
+template <class Step>
+const void* fused_step_kernel() {
+  return reinterpret_cast<const void*>(hopper::recurrence_fused_step_kernel<hopper::FusedStepKernel<Step>>);
+}
+
+// As in persistent/launch.h.
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& s, const FusedStepTile& tile,
                                cudaStream_t stream) {
-  using namespace hopper;
-  if constexpr (Cell::kGates <= 3) {
-    if (tile.rows == 128) return run_forward<FusedForwardStep<Cell, T, 128>>(s, tile.split_k, stream);
+  using hopper::FusedForwardStep;
+  const void* kernel = fused_step_kernel<FusedForwardStep<Cell, T, 64>>();
+  if constexpr (FusedStepShape{Cell::kGates, 128, /*backward=*/false}.exists()) {
+    if (tile.rows == 128) kernel = fused_step_kernel<FusedForwardStep<Cell, T, 128>>();
   }
-  return run_forward<FusedForwardStep<Cell, T, 64>>(s, tile.split_k, stream);
+  return run_fused_steps(kernel, Cell::kGates, s, tile, stream);
 }
 
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& s, const FusedStepTile& tile,
                                cudaStream_t stream) {
-  using namespace hopper;
-  if (tile.rows == 128) return run_backward<FusedBackwardStep<Cell, T, 128>>(s, tile.split_k, stream);
-  return run_backward<FusedBackwardStep<Cell, T, 64>>(s, tile.split_k, stream);
+  using hopper::FusedBackwardStep;
+  const void* kernel = tile.rows == 128 ? fused_step_kernel<FusedBackwardStep<Cell, T, 128>>()
+                                        : fused_step_kernel<FusedBackwardStep<Cell, T, 64>>();
+  return run_fused_steps(kernel, Cell::kGates, s, tile, stream);
 }
 #endif
 

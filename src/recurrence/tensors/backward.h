@@ -191,7 +191,10 @@ struct BackwardOps {
   void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
                  c10::string_view algorithm) const {
     const Plan plan = sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
-    if (plan.is_fused() && try_run_fused(parts, sizes, plan, algorithm)) return;
+    const bool keeps = parts[0].direction.keep.defined();
+    if (plan.is_fused() && (!keeps || op.keeps_in_fused_kernels()) &&
+        try_run_fused(parts, sizes, plan, algorithm))
+      return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     for (size_t i = 0; i < parts.size(); ++i) run_steps(parts.slice(i, 1), sizes, algorithm);
   }

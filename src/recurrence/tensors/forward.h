@@ -60,7 +60,10 @@ struct ForwardOps {
   void run_steps(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                  c10::string_view algorithm, bool save) const {
     const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size());
-    if (plan.is_fused() && try_run_fused(directions, outs, sizes, plan, algorithm, save)) return;
+    const bool keeps = directions[0].keep.defined();
+    if (plan.is_fused() && (!keeps || op.keeps_in_fused_kernels()) &&
+        try_run_fused(directions, outs, sizes, plan, algorithm, save))
+      return;
     if (directions.size() == 1) {
       return run_stepwise(outs[0], directions[0], sizes.steps(directions[0].reverse), save);
     }

@@ -159,6 +159,7 @@ inline at::Tensor rows_of_keep(const Direction& d) {
 //     shape();            // a CellShape
 //     states_name();      // the argument that has the states
 //     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
+//     keeps_in_fused_kernels();  // whether its fused kernels take Direction::keep
 //     ...                 // the launches of tensors/launch.h
 //   };
 template <class Op>

@@ -36,6 +36,9 @@ struct BuiltInOp {
   static constexpr CellShape shape() { return kCellShape<Cell>; }
   static constexpr const char* states_name() { return "c0"; }
   static constexpr bool stacked_states() { return false; }
+  // Kernels with and without it would double the package. The steps run one by one; in Python, such a call
+  // runs the same formula as a user's cell (lltm_ext.cells).
+  static constexpr bool keeps_in_fused_kernels() { return false; }
 
   template <typename T>
   static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {

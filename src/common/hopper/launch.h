@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace lltm_ext {
 namespace hopper {
@@ -87,10 +88,9 @@ cudaError_t set_max_dynamic_shared(F* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// programmatic: see launch_kernel of common/launch.cuh.
-template <class F, class... Args>
-cudaError_t launch_clusters(F* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes,
-                            bool programmatic, cudaStream_t stream, const Args&... args) {
+// kernel: a __global__ function or a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
+inline cudaError_t launch_clusters(const void* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes,
+                                   bool programmatic, cudaStream_t stream, const void** arguments) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {cluster.x, cluster.y, cluster.z};
@@ -103,7 +103,16 @@ cudaError_t launch_clusters(F* kernel, dim3 grid, dim3 cluster, int threads, int
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = programmatic ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+}
+
+template <class... Parameters>
+cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
+                            int shared_bytes, bool programmatic, cudaStream_t stream,
+                            const std::common_type_t<Parameters>&... args) {
+  const void* arguments[] = {&args...};
+  return launch_clusters(reinterpret_cast<const void*>(kernel), grid, cluster, threads, shared_bytes,
+                         programmatic, stream, arguments);
 }
 
 inline int tiles_of(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }

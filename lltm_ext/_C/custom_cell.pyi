@@ -1,0 +1,15 @@
+import torch
+
+def source(
+    program: str, dtype: torch.dtype, backward: bool, variant: int, fused_rows: int = 0, keeps: bool = False
+) -> str: ...
+def compile(
+    program: str,
+    dtype: torch.dtype,
+    backward: bool,
+    variant: int,
+    architecture: str,
+    fused_rows: int = 0,
+    keeps: bool = False,
+) -> bytes: ...
+def compilations() -> int: ...
