@@ -26,6 +26,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
+from lltm_ext._loop import kept
 
 State = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -146,18 +147,12 @@ def run_steps(
     outputs = []
     for t, gates in enumerate(projection.unbind(0)):
         if reset is not None:
-            h, c = (without_reset(x, reset[t]) for x in (h, c))
+            h, c = (kept(x, reset[t].unsqueeze(-1)).to(x.dtype) for x in (h, c))
         new_h, new_c = step(gates + h @ weight_hh.t(), c)
         h, c = new_h.to(h.dtype), new_c.to(c.dtype)
         outputs.append(h)
     output = torch.stack(outputs) if outputs else input.new_zeros(0, *h.shape)
     return output, (h, c)
-
-
-def without_reset(state: Tensor, reset: Tensor) -> Tensor:
-    """What a reset, [rows], leaves of a state. True also replaces NaN and infinities by 0."""
-    reset = reset.unsqueeze(-1)
-    return state.masked_fill(reset, 0) if reset.dtype == torch.bool else (state * (1 - reset)).to(state.dtype)
 
 
 def sequence_function(
