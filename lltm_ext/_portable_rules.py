@@ -376,7 +376,7 @@ for _name, _sequence in SEQUENCE_OPS.items():
     _both = f"{_name}_bidirectional"
     define(_name, recording(_name, apply_of(_sequence.Function)), shape_sequence, casts=True)
     define(f"{_name}_forward", None, shape_sequence_forward)
-    define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[-2:]))
+    define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[14:16]))
     define(f"{_name}_algorithm", casts=True)
     define(_both, recording(_both, bidirectional(_name, _sequence)), shape_both(shape_sequence), casts=True)
     define(f"{_both}_forward", None, shape_both(shape_sequence_forward))

@@ -214,7 +214,7 @@ def sequence_function(
                 return (*found, *nothing)
             saved = (*inputs[:5], output, gates, extra)
             of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, keep, of_input, of_bias)
+            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, of_input, of_bias, keep)
             return (first if of_input else None, *others, last if of_bias else None, *nothing)
 
         @staticmethod

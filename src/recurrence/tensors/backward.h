@@ -411,8 +411,8 @@ struct BuiltInBackward {
       const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
       const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
       const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& gates, const at::Tensor& extra,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, bool input_needs_grad, bool bias_needs_grad) {
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
+      bool bias_needs_grad, const OptionalTensor& keep) {
     const Direction only = {
         h0, c0, weight_ih, weight_hh, std::nullopt, reverse, {}, {}, keep.value_or(at::Tensor())};
     const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};

@@ -84,6 +84,20 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
 }
 
+// Each row of x [..., rows, H] times its element of keep [rows]. Nothing of an infinity or NaN is left if
+// that is 0.
+inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
+  const at::Tensor share = keep.unsqueeze(-1);
+  return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options()));
+}
+inline void keep_share(const at::Tensor& x, const at::Tensor& keep) { x.copy_(kept(x, keep)); }
+
+// Rows of T in x, contiguous [..., width], from `row` on; null if x is undefined.
+template <typename T>
+const T* rows_from(const at::Tensor& x, int64_t row) {
+  return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
+}
+
 // Scales each row of x [..., rows, H] by its element of keep [rows]. Nothing of an infinity or NaN is left if
 // that is 0.
 inline void keep_share(const at::Tensor& x, const at::Tensor& keep) {

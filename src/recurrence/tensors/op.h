@@ -126,7 +126,7 @@ struct SequenceOps {
       std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
           op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
                   saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8], batch_sizes,
-                  reverse, algorithm, if_defined(saved[9]), input_needs_grad, bias_needs_grad);
+                  reverse, algorithm, input_needs_grad, bias_needs_grad, if_defined(saved[9]));
       if (!input_needs_grad) gradients[0] = at::Tensor();
       if (!bias_needs_grad) gradients[5] = at::Tensor();
       return gradients;
@@ -139,7 +139,7 @@ struct SequenceOps {
       at::Tensor h = inputs[1], c = inputs[2];
       at::Tensor projection = flatten_rows(input).mm(inputs[3].t());
       if (bias.defined()) projection = projection + bias;
-      const at::Tensor shares = keep.defined() ? keep.reshape({projection.size(0), 1}) : keep;
+      const at::Tensor shares = keep.defined() ? keep.reshape({projection.size(0)}) : keep;
       const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
         if (rows.size(0) == state.size(0)) return rows;
         return at::cat({rows, state.narrow(0, rows.size(0), state.size(0) - rows.size(0))});
@@ -150,8 +150,8 @@ struct SequenceOps {
         at::Tensor old_h = h.narrow(0, 0, n), old_c = c.narrow(0, 0, n);
         if (shares.defined()) {
           const at::Tensor share = shares.narrow(0, first_row, n);
-          old_h = (old_h * share).to(h.scalar_type());
-          old_c = (old_c * share).to(c.scalar_type());
+          old_h = kept(old_h, share).to(h.scalar_type());
+          old_c = kept(old_c, share).to(c.scalar_type());
         }
         const at::Tensor gates = projection.narrow(0, first_row, n) + old_h.mm(weight_hh.t());
         const auto [new_h, new_cell] = Op::composed(gates, old_c);
@@ -319,7 +319,7 @@ struct SequenceOps {
                         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_backward", "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
                          "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, "
-                         "str algorithm, Tensor? keep, bool input_needs_grad, bool bias_needs_grad) "
+                         "str algorithm, bool input_needs_grad, bool bias_needs_grad, Tensor? keep=None) "
                          "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_algorithm",
         "(" + inputs +
