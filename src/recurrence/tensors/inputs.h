@@ -92,19 +92,6 @@ inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
 }
 inline void keep_share(const at::Tensor& x, const at::Tensor& keep) { x.copy_(kept(x, keep)); }
 
-// Rows of T in x, contiguous [..., width], from `row` on; null if x is undefined.
-template <typename T>
-const T* rows_from(const at::Tensor& x, int64_t row) {
-  return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
-}
-
-// Scales each row of x [..., rows, H] by its element of keep [rows]. Nothing of an infinity or NaN is left if
-// that is 0.
-inline void keep_share(const at::Tensor& x, const at::Tensor& keep) {
-  const at::Tensor share = keep.unsqueeze(-1);
-  x.copy_(at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options())));
-}
-
 inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
 
 inline OptionalTensor if_defined(const at::Tensor& x) {
