@@ -39,7 +39,7 @@ wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
 lint: $(TOOLS)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 	$(BIN)/python tools/stubs.py --check
-	find src include examples/cpp -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
+	find src include examples/cpp tests/emulation -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 $(TOOLS): pyproject.toml

@@ -7,10 +7,11 @@ LLTM_EMBED(portable_h, "common/portable.h");
 LLTM_EMBED(types_h, "common/types.h");
 LLTM_EMBED(math_h, "common/math.h");
 LLTM_EMBED(fast_math_cuh, "common/fast_math.cuh");
+LLTM_EMBED(ptx_cuh, "common/ptx.cuh");
 LLTM_EMBED(launch_cuh, "common/launch.cuh");
 LLTM_EMBED(tensor_map_h, "common/hopper/tensor_map.h");
 LLTM_EMBED(sizes_h, "common/hopper/sizes.h");
-LLTM_EMBED(ptx_cuh, "common/hopper/ptx.cuh");
+LLTM_EMBED(hopper_ptx_cuh, "common/hopper/ptx.cuh");
 LLTM_EMBED(pipeline_cuh, "common/hopper/pipeline.cuh");
 LLTM_EMBED(split_cuh, "common/hopper/split.cuh");
 LLTM_EMBED(cell_h, "recurrence/cell.h");
@@ -36,11 +37,10 @@ namespace {
 // The engine's, which the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,      types_h,      math_h,       fast_math_cuh, launch_cuh,    tensor_map_h,
-    sizes_h,         ptx_cuh,      pipeline_cuh, split_cuh,     cell_h,        variants_h,
-    shape_h,         pair_cuh,     product_cuh,  exchange_cuh,  block_cuh,     steps_cuh,
-    forward_cuh,     backward_cuh, step_h,       pointwise_cuh, fused_shape_h, fused_arguments_h,
-    fused_hopper_cuh
+    portable_h, types_h,        math_h,        fast_math_cuh,     ptx_cuh,         launch_cuh,  tensor_map_h,
+    sizes_h,    hopper_ptx_cuh, pipeline_cuh,  split_cuh,         cell_h,          variants_h,  shape_h,
+    pair_cuh,   product_cuh,    exchange_cuh,  block_cuh,         steps_cuh,       forward_cuh, backward_cuh,
+    step_h,     pointwise_cuh,  fused_shape_h, fused_arguments_h, fused_hopper_cuh
 #endif
 };
 

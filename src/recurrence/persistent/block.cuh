@@ -7,6 +7,7 @@
 
 #include "common/fast_math.cuh"
 #include "common/portable.h"
+#include "common/ptx.cuh"
 #include "recurrence/cell.h"
 #include "recurrence/persistent/exchange.cuh"
 #include "recurrence/persistent/pair.cuh"
@@ -244,7 +245,7 @@ class L2Prefetcher {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       if (row_[i] + tile * kRowTile < min(end_row, rows.count)) {
-        prefetch_l2(address_[i] + (rows.first + tile * kRowTile) * stride_[i]);
+        prefetch_global_l2(address_[i] + (rows.first + tile * kRowTile) * stride_[i]);
       }
     }
   }

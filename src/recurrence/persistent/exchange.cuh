@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common/hopper/ptx.cuh"
+#include "common/ptx.cuh"
 #include "recurrence/persistent/pair.cuh"
 #include "recurrence/persistent/product.cuh"
 
@@ -47,25 +48,6 @@ __device__ __forceinline__ bool is_written(const uint4& x) {
   return max(max(x.x, x.y), max(x.z, x.w)) != kUnwritten;
 }
 
-__device__ __forceinline__ uint4 read_relaxed(const void* address) {
-  uint4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(address)
-               : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void write_relaxed(void* address, unsigned x) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ void write_relaxed(void* address, uint2 x) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
-               :
-               : "l"(address), "r"(x.x), "r"(x.y)
-               : "memory");
-}
-
 template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
 class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingWarps> {
   static constexpr int kOwnChunks = kChunks / kSharingWarps;  // chunks that a warp fetches
@@ -88,7 +70,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
 #pragma unroll
     for (int i = 0; i < kInputs * kOwnChunks; ++i) {
       polled_[i] = make_uint4(0, 0, 0, 0);
-      if (chunk(i) < source.vectors) polled_[i] = read_relaxed(address(source, i));
+      if (chunk(i) < source.vectors) polled_[i] = ld_relaxed_gpu(address(source, i));
     }
   }
 
@@ -115,7 +97,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
 
   __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int, int, int) {
     const Pair<T> pair = Pair<T>::of(a, b);
-    if (stored) write_relaxed(address, *reinterpret_cast<const typename Pair<T>::Word*>(&pair));
+    if (stored) st_relaxed_gpu(address, *reinterpret_cast<const typename Pair<T>::Word*>(&pair));
   }
 
  private:
@@ -135,7 +117,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
       if (polls == kMaxPolls) trap_on_timeout();
 #pragma unroll
       for (int i = 0; i < kInputs * kOwnChunks; ++i) {
-        if (source.exchanged && !is_written(polled_[i])) polled_[i] = read_relaxed(address(source, i));
+        if (source.exchanged && !is_written(polled_[i])) polled_[i] = ld_relaxed_gpu(address(source, i));
       }
     }
   }
@@ -147,7 +129,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
   __device__ __forceinline__ void share() const {
 #pragma unroll
     for (int i = 0; i < kInputs * kOwnChunks; ++i) shared_[index(sharing_warp_, i)] = polled_[i];
-    asm volatile("bar.sync %0, %1;" : : "r"(1 + k_slice_), "n"(32 * kSharingWarps) : "memory");
+    bar_sync<32 * kSharingWarps>(1 + k_slice_);
   }
   __device__ static __forceinline__ uint4 select(bool first, const uint4& a, const uint4& b) {
     return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);

@@ -82,8 +82,4 @@ __device__ __forceinline__ void write_pair(T* address, float a, float b) {
   *reinterpret_cast<Pair<T>*>(address) = Pair<T>::of(a, b);
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
-}
-
 }  // namespace lltm_ext

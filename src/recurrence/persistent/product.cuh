@@ -9,6 +9,7 @@
 //   {row g, batch 2t}, {row g, batch 2t + 1}, {row g + 8, batch 2t}, {row g + 8, batch 2t + 1}.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "common/types.h"
 #include "recurrence/persistent/shape.h"
 
@@ -19,18 +20,13 @@ struct WeightChunk {
   uint4 upper, lower;
 };
 
-#define LLTM_MMA(shape_and_types, a0, a1, a2, a3, b0, b1)                                                    \
-  asm("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                               \
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-
 // bfloat16 on tensor cores: exact products, accumulated in float32.
 struct Bfloat16Product {
   using Type = __nv_bfloat16;
   static constexpr bool kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
-    LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
-    LLTM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
+    mma_m16n8k16_bf16(sum, w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
+    mma_m16n8k16_bf16(sum, w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
   }
 };
 
@@ -38,8 +34,8 @@ struct Float16Product {
   using Type = __half;
   static constexpr bool kRoundsWeights = false;
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
-    LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
-    LLTM_MMA("m16n8k16.row.col.f32.f16.f16.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
+    mma_m16n8k16_f16(sum, w.upper.x, w.lower.x, w.upper.y, w.lower.y, x.x, x.y);
+    mma_m16n8k16_f16(sum, w.upper.z, w.lower.z, w.upper.w, w.lower.w, x.z, x.w);
   }
 };
 
@@ -52,19 +48,13 @@ struct Tf32Product {
   }
   __device__ static void multiply(float (&sum)[4], const WeightChunk& w, const uint4& x) {
     const uint4 b = round(x);
-    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", w.upper.x, w.lower.x, w.upper.y, w.lower.y, b.x, b.y);
-    LLTM_MMA("m16n8k8.row.col.f32.tf32.tf32.f32", w.upper.z, w.lower.z, w.upper.w, w.lower.w, b.z, b.w);
+    mma_m16n8k8_tf32(sum, w.upper.x, w.lower.x, w.upper.y, w.lower.y, b.x, b.y);
+    mma_m16n8k8_tf32(sum, w.upper.z, w.lower.z, w.upper.w, w.lower.w, b.z, b.w);
   }
 
  private:
-  __device__ static unsigned round(unsigned x) {
-    unsigned rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
-    return rounded;
-  }
+  __device__ static unsigned round(unsigned x) { return cvt_rna_tf32(__uint_as_float(x)); }
 };
-
-#undef LLTM_MMA
 
 // IEEE float32, by fused multiply-adds.
 struct IeeeProduct {

@@ -1,0 +1,13 @@
+// In place of src/common/fast_math.cuh, whose approximations are PTX: exact functions for every type.
+#pragma once
+
+#include "common/math.h"
+
+namespace lltm_ext {
+
+template <typename T>
+struct MathOf {
+  using type = ExactMath;
+};
+
+}  // namespace lltm_ext

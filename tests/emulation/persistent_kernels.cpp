@@ -1,0 +1,542 @@
+// Compares the persistent recurrence kernels, run on the CPU (cuda_on_cpu.h), with a loop over the steps in
+// double.
+//
+//   persistent_kernels CELL
+//
+// runs all cases of a cell, forward and backward, and prints a line for each result that differs. The exit
+// status is 0 if none does. tests/test_persistent_kernels.py writes cells.h: the cells' structs, and
+// FOR_ALL_CELLS(F), which is F(name, type) for each cell.
+#include <new>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "cells.h"
+#include "cuda_on_cpu.h"
+#include "recurrence/persistent/backward.cuh"
+#include "recurrence/persistent/forward.cuh"
+
+namespace lltm_ext {
+namespace {
+
+using Values = std::vector<double>;
+
+// ---- cases
+
+struct Case {
+  int length, batch, hidden;
+  int group_rows;  // rows of the batch that a group of blocks has
+  bool reverse;
+  std::vector<int> rows_of_steps;  // of a packed sequence; empty if every step has the whole batch
+  bool save = true;                // for backward, which runs then
+};
+
+// The rows of a case's steps.
+class Steps {
+ public:
+  explicit Steps(const Case& c) : first_rows_(c.length + 1) {
+    const bool packed = !c.rows_of_steps.empty();
+    for (int t = 0; t < c.length; ++t) {
+      first_rows_[t + 1] = first_rows_[t] + (packed ? c.rows_of_steps[t] : c.batch);
+    }
+    order_ = {c.length, c.batch, c.reverse, packed ? first_rows_.data() : nullptr};
+  }
+  Steps(const Steps&) = delete;
+
+  const StepOrder& order() const { return order_; }
+  StepRows at(int step) const { return order_.at(step); }
+  int64_t rows() const { return first_rows_.back(); }
+
+  // The first row of steps [begin, end), and their number of rows.
+  std::pair<int64_t, int64_t> range(int begin, int end) const {
+    int64_t first = rows(), last = 0;
+    for (int step = begin; step < end; ++step) {
+      first = std::min(first, at(step).first);
+      last = std::max(last, at(step).first + at(step).count);
+    }
+    return {first, last - first};
+  }
+
+ private:
+  std::vector<int64_t> first_rows_;
+  StepOrder order_;
+};
+
+// ---- rounding
+
+template <typename T>
+double rounded(double x) {
+  return static_cast<float>(static_cast<T>(static_cast<float>(x)));
+}
+double rounded_to_tf32(double x) { return __uint_as_float(cvt_rna_tf32(static_cast<float>(x))); }
+
+// Where the kernels round, the reference does too, so that the tolerances can be small.
+struct Precision {
+  double (*value)(double);    // in memory
+  double (*operand)(double);  // of a product
+  double tolerance;           // of a result x: this times 1 + |x|
+};
+
+template <typename T>
+Precision precision_of(bool tf32) {
+  if (sizeof(T) == 4) return {rounded<T>, tf32 ? rounded_to_tf32 : rounded<T>, tf32 ? 2e-4 : 1e-5};
+  return {rounded<T>, rounded<T>, std::is_same_v<T, __half> ? 2e-3 : 1.5e-2};
+}
+
+// ---- inputs
+
+class Random {
+ public:
+  // Uniform from center - range to center + range.
+  double next(double center, double range) {
+    state_ = state_ * 1664525u + 1013904223u;
+    return center + range * ((state_ >> 8) / static_cast<double>(1 << 23) - 1);
+  }
+  Values values(size_t count, double center, double range, double (*round)(double)) {
+    Values result(count);
+    for (double& x : result) x = round(next(center, range));
+    return result;
+  }
+  // Shares that rows keep: often all or nothing.
+  Values shares(size_t count) {
+    Values result(count);
+    for (double& share : result) {
+      const double x = next(0, 1);
+      share = x < -0.3 ? 0 : x < 0.2 ? 0.5 : 1;
+    }
+    return result;
+  }
+
+ private:
+  uint32_t state_ = 1;
+};
+
+// In the shapes of recurrence/cell.h.
+struct Inputs {
+  Values weight, parameters, step_inputs, keep, h0, states0, gates;
+  Values grad_output, grad_h_n, grad_states_n;
+
+  Inputs(const CellShape& cell, const Case& c, int64_t rows, bool keeps, double (*round)(double)) {
+    Random random;
+    const size_t hidden = c.hidden, of_batch = c.batch * hidden, of_rows = rows * hidden;
+    weight = random.values(cell.gates * hidden * hidden, 0, 0.8 / std::sqrt(hidden), round);
+    parameters = random.values(cell.parameters * hidden, 0, 1, round);
+    step_inputs = random.values(cell.step_inputs * of_rows, 0.5, 0.5, round);
+    keep = keeps ? random.shares(rows) : Values(rows, 1);
+    h0 = random.values(of_batch, 0, 0.5, round);
+    states0 = random.values(cell.states * of_batch, 0.6, 0.4, rounded<float>);
+    gates = random.values(cell.gates * of_rows, 0, 1, round);
+    grad_output = random.values(of_rows, 0, 1, round);
+    grad_h_n = random.values(of_batch, 0, 1, round);
+    grad_states_n = random.values(cell.states * of_batch, 0, 1, rounded<float>);
+  }
+};
+
+// ---- the reference: a loop over steps, rows and units
+
+template <class Cell>
+class Reference {
+  static constexpr CellShape kShape = kCellShape<Cell>;
+  static constexpr int kGates = kShape.gates, kSums = kShape.sums();
+
+ public:
+  Values output, h, states, saved;                                         // of forward
+  Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
+
+  Reference(const Case& c, const Steps& steps, const Inputs& inputs, const Precision& precision)
+      : c_(c), steps_(steps), in_(inputs), precision_(precision), weight_(inputs.weight) {
+    for (double& w : weight_) w = precision.operand(w);
+  }
+
+  void forward() {
+    h = in_.h0, states = in_.states0;
+    output.resize(steps_.rows() * c_.hidden);
+    saved.resize(steps_.rows() * kShape.saved * c_.hidden);
+    for (int step = 0; step < c_.length; ++step) {
+      const StepRows rows = steps_.at(step);
+      for (int b = 0; b < rows.count; ++b) forward_row(b, rows.first + b);
+    }
+  }
+
+  // `saved_values`: those that the kernel has saved, so that both compute from the same.
+  void backward(const Values& saved_values) {
+    grad_h = in_.grad_h_n, grad_states = in_.grad_states_n;
+    grad_products.resize(steps_.rows() * kGates * c_.hidden);
+    grad_projections = grad_products;
+    grad_sums.resize(kSums * c_.hidden);
+    for (int step = c_.length - 1; step >= 0; --step) {
+      const StepRows rows = steps_.at(step);
+      for (int b = 0; b < rows.count; ++b) backward_row(b, rows.first + b, saved_values);
+    }
+  }
+
+ private:
+  // Where `plane` of a row is, in an array [rows, planes, H].
+  size_t at(int64_t row, int planes, int plane) const { return (row * planes + plane) * c_.hidden; }
+  size_t state_at(int state, int b) const { return at(state, c_.batch, b); }
+
+  void load_inputs(CellInputs<Cell, double>& in, int64_t row, int unit) const {
+    for (int p = 0; p < kShape.parameters; ++p) in.parameters[p] = in_.parameters[p * c_.hidden + unit];
+    for (int k = 0; k < kShape.step_inputs; ++k) {
+      in.steps[k] = in_.step_inputs[at(row, kShape.step_inputs, k) + unit];
+    }
+  }
+
+  // The product of h with a unit's weights of a gate.
+  double product(int gate, int unit, const Values& operands) const {
+    const double* const weights = &weight_[at(gate, c_.hidden, unit)];
+    double sum = 0;
+    for (int i = 0; i < c_.hidden; ++i) sum += weights[i] * operands[i];
+    return sum;
+  }
+
+  void forward_row(int b, int64_t row) {
+    Values operands(&h[at(b, 1, 0)], &h[at(b, 1, 0)] + c_.hidden);
+    for (double& x : operands) x = precision_.operand(x);
+    for (int unit = 0; unit < c_.hidden; ++unit) forward_unit(b, row, unit, operands);
+  }
+
+  void forward_unit(int b, int64_t row, int unit, const Values& operands) {
+    const double keep = in_.keep[row];
+    CellInputs<Cell, double> in = {};
+    load_inputs(in, row, unit);
+    in.h = keep * h[at(b, 1, 0) + unit];
+    for (int gate = 0; gate < kGates; ++gate) {
+      const double sum = keep * product(gate, unit, operands);
+      in.x[gate] = in_.gates[at(row, kGates, gate) + unit] + (Cell::kSeparate ? 0 : sum);
+      if constexpr (Cell::kSeparate) in.r[gate] = sum;
+    }
+    double of_unit[at_least_one(kShape.states)] = {}, to_save[at_least_one(kShape.saved)] = {};
+    for (int s = 0; s < kShape.states; ++s) of_unit[s] = keep * states[state_at(s, b) + unit];
+    const double new_h = precision_.value(Cell::template forward<ExactMath>(in, of_unit, to_save));
+    h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
+    for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
+    for (int v = 0; v < kShape.saved; ++v) saved[at(row, kShape.saved, v) + unit] = to_save[v];
+  }
+
+  void backward_row(int b, int64_t row, const Values& saved_values) {
+    Values own(c_.hidden);  // gradients of h that don't pass the weights
+    for (int unit = 0; unit < c_.hidden; ++unit) own[unit] = backward_unit(b, row, unit, saved_values);
+    double* const to = &grad_h[at(b, 1, 0)];
+    std::fill(to, to + c_.hidden, 0);
+    for (int gate = 0; gate < kGates; ++gate) {
+      for (int unit = 0; unit < c_.hidden; ++unit) {
+        const double gradient = precision_.operand(grad_products[at(row, kGates, gate) + unit]);
+        const double* const weights = &weight_[at(gate, c_.hidden, unit)];
+        for (int i = 0; i < c_.hidden; ++i) to[i] += gradient * weights[i];
+      }
+    }
+    for (int i = 0; i < c_.hidden; ++i) to[i] = in_.keep[row] * to[i] + own[i];
+  }
+
+  double backward_unit(int b, int64_t row, int unit, const Values& saved_values) {
+    CellInputs<Cell, double> in = {};
+    load_inputs(in, row, unit);
+    double from_save[at_least_one(kShape.saved)] = {}, of_unit[at_least_one(kShape.states)] = {};
+    for (int v = 0; v < kShape.saved; ++v) from_save[v] = saved_values[at(row, kShape.saved, v) + unit];
+    for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
+    CellGradients<Cell, double> grads = {};
+    const double total = grad_h[at(b, 1, 0) + unit] + in_.grad_output[at(row, 1, 0) + unit];
+    Cell::template backward<ExactMath>(from_save, in, total, of_unit, grads);
+    for (int s = 0; s < kShape.states; ++s) grad_states[state_at(s, b) + unit] = in_.keep[row] * of_unit[s];
+    for (int gate = 0; gate < kGates; ++gate) {
+      grad_projections[at(row, kGates, gate) + unit] = grads.x[gate];
+      grad_products[at(row, kGates, gate) + unit] = precision_.value(grads.product(gate));
+      grad_sums[gate * c_.hidden + unit] += grads.x[gate];
+    }
+    for (int p = 0; p < kShape.parameters; ++p) {
+      grad_sums[(kGates + p) * c_.hidden + unit] += grads.parameters[p];
+    }
+    return Cell::kReadsH ? in_.keep[row] * grads.h : 0;
+  }
+
+  const Case& c_;
+  const Steps& steps_;
+  const Inputs& in_;
+  const Precision precision_;
+  Values weight_;
+};
+
+// ---- the kernels
+
+// Memory with a margin behind it, which nothing may write.
+template <typename T>
+struct GuardedAllocator {
+  using value_type = T;
+  static constexpr size_t kMargin = 1 << 16;
+  static constexpr unsigned char kFill = 0xa5;
+
+  GuardedAllocator() = default;
+  template <typename U>
+  GuardedAllocator(const GuardedAllocator<U>&) {}
+
+  T* allocate(size_t count) {
+    auto* const memory = static_cast<unsigned char*>(::operator new(count * sizeof(T) + kMargin));
+    std::memset(memory + count * sizeof(T), kFill, kMargin);
+    return reinterpret_cast<T*>(memory);
+  }
+  void deallocate(T* memory, size_t count) {
+    const auto* const margin = reinterpret_cast<const unsigned char*>(memory + count);
+    const bool intact =
+        std::all_of(margin, margin + kMargin, [](unsigned char byte) { return byte == kFill; });
+    if (!intact) cuda_on_cpu::fail("A thread wrote beyond an array");
+    ::operator delete(memory);
+  }
+  friend bool operator==(const GuardedAllocator&, const GuardedAllocator&) { return true; }
+  friend bool operator!=(const GuardedAllocator&, const GuardedAllocator&) { return false; }
+};
+template <typename T>
+using Array = std::vector<T, GuardedAllocator<T>>;
+
+template <typename T>
+Array<T> narrowed(const Values& values) {
+  Array<T> result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) result[i] = static_cast<T>(static_cast<float>(values[i]));
+  return result;
+}
+template <typename T>
+Values widened(const Array<T>& values) {
+  Values result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) result[i] = static_cast<float>(values[i]);
+  return result;
+}
+// Memory that the kernel has not written.
+template <typename T>
+Array<T> unwritten(size_t count) {
+  Array<T> result(count);
+  std::memset(static_cast<void*>(result.data()), kUnwrittenByte, count * sizeof(T));
+  return result;
+}
+
+// [G * H, H] to [H, G * H].
+Values transposed(const Values& weight, int hidden) {
+  const size_t rows = weight.size() / hidden;
+  Values result(weight.size());
+  for (size_t i = 0; i < rows; ++i) {
+    for (int j = 0; j < hidden; ++j) result[j * rows + i] = weight[i * hidden + j];
+  }
+  return result;
+}
+
+template <class Cell, typename T, int kVariant, bool kKeeps>
+class Kernels {
+  static constexpr CellShape kShape = kCellShape<Cell>;
+  static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
+
+ public:
+  Array<T> gates, extra, output, h_n;
+  Array<float> states_n;
+  Array<T> grad_gates, grad_projections, grad_h;
+  Array<float> grad_own_h, grad_states, grad_sums;
+
+  Kernels(const Case& c, const Steps& steps, const Inputs& inputs)
+      : c_(c),
+        steps_(steps),
+        weight_(narrowed<T>(inputs.weight)),
+        weight_t_(narrowed<T>(transposed(inputs.weight, c.hidden))),
+        parameters_(narrowed<T>(inputs.parameters)),
+        step_inputs_(narrowed<T>(inputs.step_inputs)),
+        h0_(narrowed<T>(inputs.h0)),
+        grad_output_(narrowed<T>(inputs.grad_output)),
+        keep_(narrowed<float>(inputs.keep)),
+        states0_(narrowed<float>(inputs.states0)) {
+    const size_t rows = steps.rows(), hidden = c.hidden;
+    gates = narrowed<T>(inputs.gates);
+    extra = unwritten<T>(rows * kExtra * hidden);
+    output = unwritten<T>(rows * hidden);
+    h_n = unwritten<T>(c.batch * hidden);
+    states_n = unwritten<float>(states0_.size());
+    grad_gates = unwritten<T>(rows * kGates * hidden);
+    if (Cell::kSeparate) grad_projections = grad_gates;
+    grad_h = narrowed<T>(inputs.grad_h_n);
+    if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
+    grad_states = narrowed<float>(inputs.grad_states_n);
+    grad_sums.resize(c.batch * kShape.sums() * hidden);
+  }
+
+  void forward() {
+    using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
+    const SequenceForwardArguments<T> arguments = {
+        steps_.order(), steps_.rows(),      c_.hidden,           c_.save,
+        weight_.data(), parameters_.data(), step_inputs_.data(), kKeeps ? keep_.data() : nullptr,
+        h0_.data(),     states0_.data(),    gates.data(),        extra.data(),
+        output.data(),  h_n.data(),         states_n.data()};
+    launch<Config, PersistentForward<Config>>(arguments);
+  }
+
+  // Steps [begin, end).
+  void backward(int begin, int end) {
+    using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
+    const auto [first_row, rows] = steps_.range(begin, end);
+    const size_t first = first_row * kGates * c_.hidden;
+    SequenceBackwardArguments<T> arguments = {steps_.order(), begin, end, first_row, rows, c_.hidden};
+    arguments.weight_t = weight_t_.data();
+    arguments.parameters = parameters_.data();
+    arguments.step_inputs = step_inputs_.data();
+    arguments.keep = kKeeps ? keep_.data() : nullptr;
+    arguments.gates = gates.data();
+    arguments.extra = extra.data();
+    arguments.grad_output = grad_output_.data();
+    arguments.grad_gates = grad_gates.data() + first;
+    arguments.grad_projections = Cell::kSeparate ? grad_projections.data() + first : nullptr;
+    arguments.grad_h = grad_h.data();
+    arguments.grad_own_h = Cell::kReadsH ? grad_own_h.data() : nullptr;
+    arguments.grad_states = grad_states.data();
+    arguments.grad_sums = grad_sums.data();
+    launch<Config, PersistentBackward<Config>>(arguments);
+  }
+
+  // The saved values, [N, kSaved, H]: the first are in `gates`, the others in `extra`.
+  Values saved() const {
+    Values result;
+    for (int64_t row = 0; row < steps_.rows(); ++row) {
+      for (int v = 0; v < kShape.saved; ++v) {
+        const T* const from = v < kGates ? &gates[(row * kGates + v) * c_.hidden]
+                                         : &extra[(row * kExtra + v - kGates) * c_.hidden];
+        for (int unit = 0; unit < c_.hidden; ++unit) result.push_back(static_cast<float>(from[unit]));
+      }
+    }
+    return result;
+  }
+  Values total_grad_h() const {
+    Values result = widened(grad_h);
+    for (size_t i = 0; i < grad_own_h.size(); ++i) result[i] += grad_own_h[i];
+    return result;
+  }
+  Values total_grad_sums() const {
+    const size_t of_row = kShape.sums() * c_.hidden;
+    Values result(of_row);
+    for (size_t i = 0; i < grad_sums.size(); ++i) result[i % of_row] += grad_sums[i];
+    return result;
+  }
+
+ private:
+  static constexpr PersistentVariant kPersistent = variants_of<T>()[kVariant];
+  static constexpr bool kCluster = kPersistent.algorithm == Algorithm::kCluster;
+
+  GroupGrid grid() const {
+    const int units = 16 * kPersistent.unit_tiles, needed = (c_.hidden + units - 1) / units;
+    // As the planner: a single block can't send to itself.
+    const int group_blocks = kCluster ? std::max(needed, 2) : needed;
+    return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows};
+  }
+
+  template <class Config, class Steps, class Arguments>
+  void launch(const Arguments& arguments) const {
+    const GroupGrid groups = grid();
+    const Group group = {c_.hidden, groups.group_blocks, 0, groups.rows};
+    const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, kBlockThreads,
+                                    kCluster ? groups.group_blocks : 1,
+                                    static_cast<size_t>(Config::kShape.shared_bytes(group))};
+    cuda_on_cpu::run(grid, [&] {
+      auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
+      Steps(arguments, groups, SharedStorage<Config>(shared)).run();
+    });
+  }
+
+  const Case& c_;
+  const Steps& steps_;
+  const Array<T> weight_, weight_t_, parameters_, step_inputs_, h0_, grad_output_;
+  const Array<float> keep_, states0_;
+};
+
+// ---- the comparison
+
+int failures = 0;
+
+struct Comparison {
+  std::string name;  // of the case
+  double tolerance;
+
+  void operator()(const char* result, const Values& found, const Values& expected) const {
+    double worst = -1;
+    size_t at = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double error = std::abs(found[i] - expected[i]) / (1 + std::abs(expected[i]));
+      if (error <= worst) continue;
+      worst = error, at = i;
+      if (error != error) break;  // NaN
+    }
+    if (worst <= tolerance) return;
+    ++failures;
+    std::printf("%s: %s[%zu]: expected %.9g, got %.9g\n", name.c_str(), result, at, expected[at], found[at]);
+  }
+};
+
+template <typename T>
+std::string name_of(const Case& c, int variant, bool keeps) {
+  const char* const type = sizeof(T) == 4 ? "float32" : std::is_same_v<T, __half> ? "float16" : "bfloat16";
+  return std::string(type) + " variant " + std::to_string(variant) +
+         (c.rows_of_steps.empty() ? " dense" : " packed") + (c.reverse ? " reverse" : "") +
+         (keeps ? " keep" : "") + (c.save ? "" : " not saved");
+}
+
+template <class Cell, typename T, int kVariant, bool kKeeps>
+void check(const Case& c) {
+  const Precision precision = precision_of<T>(variants_of<T>()[kVariant].tf32);
+  const Comparison compare = {name_of<T>(c, kVariant, kKeeps), precision.tolerance};
+  const Steps steps(c);
+  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kKeeps, precision.value);
+  Reference<Cell> reference(c, steps, inputs, precision);
+  Kernels<Cell, T, kVariant, kKeeps> kernels(c, steps, inputs);
+
+  reference.forward();
+  kernels.forward();
+  compare("output", widened(kernels.output), reference.output);
+  compare("h_n", widened(kernels.h_n), reference.h);
+  compare("states_n", widened(kernels.states_n), reference.states);
+  if (!c.save) return compare("gates", widened(kernels.gates), inputs.gates);
+  compare("saved", kernels.saved(), reference.saved);
+
+  // In two parts, as a long sequence.
+  reference.backward(kernels.saved());
+  kernels.backward(c.length / 2, c.length);
+  kernels.backward(0, c.length / 2);
+  compare("grad_gates", widened(kernels.grad_gates), reference.grad_products);
+  if (Cell::kSeparate) {
+    compare("grad_projections", widened(kernels.grad_projections), reference.grad_projections);
+  }
+  compare("grad_h", kernels.total_grad_h(), reference.grad_h);
+  compare("grad_states", widened(kernels.grad_states), reference.grad_states);
+  compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
+}
+
+template <class Cell>
+void check_all() {
+  const std::vector<int> of_12_rows = {12, 12, 9, 4, 1};
+  // Template arguments: the variant, and whether rows keep only a share of their states. Every pair of them
+  // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
+  // steps.
+  // float32, one row tile
+  check<Cell, float, 7, false>({5, 5, 24, 8, false, {}});
+  check<Cell, float, 7, false>({3, 5, 24, 8, false, {}, /*save=*/false});
+  check<Cell, float, 8, true>({4, 11, 72, 8, true, {}});
+  // any number of rows
+  check<Cell, float, 10, true>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 10, true>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 10, true>({5, 12, 40, 16, true, of_12_rows});
+  // clusters
+  check<Cell, float, 12, true>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 12, true>({5, 10, 24, 8, true, {}});
+  // TF32
+  check<Cell, float, 1, true>({4, 6, 72, 8, false, {}});
+  check<Cell, float, 5, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  // Half types
+  check<Cell, __half, 0, false>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 1, false>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 4, true>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 6, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+}
+
+}  // namespace
+}  // namespace lltm_ext
+
+int main(int count, char** arguments) {
+  const std::string cell = count == 2 ? arguments[1] : "";
+  bool known = false;
+#define CHECK_CELL(name, ...) \
+  if (cell == name) known = true, lltm_ext::check_all<__VA_ARGS__>();
+  FOR_ALL_CELLS(CHECK_CELL)
+  if (!known) std::printf("expected the name of a cell in cells.h, got '%s'\n", cell.c_str());
+  return known && lltm_ext::failures == 0 ? 0 : 1;
+}

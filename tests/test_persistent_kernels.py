@@ -1,0 +1,69 @@
+"""The persistent recurrence kernels without a GPU: tests/emulation runs them on the CPU."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lltm_ext import cells
+
+ROOT = Path(__file__).parents[1]
+EMULATION = ROOT / "tests" / "emulation"
+PROGRAM = "persistent_kernels"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+# No strict aliasing: the kernels read a uint4 as floats and as half types.
+FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing")
+
+DERIVED = [name for name in cells.__all__ if getattr(cells, name).recurrent]
+# The package's own cells are written by hand.
+WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
+CELLS = [*WRITTEN, *DERIVED]
+
+
+def struct_of(name):
+    """The C++ name of a cell's struct."""
+    return f"lltm_ext::{name}" if name in WRITTEN else f"lltm_ext::cell_{name}::Cell"
+
+
+def header(names):
+    """cells.h: the structs of these cells, and a macro that lists them."""
+    lines = ["#pragma once"]
+    for name in names:
+        if name in WRITTEN:
+            lines.append(f'#include "{WRITTEN[name]}"')
+        else:
+            lines.append('#include "recurrence/cell.h"\n#include "common/math.h"')
+            lines.append(f"namespace lltm_ext::cell_{name} {{\n{getattr(cells, name).source}\n}}")
+    lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))
+    return "\n".join(lines) + "\n"
+
+
+def start_compiler(folder, names):
+    """Starts to compile the program of these cells."""
+    folder.mkdir()
+    (folder / "cells.h").write_text(header(names))
+    # The emulation first: it replaces some of the sources' headers.
+    includes = [f"-I{path}" for path in (EMULATION, ROOT / "src", folder)]
+    return subprocess.Popen(
+        [COMPILER, *FLAGS, *includes, EMULATION / f"{PROGRAM}.cpp", "-o", folder / PROGRAM]
+    )
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """The program of each cell. Two have half of the cells each, and are compiled side by side."""
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp(PROGRAM)
+    halves = {folder / "0": CELLS[::2], folder / "1": CELLS[1::2]}
+    compilers = [start_compiler(*half) for half in halves.items()]
+    assert [compiler.wait() for compiler in compilers] == [0, 0]
+    return {name: half / PROGRAM for half, names in halves.items() for name in names}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_kernels_compute_what_a_loop_over_the_steps_does(programs, cell):
+    done = subprocess.run([programs[cell], cell], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
