@@ -31,7 +31,7 @@ GRID: tuple[Shape, ...] = (
     (1, 1000, 256),
     (1, 512, 1024),
 )
-SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
+SMALL_GRID: tuple[Shape, ...] = ((4, 16, 32),)
 HEADS = 4
 HEADS_GRID: tuple[Shape, ...] = ((16, 256, 256), (16, 256, 512), (16, 256, 1024))
 EPISODE = 64  # steps

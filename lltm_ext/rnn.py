@@ -17,8 +17,9 @@ class GRU(RecurrentLayer, TorchLayer, nn.GRU):
     """Replaces :class:`torch.nn.GRU`: the same arguments, parameters, state_dict and results.
 
     Its documentation gives arguments, shapes and attributes. A call also takes ``reset=``, as
-    :class:`lltm_ext.Recurrent` does. torch.compile refuses any nn.GRU in fullgraph mode, including this one,
-    unless ``torch._dynamo.config.allow_rnn`` is set.
+    :class:`lltm_ext.Recurrent` does. On the CPU the steps run in a loop of torch's ops, which is slower than
+    nn.GRU. torch.compile refuses any nn.GRU in fullgraph mode, including this one, unless
+    ``torch._dynamo.config.allow_rnn`` is set.
     """
 
     cell = cells.gru
@@ -36,8 +37,9 @@ class RNN(RecurrentLayer, TorchLayer, nn.RNN):
     """Replaces :class:`torch.nn.RNN`: the same arguments, parameters, state_dict and results.
 
     Its documentation gives arguments, shapes and attributes. A call also takes ``reset=``, as
-    :class:`lltm_ext.Recurrent` does. torch.compile refuses any nn.RNN in fullgraph mode, including this one,
-    unless ``torch._dynamo.config.allow_rnn`` is set.
+    :class:`lltm_ext.Recurrent` does. On the CPU the steps run in a loop of torch's ops, which is slower than
+    nn.RNN. torch.compile refuses any nn.RNN in fullgraph mode, including this one, unless
+    ``torch._dynamo.config.allow_rnn`` is set.
     """
 
     @property
