@@ -325,6 +325,7 @@ def draw(record: Row) -> Any:
     for pair, panels in zip(pairs, grid, strict=True):
         here = [row for row in rows if (row["ours"], row["peer"]) == pair]
         shapes = list(dict.fromkeys((row["B"], row["T"], row["H"]) for row in here))
+        highest = max(1.0, *(row[f"{mode} ratio"] for row in here for mode in MODES))
         for mode, axes in zip(MODES, panels, strict=True):
             for precision in dict.fromkeys(row["precision"] for row in here):
                 points = [row for row in here if row["precision"] == precision]
@@ -332,7 +333,7 @@ def draw(record: Row) -> Any:
                 ratios = [row[f"{mode} ratio"] for row in points]
                 axes.plot(at, ratios, "o", color=colors[precision], label=precision, markersize=4)
             axes.axhline(1, color=INK, linewidth=0.8)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * highest)
             axes.set_xticks(range(len(shapes)), ["\n".join(map(str, shape)) for shape in shapes], fontsize=6)
             axes.set_title(f"{pair[0]} / {pair[1]}, {mode}")
         panels[0].set_ylabel("time / peer's")
