@@ -14,7 +14,7 @@ using Sequence = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor
                                                                 const at::Tensor&, const at::Tensor&,
                                                                 const at::Tensor&, const OptionalTensor&,
                                                                 at::OptionalIntArrayRef, bool,
-                                                                std::string_view);
+                                                                std::string_view, const OptionalTensor&);
 
 std::tuple<at::Tensor, State> call_sequence(const c10::TypedOperatorHandle<Sequence>& op,
                                             const at::Tensor& input, const State& hx,
@@ -22,7 +22,7 @@ std::tuple<at::Tensor, State> call_sequence(const c10::TypedOperatorHandle<Seque
                                             const OptionalTensor& bias, std::string_view algorithm) {
   const auto& [h0, c0] = hx;
   auto [output, h_n, c_n] = op.call(input, h0, c0, weight_ih, weight_hh, bias, /*batch_sizes=*/std::nullopt,
-                                    /*reverse=*/false, algorithm);
+                                    /*reverse=*/false, algorithm, /*keep=*/std::nullopt);
   return {output, {h_n, c_n}};
 }
 

@@ -831,7 +831,7 @@ class TestPortable:
 
     def test_what_it_lacks_is_reported_with_the_reason(self, with_portable: Target) -> None:
         done = run(with_portable.python, "-c", ASK_FOR_WHAT_IT_LACKS, cwd=with_portable.folder)
-        assert done.stdout.split() == ["elementwise", "fake_quantize", "stochastic_round"]
+        assert done.stdout.split() == ["custom_cell", "elementwise", "fake_quantize", "stochastic_round"]
 
 
 @pytest.mark.packaging
