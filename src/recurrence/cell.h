@@ -133,7 +133,7 @@ struct SequenceBackwardArguments {
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H], or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
-  T* grad_projections;   // [rows, G, H] then those of the projections, else null
+  T* grad_projections;   // [rows, G, H] of the projections, then; else not written
   T* grad_h;             // [B, H] after these steps; replaced by that before them
   float* grad_own_h;     // [B, H] likewise, or null
   float* grad_states;    // [S, B, H] likewise
