@@ -36,6 +36,9 @@ A (&saved)[{saved_array}]) {{
 """
 
 
+FOLDED = ("sigmoid", "exp")  # forget gates, often near 1: common/math.h
+
+
 def literal(value: float) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -79,21 +82,31 @@ def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> li
     return lines
 
 
+def to_save(node: Node, value: str) -> str:
+    if node.boolean:
+        return f"{value} ? A(1) : A(0)"
+    return f"folded({value})" if node.op in FOLDED else value
+
+
+def from_saved(node: Node, saved: str) -> str:
+    if node.boolean:
+        return f"{saved} != A(0)"
+    return f"unfolded({saved})" if node.op in FOLDED else saved
+
+
 def forward_text(cell: Derived, names: Names) -> list[str]:
     results = [*cell.outputs, *cell.saved]
     live = ancestors(results)
     lines = [f"const A {names(s)} = states[{k}];" for k, s in enumerate(cell.leaves["s"]) if s in live]
     lines += statements(results, (), names)
-    for j, node in enumerate(cell.saved):
-        lines.append(f"saved[{j}] = {names(node)}{' ? A(1) : A(0)' if node.boolean else ''};")
+    lines += [f"saved[{j}] = {to_save(node, names(node))};" for j, node in enumerate(cell.saved)]
     lines += [f"states[{k}] = {names(node)};" for k, node in enumerate(cell.outputs[1:])]
     return [*lines, f"return {names(cell.outputs[0])};"]
 
 
 def backward_text(cell: Derived, names: Names) -> list[str]:
     lines = [
-        names.definition(node, f"saved[{j}]{' != A(0)' if node.boolean else ''}")
-        for j, node in enumerate(cell.saved)
+        names.definition(node, from_saved(node, f"saved[{j}]")) for j, node in enumerate(cell.saved)
     ]
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]

@@ -19,5 +19,5 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
         biases += torch.outer(torch.tensor(SIDES[cell.__name__]), sign).flatten().to(biases)
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
-    parameters = [make(hidden, scale=0.2) for _ in cell.parameters]
+    parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)

@@ -33,7 +33,7 @@ class TorchLSTM(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.options = layer.bias, layer.num_layers, 0.0, False, layer.bidirectional, False
+        self.options = layer.bias, layer.num_layers, 0.0, True, layer.bidirectional, False
         self.layer_shape = layer.num_layers * (1 + layer.bidirectional), layer.hidden_size
         for name, p in layer.named_parameters():
             self.register_parameter(name, nn.Parameter(p.detach().double()))

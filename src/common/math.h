@@ -25,6 +25,18 @@ LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
   return output * (T(1) - output);
 }
 
+// A value y >= 0 as it is saved in a half type: from 1/2 to 1 as y - 1, with 1 as -0, and else as it is. So a
+// gate near 1 keeps its distance from 1, which counts where little is forgotten over many steps.
+template <typename T>
+LLTM_HOST_DEVICE T folded(T y) {
+  const T below = -(T(1) - y);
+  return (y > T(.5)) & (y <= T(1)) ? below : y;
+}
+template <typename T>
+LLTM_HOST_DEVICE T unfolded(T saved) {
+  return saved + (T(.5) - std::copysign(T(.5), saved));
+}
+
 // max(x, 0). Passes NaN on, and treats -0 as torch does on the CPU.
 template <typename T>
 LLTM_HOST_DEVICE T relu(T x) {

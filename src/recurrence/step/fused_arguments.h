@@ -1,4 +1,5 @@
-// The arguments of a fused step's kernel, which also takes the step's number. For host and device.
+// The arguments of a fused step's kernel, which also takes the step's number. For host and device. Tensor maps
+// are aligned here: their type has 64 bytes in CUDA 12 and 128 in CUDA 13, and host and NVRTC must agree.
 #pragma once
 
 #include "common/hopper/tensor_map.h"
@@ -9,13 +10,13 @@ namespace lltm_ext {
 template <typename T>
 struct FusedForwardArguments {
   SequenceForwardArguments<T> s;
-  CUtensorMap h0, output, weight;
+  alignas(128) CUtensorMap h0, output, weight;
 };
 
 template <typename T>
 struct FusedBackwardArguments {
   SequenceBackwardArguments<T> s;
-  CUtensorMap grad_gates, weight_t;
+  alignas(128) CUtensorMap grad_gates, weight_t;
 };
 
 }  // namespace lltm_ext
