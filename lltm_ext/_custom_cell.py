@@ -1,7 +1,7 @@
-"""A user's cell on CUDA: the kernels of src/custom_cell, and their one derivative rule.
+"""A user's cell on CUDA: the ops of src/custom_cell, and their rules under torch.func.
 
-The dispatcher ops ``lltm_ext::custom_cell*`` have no autograd of their own. Their argument ``program`` is the
-cell as text, so that torch.compile and torch.export trace a call as one op.
+The argument ``program`` of the dispatcher ops ``lltm_ext::custom_cell*`` is the cell as text, so that
+torch.compile and torch.export trace a call as one op.
 """
 
 from __future__ import annotations
@@ -58,13 +58,9 @@ def run_kernels(
     """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked, on CUDA."""
     arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     options = (batch_sizes, is_reverse, algorithm, cell.program)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments)
-    if differentiable or transforms_active():
-        output, h_n, states_n, *_ = CustomCellFunction.apply(*arguments, *options)
-    else:
-        output, h_n, states_n = ops.custom_cell(*arguments, *options)
-    others = [x.to(of.dtype) for x, of in zip(states_n.unbind(0), states[1:], strict=True)]
-    return output, [h_n, *others]
+    function = CustomCellFunction.apply if transforms_active() else ops.custom_cell
+    output, h_n, states_n, *_ = function(*arguments, *options)
+    return output, [h_n, *(states_n[i].to(x.dtype) for i, x in enumerate(states[1:]))]
 
 
 def algorithm_of(
@@ -100,22 +96,22 @@ def op_arguments(
     h0, *others = states
     dtype, compute = input.dtype, compute_dtype(input.dtype)
     wide = any(x.dtype == compute for x in others)
-    stacked = (
-        torch.stack([x.to(compute if wide else dtype) for x in others])
-        if others
-        else h0.new_empty(0, *h0.shape)
-    )
+    others = [x.to(compute if wide else dtype) for x in others]
     return (
         input,
         h0,
-        stacked,
+        stacked(others) if others else h0.new_empty(0, *h0.shape),
         weight_ih,
         None if weight_hh is None else dense(weight_hh, h0.shape[1]),
         bias,
-        torch.stack(list(parameters)) if parameters else None,
+        stacked(parameters) if parameters else None,
         torch.cat([planes(x, input, h0.shape[1]) for x in inputs], -1) if inputs else None,
         None if reset is None else share_kept(reset, compute),
     )
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
 def dense(weight: Tensor, hidden: int) -> Tensor:
@@ -138,13 +134,13 @@ def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
 
 def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
     """What a row keeps of its states at each step."""
-    return (~reset).to(dtype) if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
+    return ~reset if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
 
 
 class CustomCellFunction(torch.autograd.Function):
-    """``(output, h_n, states_n, gates, extra)``, the last two for backward, of the dispatcher op's arguments.
+    """The op under transforms of torch.func, which can't enter its C++ autograd function.
 
-    Second derivatives are those of the loop of torch's ops.
+    ``(output, h_n, states_n, gates, extra)``, the last two for backward, of the dispatcher op's arguments.
     """
 
     @staticmethod
@@ -203,8 +199,12 @@ def by_loop(
     weights = (weight_ih, weight_hh, bias)
     of_cell = [] if parameters is None else list(parameters.unbind(0))
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.inputs), -1))
-    reset = None if keep is None else 1 - keep
+    reset = keep if keep is None else ~keep if keep.dtype == torch.bool else 1 - keep
     output, final = run_loop(
         cell, input, [h0, *states.unbind(0)], *weights, of_cell, of_steps, reset, batch_sizes, reverse
     )
     return output, final[0], torch.stack(final[1:]) if final[1:] else states
+
+
+LIBRARY = torch.library.Library("lltm_ext", "FRAGMENT")
+LIBRARY.impl("custom_cell_by_loop", by_loop, "CompositeImplicitAutograd")

@@ -105,9 +105,7 @@ def forward_text(cell: Derived, names: Names) -> list[str]:
 
 
 def backward_text(cell: Derived, names: Names) -> list[str]:
-    lines = [
-        names.definition(node, from_saved(node, f"saved[{j}]")) for j, node in enumerate(cell.saved)
-    ]
+    lines = [names.definition(node, from_saved(node, f"saved[{j}]")) for j, node in enumerate(cell.saved)]
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]
     live = ancestors(results, cell.saved)

@@ -327,7 +327,7 @@ def share_kept(name: str, reset: Any, input: Tensor) -> Tensor:
     """What each row of ``input`` keeps of its states at each step, as the dispatcher's ops take it."""
     check_step_input(name, "reset", reset, input, 0)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return (~reset).to(dtype) if reset.dtype == torch.bool else 1 - reset.to(dtype)
+    return ~reset if reset.dtype == torch.bool else 1 - reset.to(dtype)
 
 
 def check_sequence(

@@ -1,10 +1,12 @@
 // A user's recurrent cell over a whole sequence: the dispatcher ops lltm_ext::custom_cell,
 // custom_cell_forward, custom_cell_backward and custom_cell_algorithm, whose argument `program` is the cell
-// (program.h). Autograd, autocast and the CPU are in Python (lltm_ext/recurrence.py). Raw bindings:
+// (program.h). Autocast and the CPU are in Python (lltm_ext/recurrence.py), and so is custom_cell_by_loop,
+// the cell in torch's differentiable ops for the double backward. Raw bindings:
 // lltm_ext._C.custom_cell.source, compile and compilations.
 //
 // T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
 // recurrence/cell.h.
+#include "common/differentiable.h"
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
@@ -18,6 +20,8 @@ namespace {
 
 using c10::string_view;
 
+using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // output, h_n, states_n
+
 at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
 
 // The arguments of all ops. Shapes: input [T, B, I], or packed rows [N, I] with their batch_sizes; h0 [B, H];
@@ -27,6 +31,21 @@ constexpr const char* kSchema =
     "Tensor input, Tensor h0, Tensor states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
     "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
     "str program";
+
+Direction direction_of(const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+                       const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                       const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                       const OptionalTensor& keep, bool reverse) {
+  return {h0,
+          states,
+          weight_ih,
+          or_undefined(weight_hh),
+          bias,
+          reverse,
+          or_undefined(parameters),
+          or_undefined(step_inputs),
+          or_undefined(keep)};
+}
 
 CustomCellOp op_for(string_view program, const at::Tensor& input) {
   const CustomCellOp op(CellProgram::get(program));
@@ -42,20 +61,13 @@ variable_list run_forward(const at::Tensor& input, const Direction& direction,
 }
 
 // (output [T, B, H], h_n [B, H], states_n [S, B, H])
-std::tuple<at::Tensor, at::Tensor, at::Tensor> custom_cell(
-    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
-    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
-    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
-    bool reverse, string_view algorithm, string_view program) {
-  const Direction direction = {h0,
-                               states,
-                               weight_ih,
-                               or_undefined(weight_hh),
-                               bias,
-                               reverse,
-                               or_undefined(parameters),
-                               or_undefined(step_inputs),
-                               or_undefined(keep)};
+Outputs custom_cell(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
+                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                    const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                    const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes, bool reverse,
+                    string_view algorithm, string_view program) {
+  const Direction direction =
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
   return {y[0], y[1], y[2]};
 }
@@ -66,15 +78,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_ce
     const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
     const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
     bool reverse, string_view algorithm, string_view program) {
-  const Direction direction = {h0,
-                               states,
-                               weight_ih,
-                               or_undefined(weight_hh),
-                               bias,
-                               reverse,
-                               or_undefined(parameters),
-                               or_undefined(step_inputs),
-                               or_undefined(keep)};
+  const Direction direction =
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
   return {y[0], y[1], y[2], y[3], y[4]};
 }
@@ -90,15 +95,8 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                    const OptionalTensor& step_inputs, const OptionalTensor& keep,
                                    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                                    string_view program, bool input_needs_grad, bool bias_needs_grad) {
-  const Direction direction = {h0,
-                               states,
-                               weight_ih,
-                               or_undefined(weight_hh),
-                               bias,
-                               reverse,
-                               or_undefined(parameters),
-                               or_undefined(step_inputs),
-                               or_undefined(keep)};
+  const Direction direction =
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   using Backward = BackwardOps<CustomCellOp>;
   const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, output, gates, extra};
   const Gradients g = Backward{op_for(program, input)}.check_and_run(
@@ -119,19 +117,96 @@ std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0,
                                   string_view program, bool backward) {
   const CustomCellOp op = op_for(program, input);
   const std::string name = op.name();
-  const Direction direction = {h0,
-                               states,
-                               weight_ih,
-                               or_undefined(weight_hh),
-                               bias,
-                               reverse,
-                               or_undefined(parameters),
-                               or_undefined(step_inputs),
-                               or_undefined(keep)};
+  const Direction direction =
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   check_inputs(op, name.c_str(), input, direction, batch_sizes, algorithm);
   const KernelGuard guard(input);
   return name_of(
       plan_for(op, name.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm).algorithm);
+}
+
+// ---- autograd
+
+struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
+  static constexpr size_t kArguments = 13, kDifferentiable = 7, kTensors = 9;
+
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                               const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+                               const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                               const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                               const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes, bool reverse,
+                               string_view algorithm, string_view program) {
+    static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [output, h_n, states_n, gates, extra] =
+        op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
+                reverse, algorithm, program);
+    ctx->save_for_backward({input, h0, states, weight_ih, or_undefined(weight_hh), or_undefined(bias),
+                            or_undefined(parameters), or_undefined(step_inputs), or_undefined(keep), output,
+                            gates, extra});
+    ctx->set_materialize_grads(false);
+    if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
+    ctx->saved_data["reverse"] = reverse;
+    ctx->saved_data["algorithm"] = std::string(algorithm);
+    ctx->saved_data["program"] = std::string(program);
+    return {output, h_n, states_n};
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
+    variable_list gradients(kArguments);
+    if (!any_defined(grad_outputs)) return gradients;
+    const variable_list x = ctx->get_saved_variables();
+    const auto entry = ctx->saved_data.find("batch_sizes");
+    std::optional<std::vector<int64_t>> sizes;
+    if (entry != ctx->saved_data.end()) sizes = entry->second.toIntVector();
+    const at::OptionalIntArrayRef batch_sizes(sizes);
+    const bool reverse = ctx->saved_data["reverse"].toBool();
+    const std::string algorithm = ctx->saved_data["algorithm"].toStringRef(),
+                      program = ctx->saved_data["program"].toStringRef();
+    const auto needs = [&](size_t i) { return x[i].defined() && x[i].requires_grad(); };
+    if (at::GradMode::is_enabled()) {
+      static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
+      const auto composed = [&](const variable_list& y) -> variable_list {
+        const auto [output, h_n, states_n] =
+            by_loop.call(y[0], y[1], y[2], y[3], if_defined(y[4]), if_defined(y[5]), if_defined(y[6]),
+                         if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse, algorithm, program);
+        return {output, h_n, states_n};
+      };
+      gradients = differentiable_gradients(composed, variable_list(x.begin(), x.begin() + kDifferentiable),
+                                           grad_outputs);
+      gradients.resize(kArguments);
+      return gradients;
+    }
+    static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const variable_list found =
+        op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
+                x[kTensors], x[kTensors + 1], x[kTensors + 2], x[0], x[1], x[2], x[3], if_defined(x[4]),
+                if_defined(x[5]), if_defined(x[6]), if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse,
+                algorithm, program, needs(0), needs(5));
+    for (size_t i = 0; i < kDifferentiable; ++i) {
+      if (needs(i)) gradients[i] = found[i];
+    }
+    return gradients;
+  }
+};
+
+Outputs custom_cell_autograd(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
+                             const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                             const OptionalTensor& bias, const OptionalTensor& parameters,
+                             const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                             at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                             string_view program) {
+  if (any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters)) {
+    const variable_list y =
+        CustomCellFunction::apply(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
+                                  keep, batch_sizes, reverse, algorithm, program);
+    return {y[0], y[1], y[2]};
+  }
+  static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
+                 reverse, algorithm, program);
 }
 
 #ifdef TORCH_EXTENSION_NAME
@@ -160,6 +235,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
     m.def((name + "(" + before + kSchema + after).c_str(), {at::Tag::pt2_compliant_tag});
   };
   def("custom_cell", "", ") -> (Tensor, Tensor, Tensor)");
+  def("custom_cell_by_loop", "", ") -> (Tensor, Tensor, Tensor)");
   def("custom_cell_forward", "", ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("custom_cell_backward",
       "Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor output, Tensor gates, "
@@ -167,6 +243,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
   def("custom_cell_algorithm", "", ", bool backward) -> str");
   implement<custom_cell>(m, "custom_cell");
+  implement_autograd(m, "custom_cell", custom_cell_autograd);
   implement<custom_cell_forward>(m, "custom_cell_forward");
   implement<custom_cell_backward>(m, "custom_cell_backward");
   implement<custom_cell_algorithm>(m, "custom_cell_algorithm");

@@ -283,9 +283,11 @@ class PersistentBackward
 #pragma unroll
     for (int s = 0; s < kStates; ++s) grad_states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
     if constexpr (Config::kKeeps) {
-      Base::keep(inputs_[i].keep, grad_states);
+      if (inputs_[i].keep != 1) {  // a branch, because it is rare
+        Base::keep(inputs_[i].keep, grad_states);
 #pragma unroll
-      for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
+        for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(inputs_[i].keep, grads[e].h);
+      }
     }
   }
 

@@ -213,9 +213,11 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
     if constexpr (Config::kKeeps) {
-      Base::keep(inputs_[i].keep, products);
-      Base::keep(inputs_[i].keep, states);
-      old_h = Base::kept(inputs_[i].keep, old_h);
+      if (inputs_[i].keep != 1) {  // a branch, because it is rare
+        Base::keep(inputs_[i].keep, products);
+        Base::keep(inputs_[i].keep, states);
+        old_h = Base::kept(inputs_[i].keep, old_h);
+      }
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {

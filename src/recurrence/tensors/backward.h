@@ -73,13 +73,12 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  // A packed sequence has more than two runs; two products are faster than a copy.
-  if (runs.size() > 2 || keep.defined()) {
-    const at::Tensor all = at::cat(sources);
-    if (keep.defined()) keep_share(all, keep.narrow(0, chunk.begin, chunk.end - chunk.begin));
-    add_weight_gradient(gradient, grad_gates, all);
-    return;
+  for (size_t i = 0; keep.defined() && i < runs.size(); ++i) {
+    sources[i] =
+        kept(sources[i], keep.narrow(0, chunk.begin + runs[i].row, runs[i].rows)).to(output.scalar_type());
   }
+  // A packed sequence has more than two runs; two products are faster than a copy.
+  if (runs.size() > 2) return add_weight_gradient(gradient, grad_gates, at::cat(sources));
   for (size_t i = 0; i < runs.size(); ++i) {
     add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
   }
@@ -144,7 +143,7 @@ struct BackwardOps {
     at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
     at::Tensor parameters, step_inputs, keep;               // aligned; rows
-    at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
+    at::Tensor weight_hh_t, dense_grad_output, shares;      // for fused kernels: transposed; aligned; keep
 
     DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
                        const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
@@ -177,6 +176,7 @@ struct BackwardOps {
     void prepare_for_fused() {
       if (!weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
       if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
+      if (!shares.defined()) shares = keep_in_float(keep);
     }
   };
 
@@ -273,7 +273,7 @@ struct BackwardOps {
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
-          .keep = pointer<float>(direction.keep),
+          .keep = pointer<float>(direction.shares),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),

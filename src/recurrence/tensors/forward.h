@@ -135,7 +135,7 @@ struct ForwardOps {
       h0.push_back(aligned(d.h0));
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
-      keep.push_back(rows_of_keep(d));
+      keep.push_back(keep_in_float(rows_of_keep(d)));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;

@@ -84,10 +84,11 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
 }
 
-// Each row of x [..., rows, H] times its element of keep [rows]. Nothing of an infinity or NaN is left if
-// that is 0.
+// Each row of x [..., rows, H] times its element of keep [rows], bool or a number. Nothing of an infinity or
+// NaN is left if that is 0.
 inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
   const at::Tensor share = keep.unsqueeze(-1);
+  if (keep.scalar_type() == at::kBool) return at::where(share, x, at::zeros({}, x.options()));
   return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options()));
 }
 inline void keep_share(const at::Tensor& x, const at::Tensor& keep) { x.copy_(kept(x, keep)); }
@@ -144,13 +145,18 @@ struct Direction {
   OptionalTensor bias;
   bool reverse;
   at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
-  at::Tensor keep = {};  // [T, B] or [N] what a row takes of h and its states into a step; undefined: all
+  // [T, B] or [N], what a row takes of h and its states into a step: bool, or a number. Undefined: all.
+  at::Tensor keep = {};
 };
 using Directions = at::ArrayRef<Direction>;
 
 // [N], contiguous.
 inline at::Tensor rows_of_keep(const Direction& d) {
   return d.keep.defined() ? d.keep.contiguous().view({d.keep.numel()}) : d.keep;
+}
+// As fused kernels read it.
+inline at::Tensor keep_in_float(const at::Tensor& keep) {
+  return keep.defined() ? keep.to(at::kFloat) : keep;
 }
 
 // What a cell is to the code that runs it on tensors:
@@ -215,7 +221,9 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
   }
   if (d.keep.defined()) {
     check_same_device(op, "keep", d.keep, input);
-    check_same_dtype(op, "keep", d.keep, at::toOpMathType(input.scalar_type()));
+    if (d.keep.scalar_type() != at::kBool) {
+      check_same_dtype(op, "keep", d.keep, at::toOpMathType(input.scalar_type()));
+    }
     check("keep", d.keep, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
   }
   if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, d.h0.size(0));
