@@ -289,7 +289,7 @@ class RecurrentCell:
         output, _ = self(*one_step, reset=flags, **named)
         output.sum().backward()
 
-    @property
+    @functools.cached_property
     def state_names(self) -> tuple[str, ...]:
         """The names of all initial states in messages: h0, c0, ..."""
         return ("h0", *(f"{s}0" for s in self.states))
