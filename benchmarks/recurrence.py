@@ -242,6 +242,44 @@ def measure_resets(bench: Bench, shape: Shape) -> Row:
     return row
 
 
+# ---- a long memory -------------------------------------------------------------------------------------
+
+MEMORY_BIAS = {"LSTM": 3.0, "GRU": 5.0}  # of the forget or update gate, whose values are then near 1
+
+
+def outputs_and_gradients(layer: nn.Module, input: Tensor, grad_output: Tensor) -> list[Tensor]:
+    input = input.clone().requires_grad_()
+    output, _ = layer(input)
+    return [output, *torch.autograd.grad(output, [input, *layer.parameters()], grad_output)]
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def measure_memory(bench: Bench, which: str, precision: str, shape: Shape) -> Row:
+    """Errors against float64, of the output and the largest of the gradients, where gates forget little."""
+    hidden, dtype = shape[2], dtype_of(precision)
+    Peer, Ours = getattr(nn, which), getattr(lltm_ext, which)
+    exact = Peer(hidden, hidden, device=bench.device, dtype=torch.float64)
+    with torch.no_grad():
+        exact.bias_ih_l0[hidden : 2 * hidden] += MEMORY_BIAS[which]
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.to(dtype))
+    input = random_input(shape, bench.device, dtype)
+    grad_output = torch.randn_like(input)
+    expected = outputs_and_gradients(exact, input.double(), grad_output.double())
+    row: Row = {"part": "long memory", "layer": which, "precision": precision}
+    row |= dict(zip("BTH", shape, strict=True))
+    for name, Layer in (("ours", Ours), ("nn", Peer)):
+        layer = Layer(hidden, hidden, device=bench.device, dtype=dtype)
+        layer.load_state_dict(exact.state_dict())
+        found = outputs_and_gradients(layer, input, grad_output)
+        output, *gradients = (relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        row |= {f"{name} output error": output, f"{name} gradient error": max(gradients)}
+    return row
+
+
 # ---- the first call ----------------------------------------------------------------------------------------
 
 FIRST_CALL = """
@@ -352,6 +390,9 @@ def main() -> None:
     if not args.small:
         rows += [measure_heads(bench, shape) for shape in HEADS_GRID]
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
+    for which in MEMORY_BIAS:
+        shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
+        rows += [measure_memory(bench, which, precision, shape) for precision in HALVES]
     if bench.cuda:
         rows.append(measure_first_call())
     columns = ("ours", "peer", "precision", "B", "T", "H")
@@ -367,6 +408,8 @@ def main() -> None:
             "own": compared,
             "heads": compared,
             "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
+            "long memory": ["layer", "precision", "B", "T", "H"]
+            + [f"{name} {what} error" for what in ("output", "gradient") for name in ("ours", "nn")],
             "first call": ["first process s", "next process s"],
         },
         claims_of(rows),
