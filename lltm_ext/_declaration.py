@@ -52,6 +52,17 @@ def is_name(name: object) -> bool:
     return name.isidentifier() and name.isascii() and name[0] != "_"
 
 
+def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{cell}: expected {what} to be a sequence of names, got {names!r}")
+    for i, name in enumerate(names):
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            raise ValueError(f"{cell}: expected the names of {what} to be identifiers, got {name!r}")
+        if name in taken or name in tuple(names)[:i]:
+            raise ValueError(f"{cell}: expected {what} without the name {name!r}, which is taken")
+    return tuple(names)
+
+
 class Values:
     """The argument x, r, s, p or u of a cell's function: values by number and by name.
 

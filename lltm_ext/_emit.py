@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from lltm_ext._graph import CONSTANT, LEAF, OPS, Node, ancestors
 
 if TYPE_CHECKING:
+    from lltm_ext._declaration import Declaration
     from lltm_ext._derive import Derived
 
 STRUCT = """\
-// {name}, derived from its Python function. x[i]: a gate's pre-activation.
+// {name}, {origin}. x[i]: a gate's pre-activation.
 // Saved for backward: {saved}.
 struct Cell {{
   static constexpr int kGates = {gates}, kStates = {states}, kSaved = {saves};
@@ -139,26 +140,47 @@ def emit(cell: Derived) -> str:
     for leaf in cell.saved:
         if leaf.op == LEAF and leaf not in leaves["s"]:
             in_backward[leaf] = re.sub(r"\W+", "", places[leaf].removeprefix("in."))
+    return struct_of(
+        declared,
+        "derived from its Python function",
+        cell.saved_names,
+        cell.reads_h,
+        forward_text(cell, Names(places)),
+        backward_text(cell, Names(in_backward)),
+    )
 
-    def indented(lines: list[str]) -> str:
-        return "\n".join(f"    {line}" for line in lines)
 
-    def flag(value: bool) -> str:
-        return "true" if value else "false"
-
+def struct_of(
+    declared: Declaration,
+    origin: str,
+    saved: Sequence[str],
+    reads_h: bool,
+    forward: list[str],
+    backward: list[str],
+) -> str:
+    """The struct with the lines of its two functions. `saved` describes the values saved."""
     return STRUCT.format(
         name=re.sub(r"[^ -~]|\\", "?", declared.name),  # in a comment, whose line must not go on
-        saved=", ".join(cell.saved_names) or "nothing",
+        origin=origin,
+        saved=", ".join(saved) or "nothing",
         gates=declared.gates,
-        states=len(leaves["s"]),
-        parameters=len(leaves["p"]),
-        inputs=len(leaves["u"]),
-        saves=len(cell.saved),
+        states=len(declared.states),
+        parameters=len(declared.parameters),
+        inputs=len(declared.inputs),
+        saves=len(saved),
         recurrent=flag(declared.recurrent),
         separate=flag(declared.separate),
-        reads_h=flag(cell.reads_h),
-        state_array=max(len(leaves["s"]), 1),
-        saved_array=max(len(cell.saved), 1),
-        forward=indented(forward_text(cell, Names(places))),
-        backward=indented(backward_text(cell, Names(in_backward))),
+        reads_h=flag(reads_h),
+        state_array=max(len(declared.states), 1),
+        saved_array=max(len(saved), 1),
+        forward=indented(forward),
+        backward=indented(backward),
     )
+
+
+def indented(lines: list[str]) -> str:
+    return "\n".join(line if line.startswith("#") else f"    {line}" for line in lines)
+
+
+def flag(value: bool) -> str:
+    return "true" if value else "false"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
 from lltm_ext._library import ops, transforms_active
+from lltm_ext._text import identifiers
 
 __all__ = ["elementwise"]
 
@@ -23,8 +24,6 @@ RESERVED = ("T", "grad", "output")
 
 SIGNATURE = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*\(([^()]*)\)\s*;?\s*", re.ASCII)
 PARAMETER = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*", re.ASCII)
-COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def parse(signature: str) -> tuple[str, tuple[str, ...]]:
@@ -198,7 +197,7 @@ class Elementwise:
 
 def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
     """Which tensors, and "output", a backward names: what it reads and the forward must save."""
-    named = set(IDENTIFIER.findall(COMMENT.sub(" ", body)))
+    named = identifiers(body)
     return tuple(p for p in (*tensors, "output") if p in named)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import keyword
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext._declaration import Declaration, arguments_of, call
-from lltm_ext._derive import derive
+from lltm_ext._declaration import Declaration, arguments_of, call, check_names, is_name
+from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._sequence import check_states, check_step_input, dtype_name
+from lltm_ext._text import Text, Written
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -36,6 +37,7 @@ RESERVED = (
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@overload
 def recurrence(
     *,
     gates: int,
@@ -44,7 +46,38 @@ def recurrence(
     parameters: Sequence[str] | Mapping[str, float | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
-) -> Callable[[Callable[..., Any]], RecurrentCell]:
+) -> Callable[[Callable[..., Any]], RecurrentCell]: ...
+
+
+@overload
+def recurrence(
+    *,
+    gates: int,
+    separate: bool = False,
+    states: Sequence[str] = (),
+    parameters: Sequence[str] | Mapping[str, float | None] = (),
+    inputs: Sequence[str] = (),
+    recurrent: bool = True,
+    name: str,
+    forward: str,
+    backward: str | None = None,
+    saved: Sequence[str] = (),
+) -> RecurrentCell: ...
+
+
+def recurrence(
+    *,
+    gates: int,
+    separate: bool = False,
+    states: Sequence[str] = (),
+    parameters: Sequence[str] | Mapping[str, float | None] = (),
+    inputs: Sequence[str] = (),
+    recurrent: bool = True,
+    name: str | None = None,
+    forward: str | None = None,
+    backward: str | None = None,
+    saved: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], RecurrentCell] | RecurrentCell:
     """Makes a recurrent cell of a function that computes one step of one hidden unit.
 
     The function names the values that it needs, in any order::
@@ -72,6 +105,24 @@ def recurrence(
     these values and of Python numbers. Each unit sees only its own values: the products with the weights are
     the only exchange between units.
 
+    What Python cannot say, a loop or a function of CUDA, can be given as text in CUDA C++ instead, with its
+    derivative. Such a cell runs on CUDA only::
+
+        ugrnn = lltm_ext.recurrence(
+            name="ugrnn",
+            gates=2,
+            forward='''
+                T g = sigmoid(x[0]), z = tanh(x[1]);
+                new_h = g * h + (1 - g) * z;
+            ''',
+            saved=("g", "z", "h"),
+            backward='''
+                grad_x[0] = grad_new_h * (h - z) * g * (1 - g);
+                grad_x[1] = grad_new_h * (1 - g) * (1 - z * z);
+                grad_h = grad_new_h * g;
+            ''',
+        )
+
     Args:
         gates: G, how many blocks of hidden_size rows weight_ih and weight_hh have.
         separate: whether the function sees the products with the input and with h apart.
@@ -80,18 +131,41 @@ def recurrence(
             :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights.
         inputs: the names of its inputs of a step, such as masks or time gaps, which have no gradients.
         recurrent: False for a cell without a product with h, and so without weight_hh.
+        name: of a cell given as text; that of its variable, by which pickle finds it.
+        forward: the statements that assign ``new_h``, and ``new_c`` for a state c, from ``x[i]``, ``r[i]``,
+            ``h``, and the states, parameters and inputs by their names. All are of type ``T``: float, or
+            double for float64. ``sigmoid``, ``tanh``, ``exp`` and so on are as fast as the dtype allows;
+            ``relu``, ``maximum`` and all of CUDA's functions work too. Write ``T(0.5)``: a plain ``0.5`` is a
+            double and makes float arithmetic slower.
+        backward: the statements that assign the gradients ``grad_x[i]``, ``grad_r[i]`` with ``separate``,
+            ``grad_h`` if forward reads h, and ``grad_c`` of a state or parameter c, from ``grad_new_h`` and
+            ``grad_new_c``, and from saved values, parameters and inputs by their names. An element of grad_x
+            or grad_r that it does not assign is 0. None: no argument of a call may require a gradient.
+        saved: the names of the values of forward that backward reads. They are stored in the dtype of the
+            input.
 
     Returns:
-        A :class:`RecurrentCell`: the cell as a function of a whole sequence.
+        A :class:`RecurrentCell`, the cell as a function of a whole sequence; without ``forward`` a decorator
+        that makes it of a function.
 
     Raises:
-        TypeError: for a decorated value that is no function, or arguments of it other than these.
+        TypeError: for a decorated value that is no function, or arguments of it other than these; for a text
+            that is no text.
         ValueError: for options that do not fit, or names that are no identifiers, occur twice, or have
-            another meaning in a call.
+            another meaning in a call or a text; for a text that does not name what it must assign.
+
+        A call raises RuntimeError for a text that does not compile, with the compiler's message, "forward" or
+        "backward", and the line in your text.
     """
+    options = (gates, separate, states, parameters, inputs, recurrent)
+    if forward is not None:
+        module = sys._getframe(1).f_globals.get("__name__", "__main__")
+        return RecurrentCell(Text(name or "", module, forward, backward, saved), *options)
+    if name is not None or backward is not None or saved:
+        raise TypeError("recurrence: expected forward with name, backward and saved, but it is missing")
 
     def declare(function: Callable[..., Any]) -> RecurrentCell:
-        return RecurrentCell(function, gates, separate, states, parameters, inputs, recurrent)
+        return RecurrentCell(function, *options)
 
     return declare
 
@@ -122,10 +196,11 @@ class RecurrentCell:
     Raises:
         TypeError: for another dtype, no tensor, or another name.
         ValueError: for another algorithm.
-        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient.
+        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient. For a
+            cell given as text also for the CPU, a gradient without a backward, or one of a gradient.
 
     Attributes:
-        function: the decorated function.
+        function: the decorated function; None for a cell given as text.
         gates, separate, states, parameters, inputs, recurrent: as given to :func:`recurrence`, ``parameters``
             as a dictionary.
     """
@@ -135,7 +210,7 @@ class RecurrentCell:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | Text,
         gates: int,
         separate: bool,
         states: Sequence[str],
@@ -143,10 +218,16 @@ class RecurrentCell:
         inputs: Sequence[str],
         recurrent: bool,
     ) -> None:
-        if not inspect.isfunction(function):
+        if isinstance(function, Text):
+            if not is_name(function.name):
+                raise ValueError(f"recurrence: expected name to be an identifier, got {function.name!r}")
+            self.__name__ = self.__qualname__ = function.name
+            self.__module__ = function.module
+        elif inspect.isfunction(function):
+            functools.update_wrapper(self, function)
+            del self.__dict__["__wrapped__"]  # whose signature is not that of a call
+        else:
             raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
-        functools.update_wrapper(self, function)
-        del self.__dict__["__wrapped__"]  # whose signature is not that of a call
         name = self.__name__
         if not isinstance(gates, int) or isinstance(gates, bool) or gates < 1:
             raise ValueError(f"{name}: expected gates to be a positive int, got {gates!r}")
@@ -154,7 +235,6 @@ class RecurrentCell:
             raise ValueError(
                 f"{name}: expected separate=False for a cell without recurrent product, got True"
             )
-        self.function = function
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
         taken = (*RESERVED, *self.state_names)
@@ -164,8 +244,14 @@ class RecurrentCell:
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         named = (self.states, tuple(self.parameters), self.inputs)
         self.declared = Declaration(name, gates, self.separate, *named, self.recurrent)
-        self.arguments = arguments_of(function, self.declared)
-        self.derived = derive(function, self.declared)  # the function as nodes, and their derivative
+        self.derived: Derived | Written  # the struct in C++, and what its forward saves
+        if isinstance(function, Text):
+            self.function, self.differentiable = None, function.backward is not None
+            self.derived = Written(self.declared, function)
+        else:
+            self.function, self.differentiable = function, True
+            self.arguments = arguments_of(function, self.declared)
+            self.derived = derive(function, self.declared)
 
     def __call__(
         self,
@@ -238,6 +324,11 @@ class RecurrentCell:
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The function's (new h, new states). It takes tensors of any shape that broadcast."""
+        if self.function is None:
+            raise RuntimeError(
+                f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
+                "a cell given as text has first derivatives only"
+            )
         values = {"x": x, "r": r, "h": h, "s": states, "p": parameters, "u": inputs}
         new_h, new_states = call(self.function, self.declared, self.arguments, values)
         return new_h, tuple(new_states)
@@ -277,7 +368,7 @@ class RecurrentCell:
             raise RuntimeError(f"{self.__name__}: expected device to be a CUDA device, got {device}")
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=self.differentiable)
 
         rows = self.gates * hidden_size
         weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
@@ -287,7 +378,8 @@ class RecurrentCell:
         flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
         one_step = (zeros(1, batch, 8), hx if self.states else hx[0], *weights)
         output, _ = self(*one_step, reset=flags, **named)
-        output.sum().backward()
+        if self.differentiable:
+            output.sum().backward()
 
     @functools.cached_property
     def state_names(self) -> tuple[str, ...]:
@@ -303,8 +395,10 @@ class RecurrentCell:
             device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            RuntimeError: for a gradient that differs. It names the argument.
+            RuntimeError: for a gradient that differs. It names the argument. For a cell without a backward.
         """
+        if not self.differentiable:
+            raise RuntimeError(f"{self.__name__}: has no backward to check")
         if not args and not kwargs:
             default = "cuda" if torch.cuda.is_available() else "cpu"
             args, kwargs = self._example(torch.device(device or default))
@@ -359,7 +453,9 @@ class RecurrentCell:
             ("saved for backward", self.derived.saved_names),
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
-        return f"<lltm_ext.recurrence {self.__name__}({', '.join(self.arguments)}), {', '.join(options)}>"
+        options[-1] = options[-1] if self.differentiable else "without backward"
+        how = f"({', '.join(self.arguments)})" if self.function else " in C++"
+        return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
 
 
 # ---- a call ------------------------------------------------------------------------------------------------
@@ -443,17 +539,6 @@ def in_float64(x: Any) -> Any:
 # ---- checks ------------------------------------------------------------------------------------------------
 
 
-def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{cell}: expected {what} to be a sequence of names, got {names!r}")
-    for i, name in enumerate(names):
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-            raise ValueError(f"{cell}: expected the names of {what} to be identifiers, got {name!r}")
-        if name in taken or name in tuple(names)[:i]:
-            raise ValueError(f"{cell}: expected {what} without the name {name!r}, which is taken")
-    return tuple(names)
-
-
 def check_call(
     cell: RecurrentCell,
     input: Any,
@@ -486,7 +571,25 @@ def check_call(
     for argument, x in zip((*cell.inputs, "reset"), (*inputs, reset), strict=True):
         if argument != "reset" or x is not None:
             check_step_input(name, argument, x, input, states[0].shape[1])
+    if cell.function is None:
+        differentiable = {"input": input} | dict(zip(cell.state_names, states, strict=True)) | tensors
+        check_text(cell, input, differentiable)
     check_algorithm(name, algorithm, input)
+
+
+def check_text(cell: RecurrentCell, input: Tensor, differentiable: dict[str, Tensor]) -> None:
+    """Raises for what a cell given as text cannot do."""
+    if not input.is_cuda:
+        raise RuntimeError(
+            f"{cell.__name__}: expected input on a CUDA device, got {input.device} "
+            "(a cell given as text runs on CUDA only; one of a Python function runs everywhere)"
+        )
+    for argument, x in differentiable.items():
+        if x.requires_grad and torch.is_grad_enabled() and not cell.differentiable:
+            raise RuntimeError(
+                f"{cell.__name__}: a gradient with respect to {argument} is required, but the cell has no "
+                "backward (give backward= of lltm_ext.recurrence, or call it under torch.no_grad())"
+            )
 
 
 def check_like(name: str, argument: str, x: Any, input: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

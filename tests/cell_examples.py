@@ -3,6 +3,8 @@
 import torch
 from op_suite import Call
 
+import lltm_ext
+
 # The gradient jumps where relu and maximum do, and half types round values to the other side. With these
 # amounts, added to the bias of a gate and subtracted in every other unit, all units stay far from there.
 SIDES = {"rnn_relu": (8,), "indrnn": (8,), "slstm": (6, -6, 0, 0)}
@@ -21,3 +23,69 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
     parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
+
+
+# Cells of lltm_ext.cells, given as text.
+TEXTS = {
+    "peephole_lstm": lltm_ext.recurrence(
+        name="peephole_lstm",
+        gates=4,
+        states=("c",),
+        parameters=("w_ci", "w_cf", "w_co"),
+        forward="""
+            T i = sigmoid(x[0] + w_ci * c), f = sigmoid(x[1] + w_cf * c), g = tanh(x[2]);
+            new_c = f * c + i * g;
+            T o = sigmoid(x[3] + w_co * new_c), t = tanh(new_c);
+            T keep = 1 - f;  // near 1, f would lose its distance from 1 in a half type
+            new_h = o * t;
+        """,
+        saved=("i", "keep", "g", "o", "t", "c", "new_c"),
+        backward="""
+            const T f = 1 - keep;
+            grad_x[3] = grad_new_h * t * o * (1 - o);
+            const T grad = grad_new_c + grad_new_h * o * (1 - t * t) + grad_x[3] * w_co;
+            grad_x[0] = grad * g * i * (1 - i);
+            grad_x[1] = grad * c * f * keep;
+            grad_x[2] = grad * i * (1 - g * g);
+            grad_c = grad * f + grad_x[0] * w_ci + grad_x[1] * w_cf;
+            grad_w_ci = grad_x[0] * c, grad_w_cf = grad_x[1] * c, grad_w_co = grad_x[3] * new_c;
+        """,
+    ),
+    "gru": lltm_ext.recurrence(
+        name="gru",
+        gates=3,
+        separate=True,
+        parameters=("b_hn",),
+        forward="""
+            T gate[2];
+            for (int k = 0; k < 2; ++k) gate[k] = sigmoid(x[k] + r[k]);
+            T reset = gate[0], update = gate[1], product = r[2] + b_hn, n = tanh(x[2] + reset * product);
+            new_h = (1 - update) * n + update * h;
+        """,
+        saved=("reset", "update", "product", "n", "h"),
+        backward="""
+            grad_x[2] = grad_new_h * (1 - update) * (1 - n * n);
+            grad_x[1] = grad_new_h * (h - n) * update * (1 - update);
+            grad_x[0] = grad_x[2] * product * reset * (1 - reset);
+            grad_b_hn = grad_x[2] * reset;
+            grad_r[0] = grad_x[0], grad_r[1] = grad_x[1], grad_r[2] = grad_b_hn;
+            grad_h = grad_new_h * update;
+        """,
+    ),
+    "cfc": lltm_ext.recurrence(
+        name="cfc",
+        gates=4,
+        inputs=("time",),
+        forward="""
+            T t = sigmoid(x[2] * time + x[3]), a = tanh(x[0]), b = tanh(x[1]);
+            new_h = a + t * (b - a);
+        """,
+        saved=("t", "a", "b"),
+        backward="""
+            grad_x[0] = grad_new_h * (1 - t) * (1 - a * a);
+            grad_x[1] = grad_new_h * t * (1 - b * b);
+            grad_x[3] = grad_new_h * (b - a) * t * (1 - t);
+            grad_x[2] = grad_x[3] * time;
+        """,
+    ),
+}

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cell_examples import arguments_of
+from cell_examples import TEXTS, arguments_of
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -26,14 +26,18 @@ from lltm_ext.recurrence import run
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_cell = pytest.mark.parametrize("name", cells.__all__)
+every_text = pytest.mark.parametrize("name", TEXTS)
 every_algorithm = pytest.mark.parametrize("algorithm", ["stepwise", "cluster", "grid"])
 
 
 class Example:
-    """A cell and random arguments for it."""
+    """A cell, or the text of it, and random arguments for it."""
 
-    def __init__(self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False):
-        self.cell = cell = getattr(cells, name)
+    def __init__(
+        self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False, text=False
+    ):
+        self.of_function = cell = getattr(cells, name)
+        self.cell = TEXTS[name] if text else cell
         self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
         self.call = arguments_of(cell, Make(dtype, "cuda"), steps, batch, hidden, input_size)
         self.inputs = [torch.rand(*steps, hidden, device="cuda") for _ in cell.inputs]
@@ -49,7 +53,7 @@ class Example:
         input, states, weight_ih, weight_hh, bias, parameters = tensors
         inputs = [u.to(self.call.args[0].dtype) for u in self.inputs]  # as the kernels read them
         given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, self.reset)
-        output, final = run_loop(self.cell, *given, self.sizes, reverse)
+        output, final = run_loop(self.of_function, *given, self.sizes, reverse)
         return [output, *final]
 
     def algorithm(self, algorithm="auto", backward=False):
@@ -130,6 +134,83 @@ def test_resets(name, algorithm):
 def test_resets_of_packed_rows_in_reverse(name, algorithm):
     example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1], reset=True)
     example.check(torch.float16, algorithm=algorithm, reverse=True)
+
+
+@needs_cuda
+@every_text
+@every_algorithm
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_a_cell_given_as_text_equals_the_loop(name, algorithm, dtype, reset):
+    example = Example(name, dtype, 7, 5, 64, reset=reset, text=True)
+    skip_unless_possible(example, algorithm)
+    assert example.algorithm(algorithm) == algorithm
+    example.check(dtype, algorithm=algorithm)
+
+
+@needs_cuda
+@every_text
+def test_a_cell_given_as_text_runs_in_float64_and_in_large_tiles(name):
+    Example(name, DOUBLE, 3, 5, 63, input_size=5, text=True).check(DOUBLE)
+    Example(name, torch.bfloat16, 5, 256, 1032, text=True).check(torch.bfloat16, algorithm="stepwise")
+
+
+@needs_cuda
+@every_text
+def test_the_gradients_of_a_text_are_checked(name):
+    assert TEXTS[name].gradcheck()
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "wrong, argument", [("grad_x[0] = 2 * p", "input"), ("grad_bad = 2 * p", "bad"), ("grad_h = 0", "input")]
+)
+def test_gradcheck_names_the_argument_whose_text_is_wrong(wrong, argument):
+    cell = lltm_ext.recurrence(
+        name="doubled",
+        gates=1,
+        parameters=("good", "bad"),
+        forward="new_h = tanh(x[0] + good + bad + h);",
+        saved=("new_h",),
+        backward=f"""
+            const T p = grad_new_h * (1 - new_h * new_h);
+            grad_x[0] = grad_good = grad_bad = grad_h = p;
+            {wrong};
+        """,
+    )
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)^doubled: the gradient with respect to {argument} is wrong: .*numerical"
+    ):
+        cell.gradcheck()
+
+
+@needs_cuda
+def test_a_text_without_backward_needs_no_gradient():
+    cell = lltm_ext.recurrence(name="plain", gates=1, forward="new_h = tanh(x[0]);")
+    cell.compile(torch.float32, 64, 3)
+    layer = lltm_ext.Recurrent(cell, 8, 64, device="cuda")
+    input = torch.randn(5, 3, 8, device="cuda")
+    with torch.no_grad():
+        count = _C.compilations()
+        output, _ = layer(input)
+        assert _C.compilations() == count
+    like = lltm_ext.Recurrent(cells.rnn_tanh, 8, 64, device="cuda")
+    like.load_state_dict(layer.state_dict())
+    assert_all_near([output], [like(input)[0]], FORWARD[torch.float32])
+    with pytest.raises(
+        RuntimeError,
+        match=r"^plain: a gradient with respect to weight_ih is required, but the cell has no backward "
+        r"\(give backward= of lltm_ext.recurrence, or call it under torch.no_grad\(\)\)",
+    ):
+        layer(input)
+
+
+@needs_cuda
+def test_a_text_has_no_second_derivatives():
+    example = Example("gru", DOUBLE, 2, 2, 3, input_size=2, text=True)
+    call = example.call.leaves()
+    with pytest.raises(RuntimeError, match=r"gru: its gradient cannot be differentiated again"):
+        torch.autograd.grad(call.run(example.ours)[0].sum(), call.tensors, create_graph=True)
 
 
 @needs_cuda
@@ -258,6 +339,54 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         kinds += [(torch.bfloat16, 0)] if architecture == "sm_90" else []  # in a cluster
     for dtype, variant in kinds:
         assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
+
+
+@every_text
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_kernels_of_a_text_compile(name, backward):
+    program = TEXTS[name].program
+    for dtype, variant, architecture, rows in (
+        (torch.float16, -1, "sm_75", 0),
+        (torch.float64, -1, "sm_80", 0),
+        (torch.float32, 10, "sm_90", 0),
+        (torch.bfloat16, 0, "sm_90", 0),
+        (torch.bfloat16, -1, "sm_90a", 64),
+    ):
+        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
+
+
+def test_a_text_may_call_the_functions_of_every_math():
+    """And of common/math.h, and of CUDA."""
+    ours = "sigmoid tanh elu silu gelu gelu_tanh softplus exp expm1 log log1p sqrt rsqrt abs sin cos erf"
+    one = " + ".join(f"{function}(x[0])" for function in [*ours.split(), "relu", "sign"])
+    two = " + ".join(f"{f}(x[0], h)" for f in ("logaddexp", "pow", "maximum", "minimum", "max", "fmin"))
+    cell = lltm_ext.recurrence(name="all", gates=1, forward=f"new_h = {one} + {two} + fabs(h) + erfc(h);")
+    for dtype in (*TYPES, DOUBLE):
+        assert len(_C.compile(cell.program, dtype, False, -1, "sm_90")) > 1000
+
+
+@pytest.mark.parametrize(
+    "options, what, where",
+    [
+        ({"forward": "\n  T y = x[0];\n  new_h = y + z;\n"}, "all", 'forward(3): error: identifier "z"'),
+        ({"forward": "new_h = x[0] +"}, "all", "forward(2): error: expected an expression"),
+        ({"forward": "new_h = r[0];"}, "all", 'forward(1): error: identifier "r" is undefined'),
+        ({"forward": "T x = 0; new_h = x;"}, "all", 'forward(1): error: "x" has already been declared'),
+        (
+            {"backward": "grad_x[0] = 1;\ngrad_h = 0;"},
+            "all: backward",
+            'backward(2): error: identifier "grad_h"',
+        ),
+        ({"backward": "grad_x[0] = y;"}, "all: backward", 'backward(1): error: identifier "y" is undefined'),
+        ({}, "all: backward", "all has no backward"),
+    ],
+)
+def test_a_compile_error_shows_the_line_of_the_text(options, what, where):
+    cell = lltm_ext.recurrence(**{"name": "all", "gates": 1, "forward": "T y = new_h = x[0];", **options})
+    with pytest.raises(RuntimeError) as error:
+        _C.compile(cell.program, torch.float32, "forward" not in options, -1, "sm_90")
+    assert str(error.value).startswith(f"{what} does not compile:\n")
+    assert where in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm"])
