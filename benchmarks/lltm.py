@@ -42,7 +42,7 @@ SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
 BIDIRECTIONAL_GRID: tuple[Shape, ...] = ((1, 1000, 256), (16, 1000, 256), (64, 512, 512), (32, 512, 1024))
 CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
 # All layers of a group take turns.
-GROUPS = (("float32", "tf32"), ("bfloat16", "float16"))
+GROUPS = (("float32", "ieee"), ("bfloat16", "float16"))
 
 # One of the three varies.
 SWEEPS: dict[str, list[Shape]] = {
@@ -195,17 +195,16 @@ class Candidate(NamedTuple):
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    return DTYPES["float32" if precision == "tf32" else precision]
+    return DTYPES["float32" if precision == "ieee" else precision]
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """tf32 is a mode of float32's products. cuDNN has its own switch, which is on by default."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+def settings(precision: str) -> Iterator[None]:
+    """torch's defaults, in which nn.LSTM and our layers use TF32; "ieee" is float32 without it."""
+    torch.backends.cudnn.allow_tf32 = precision != "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = True
 
 
@@ -231,13 +230,13 @@ class Sequences:
         input, grad_output = self.input(name), self.grad_outputs[dtype_of(precision)]
 
         def forward() -> Any:
-            with matmul_precision(precision), torch.no_grad():
+            with settings(precision), torch.no_grad():
                 return module(input)
 
         def training() -> None:
             input.grad = None
             module.zero_grad()
-            with matmul_precision(precision):
+            with settings(precision):
                 module(input)[0].backward(grad_output)
 
         return {"forward": forward, "training": training}[mode]
@@ -270,7 +269,7 @@ class Sequences:
             if not isinstance(module, OUR_LAYERS):
                 continue
             input = self.input(name)
-            with matmul_precision(precision):
+            with settings(precision):
                 forward, backward = (algorithm_of(module, input, b) for b in (False, True))
             passes = {"forward": (forward,), "training": (forward, backward)}
             found |= {f"{name} forward algorithm": forward, f"{name} backward algorithm": backward}
@@ -284,6 +283,7 @@ class Sequences:
 
 
 def measure_loop(bench: Bench, shape: Shape) -> Row:
+    """All in IEEE float32, as torch's own products are by default."""
     hidden = shape[2]
     cell = lltm_ext.LLTMCell(hidden, hidden, device=bench.device)
     modules = {
@@ -291,8 +291,8 @@ def measure_loop(bench: Bench, shape: Shape) -> Row:
         LOOP: Loop(ComposedCell(cell), hidden),
         CELLS: Loop(cell, hidden),
     }
-    sequences = Sequences(bench, shape, {name: Candidate(m, "float32") for name, m in modules.items()})
-    row = {"part": "sequence", "precision": "float32"} | sizes(shape)
+    sequences = Sequences(bench, shape, {name: Candidate(m, "ieee") for name, m in modules.items()})
+    row = {"part": "sequence", "precision": "ieee"} | sizes(shape)
     return (
         row | sequences.times("forward", modules) | sequences.times("training", modules) | sequences.peaks()
     )
@@ -402,9 +402,10 @@ def measure_algorithms(bench: Bench, shape: Shape, precision: str) -> Row:
 COMPARED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (LLTM, ("bfloat16", "float16")),
     (LLTM, ("float32",)),
-    (LLTM, ("tf32",)),
+    (LLTM, ("ieee",)),
     (LSTM, ("bfloat16",)),
-    (LSTM, ("tf32",)),
+    (LSTM, ("float32",)),
+    (LSTM, ("ieee",)),
 )
 
 
@@ -594,24 +595,21 @@ def draw_sequence(axes: Any, row: Row) -> None:
 
 def draw_layer(axes: Any, rows: list[Row]) -> None:
     shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    precisions, shades = (
-        ("float32", "tf32", "bfloat16", "float16"),
-        ("#1f5fa8", "#c2703d", "#2a8a5f", "#9a5fb5"),
-    )
+    precisions = dict.fromkeys(row["precision"] for row in rows)
+    shades = ("#1f5fa8", "#c2703d", "#2a8a5f", "#9a5fb5")
     for name in (LLTM, LSTM):
-        for precision, mark, shade in zip(precisions, "os^D", shades, strict=True):
+        for precision, mark, shade in zip(precisions, "os^D", shades, strict=False):
             here = [row for row in rows if row["precision"] == precision]
-            if here:
-                axes.plot(
-                    [row[f"training {name} / {PEER}"] for row in here],
-                    [shapes.index(shape_of(row)) + (0.15 if name == LSTM else -0.15) for row in here],
-                    mark,
-                    color=shade,
-                    fillstyle="full" if name == LLTM else "none",
-                    label=f"{name.removeprefix(OURS + '.')} {precision}",
-                    markersize=6,
-                    alpha=0.9,
-                )
+            axes.plot(
+                [row[f"training {name} / {PEER}"] for row in here],
+                [shapes.index(shape_of(row)) + (0.15 if name == LSTM else -0.15) for row in here],
+                mark,
+                color=shade,
+                fillstyle="full" if name == LLTM else "none",
+                label=f"{name.removeprefix(OURS + '.')} {precision}",
+                markersize=6,
+                alpha=0.9,
+            )
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_xscale("log")
     plain_ticks(axes.xaxis)

@@ -44,7 +44,7 @@ def of_class(Class: type[nn.Module], *before: Any, **options: Any) -> Layer:
 
 
 class Comparison(NamedTuple):
-    """Ours against a peer. `precisions` are dtypes in torch's default settings, or "tf32"."""
+    """Ours against a peer. `precisions` are dtypes in torch's default settings, or "ieee"."""
 
     part: str
     ours: str
@@ -55,7 +55,7 @@ class Comparison(NamedTuple):
     grid: tuple[Shape, ...] = GRID
 
 
-HALVES, FLOATS = ("bfloat16", "float16"), ("float32", "tf32")
+HALVES, FLOATS = ("bfloat16", "float16"), ("float32", "ieee")
 COMPARISONS = (
     Comparison(
         "derived",
@@ -88,16 +88,16 @@ COMPARISONS = (
 
 @contextmanager
 def settings(precision: str) -> Iterator[None]:
-    """torch's defaults, but for "tf32", which also lets the products of ours be TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    """torch's defaults, in which its layers and ours use TF32; "ieee" is float32 without it."""
+    torch.backends.cudnn.allow_tf32 = precision != "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    return DTYPES["float32" if precision == "tf32" else precision]
+    return DTYPES["float32" if precision == "ieee" else precision]
 
 
 def random_input(shape: Shape, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -329,7 +329,7 @@ def claims_of(rows: Sequence[Row]) -> list[str]:
         *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
         ("heads", f"Recurrent(slstm, heads={HEADS})", "torch.compile'd loop", ("bfloat16",)),
     ):
-        groups = [HALVES, ("float32",), ("tf32",)]
+        groups = [HALVES, ("float32",), ("ieee",)]
         for group in groups:
             here = [
                 row
@@ -359,7 +359,8 @@ def draw(record: Row) -> Any:
     figure, grid = plt.subplots(
         len(pairs), 2, figsize=(9, 1.9 * len(pairs)), sharey="row", squeeze=False, layout="constrained"
     )
-    colors = dict(zip(("bfloat16", "float16", "float32", "tf32"), (OUR_COLOR, *PEERS), strict=True))
+    precisions = dict.fromkeys(row["precision"] for row in rows)
+    colors = dict(zip(precisions, (OUR_COLOR, *PEERS), strict=False))
     for pair, panels in zip(pairs, grid, strict=True):
         here = [row for row in rows if (row["ours"], row["peer"]) == pair]
         shapes = list(dict.fromkeys((row["B"], row["T"], row["H"]) for row in here))

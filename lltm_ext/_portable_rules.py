@@ -334,6 +334,19 @@ def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None 
         raise typed(error) from None
 
 
+# ---- torch's settings
+
+
+def rnn_allows_tf32() -> bool:
+    rnn: Any = torch.backends.cudnn.rnn
+    return bool(rnn.fp32_precision == "tf32")
+
+
+_own = torch.library.Library("lltm_ext", "FRAGMENT")
+_own.define("rnn_allows_tf32() -> bool")
+_own.impl("rnn_allows_tf32", rnn_allows_tf32, "CompositeExplicitAutograd")
+
+
 # ---- the ops
 
 

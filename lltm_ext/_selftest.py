@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -293,6 +294,19 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
     return Cell(worst, tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(unable)))
 
 
+@contextmanager
+def no_tf32() -> Iterator[None]:
+    """Float32's bounds are those of IEEE arithmetic; torch's default settings allow sequences TF32."""
+    rnn: Any = torch.backends.cudnn.rnn
+    before = rnn.fp32_precision
+    rnn.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        rnn.fp32_precision = before
+
+
+@no_tf32()
 def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> tuple[float, ...]:
     inputs = [x.to(device) for x in check.inputs(Make(dtype))]
     actual = forward_and_gradients(check.ours, inputs, dtype)

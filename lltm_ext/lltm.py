@@ -170,7 +170,8 @@ def lltm(
             (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million)
             through the L2 cache.
 
-    Products of float32 are rounded to TF32 if ``torch.backends.cuda.matmul.allow_tf32`` is set.
+    Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -280,6 +281,9 @@ class LLTM(CellLayer):
         reset, by keyword: where an episode starts (:func:`lltm_ext.lltm`), as input, without its last
         dimension. The reverse direction is cut at the same places;
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
+
+    Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
     """
 
     _op = SEQUENCE_OPS["lltm"]

@@ -50,6 +50,9 @@ def lstm(
         reset: [T, B], where an episode starts.
         algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
+    Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
+
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
@@ -63,9 +66,10 @@ class LSTM(TorchLayer, nn.LSTM):
     """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
     Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. A call also takes
-    ``reset=``, where an episode starts, as :class:`lltm_ext.LLTM` does. torch.compile
-    refuses any nn.LSTM in fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is
-    set.
+    ``reset=``, where an episode starts, as :class:`lltm_ext.LLTM` does. Float32 on CUDA follows nn.LSTM's own
+    switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
+    ``torch.backends.cudnn.rnn.fp32_precision``. torch.compile refuses any nn.LSTM in fullgraph mode,
+    including this one, unless ``torch._dynamo.config.allow_rnn`` is set.
 
     Raises:
         ValueError: for a ``proj_size`` other than 0.

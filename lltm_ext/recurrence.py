@@ -193,6 +193,9 @@ class RecurrentCell:
         of every step, the others the last state. Half types are computed in float32. h is rounded at each
         step, the other states are not.
 
+    Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
+
     Raises:
         TypeError: for another dtype, no tensor, or another name.
         ValueError: for another algorithm.

@@ -103,6 +103,9 @@ class Recurrent(RecurrentLayer, CellLayer):
         inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
         all layers and directions. For a packed input they are packed with the same lengths;
         output [T, B, D*H] in the layout of the input, the final states as hx.
+
+    Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
     """
 
     def __init__(

@@ -58,6 +58,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_tf32():
+    """Float32's bounds are those of IEEE arithmetic; torch's default settings allow sequences TF32."""
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = True
+
+
 @pytest.fixture
 def nvcc(tmp_path):
     """The path of a compiler that only lists its architectures: 5.0, 7.5, 8.0, 9.0 and 12.0."""

@@ -181,8 +181,8 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
 
 
 def in_tf32():
-    """Whether the persistent kernels round float32 to TF32: on Hopper, if torch allows it to cuBLAS."""
-    return torch.backends.cuda.matmul.allow_tf32 and CAPABILITY == (9, 0)
+    """Whether the persistent kernels round float32 to TF32: on Hopper, if torch allows it to nn.LSTM."""
+    return torch.backends.cudnn.rnn.fp32_precision == "tf32" and CAPABILITY == (9, 0)
 
 
 def assert_refused(op, call, algorithm, reason, **options):
@@ -316,12 +316,12 @@ def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
 
 @contextlib.contextmanager
 def tf32_allowed(allowed=True):
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture

@@ -3,11 +3,15 @@
 // On CUDA cuBLAS returns a product of half types in float32, which at::mm rounds: over thousands of steps
 // that rounding is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; for larger
 // products oneDNN, called through torch.compile's op, is 1.4 to 2.3 times as fast (docs/design/archive.md).
+//
+// Float32 on CUDA may be TF32 where nn.LSTM may, by cuDNN's switch for RNNs. at::mm follows another switch,
+// which other threads share: where the two differ, cuBLAS is called directly.
 #pragma once
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
@@ -20,6 +24,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Exceptions.h>
 #include <cublasLt.h>
+#include <cublas_v2.h>
 #endif
 
 namespace lltm_ext {
@@ -70,10 +75,36 @@ inline at::Tensor mm_with_dtype(at::ScalarType, const at::Tensor& a, const at::T
 
 // ---- cuBLAS
 
-// Not in a portable build, which must not link to the cuBLAS of one CUDA version.
-#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
-#define LLTM_EXT_WITH_CUBLAS
+// Whether products of x may round float32 to TF32, which is nn.LSTM's own switch.
+inline bool allows_tf32(const at::Tensor& x) {
+  return x.is_cuda() && x.scalar_type() == at::kFloat &&
+         at::globalContext().allowTF32CuDNN(at::Float32Op::RNN);
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
 namespace matmul_detail {
+
+// Sets the math mode of this thread's handle, until the destructor restores torch's.
+class MathMode {
+ public:
+  MathMode(cublasHandle_t handle, cublasMath_t mode) : handle_(handle), before_(of(handle)) {
+    if (mode != before_) TORCH_CUDABLAS_CHECK(cublasSetMathMode(handle, mode));
+  }
+  MathMode(const MathMode&) = delete;
+  MathMode& operator=(const MathMode&) = delete;
+  ~MathMode() { cublasSetMathMode(handle_, before_); }
+
+  static cublasMath_t of(cublasHandle_t handle) {
+    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+    TORCH_CUDABLAS_CHECK(cublasGetMathMode(handle, &mode));
+    return mode;
+  }
+  static cublasMath_t with(bool tf32) { return tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH; }
+
+ private:
+  cublasHandle_t handle_;
+  cublasMath_t before_;
+};
 
 // cuBLAS is column-major, so it sees the transposes of our matrices.
 struct CublasMatrix {
@@ -85,8 +116,9 @@ struct CublasMatrix {
 inline std::optional<CublasMatrix> cublas_matrix(const at::Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const auto is_dense = [](int64_t inner, int64_t inner_size, int64_t outer, int64_t outer_size) {
-    return (inner == 1 || inner_size == 1) && (outer >= inner_size || outer_size == 1) &&
-           std::max(outer, inner_size) <= std::numeric_limits<int>::max();
+    constexpr int64_t kMax = std::numeric_limits<int>::max();
+    return (inner == 1 || inner_size == 1) && inner_size <= kMax &&
+           ((outer >= inner_size && outer <= kMax) || outer_size == 1);
   };
   const auto ld = [](int64_t inner_size, int64_t outer, int64_t outer_size) {
     return static_cast<int>(outer_size == 1 ? inner_size : outer);
@@ -114,18 +146,29 @@ inline cudaDataType_t cuda_type(at::ScalarType type) {
   }
 }
 
-// A product of half types with its cuBLASLt algorithm, for one set of sizes and layouts. Keeping it saves the
-// host a fifth of each call's time.
+// A portable build must not link to the cuBLAS of one CUDA version: of cuBLASLt it calls nothing, and of
+// cuBLAS what src/stable/ops.h declares.
+#ifndef LLTM_EXT_STABLE_ABI
+// A product with its cuBLASLt algorithm, for one set of sizes and layouts. Keeping it saves the host a fifth
+// of each call's time. A bias [N] is added to every row.
 class CublasLtPlan {
  public:
   CublasLtPlan(const CublasMatrix& to, const CublasMatrix& a, const CublasMatrix& b, const at::Tensor& out,
-               const at::Tensor& left, const at::Tensor& right)
+               const at::Tensor& left, const at::Tensor& right, cublasComputeType_t compute,
+               const void* bias = nullptr)
       : key_(key(to, a, b, out, left, right)) {
     const uint64_t m = right.size(1), n = left.size(0), k = left.size(1);
     const cudaDataType_t type = cuda_type(left.scalar_type());
-    check(cublasLtMatmulDescCreate(&description_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    check(cublasLtMatmulDescCreate(&description_, compute, CUDA_R_32F));
     check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSA, &b.op, sizeof(b.op)));
     check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSB, &a.op, sizeof(a.op)));
+    if (bias) {
+      const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+      check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                           sizeof(epilogue)));
+      check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                           sizeof(bias)));
+    }
     const bool trans_b = b.op == CUBLAS_OP_T, trans_a = a.op == CUBLAS_OP_T;
     check(cublasLtMatrixLayoutCreate(&b_, type, trans_b ? k : m, trans_b ? m : k, b.ld));
     check(cublasLtMatrixLayoutCreate(&a_, type, trans_a ? n : k, trans_a ? k : n, a.ld));
@@ -173,10 +216,12 @@ class CublasLtPlan {
             static_cast<int64_t>(out.scalar_type()),
             static_cast<int64_t>(left.scalar_type())};
   }
+  bool is_usable() const { return usable_; }
   bool supports(const Key& key) const { return usable_ && key == key_; }
   static constexpr uint32_t kAlignment = 16;  // bytes
-  static bool is_aligned(const CublasMatrix& x) {
-    return reinterpret_cast<uintptr_t>(x.data) % kAlignment == 0;
+  template <class... Pointers>
+  static bool are_aligned(const Pointers*... data) {
+    return ((reinterpret_cast<uintptr_t>(data) % kAlignment == 0) && ...);
   }
 
   void run(const CublasMatrix& a, const CublasMatrix& b, void* to, bool accumulate,
@@ -197,25 +242,42 @@ class CublasLtPlan {
   cublasLtMatmulAlgo_t algorithm_;
 };
 
-// Returns false if cuBLAS does not support the layouts. `plan` is made when a product of half types comes a
-// second time.
-inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                   bool accumulate, CublasLtPlan::Key& last, std::unique_ptr<CublasLtPlan>& plan) {
+// out [M, N] = a [M, K] @ b [K, N] + bias [N] in float32, by one kernel. Returns false if there is none.
+inline bool cublas_with_bias(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                             const at::Tensor& bias, bool tf32) {
+  if (out.numel() == 0 || a.size(1) == 0) return false;
   const auto to = cublas_matrix(out), left = cublas_matrix(a), right = cublas_matrix(b);
-  if (!to || to->op != CUBLAS_OP_N || !left || !right) return false;
-  if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
-  if (a.element_size() == 2 && CublasLtPlan::is_aligned(*to) && CublasLtPlan::is_aligned(*left) &&
-      CublasLtPlan::is_aligned(*right)) {
-    const CublasLtPlan::Key key = CublasLtPlan::key(*to, *left, *right, out, a, b);
-    if (key == last && !(plan && plan->supports(key))) {
-      plan = std::make_unique<CublasLtPlan>(*to, *left, *right, out, a, b);
-    }
-    last = key;
-    if (plan && plan->supports(key)) {
-      plan->run(*left, *right, out.mutable_data_ptr(), accumulate, at::cuda::getCurrentCUDAStream());
-      return true;
-    }
+  if (!to || !left || !right || !bias.is_contiguous()) return false;
+  const void* added = bias.const_data_ptr();
+  if (!CublasLtPlan::are_aligned(to->data, left->data, right->data, added)) return false;
+  const CublasLtPlan plan(*to, *left, *right, out, a, b,
+                          tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, added);
+  if (plan.is_usable()) {
+    plan.run(*left, *right, out.mutable_data_ptr(), /*accumulate=*/false, at::cuda::getCurrentCUDAStream());
   }
+  return plan.is_usable();
+}
+
+// out = a @ b of half types by a plan, which is made when a product comes a second time. Returns false if
+// there is none.
+inline bool cublas_lt(const CublasMatrix& to, const CublasMatrix& left, const CublasMatrix& right,
+                      const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate,
+                      CublasLtPlan::Key& last, std::unique_ptr<CublasLtPlan>& plan) {
+  if (!CublasLtPlan::are_aligned(to.data, left.data, right.data)) return false;
+  const CublasLtPlan::Key key = CublasLtPlan::key(to, left, right, out, a, b);
+  if (key == last && !(plan && plan->supports(key))) {
+    plan = std::make_unique<CublasLtPlan>(to, left, right, out, a, b, CUBLAS_COMPUTE_32F);
+  }
+  last = key;
+  if (!plan || !plan->supports(key)) return false;
+  plan->run(left, right, out.mutable_data_ptr(), accumulate, at::cuda::getCurrentCUDAStream());
+  return true;
+}
+#endif
+
+inline void gemm_ex(cublasHandle_t handle, bool tf32, const CublasMatrix& to, const CublasMatrix& left,
+                    const CublasMatrix& right, const at::Tensor& out, const at::Tensor& a,
+                    const at::Tensor& b, bool accumulate) {
   const bool is_double = a.scalar_type() == at::kDouble;
   const float alpha = 1, beta = accumulate;
   const double alpha_double = 1, beta_double = accumulate;
@@ -223,71 +285,77 @@ inline bool cublas(cublasHandle_t handle, const at::Tensor& out, const at::Tenso
     return is_double ? static_cast<const void*>(&y) : &x;
   };
   const cudaDataType_t type = cuda_type(a.scalar_type());
+  const MathMode mode(handle, MathMode::with(tf32));
   TORCH_CUDABLAS_CHECK(cublasGemmEx(
-      handle, right->op, left->op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
-      static_cast<int>(a.size(1)), scalar(alpha, alpha_double), right->data, type, right->ld, left->data,
-      type, left->ld, scalar(beta, beta_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to->ld,
+      handle, right.op, left.op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
+      static_cast<int>(a.size(1)), scalar(alpha, alpha_double), right.data, type, right.ld, left.data, type,
+      left.ld, scalar(beta, beta_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to.ld,
       is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-  return true;
 }
 
 }  // namespace matmul_detail
 #endif
 
-// Whether torch's settings allow TF32 for products of x.
-inline bool allows_tf32(const at::Tensor& x) {
-#ifdef LLTM_EXT_WITH_CUDA
-  if (x.is_cuda() && x.scalar_type() == at::kFloat) {
-    const c10::DeviceGuard guard(x.device());
-    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
-    TORCH_CUDABLAS_CHECK(cublasGetMathMode(at::cuda::getCurrentCUDABlasHandle(), &mode));
-    return mode == CUBLAS_TF32_TENSOR_OP_MATH;
-  }
-#endif
-  return false;
-}
-
 // ---- the products
 
-// a [M, K] @ b [K, N] (+ bias [N])
+// a [M, K] @ b [K, N] (+ bias [N]), as torch's settings say
 inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
   if (const at::Tensor product = onednn_product(a, b, bias); product.defined()) return product;
   return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
 }
 
-// to [M, N] += a [K, M]^T @ b [K, N], a weight gradient; an undefined `to` becomes the product. oneDNN
-// computes the transpose, because that copies b, the narrower operand.
-inline void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
-  if (const at::Tensor product = onednn_product(b.t(), a); product.defined()) {
-    if (to.defined()) {
-      to.add_(product.t());
-    } else {
-      to = product.t().contiguous();
-    }
-  } else if (to.defined()) {
-    to.addmm_(a.t(), b);
-  } else {
-    to = at::mm(a.t(), b);
-  }
-}
-
-// Matrix products on one device, on the stream that is current at construction.
+// Matrix products on one device, on the stream that is current at construction. Those of float32 are TF32
+// where allows_tf32 says so.
 class Matmul {
  public:
   explicit Matmul(const at::Tensor& like) {
-#ifdef LLTM_EXT_WITH_CUBLAS
-    if (like.is_cuda()) handle_ = at::cuda::getCurrentCUDABlasHandle();
+#ifdef LLTM_EXT_WITH_CUDA
+    if (!like.is_cuda()) return;
+    handle_ = at::cuda::getCurrentCUDABlasHandle();
+    tf32_ = allows_tf32(like);
+    const bool torch_does = matmul_detail::MathMode::of(handle_) == matmul_detail::MathMode::with(true);
+    unlike_torch_ = like.scalar_type() == at::kFloat && tf32_ != torch_does;
 #endif
+  }
+
+  // a [M, K] @ b [K, N] (+ bias [N])
+  at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) const {
+    if (!unlike_torch_) return lltm_ext::affine(a, b, bias);
+    const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
+    if (bias && matmul_detail::cublas_with_bias(out, a, b, *bias, tf32_)) return out;
+#endif
+    if (bias) out.copy_(*bias);
+    (*this)(out, a, b, /*accumulate=*/bias.has_value());
+    return out;
+  }
+
+  // to [M, N] += a [K, M]^T @ b [K, N], a weight gradient; an undefined `to` becomes the product. oneDNN
+  // computes the transpose, because that copies b, the narrower operand.
+  void add_weight_gradient(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const {
+    const bool accumulate = to.defined();
+    if (const at::Tensor product = onednn_product(b.t(), a); product.defined()) {
+      if (accumulate) {
+        to.add_(product.t());
+      } else {
+        to = product.t().contiguous();
+      }
+    } else if (unlike_torch_) {
+      if (!accumulate) to = at::empty({a.size(1), b.size(1)}, a.options());
+      (*this)(to, a.t(), b, accumulate);
+    } else if (accumulate) {
+      to.addmm_(a.t(), b);
+    } else {
+      to = at::mm(a.t(), b);
+    }
   }
 
   // out [M, N] = a [M, K] @ b [K, N], or += if `accumulate`. `out` has the dtype of a and b, or float32.
   void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   bool accumulate = false) const {
     if (out.numel() == 0) return;
-#ifdef LLTM_EXT_WITH_CUBLAS
-    if (a.is_cuda() && a.size(1) > 0 && matmul_detail::cublas(handle_, out, a, b, accumulate, last_, plan_)) {
-      return;
-    }
+#ifdef LLTM_EXT_WITH_CUDA
+    if (a.is_cuda() && a.size(1) > 0 && cublas(out, a, b, accumulate)) return;
 #endif
     at::Tensor to = out;
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
@@ -303,11 +371,35 @@ class Matmul {
   }
 
  private:
-#ifdef LLTM_EXT_WITH_CUBLAS
+#ifdef LLTM_EXT_WITH_CUDA
+  // Returns false if at::mm can do it, or must.
+  bool cublas(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) const {
+#ifdef LLTM_EXT_STABLE_ABI
+    if (!unlike_torch_) return false;
+#endif
+    if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
+    const auto to = matmul_detail::cublas_matrix(out), left = matmul_detail::cublas_matrix(a),
+               right = matmul_detail::cublas_matrix(b);
+    if (!to || to->op != CUBLAS_OP_N) return false;
+    if (!left || !right) return cublas(out, a.contiguous(), b.contiguous(), accumulate);
+#ifndef LLTM_EXT_STABLE_ABI
+    if (a.element_size() == 2 &&
+        matmul_detail::cublas_lt(*to, *left, *right, out, a, b, accumulate, last_, plan_)) {
+      return true;
+    }
+#endif
+    matmul_detail::gemm_ex(handle_, tf32_, *to, *left, *right, out, a, b, accumulate);
+    return true;
+  }
+
   cublasHandle_t handle_ = nullptr;
+#ifndef LLTM_EXT_STABLE_ABI
   mutable matmul_detail::CublasLtPlan::Key last_ = {};
   mutable std::unique_ptr<matmul_detail::CublasLtPlan> plan_;
 #endif
+#endif
+  bool tf32_ = false;
+  bool unlike_torch_ = false;  // whether at::mm would follow another setting
 };
 
 }  // namespace lltm_ext

@@ -90,7 +90,7 @@ struct Converter<std::string_view> {
 // schema cannot be called.
 template <typename R, typename... Args>
 R call_op(const char* op, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack = {to_stable(args)...};
+  std::array<StableIValue, sizeof...(Args) + 1> stack = {to_stable(args)...};  // room for a result
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
   return from_stable<R>(stack[0]);
 }

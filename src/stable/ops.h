@@ -31,6 +31,13 @@ __attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle 
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 __attribute__((weak)) AOTITorchError torch_get_current_cuda_blas_handle(void** handle);
 __attribute__((weak)) cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t* mode);
+__attribute__((weak)) cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode);
+__attribute__((weak)) cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a,
+                                                  cublasOperation_t op_b, int m, int n, int k,
+                                                  const void* alpha, const void* a, cudaDataType a_type,
+                                                  int a_ld, const void* b, cudaDataType b_type, int b_ld,
+                                                  const void* beta, void* c, cudaDataType c_type, int c_ld,
+                                                  cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
 #endif
 }
 
@@ -112,6 +119,13 @@ inline Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b) {
 inline void sum_out(const Tensor& out, const Tensor& x, int64_t dim) { out.copy_(x.sum(dim)); }
 
 inline ScalarType toOpMathType(ScalarType type) { return type == kHalf || type == kBFloat16 ? kFloat : type; }
+
+// torch's settings are not on the ABI: _portable_rules.py asks for them.
+enum class Float32Op { RNN };
+struct Context {
+  bool allowTF32CuDNN(Float32Op) const { return call_op<bool>("lltm_ext::rnn_allows_tf32", ""); }
+};
+inline Context globalContext() { return {}; }
 
 // ---- Threads, devices
 

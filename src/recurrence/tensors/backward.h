@@ -45,7 +45,7 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
 
 // gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
 // the share of it that the row kept).
-inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_gates,
+inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                                    const at::Tensor& output, const at::Tensor& h0, const at::Tensor& keep,
                                    const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
@@ -78,9 +78,9 @@ inline void add_weight_hh_gradient(at::Tensor& gradient, const at::Tensor& grad_
         kept(sources[i], keep.narrow(0, chunk.begin + runs[i].row, runs[i].rows)).to(output.scalar_type());
   }
   // A packed sequence has more than two runs; two products are faster than a copy.
-  if (runs.size() > 2) return add_weight_gradient(gradient, grad_gates, at::cat(sources));
+  if (runs.size() > 2) return matmul.add_weight_gradient(gradient, grad_gates, at::cat(sources));
   for (size_t i = 0; i < runs.size(); ++i) {
-    add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
+    matmul.add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
   }
 }
 
@@ -295,14 +295,16 @@ struct BackwardOps {
   void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const int64_t count = chunk.end - chunk.begin;
-    add_weight_gradient(direction.grad_weight_ih, grad_projections, input_rows.narrow(0, chunk.begin, count));
+    const Matmul matmul(input_rows);
+    matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
+                               input_rows.narrow(0, chunk.begin, count));
     if (shape.recurrent) {
-      add_weight_hh_gradient(direction.grad_weight_hh, grad_gates, direction.output, direction.inputs.h0,
-                             direction.keep, direction.steps, chunk);
+      add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output,
+                             direction.inputs.h0, direction.keep, direction.steps, chunk);
     }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
-    Matmul{input_rows}(grad_rows, grad_projections, direction.inputs.weight_ih);
+    matmul(grad_rows, grad_projections, direction.inputs.weight_ih);
   }
 
   static at::Tensor or_zeros(const at::Tensor& gradient, const at::Tensor& of) {

@@ -47,7 +47,8 @@ struct ForwardOps {
     const int64_t hidden = d.h0.size(1);
     Outputs out;
     out.output = empty_like_input(input, hidden);
-    out.gates = affine(flatten_rows(input), d.weight_ih.t(), d.bias)
+    out.gates = Matmul(input)
+                    .affine(flatten_rows(input), d.weight_ih.t(), d.bias)
                     .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
     out.h_n = d.h0.clone(at::MemoryFormat::Contiguous);
