@@ -72,6 +72,13 @@ def test_what_it_lacks_is_named_at_import(name, tmp_path):
 
 
 @PORTABLE_ONLY
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_library_can_ask_for_nn_lstms_tf32_switch(allowed):
+    torch.backends.cudnn.allow_tf32 = allowed
+    assert torch.ops.lltm_ext.rnn_allows_tf32() == allowed
+
+
+@PORTABLE_ONLY
 def test_it_links_to_no_cuda_library():
     content = _portable.LIBRARY.read_bytes()
     assert not [
