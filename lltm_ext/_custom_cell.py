@@ -35,6 +35,7 @@ def program_of(cell: RecurrentCell) -> str:
         int(cell.recurrent),
         int(cell.separate),
         int(derived.reads_h),
+        cell.declared.output_state,
     )
     program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
     CELLS[program] = cell
@@ -140,7 +141,8 @@ def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
 class CustomCellFunction(torch.autograd.Function):
     """The op under transforms of torch.func, which can't enter its C++ autograd function.
 
-    ``(output, h_n, states_n, gates, extra)``, the last two for backward, of the dispatcher op's arguments.
+    ``(output, h_n, states_n, gates, extra, h)``, the last three for backward, of the dispatcher op's
+    arguments. h of every step is empty if it is the output.
     """
 
     @staticmethod
@@ -149,15 +151,15 @@ class CustomCellFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        y, _, _, gates, extra = output
+        y, _, _, gates, extra, h = output
         ctx.options = inputs[9:]
-        ctx.mark_non_differentiable(gates, extra)
+        ctx.mark_non_differentiable(gates, extra, h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:9], y, gates, extra)
+        ctx.save_for_backward(*inputs[:9], y if CELLS[inputs[-1]].output == "h" else h, gates, extra)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        *inputs, output, gates, extra = ctx.saved_tensors
+        *inputs, h, gates, extra = ctx.saved_tensors
         grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, keep and the options
         if all(g is None for g in grads):
             return (None,) * 13
@@ -168,7 +170,7 @@ class CustomCellFunction(torch.autograd.Function):
             return (*found, *nothing)
         needs_input, needs_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         found = ops.custom_cell_backward(
-            *grads, output, gates, extra, *inputs, *ctx.options, needs_input, needs_bias
+            *grads, h, gates, extra, *inputs, *ctx.options, needs_input, needs_bias
         )
         needed = zip(found, ctx.needs_input_grad, strict=False)
         return (*(g if is_needed else None for g, is_needed in needed), *nothing)
@@ -176,7 +178,7 @@ class CustomCellFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         rows = {i: dim for i, dim in {0: 1, 1: 0, 2: 1, 7: 1, 8: 1}.items() if args[i] is not None}
-        return vmap_rows(CustomCellFunction.apply, rows, (1, 0, 1, 1, 1))(info, in_dims, *args)
+        return vmap_rows(CustomCellFunction.apply, rows, (1, 0, 1, 1, 1, 1))(info, in_dims, *args)
 
 
 def by_loop(

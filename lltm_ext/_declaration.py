@@ -23,6 +23,7 @@ class Declaration(NamedTuple):
     parameters: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     recurrent: bool = True
+    output: str = "h"
 
     def check(self) -> None:
         if not isinstance(self.gates, int) or self.gates < 1:
@@ -37,6 +38,13 @@ class Declaration(NamedTuple):
                 raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
             if len(set(names)) < len(names):
                 raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
+        if self.output not in ("h", *self.states):
+            raise ValueError(f"{self.name}: expected output to be h or a state, got {self.output!r}")
+
+    @property
+    def output_state(self) -> int:
+        """The number of the state that is the output of a step; -1 for h."""
+        return -1 if self.output == "h" else self.states.index(self.output)
 
     def names(self, argument: str) -> tuple[str, ...]:
         """Of the values of x, r, s, p or u; "" for those without a name."""

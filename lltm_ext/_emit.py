@@ -20,6 +20,7 @@ struct Cell {{
   static constexpr int kGates = {gates}, kStates = {states}, kSaved = {saves};
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
+  static constexpr int kOutputState = {output_state};  // -1: h
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<Cell, A>& in, A (&states)[{state_array}], \
@@ -171,6 +172,7 @@ def struct_of(
         recurrent=flag(declared.recurrent),
         separate=flag(declared.separate),
         reads_h=flag(reads_h),
+        output_state=declared.output_state,
         state_array=max(len(declared.states), 1),
         saved_array=max(len(saved), 1),
         forward=indented(forward),

@@ -64,8 +64,8 @@ def run_loop(
             () if y is None else y.unflatten(1, (cell.gates, hidden)).unbind(1) for y in (planes, products)
         )
         new_h, new_states = cell.step(x, r, h, others, parameters, [u[t] for u in inputs_of_steps])
-        outputs.append(like(new_h, h).to(input.dtype))
-        new = [outputs[-1], *(like(s, h) for s in new_states)]
+        new = [like(new_h, h).to(input.dtype), *(like(s, h) for s in new_states)]
+        outputs.append(new[cell.declared.output_state + 1].to(input.dtype))
         current = [with_first_rows(old, s.to(compute)) for old, s in zip(current, new, strict=True)]
 
     final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]

@@ -46,6 +46,7 @@ def recurrence(
     parameters: Sequence[str] | Mapping[str, float | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
+    output: str = "h",
 ) -> Callable[[Callable[..., Any]], RecurrentCell]: ...
 
 
@@ -58,6 +59,7 @@ def recurrence(
     parameters: Sequence[str] | Mapping[str, float | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
+    output: str = "h",
     name: str,
     forward: str,
     backward: str | None = None,
@@ -73,6 +75,7 @@ def recurrence(
     parameters: Sequence[str] | Mapping[str, float | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
+    output: str = "h",
     name: str | None = None,
     forward: str | None = None,
     backward: str | None = None,
@@ -131,6 +134,7 @@ def recurrence(
             :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights.
         inputs: the names of its inputs of a step, such as masks or time gaps, which have no gradients.
         recurrent: False for a cell without a product with h, and so without weight_hh.
+        output: the name of the state that is the output of each step, if that is not h. The products see h.
         name: of a cell given as text; that of its variable, by which pickle finds it.
         forward: the statements that assign ``new_h``, and ``new_c`` for a state c, from ``x[i]``, ``r[i]``,
             ``h``, and the states, parameters and inputs by their names. All are of type ``T``: float, or
@@ -157,7 +161,7 @@ def recurrence(
         A call raises RuntimeError for a text that does not compile, with the compiler's message, "forward" or
         "backward", and the line in your text.
     """
-    options = (gates, separate, states, parameters, inputs, recurrent)
+    options = (gates, separate, states, parameters, inputs, recurrent, output)
     if forward is not None:
         module = sys._getframe(1).f_globals.get("__name__", "__main__")
         return RecurrentCell(Text(name or "", module, forward, backward, saved), *options)
@@ -190,8 +194,9 @@ class RecurrentCell:
 
     Returns:
         ``(output, h_n)``, or for a cell with states ``(output, (h_n, *states_n))``: output [T, B, H] holds h
-        of every step, the others the last state. Half types are computed in float32. h is rounded at each
-        step, the other states are not.
+        of every step (or the state that the cell's ``output`` names), the others the last state. Half types
+        are computed in float32. h is rounded at each step, the other states are not; the output has the
+        dtype of ``input``.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
@@ -204,8 +209,8 @@ class RecurrentCell:
 
     Attributes:
         function: the decorated function; None for a cell given as text.
-        gates, separate, states, parameters, inputs, recurrent: as given to :func:`recurrence`, ``parameters``
-            as a dictionary.
+        gates, separate, states, parameters, inputs, recurrent, output: as given to :func:`recurrence`,
+            ``parameters`` as a dictionary.
     """
 
     __name__: str
@@ -220,6 +225,7 @@ class RecurrentCell:
         parameters: Sequence[str] | Mapping[str, float | None],
         inputs: Sequence[str],
         recurrent: bool,
+        output: str,
     ) -> None:
         if isinstance(function, Text):
             if not is_name(function.name):
@@ -240,13 +246,14 @@ class RecurrentCell:
             )
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
+        self.output = check_output(name, output, self.states)
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         named = (self.states, tuple(self.parameters), self.inputs)
-        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent)
+        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output)
         self.derived: Derived | Written  # the struct in C++, and what its forward saves
         if isinstance(function, Text):
             self.function, self.differentiable = None, function.backward is not None
@@ -457,6 +464,7 @@ class RecurrentCell:
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
         options[-1] = options[-1] if self.differentiable else "without backward"
+        options += [f"output: {self.output}"] * (self.output != "h")
         how = f"({', '.join(self.arguments)})" if self.function else " in C++"
         return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
 
@@ -540,6 +548,15 @@ def in_float64(x: Any) -> Any:
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
+
+
+def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:
+    if not isinstance(output, str):
+        raise TypeError(f"{cell}: expected output to be the name of a state, got {output!r}")
+    if output not in ("h", *states):
+        known = ", ".join(("h", *states))
+        raise ValueError(f"{cell}: expected output to be one of {known}, got {output!r}")
+    return output
 
 
 def check_call(

@@ -1,9 +1,34 @@
-"""Random arguments for recurrent cells."""
+"""Recurrent cells, some whose output is a state and some given as text, and random arguments for them."""
 
 import torch
 from op_suite import Call
 
 import lltm_ext
+from lltm_ext import cells
+
+
+@lltm_ext.recurrence(
+    gates=3, separate=True, states=("y",), parameters=("b_hn",), inputs=("mask",), output="y"
+)
+def gru_with_recurrent_dropout(x, r, s, p, u):
+    """The product sees the masked output."""
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
+    y = (1 - update) * candidate + update * s.y
+    return u.mask * y, (y,)
+
+
+@lltm_ext.recurrence(gates=4, states=("c", "y"), inputs=("mask",), output="y")
+def smoothed_lstm(x, h, s, u):
+    """The product sees what it saw before where the mask is 0."""
+    i, f, g, o = x
+    c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    y = 0.25 * s.y + torch.sigmoid(o) * torch.tanh(c)
+    return u.mask * y + (1 - u.mask) * h, (c, y)
+
+
+WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
+CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT
 
 # The gradient jumps where relu and maximum do, and half types round values to the other side. With these
 # amounts, added to the bias of a gate and subtracted in every other unit, all units stay far from there.
@@ -25,7 +50,7 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
 
 
-# Cells of lltm_ext.cells, given as text.
+# Some of these cells, given as text.
 TEXTS = {
     "peephole_lstm": lltm_ext.recurrence(
         name="peephole_lstm",
@@ -86,6 +111,31 @@ TEXTS = {
             grad_x[1] = grad_new_h * t * (1 - b * b);
             grad_x[3] = grad_new_h * (b - a) * t * (1 - t);
             grad_x[2] = grad_x[3] * time;
+        """,
+    ),
+    "gru_with_recurrent_dropout": lltm_ext.recurrence(
+        name="gru_with_recurrent_dropout",
+        gates=3,
+        separate=True,
+        states=("y",),
+        parameters=("b_hn",),
+        inputs=("mask",),
+        output="y",
+        forward="""
+            T reset = sigmoid(x[0] + r[0]), update = sigmoid(x[1] + r[1]), product = r[2] + b_hn;
+            T n = tanh(x[2] + reset * product);
+            new_y = (1 - update) * n + update * y;
+            new_h = mask * new_y;
+        """,
+        saved=("reset", "update", "product", "n", "y"),
+        backward="""
+            const T grad = grad_new_y + mask * grad_new_h;
+            grad_x[2] = grad * (1 - update) * (1 - n * n);
+            grad_x[1] = grad * (y - n) * update * (1 - update);
+            grad_x[0] = grad_x[2] * product * reset * (1 - reset);
+            grad_b_hn = grad_x[2] * reset;
+            grad_r[0] = grad_x[0], grad_r[1] = grad_x[1], grad_r[2] = grad_b_hn;
+            grad_y = grad * update;
         """,
     ),
 }

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cell_examples import TEXTS, arguments_of
+from cell_examples import CELLS, TEXTS, WITH_OUTPUT, arguments_of
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -25,7 +25,7 @@ from lltm_ext._loop import run_loop
 from lltm_ext.recurrence import run
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-every_cell = pytest.mark.parametrize("name", cells.__all__)
+every_cell = pytest.mark.parametrize("name", CELLS)
 every_text = pytest.mark.parametrize("name", TEXTS)
 every_algorithm = pytest.mark.parametrize("algorithm", ["stepwise", "cluster", "grid"])
 
@@ -36,7 +36,7 @@ class Example:
     def __init__(
         self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False, text=False
     ):
-        self.of_function = cell = getattr(cells, name)
+        self.of_function = cell = CELLS[name]
         self.cell = TEXTS[name] if text else cell
         self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
         self.call = arguments_of(cell, Make(dtype, "cuda"), steps, batch, hidden, input_size)
@@ -129,7 +129,7 @@ def test_resets(name, algorithm):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["gru", "slstm", "lstm"])
+@pytest.mark.parametrize("name", ["gru", "slstm", "lstm", "smoothed_lstm"])
 @pytest.mark.parametrize("algorithm", ["stepwise", "grid"])
 def test_resets_of_packed_rows_in_reverse(name, algorithm):
     example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1], reset=True)
@@ -214,7 +214,7 @@ def test_a_text_has_no_second_derivatives():
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh"])
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", *WITH_OUTPUT])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_many_rows_and_units(name, dtype):
     """Several row tiles a group, many blocks, and several chunks of the backward."""
@@ -236,7 +236,9 @@ def test_half_types_keep_a_long_memory(name, algorithm):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "zoneout_lstm", "cfc"])
+@pytest.mark.parametrize(
+    "name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "zoneout_lstm", "cfc", *WITH_OUTPUT]
+)
 @pytest.mark.parametrize("batch,hidden", [(70, 200), (130, 1024), (256, 1032), (128, 2048)])
 @pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
 def test_steps_of_large_tiles(name, batch, hidden, reset):
@@ -332,7 +334,7 @@ def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_every_kind_of_kernel_compiles(name, architecture, backward):
-    cell = getattr(cells, name)
+    cell = CELLS[name]
     kinds = [(torch.float16, -1), (torch.float64, -1)]
     if cell.recurrent:
         kinds += [(torch.bfloat16, 6), (torch.float32, 10)]  # of several row tiles
@@ -389,10 +391,10 @@ def test_a_compile_error_shows_the_line_of_the_text(options, what, where):
     assert where in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gru", "slstm", "lstm"])
+@pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_kernels_that_take_resets_compile(name, backward):
-    program = getattr(cells, name).program
+    program = CELLS[name].program
     for dtype, variant, rows in ((torch.float32, 8, 0), (torch.float16, 6, 0), (torch.float16, -1, 64)):
         architecture = "sm_90a" if rows else "sm_90"
         plain, keeping = (
@@ -411,7 +413,7 @@ def test_other_architectures(architecture):
 
 @every_cell
 def test_fused_steps_compile_for_hopper(name):
-    cell = getattr(cells, name)
+    cell = CELLS[name]
     kinds = [(False, 64), (True, 64), (True, 128)]
     if cell.gates <= 3:
         kinds.append((False, 128))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import arguments_of
+from cell_examples import WITH_OUTPUT, arguments_of
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -69,8 +69,15 @@ def unused_projection(x, r):
     return torch.tanh(r[0]) * r[1] + x[1]
 
 
-OWN = (everything, without_product, nothing_saved, unused_projection)
+@lltm_ext.recurrence(gates=2, states=("y",), inputs=("mask",), output="y")
+def unread_output(x, u):
+    y = torch.sigmoid(x[0]) * torch.tanh(x[1])
+    return u.mask * y, (y,)
+
+
+OWN = (everything, without_product, nothing_saved, unused_projection, *WITH_OUTPUT.values())
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__: cell for cell in OWN}
+COMPILED = [*CELLS.values(), unread_output]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 of_many_shapes = pytest.mark.parametrize("cell", [cells.gru, cells.slstm, *OWN], ids=lambda c: c.__name__)
 
@@ -167,7 +174,7 @@ const bool added = add_cell<Cell>("{name}");
 constexpr CellShape shape = kCellShape<Cell>;
 static_assert(shape.gates == {0} && shape.states == {1} && shape.saved == {2} && shape.parameters == {3});
 static_assert(shape.step_inputs == {4} && shape.recurrent == {5} && shape.separate == {6});
-static_assert(shape.reads_h == {7});
+static_assert(shape.reads_h == {7} && shape.output_state == {8});
 }}  // namespace lltm_ext::cell_{name}
 """
 
@@ -186,7 +193,7 @@ def compiled(tmp_path_factory):
     (folder / "custom_cell").mkdir()
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
     ops = (SOURCES / "custom_cell/custom_cell.cpp").read_text().replace('"lltm_ext::', '"lltm_ext_on_cpu::')
-    (folder / "ops.cpp").write_text(OPS + ops + "".join(map(text_of, CELLS.values())))
+    (folder / "ops.cpp").write_text(OPS + ops + "".join(map(text_of, COMPILED)))
     start = time.perf_counter()
     cpp_extension.load(
         "lltm_ext_on_cpu",
@@ -398,6 +405,20 @@ def test_an_output_not_used_has_no_part_in_the_gradient(cell):
         assert_all_near(gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument")
 
 
+@reverse
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+def test_an_output_that_no_step_reads(sizes, reverse):
+    """Its first value gets no gradient."""
+    example = Example(unread_output, sizes=sizes, reset=torch.float32)
+    call = example.call.leaves()
+    found = []
+    for function in (example.ours, example.loop):
+        outputs = call.run(functools.partial(function, reverse=reverse))
+        grads = torch.autograd.grad(sum_of_squares(outputs), call.tensors, materialize_grads=True)
+        found.append([y.detach() for y in outputs] + list(grads))
+    assert_all_near(*found, BACKWARD[DOUBLE])
+
+
 @every_cell
 def test_each_gradient_alone_equals_all_together(cell):
     example = Example(cell)
@@ -530,7 +551,8 @@ def test_opcheck(cell, dtype, sizes, ops):
     """Tracing sees the shapes, dtypes and strides of the outputs."""
     arguments = Example(cell, dtype, sizes=sizes, reset=torch.bool).arguments()
     outputs = ops.custom_cell_forward(*arguments.args)
-    everything_needed = (*outputs[:3], outputs[0], *outputs[3:], *arguments.args, True, True)
+    h = outputs[0 if cell.output == "h" else 5]
+    everything_needed = (*outputs[:3], h, *outputs[3:5], *arguments.args, True, True)
     for op, args in (
         (ops.custom_cell, arguments.args),
         (ops.custom_cell_forward, arguments.args),
@@ -628,7 +650,7 @@ def test_wrong_batch_sizes_are_named(sizes, ops):
 @pytest.mark.parametrize("name", ["grad_output", "grad_h_n", "grad_states_n", "output", "gates", "extra"])
 def test_wrong_gradients_are_named(name, ops):
     arguments = Example(everything).arguments().args
-    output, h_n, states_n, gates, extra = ops.custom_cell_forward(*arguments)
+    output, h_n, states_n, gates, extra, _ = ops.custom_cell_forward(*arguments)
     given = {"grad_output": output, "grad_h_n": h_n, "grad_states_n": states_n}
     given |= {"output": output, "gates": gates, "extra": extra}
     given[name] = given[name][1:]

@@ -552,6 +552,7 @@ def test_what_cannot_be_a_cell_is_refused(name):
         ({"gates": 1, "inputs": ("a b",)}, r"expected inputs to be a tuple of names, got \('a b',\)"),
         ({"gates": 1, "parameters": ("w", "w")}, "expected parameters of different names"),
         ({"gates": 1, "separate": True, "recurrent": False}, "recurrent=False has none"),
+        ({"gates": 1, "states": ("c",), "output": "y"}, "expected output to be h or a state, got 'y'"),
     ],
 )
 def test_a_declaration_is_checked(options, pattern):

@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from lltm_ext import cells
+from cell_examples import CELLS as OF_FUNCTIONS
 
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
@@ -16,7 +15,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 # No strict aliasing: the kernels read a uint4 as floats and as half types.
 FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing")
 
-DERIVED = [name for name in cells.__all__ if getattr(cells, name).recurrent]
+DERIVED = {name: cell for name, cell in OF_FUNCTIONS.items() if cell.recurrent}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 CELLS = [*WRITTEN, *DERIVED]
@@ -35,7 +34,7 @@ def header(names):
             lines.append(f'#include "{WRITTEN[name]}"')
         else:
             lines.append('#include "recurrence/cell.h"\n#include "common/math.h"')
-            lines.append(f"namespace lltm_ext::cell_{name} {{\n{getattr(cells, name).source}\n}}")
+            lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].source}\n}}")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ int main(int count, char** questions) {
     int n[15];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, /*recurrent=*/n[14] != 0, false, false};
+    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10, n[9]};

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from cell_examples import WITH_OUTPUT, gru_with_recurrent_dropout
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -54,6 +55,7 @@ def accumulator(x, s):
 
 
 CELLS = {cell.__name__: cell for cell in (gru, plain, everything, without_product, accumulator)}
+CELLS |= WITH_OUTPUT
 cells = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 with_product = pytest.mark.parametrize("cell", [c for c in CELLS.values() if c.recurrent], ids=repr)
 
@@ -80,7 +82,7 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
     length, (batch, hidden) = len(input), (hx[0] if cell.states else hx).shape
     block = hidden if weight_hh is None else weight_hh.shape[1]
     rows = [[list(x[b]) for x in states] for b in range(batch)]  # [row][state][unit]
-    outputs = []
+    outputs, of_output = [], ("h", *cell.states).index(cell.output)
     for t in range(length):
         for b in range(batch):
             old = rows[b]
@@ -103,7 +105,7 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
                 new_h, new = cell.step(x, r, h[unit], of_unit, p, u)
                 for state, value in zip(rows[b], (new_h, *new), strict=True):
                     state.append(value)
-        outputs.append(torch.stack([torch.stack(rows[b][0]) for b in range(batch)]))
+        outputs.append(torch.stack([torch.stack(rows[b][of_output]) for b in range(batch)]))
     final = [torch.stack([torch.stack(rows[b][i]) for b in range(batch)]) for i in range(len(states))]
     return torch.stack(outputs), tuple(final) if cell.states else final[0]
 
@@ -139,6 +141,31 @@ def test_values_and_gradients_equal_a_loop_over_units(cell, options, device):
     expected, expected_gradients = forward_and_gradients(exact, call)
     assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
     assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+
+
+def test_the_output_may_be_a_state_and_the_product_sees_h(device):
+    """Against a GRU written out, whose product sees the masked output."""
+    cell, make = gru_with_recurrent_dropout, Make(DOUBLE, device)
+    call, mask = arguments(cell, make), make(5, 3, 6).detach()
+
+    def written_out(input, hx, weight_ih, weight_hh, bias, *, b_hn):
+        seen, y = hx
+        outputs = []
+        for x, m in zip(input @ weight_ih.t() + bias, mask, strict=True):
+            x_r, x_z, x_n = x.chunk(3, 1)
+            h_r, h_z, h_n = (seen @ weight_hh.t()).chunk(3, 1)
+            z = torch.sigmoid(x_z + h_z)
+            y = (1 - z) * torch.tanh(x_n + torch.sigmoid(x_r + h_r) * (h_n + b_hn)) + z * y
+            seen = m * y
+            outputs.append(y)
+        return torch.stack(outputs), (seen, y)
+
+    call = Call(*call.args, b_hn=call.kwargs["b_hn"])
+    outputs, gradients = forward_and_gradients(functools.partial(cell, mask=mask), call)
+    expected, expected_gradients = forward_and_gradients(written_out, call)
+    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
+    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+    assert_same_bits([outputs[0][-1]], [outputs[2]])  # y of the last step
 
 
 @cells
@@ -378,6 +405,8 @@ def test_a_cell_says_what_it_is():
         "parameters: w, inputs: none, saved for backward: "
         f"{', '.join(without_product.derived.saved_names)}>"
     )
+    assert repr(gru_with_recurrent_dropout).endswith(", output: y>")
+    assert (gru.output, gru_with_recurrent_dropout.output) == ("h", "y")
     assert (everything.__name__, everything.__module__) == ("everything", __name__)
     assert everything.__doc__ == "Every value, in an order of its own."
     assert isinstance(everything, lltm_ext.RecurrentCell)
@@ -422,6 +451,9 @@ def declare(**options):
         ({"inputs": ("2",)}, ValueError, "expected the names of inputs to be identifiers, got '2'"),
         ({"inputs": ("if",)}, ValueError, "expected the names of inputs to be identifiers, got 'if'"),
         ({"states": ("_c",)}, ValueError, "expected the names of states to be identifiers, got '_c'"),
+        ({"output": 0}, TypeError, "expected output to be the name of a state, got 0"),
+        ({"output": "y"}, ValueError, "expected output to be one of h, got 'y'"),
+        ({"states": ("c",), "output": "y"}, ValueError, "expected output to be one of h, c, got 'y'"),
     ],
 )
 def test_declarations_that_do_not_fit_are_refused(options, exception, message):

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import TEXTS, arguments_of
+from cell_examples import CELLS, TEXTS, arguments_of
 from op_suite import DOUBLE, Make, assert_all_near
 from test_derive import EXPORT, HARNESS, SOURCES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
-from lltm_ext import cells
 
 UGRNN = {
     "name": "ugrnn",
@@ -48,7 +47,7 @@ crowded = lltm_ext.recurrence(
     """,
 )
 STRUCTS = {f"text_{name}": cell for name, cell in TEXTS.items()}
-STRUCTS |= {f"function_{name}": getattr(cells, name) for name in TEXTS} | {"text_crowded": crowded}
+STRUCTS |= {f"function_{name}": CELLS[name] for name in TEXTS} | {"text_crowded": crowded}
 
 
 @pytest.fixture(scope="session")

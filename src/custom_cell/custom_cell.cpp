@@ -72,8 +72,9 @@ Outputs custom_cell(const at::Tensor& input, const at::Tensor& h0, const at::Ten
   return {y[0], y[1], y[2]};
 }
 
-// As above, and (gates [T, B, G * H], extra [T, B, E * H]) for the backward.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
+// As above, and for the backward (gates [T, B, G * H], extra [T, B, E * H], h [T, B, H] of every step, or
+// [T, B, 0] if that is the output).
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
     const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
     const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
     const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
@@ -81,13 +82,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_ce
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
-  return {y[0], y[1], y[2], y[3], y[4]};
+  return {y[0], y[1], y[2], y[3], y[4], y.size() > 5 ? y[5] : empty_like_input(input, 0)};
 }
 
 // The gradients of input, h0, states, weight_ih, weight_hh, bias and parameters; empty where not needed, or
-// where the cell has none.
+// where the cell has none. h: of every step, [T, B, H].
 variable_list custom_cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
-                                   const OptionalTensor& grad_states_n, const at::Tensor& output,
+                                   const OptionalTensor& grad_states_n, const at::Tensor& h,
                                    const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
                                    const at::Tensor& h0, const at::Tensor& states,
                                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
@@ -98,7 +99,7 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   using Backward = BackwardOps<CustomCellOp>;
-  const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, output, gates, extra};
+  const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, h, gates, extra};
   const Gradients g = Backward{op_for(program, input)}.check_and_run(
       input, direction, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad)[0];
   variable_list gradients = {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters};
@@ -138,12 +139,12 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
                                string_view algorithm, string_view program) {
     static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [output, h_n, states_n, gates, extra] =
+    const auto [output, h_n, states_n, gates, extra, h] =
         op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
                 reverse, algorithm, program);
     ctx->save_for_backward({input, h0, states, weight_ih, or_undefined(weight_hh), or_undefined(bias),
-                            or_undefined(parameters), or_undefined(step_inputs), or_undefined(keep), output,
-                            gates, extra});
+                            or_undefined(parameters), or_undefined(step_inputs), or_undefined(keep),
+                            CellProgram::get(program).shape.outputs_state() ? h : output, gates, extra});
     ctx->set_materialize_grads(false);
     if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
     ctx->saved_data["reverse"] = reverse;
@@ -236,9 +237,9 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   };
   def("custom_cell", "", ") -> (Tensor, Tensor, Tensor)");
   def("custom_cell_by_loop", "", ") -> (Tensor, Tensor, Tensor)");
-  def("custom_cell_forward", "", ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("custom_cell_forward", "", ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("custom_cell_backward",
-      "Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor output, Tensor gates, "
+      "Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor h, Tensor gates, "
       "Tensor extra, ",
       ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
   def("custom_cell_algorithm", "", ", bool backward) -> str");

@@ -15,12 +15,12 @@ namespace {
 
 constexpr int kMaxValues = 64;  // gates, states, ... of a unit
 
-int number(const std::string& cell, const std::string& text) {
-  int value = -1;
+int number(const std::string& cell, const std::string& text, int least) {
+  int value = least - 1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   TORCH_CHECK_VALUE(
-      error == std::errc() && end == text.data() + text.size() && value >= 0 && value <= kMaxValues, cell,
-      ": expected numbers of values from 0 to ", kMaxValues, ", got '", text, "'");
+      error == std::errc() && end == text.data() + text.size() && value >= least && value <= kMaxValues, cell,
+      ": expected a number from ", least, " to ", kMaxValues, ", got '", text, "'");
   return value;
 }
 
@@ -56,15 +56,17 @@ KernelText text_of(const CellKernel& kernel) {
 CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = split(text, kSeparator);
   const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() == 8,
+  TORCH_CHECK_VALUE(numbers.size() == 9,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
   code = fields[2];
   TORCH_CHECK_VALUE(is_identifier(name), "custom_cell: expected the cell's name, got '", name, "'");
-  const auto n = [&](int i) { return number(name, numbers[i]); };
-  shape = {n(0), n(1), n(2), n(3), n(4), n(5) != 0, n(6) != 0, n(7) != 0};
+  const auto n = [&](int i, int least = 0) { return number(name, numbers[i], least); };
+  shape = {n(0), n(1), n(2), n(3), n(4), n(5) != 0, n(6) != 0, n(7) != 0, n(8, /*least=*/-1)};
   TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
+  TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
+                    shape.states, " states, got ", shape.output_state);
 }
 
 const CellProgram& CellProgram::get(std::string_view text) {

@@ -28,29 +28,33 @@ namespace lltm_ext {
 
 // What a cell is.
 struct CellShape {
-  int gates;        // pre-activations of a unit: the input's projections, and products with h
-  int states;       // values of a unit that a step hands on to the next, besides h
-  int saved;        // values saved for backward
-  int parameters;   // of a unit
-  int step_inputs;  // of a unit, without gradients
-  bool recurrent;   // whether there are products with h
-  bool separate;    // whether the cell sees projections and products apart, or their sums
-  bool reads_h;     // whether a unit reads its own previous h
+  int gates;         // pre-activations of a unit: the input's projections, and products with h
+  int states;        // values of a unit that a step hands on to the next, besides h
+  int saved;         // values saved for backward
+  int parameters;    // of a unit
+  int step_inputs;   // of a unit, without gradients
+  bool recurrent;    // whether there are products with h
+  bool separate;     // whether the cell sees projections and products apart, or their sums
+  bool reads_h;      // whether a unit reads its own previous h
+  int output_state;  // the state that is the output of a step; -1: h is
 
   constexpr int saved_in_gates() const { return saved < gates ? saved : gates; }
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }   // gradients that are summed over all rows
+  constexpr bool outputs_state() const { return output_state >= 0; }
 };
 
 struct CellDefaults {
   static constexpr int kParameters = 0, kStepInputs = 0;
   static constexpr bool kRecurrent = true, kSeparate = false, kReadsH = false;
+  static constexpr int kOutputState = -1;
 };
 
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,    Cell::kSaved,    Cell::kParameters,
-                                  Cell::kStepInputs, Cell::kRecurrent, Cell::kSeparate, Cell::kReadsH};
+constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,     Cell::kSaved,
+                                  Cell::kParameters, Cell::kStepInputs, Cell::kRecurrent,
+                                  Cell::kSeparate,   Cell::kReadsH,     Cell::kOutputState};
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
@@ -75,6 +79,16 @@ struct CellGradients {
   LLTM_HOST_DEVICE A product(int gate) const { return Cell::kSeparate ? r[gate] : x[gate]; }
 };
 
+// What the gradient of a step's output is added to.
+template <class Cell, typename A>
+LLTM_HOST_DEVICE A& gradient_of_output(A& grad_h, A* grad_states) {
+  if constexpr (Cell::kOutputState < 0) {
+    return grad_h;
+  } else {
+    return grad_states[Cell::kOutputState];
+  }
+}
+
 // The rows of a step.
 struct StepRows {
   int64_t first;
@@ -97,11 +111,11 @@ struct StepOrder {
   }
 };
 
-// The arguments of kernels that run all steps forward.
+// The arguments of kernels that run all steps forward. Blocks exchange h through `output`, also if the cell's
+// output is a state. With 128 bytes, a power of two, a direction's address is cheap.
 template <typename T>
 struct SequenceForwardArguments {
   StepOrder steps;
-  int64_t rows;  // N
   int hidden;
   bool save;             // whether to leave in `gates` and `extra` what backward needs
   const T* weight;       // [G * H, H]
@@ -112,10 +126,12 @@ struct SequenceForwardArguments {
   const float* states0;  // [S, B, H]
   T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
   T* extra;              // [N, E, H] the other saved values
-  T* output;             // [N, H]
+  T* output;             // [N, H] h of every step
+  T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
   T* h_n;                // [B, H]
   float* states_n;       // [S, B, H]
 };
+static_assert(sizeof(SequenceForwardArguments<float>) == 128);
 
 // The arguments of kernels that run steps [begin, end) backward. The gradient of h after these steps is the
 // sum of grad_h and, if the cell reads h, grad_own_h: what reached it through weights and without them.
@@ -131,7 +147,7 @@ struct SequenceBackwardArguments {
   const float* keep;     // [N], or null
   const T* gates;        // [N, G, H] as forward left them
   const T* extra;        // [N, E, H]
-  const T* grad_output;  // [N, H], or null for zeros
+  const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
   T* grad_projections;   // [rows, G, H] of the projections, then; else not written
   T* grad_h;             // [B, H] after these steps; replaced by that before them
@@ -147,6 +163,7 @@ template <class Arguments>
 struct PerDirection {
   Arguments of[kMaxDirections];
   int count;
+  int64_t rows;  // N, for the launch of kernels forward
 };
 
 // x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.

@@ -140,7 +140,7 @@ class Reference {
   static constexpr int kGates = kShape.gates, kSums = kShape.sums();
 
  public:
-  Values output, h, states, saved;                                         // of forward
+  Values output, state_output, h, states, saved;                           // of forward
   Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
 
   Reference(const Case& c, const Steps& steps, const Inputs& inputs, const Precision& precision)
@@ -151,6 +151,7 @@ class Reference {
   void forward() {
     h = in_.h0, states = in_.states0;
     output.resize(steps_.rows() * c_.hidden);
+    if (kShape.outputs_state()) state_output = output;
     saved.resize(steps_.rows() * kShape.saved * c_.hidden);
     for (int step = 0; step < c_.length; ++step) {
       const StepRows rows = steps_.at(step);
@@ -211,6 +212,7 @@ class Reference {
     const double new_h = precision_.value(Cell::template forward<ExactMath>(in, of_unit, to_save));
     h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
     for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
+    if constexpr (kShape.outputs_state()) state_output[at(row, 1, 0) + unit] = of_unit[Cell::kOutputState];
     for (int v = 0; v < kShape.saved; ++v) saved[at(row, kShape.saved, v) + unit] = to_save[v];
   }
 
@@ -236,8 +238,10 @@ class Reference {
     for (int v = 0; v < kShape.saved; ++v) from_save[v] = saved_values[at(row, kShape.saved, v) + unit];
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
     CellGradients<Cell, double> grads = {};
-    const double total = grad_h[at(b, 1, 0) + unit] + in_.grad_output[at(row, 1, 0) + unit];
-    Cell::template backward<ExactMath>(from_save, in, total, of_unit, grads);
+    double of_h = grad_h[at(b, 1, 0) + unit];
+    (kShape.outputs_state() ? of_unit[std::max(kShape.output_state, 0)] : of_h) +=
+        in_.grad_output[at(row, 1, 0) + unit];
+    Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads);
     for (int s = 0; s < kShape.states; ++s) grad_states[state_at(s, b) + unit] = in_.keep[row] * of_unit[s];
     for (int gate = 0; gate < kGates; ++gate) {
       grad_projections[at(row, kGates, gate) + unit] = grads.x[gate];
@@ -324,7 +328,7 @@ class Kernels {
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
 
  public:
-  Array<T> gates, extra, output, h_n;
+  Array<T> gates, extra, output, state_output, h_n;
   Array<float> states_n;
   Array<T> grad_gates, grad_projections, grad_h;
   Array<float> grad_own_h, grad_states, grad_sums;
@@ -344,6 +348,7 @@ class Kernels {
     gates = narrowed<T>(inputs.gates);
     extra = unwritten<T>(rows * kExtra * hidden);
     output = unwritten<T>(rows * hidden);
+    if (kShape.outputs_state()) state_output = output;
     h_n = unwritten<T>(c.batch * hidden);
     states_n = unwritten<float>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);
@@ -356,11 +361,21 @@ class Kernels {
 
   void forward() {
     using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
-    const SequenceForwardArguments<T> arguments = {
-        steps_.order(), steps_.rows(),      c_.hidden,           c_.save,
-        weight_.data(), parameters_.data(), step_inputs_.data(), kKeeps ? keep_.data() : nullptr,
-        h0_.data(),     states0_.data(),    gates.data(),        extra.data(),
-        output.data(),  h_n.data(),         states_n.data()};
+    const SequenceForwardArguments<T> arguments = {steps_.order(),
+                                                   c_.hidden,
+                                                   c_.save,
+                                                   weight_.data(),
+                                                   parameters_.data(),
+                                                   step_inputs_.data(),
+                                                   kKeeps ? keep_.data() : nullptr,
+                                                   h0_.data(),
+                                                   states0_.data(),
+                                                   gates.data(),
+                                                   extra.data(),
+                                                   output.data(),
+                                                   kShape.outputs_state() ? state_output.data() : nullptr,
+                                                   h_n.data(),
+                                                   states_n.data()};
     launch<Config, PersistentForward<Config>>(arguments);
   }
 
@@ -483,6 +498,7 @@ void check(const Case& c) {
   reference.forward();
   kernels.forward();
   compare("output", widened(kernels.output), reference.output);
+  compare("state_output", widened(kernels.state_output), reference.state_output);
   compare("h_n", widened(kernels.h_n), reference.h);
   compare("states_n", widened(kernels.states_n), reference.states);
   if (!c.save) return compare("gates", widened(kernels.gates), inputs.gates);

@@ -274,12 +274,13 @@ class PersistentBackward
       saved[0][v] = value.x;
       saved[1][v] = value.y;
     }
+    float2& of_output = gradient_of_output<Cell>(grad_h, grad_states);
+    of_output = add(of_output, inputs_[i].grad_output.widen());
 #pragma unroll
     for (int s = 0; s < kStates; ++s) of_unit[0][s] = grad_states[s].x, of_unit[1][s] = grad_states[s].y;
     using Math = typename Config::Math;
-    const float2 total = add(grad_h, inputs_[i].grad_output.widen());
-    Cell::template backward<Math>(saved[0], in[0], total.x, of_unit[0], grads[0]);
-    Cell::template backward<Math>(saved[1], in[1], total.y, of_unit[1], grads[1]);
+    Cell::template backward<Math>(saved[0], in[0], grad_h.x, of_unit[0], grads[0]);
+    Cell::template backward<Math>(saved[1], in[1], grad_h.y, of_unit[1], grads[1]);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) grad_states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
     if constexpr (Config::kKeeps) {

@@ -117,6 +117,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // Saves the step's values and moves on to step n.
   __device__ __forceinline__ void prepare_pair(int i, int n) {
     OneTilePair& p = pairs_[i];
+    if (p.exists) store_state_output(p.to, p.states);
     if (args_.save && p.exists) save(p.to, p.saved, unit(i));
     p.to.move(to_next_ * hidden_);
     if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
@@ -182,6 +183,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = h;
+      store_state_output(to, states);
       if (args_.save) save(to, saved, j);
       if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
     }
@@ -201,6 +203,13 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       write_pair(args_.states_n + Base::state_at(s, at, args_.steps.batch), states[s].x, states[s].y);
+    }
+  }
+
+  __device__ __forceinline__ void store_state_output(const Addresses& to, const States& states) const {
+    if constexpr (Cell::kOutputState >= 0) {
+      const float2 y = states[Cell::kOutputState];
+      write_pair(args_.state_output + (to.output - args_.output), y.x, y.y);
     }
   }
 

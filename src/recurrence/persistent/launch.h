@@ -37,12 +37,14 @@ cudaError_t fill_unwritten(T* data, int64_t rows, int64_t width, cudaStream_t st
   return cudaMemsetAsync(data, kUnwrittenByte, rows * width * sizeof(T), stream);
 }
 template <typename T>
-cudaError_t fill_unwritten(const CellShape&, const SequenceForwardArguments<T>& s, cudaStream_t stream) {
-  return fill_unwritten(s.output, s.rows, s.hidden, stream);
+cudaError_t fill_unwritten(const CellShape&, const PerDirection<SequenceForwardArguments<T>>& sequences,
+                           int i, cudaStream_t stream) {
+  return fill_unwritten(sequences.of[i].output, sequences.rows, sequences.of[i].hidden, stream);
 }
 template <typename T>
-cudaError_t fill_unwritten(const CellShape& cell, const SequenceBackwardArguments<T>& s,
-                           cudaStream_t stream) {
+cudaError_t fill_unwritten(const CellShape& cell, const PerDirection<SequenceBackwardArguments<T>>& sequences,
+                           int i, cudaStream_t stream) {
+  const SequenceBackwardArguments<T>& s = sequences.of[i];
   return fill_unwritten(s.grad_gates, s.rows, int64_t{cell.gates} * s.hidden, stream);
 }
 
@@ -54,7 +56,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
   const bool cluster = plan.algorithm == Algorithm::kCluster;
   for (int i = 0; !cluster && i < sequences.count; ++i) {
-    const cudaError_t error = fill_unwritten(cell, sequences.of[i], stream);
+    const cudaError_t error = fill_unwritten(cell, sequences, i, stream);
     if (error != cudaSuccess) return error;
   }
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};

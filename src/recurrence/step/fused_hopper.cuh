@@ -169,6 +169,9 @@ struct FusedForwardStep {
 #pragma unroll
     for (int i = 0; i < kStates; ++i) store(s.states_n + state_at(s, i, state), states[i]);
     store(s.output + at * s.hidden + unit, h);
+    if constexpr (Cell::kOutputState >= 0) {
+      store(s.state_output + at * s.hidden + unit, states[Cell::kOutputState]);
+    }
     if (step == s.steps.length - 1) store(s.h_n + state, h);
     if (!s.save) return;
 #pragma unroll
@@ -262,10 +265,11 @@ struct FusedBackwardStep {
       inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int i = 0; i < Cell::kSaved; ++i) saved[i] = widen(inputs.saved[i].data[e]);
-      if (s.grad_output) grad_h[e] += widen(inputs.grad_output.data[e]);
-      if constexpr (Cell::kReadsH) grad_h[e] += inputs.grad_own_h.data[e];
 #pragma unroll
       for (int i = 0; i < kStates; ++i) mine[i] = inputs.grad_states[i].data[e];
+      float& of_output = gradient_of_output<Cell>(grad_h[e], mine);
+      if (s.grad_output) of_output += widen(inputs.grad_output.data[e]);
+      if constexpr (Cell::kReadsH) grad_h[e] += inputs.grad_own_h.data[e];
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
       for (int i = 0; i < kStates; ++i)

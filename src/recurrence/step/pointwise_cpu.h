@@ -13,7 +13,7 @@ alignas(64) inline constexpr A kZeros[kBlock] = {};
 // Cells of these kernels have one state, and nothing that is seen apart.
 template <class Cell>
 constexpr bool kHasOneState = Cell::kStates == 1 && Cell::kParameters == 0 && Cell::kStepInputs == 0 &&
-                              !Cell::kSeparate && !Cell::kReadsH;
+                              !Cell::kSeparate && !Cell::kReadsH && Cell::kOutputState < 0;
 
 template <class Cell, typename T, typename C>
 void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, int n) {

@@ -48,10 +48,11 @@ struct StepForwardArguments {
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
-  T* h;            // [B, H] the new state; of a cell that reads it, the old one before
-  T* output;       // [B, H] a second copy of it, or null
-  Gates<T> saved;  // [B, G, H] the first G saved values; may be `gates`, or null
-  T* extra;        // [B, E, H] the other saved values, or null
+  T* h;             // [B, H] the new state; of a cell that reads it, the old one before
+  T* output;        // [B, H] a second copy of it, or null
+  T* state_output;  // [B, H] a copy of the new state kOutputState, if the cell has one
+  Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
+  T* extra;         // [B, E, H] the other saved values, or null
 };
 
 // Extra is the type of the saved values after the first G.
@@ -62,7 +63,7 @@ struct StepBackwardArguments {
   const Extra* extra;              // [B, E, H]
   const T* parameters;             // [P, H]
   const T* step_inputs;            // [B, K, H]
-  StridedGradient<T> grad_output;  // [B, H] gradient of h from outside the recurrence
+  StridedGradient<T> grad_output;  // [B, H] gradient of h, or the state kOutputState, from outside
   const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
   acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
   StridedGradient<C> grad_new_states;  // S times [B, H]
@@ -119,6 +120,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = h;
   if (s.output) s.output[at] = h;
+  if constexpr (Cell::kOutputState >= 0) s.state_output[at] = narrow<T>(states[Cell::kOutputState]);
   if (!s.saved.data) return;
   for (int g = 0; g < kGates; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
   if (!s.extra) return;
@@ -151,8 +153,9 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   CellInputs<Cell, acc_t<T>> in;
   load_step_constants<Cell>(s, b, j, in);
   acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)],
-      grad_h = s.grad_output.at(b, j);
+      grad_h = Cell::kOutputState < 0 ? s.grad_output.at(b, j) : acc_t<T>(0);
   for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
+  if constexpr (Cell::kOutputState >= 0) grad_states[Cell::kOutputState] += s.grad_output.at(b, j);
   for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if (s.grad_h) grad_h += widen(s.grad_h[at]);

@@ -98,7 +98,7 @@ struct BackwardOps {
   // What a direction's backward reads in addition to the forward's inputs.
   struct BackwardInputs {
     OptionalTensor grad_output, grad_h_n, grad_states_n;
-    at::Tensor output, gates, extra;  // as the forward left them
+    at::Tensor output, gates, extra;  // as the forward left them; output: h of every step
   };
 
   void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input, const Direction& d) const {

@@ -23,7 +23,8 @@ struct ForwardOps {
   const int64_t gates = shape.gates, extra = shape.extra();
 
   struct Outputs {
-    at::Tensor output, h_n, states_n;
+    at::Tensor output, h_n, states_n;  // output: h of every step
+    at::Tensor state_output;           // the state that is the output instead; or undefined
     at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs
     at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
   };
@@ -47,6 +48,7 @@ struct ForwardOps {
     const int64_t hidden = d.h0.size(1);
     Outputs out;
     out.output = empty_like_input(input, hidden);
+    if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
     out.gates = Matmul(input)
                     .affine(flatten_rows(input), d.weight_ih.t(), d.bias)
                     .view_symint(sizes_like_input(input, gates * hidden));
@@ -118,6 +120,9 @@ struct ForwardOps {
                    .state_stride = batch * hidden,
                    .h = mutable_pointer<T>(h),
                    .output = mutable_pointer<T>(out.output) + first_row * hidden,
+                   .state_output = shape.outputs_state()
+                                       ? mutable_pointer<T>(out.state_output) + first_row * hidden
+                                       : nullptr,
                    .saved = Gates<T>::in_rows(save ? step_gates : nullptr, gates, hidden),
                    .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
                };
@@ -143,7 +148,6 @@ struct ForwardOps {
       const Outputs& out = outs[i];
       return SequenceForwardArguments<T>{
           .steps = sizes.order(directions[i].reverse, first_rows),
-          .rows = out.output.numel() / sizes.hidden,
           .hidden = static_cast<int>(sizes.hidden),
           .save = save,
           .weight = pointer<T>(weights[i]),
@@ -155,18 +159,21 @@ struct ForwardOps {
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
+          .state_output = mutable_pointer<T>(out.state_output),
           .h_n = mutable_pointer<T>(out.h_n),
           .states_n = mutable_pointer<float>(out.states_n),
       };
     };
     return try_launch_fused("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
                             [&](auto type, auto stream) {
-                              return op.launch(per_direction(type, directions.size(), arguments_of), plan,
-                                               stream);
+                              auto sequences = per_direction(type, directions.size(), arguments_of);
+                              sequences.rows = outs[0].output.numel() / sizes.hidden;
+                              return op.launch(sequences, plan, stream);
                             });
   }
 
-  // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}.
+  // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}, and h
+  // of every step if the output is a state.
   variable_list check_and_run(const at::Tensor& input, Directions directions,
                               at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                               bool save) const {
@@ -177,8 +184,10 @@ struct ForwardOps {
                                       : run_forward(input, directions, batch_sizes, algorithm, save);
     variable_list outputs;
     for (const Outputs& out : outs) {
-      append(outputs, {out.output, out.h_n, out.states_n});
-      if (save) append(outputs, {out.gates, out.extra});
+      append(outputs, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
+      if (!save) continue;
+      append(outputs, {out.gates, out.extra});
+      if (shape.outputs_state()) append(outputs, {out.output});
     }
     return outputs;
   }
@@ -187,8 +196,12 @@ struct ForwardOps {
     std::vector<Outputs> outs;
     for (const Direction& d : directions) {
       const c10::SymInt hidden = d.h0.sym_size(1);
-      outs.push_back({empty_like_input(input, hidden), empty_contiguous(d.h0), empty_contiguous(d.states),
-                      empty_like_input(input, gates * hidden), empty_like_input(input, extra * hidden)});
+      outs.push_back({.output = empty_like_input(input, hidden),
+                      .h_n = empty_contiguous(d.h0),
+                      .states_n = empty_contiguous(d.states),
+                      .gates = empty_like_input(input, gates * hidden),
+                      .extra = empty_like_input(input, extra * hidden)});
+      if (shape.outputs_state()) outs.back().state_output = empty_like_input(input, hidden);
     }
     return outs;
   }
