@@ -59,19 +59,22 @@ class PersistentBackward
   };
   struct InputAddresses {
     const T *gates, *extra, *steps, *grad_output;
-    __device__ __forceinline__ void move(int64_t elements) {
-      gates += elements * kGates;
-      extra += elements * kExtra;
-      steps += elements * Cell::kStepInputs;
-      grad_output += elements;
+    const float* keep;
+    __device__ __forceinline__ void move(int64_t rows, int hidden) {
+      gates += rows * hidden * kGates;
+      extra += rows * hidden * kExtra;
+      steps += rows * hidden * Cell::kStepInputs;
+      grad_output += rows * hidden;
+      keep += rows;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
-            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j};
+            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j,
+            args_.keep + row};
   }
-  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at, int64_t row) const {
-    if constexpr (Config::kKeeps) inputs.keep = args_.keep[row];
+  __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
+    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
@@ -116,7 +119,7 @@ class PersistentBackward
       load_grad_states(p.grad_states, p.at);
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
       if (Cell::kReadsH) p.grad_h = add(p.grad_h, read_pair(args_.grad_own_h + p.at).widen());
-      load(inputs_[i], p.inputs, first + b);
+      load(inputs_[i], p.inputs);
     }
     return {nullptr, 0, false, map_.element, map_.g};
   }
@@ -146,8 +149,8 @@ class PersistentBackward
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
     p.grad_gates += to_next_ * kGates * hidden_;
-    p.inputs.move(to_next_ * hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.inputs, rows_of(n).first + row(i, 0));
+    p.inputs.move(to_next_, hidden_);
+    if (p.exists && n < steps()) load(inputs_[i], p.inputs);
   }
 
   // The gradients of the states before the first step.
@@ -198,7 +201,7 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        load(inputs_[i], inputs_at(rows.first + b, unit(i)), rows.first + b);
+        load(inputs_[i], inputs_at(rows.first + b, unit(i)));
       }
     }
   }

@@ -53,18 +53,20 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   struct Addresses {
     T *gates, *output;
     const T* steps;
-    __device__ __forceinline__ void move(int64_t elements) {
-      gates += elements * kGates;
-      output += elements;
-      steps += elements * Cell::kStepInputs;
+    const float* keep;
+    __device__ __forceinline__ void move(int64_t rows, int hidden) {
+      gates += rows * hidden * kGates;
+      output += rows * hidden;
+      steps += rows * hidden * Cell::kStepInputs;
+      keep += rows;
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
     return {args_.gates + row * kGates * hidden_ + j, args_.output + row * hidden_ + j,
-            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j};
+            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.keep + row};
   }
-  __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at, int64_t row) const {
-    if constexpr (Config::kKeeps) inputs.keep = args_.keep[row];
+  __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
+    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -95,7 +97,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       p.to = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH) p.h = p.exists ? read_pair(args_.h0 + p.at).widen() : make_float2(0, 0);
-      if (p.exists && steps() > 0) load(inputs_[i], p.to, first + b);
+      if (p.exists && steps() > 0) load(inputs_[i], p.to);
     }
     return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element,
             lane_row < map_.end_row ? map_.vectors : 0, false, map_.element, map_.g};
@@ -119,8 +121,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     OneTilePair& p = pairs_[i];
     if (p.exists) store_state_output(p.to, p.states);
     if (args_.save && p.exists) save(p.to, p.saved, unit(i));
-    p.to.move(to_next_ * hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.to, args_.steps.at(n).first + row(i, 0));
+    p.to.move(to_next_, hidden_);
+    if (p.exists && n < steps()) load(inputs_[i], p.to);
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -151,7 +153,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        load(inputs_[i], addresses(rows.first + b, unit(i)), rows.first + b);
+        load(inputs_[i], addresses(rows.first + b, unit(i)));
       }
     }
   }
