@@ -80,7 +80,7 @@ class PersistentBackward
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
     }
     Base::load_step_inputs(inputs.steps, at.steps);
-    inputs.grad_output = args_.grad_output ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
+    inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
   }
 
   using Gradients = CellGradients<Cell, float>[2];  // of a pair's units
@@ -142,15 +142,15 @@ class PersistentBackward
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
   }
 
-  // Moves on to step n.
-  __device__ __forceinline__ void prepare_pair(int i, int n) {
+  // Moves on to the next step, if there is one.
+  __device__ __forceinline__ void prepare_pair(int i, bool has_next) {
     OneTilePair& p = pairs_[i];
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
     p.grad_gates += to_next_ * kGates * hidden_;
     p.inputs.move(to_next_, hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.inputs);
+    if (p.exists && has_next) load(inputs_[i], p.inputs);
   }
 
   // The gradients of the states before the first step.
@@ -341,6 +341,7 @@ class PersistentBackward
 
   static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
+  const bool has_grad_output_ = args_.grad_output != nullptr;
   int64_t to_next_;     // rows to the next step's
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];

@@ -240,6 +240,23 @@ class L2Prefetcher {
     int hidden_, first_plane_ = 0;
   };
 
+  // Where every step has `rows` rows (fewer than 0: in reverse), addresses move from step to step.
+  __device__ __forceinline__ void begin(int64_t first_row, int end_row) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (row_[i] < end_row) address_[i] += first_row * stride_[i];
+    }
+  }
+  __device__ __forceinline__ void fetch_next(int64_t rows, int end_row) {
+    if (static_cast<int>(threadIdx.x) < kFirst) return;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (row_[i] >= end_row) continue;
+      prefetch_global_l2(address_[i]);
+      address_[i] += rows * stride_[i];
+    }
+  }
+
   __device__ __forceinline__ void fetch(const StepRows& rows, int tile, int end_row) const {
     if (static_cast<int>(threadIdx.x) < kFirst) return;
 #pragma unroll

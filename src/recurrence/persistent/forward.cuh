@@ -51,19 +51,21 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float keep;
   };
   struct Addresses {
-    T *gates, *output;
+    T *gates, *extra, *output;
     const T* steps;
     const float* keep;
     __device__ __forceinline__ void move(int64_t rows, int hidden) {
       gates += rows * hidden * kGates;
+      extra += rows * hidden * kExtra;
       output += rows * hidden;
       steps += rows * hidden * Cell::kStepInputs;
       keep += rows;
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
-    return {args_.gates + row * kGates * hidden_ + j, args_.output + row * hidden_ + j,
-            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.keep + row};
+    return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
+            args_.output + row * hidden_ + j, args_.step_inputs + row * Cell::kStepInputs * hidden_ + j,
+            args_.keep + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
     if constexpr (Config::kKeeps) inputs.keep = *at.keep;
@@ -116,13 +118,13 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     Base::exchange(p.to.output, p.h.x, p.h.y, p.exists, i, 0);
   }
 
-  // Saves the step's values and moves on to step n.
-  __device__ __forceinline__ void prepare_pair(int i, int n) {
+  // Saves the step's values and moves on to the next step, if there is one.
+  __device__ __forceinline__ void prepare_pair(int i, bool has_next) {
     OneTilePair& p = pairs_[i];
     if (p.exists) store_state_output(p.to, p.states);
-    if (args_.save && p.exists) save(p.to, p.saved, unit(i));
+    if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
-    if (p.exists && n < steps()) load(inputs_[i], p.to);
+    if (p.exists && has_next) load(inputs_[i], p.to);
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -186,7 +188,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = h;
       store_state_output(to, states);
-      if (args_.save) save(to, saved, j);
+      if (saves_) save(to, saved);
       if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
     }
   }
@@ -254,16 +256,16 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return Cell::kReadsH ? Pair<T>::of(h[0], h[1]).widen() : make_float2(h[0], h[1]);
   }
 
-  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved, int j) const {
-    T* const extra = args_.extra + (to.output - args_.output - j) * kExtra + j;
+  __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      write_pair(v < kGates ? to.gates + v * hidden_ : extra + (v - kGates) * hidden_, saved[0][v],
+      write_pair(v < kGates ? to.gates + v * hidden_ : to.extra + (v - kGates) * hidden_, saved[0][v],
                  saved[1][v]);
     }
   }
 
   const Arguments& args_;
+  const bool saves_ = args_.save;
   int64_t to_next_;  // rows to the next step's
   const T* states_;  // the lane's row of the exchanged states
   OneTilePair pairs_[kPairs];

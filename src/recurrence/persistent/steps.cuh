@@ -161,20 +161,22 @@ class PersistentSteps {
   // can't.
   __device__ __forceinline__ void run_one_tile() {
     Derived& self = derived();
+    const int steps = self.steps();  // in a register, as all that a step needs: each load waits
     RowSource<T> source = self.begin_one_tile();
-    for (int n = 0; n < self.steps(); ++n) {
+    prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
+    for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile(n & 1, source);
       source = self.next_source(source);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         if (map_.warp_has_pair(i)) self.step_pair(i, sums);
       }
-      if (Derived::kSendsLastStep || n + 1 < self.steps()) exchange_.send();
+      if (Derived::kSendsLastStep || n + 1 < steps) exchange_.send();
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        if (map_.warp_has_pair(i)) self.prepare_pair(i, n + 1);
+        if (map_.warp_has_pair(i)) self.prepare_pair(i, n + 1 < steps);
       }
-      prefetcher_.fetch(self.rows_of(n + kStepsAhead), 0, map_.end_row);
+      if (n + kStepsAhead < steps) prefetcher_.fetch_next(self.to_next_, map_.end_row);
       exchange_.advance();
       // Polling before the data can be there slows the traffic that brings it.
       if (Exchange::kThroughL2) __syncthreads();
