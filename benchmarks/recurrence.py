@@ -83,6 +83,14 @@ COMPARISONS = (
         of_class(lltm_ext.LSTM),
         ("bfloat16",),
     ),
+    Comparison(
+        "own",
+        "Recurrent(indrnn)",
+        "nn.RNN(relu)",
+        of_class(lltm_ext.Recurrent, cells.indrnn),
+        of_class(nn.RNN, nonlinearity="relu"),
+        ("bfloat16",),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Recurrent cells, some whose output is a state and some given as text, and random arguments for them."""
+"""Recurrent cells, some whose output is a state, without a product or given as text, and random arguments."""
 
 import torch
 from op_suite import Call
@@ -28,7 +28,30 @@ def smoothed_lstm(x, h, s, u):
 
 
 WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
-CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT
+
+
+@lltm_ext.recurrence(gates=2, states=("fast", "slow"), parameters=("rate",), inputs=("gap",), recurrent=False)
+def without_product(x, h, s, p, u):
+    fast = torch.sigmoid(p.rate) * s.fast + x[0]
+    slow = s.slow * torch.exp(-u.gap * u.gap) + 0.1 * fast
+    return torch.tanh(fast + x[1] * slow) + 0.5 * h, (fast, slow)
+
+
+@lltm_ext.recurrence(gates=3, states=("c",), recurrent=False)
+def qrnn(x, s):
+    forget = torch.sigmoid(x[1])
+    c = forget * s.c + (1 - forget) * torch.tanh(x[0])
+    return torch.sigmoid(x[2]) * c, (c,)
+
+
+@lltm_ext.recurrence(gates=1, states=("y",), inputs=("mask",), output="y", recurrent=False)
+def masked_unit(x, h, s, u):
+    y = torch.tanh(x[0] - 0.9 * h) + 0.1 * s.y
+    return u.mask * y, (y,)
+
+
+WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit)}
+CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
 
 # The gradient jumps where relu and maximum do, and half types round values to the other side. With these
 # amounts, added to the bias of a gate and subtracted in every other unit, all units stay far from there.

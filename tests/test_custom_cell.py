@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cell_examples import CELLS, TEXTS, WITH_OUTPUT, arguments_of
+from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, arguments_of
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -15,6 +15,7 @@ from op_suite import (
     assert_same_bits,
     cotangents,
     forward_and_gradients,
+    kernels_of,
     needs_cuda,
 )
 
@@ -107,6 +108,49 @@ def test_float64_and_odd_sizes_run_stepwise(name):
         example = Example(name, DOUBLE, length, batch, hidden, input_size=5)
         assert example.algorithm() == "stepwise"
         example.check(DOUBLE)
+
+
+# Not IndRNN in float32: of so many values some round to the other side of relu's kink.
+independent_units = pytest.mark.parametrize(
+    "name,dtype",
+    [(name, dtype) for name in WITHOUT_PRODUCT for dtype in (*TYPES, DOUBLE)]
+    + [("indrnn", dtype) for dtype in (torch.float16, torch.bfloat16, DOUBLE)],
+    ids=str,
+)
+
+
+@needs_cuda
+@independent_units
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_sequences_of_independent_units(name, dtype, reverse):
+    """Shorter and longer than the steps that a thread loads ahead; several chunks of the backward."""
+    for length, batch, hidden in ((1, 1, 1), (7, 5, 63), (7, 16, 512), (300, 3, 17), (300, 33, 66)):
+        for reset in (False, True):
+            Example(name, dtype, length, batch, hidden, reset=reset).check(dtype, reverse=reverse)
+
+
+@needs_cuda
+@independent_units
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_packed_rows_of_independent_units(name, dtype, reset):
+    sizes = [300] * 20 + [299] * 9 + [40] * 30 + [1] * 10
+    for hidden in (7, 64):
+        for reverse in (False, True):
+            example = Example(name, dtype, len(sizes), 300, hidden, sizes=sizes, reset=reset)
+            example.check(dtype, reverse=reverse)
+
+
+@needs_cuda
+def test_all_steps_of_independent_units_are_one_kernel(profiler_sees_kernels):
+    example = Example("indrnn", torch.bfloat16, 9, 5, 64, reset=True)
+    call = example.call.leaves()
+    outputs = call.run(example.ours)
+    backward = functools.partial(
+        torch.autograd.grad, outputs, call.tensors, cotangents(outputs), retain_graph=True
+    )
+    backward()  # compiles
+    for kernels in kernels_of([lambda: call.run(example.ours), backward]):
+        assert kernels.count("custom_cell_kernel") == 1
 
 
 @needs_cuda
@@ -272,8 +316,9 @@ def test_block_diagonal_weights_are_those_of_a_dense_matrix_with_zeros():
 
 
 @needs_cuda
-def test_the_same_call_twice_gives_the_same_bits():
-    example = Example("gru", torch.bfloat16, 50, 40, 256)
+@pytest.mark.parametrize("name", ["gru", "indrnn"])
+def test_the_same_call_twice_gives_the_same_bits(name):
+    example = Example(name, torch.bfloat16, 50, 40, 256)
     first = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
     again = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
     assert_same_bits(first, again)
@@ -409,6 +454,19 @@ def test_other_architectures(architecture):
     for backward in (False, True):
         assert _C.compile(cells.gru.program, torch.float16, backward, -1, architecture)
         assert _C.compile(cells.gru.program, torch.float64, backward, -1, architecture)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("name", ["indrnn", *WITHOUT_PRODUCT])
+def test_kernels_of_independent_units_compile(name, architecture):
+    program = CELLS[name].program
+    for dtype in (*TYPES, DOUBLE):
+        for backward in (False, True):
+            one, pair = (
+                _C.compile(program, dtype, backward, -1, architecture, independent_units=units)
+                for units in (1, 2)
+            )
+            assert one != pair
 
 
 @every_cell

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import WITH_OUTPUT, arguments_of
+from cell_examples import WITH_OUTPUT, arguments_of, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -50,13 +50,6 @@ def everything(x, r, h, s, p, u):
     n = torch.sigmoid(p.b * s.c) + 0.5 * s.n
     c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
     return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
-
-
-@lltm_ext.recurrence(gates=2, states=("fast", "slow"), parameters=("rate",), inputs=("gap",), recurrent=False)
-def without_product(x, h, s, p, u):
-    fast = torch.sigmoid(p.rate) * s.fast + x[0]
-    slow = s.slow * torch.exp(-u.gap * u.gap) + 0.1 * fast
-    return torch.tanh(fast + x[1] * slow) + 0.5 * h, (fast, slow)
 
 
 @lltm_ext.recurrence(gates=3, states=("c",))

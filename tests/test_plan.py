@@ -33,9 +33,10 @@ int main(int count, char** questions) {
     const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[10]));
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d\\n", names[static_cast<int>(plan.algorithm)], grid.group_blocks,
-                grid.groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
-                plan.fused_step.rows, plan.fused_step.split_k);
+    const char* algorithm = names[static_cast<int>(plan.algorithm)];
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups, grid.rows,
+                plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
+                plan.independent, plan.fused_step.rows, plan.fused_step.split_k);
   }
 }
 """
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     why_not: str
     on_hopper_only: bool  # the kernel
     tf32: bool  # the kernel
+    independent: bool  # one kernel runs all steps of units without a product
     fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
 
 
@@ -99,9 +101,10 @@ def encode(
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, *fused_step = line.split("|")
+    algorithm, members, groups, rows, why_not, hopper, tf32, independent, *fused_step = line.split("|")
     sizes = int(members), int(groups), int(rows)
-    return Plan(algorithm, *sizes, why_not, hopper == "1", tf32 == "1", tuple(map(int, fused_step)))
+    flags = (flag == "1" for flag in (hopper, tf32, independent))
+    return Plan(algorithm, *sizes, why_not, *flags, tuple(map(int, fused_step)))
 
 
 def problems(**more):
@@ -314,6 +317,30 @@ def test_backward_steps_of_any_number_of_gates_are_fused(plan, gates, forward):
     problem = {"hidden": 512, "batch": 64, "gates": gates, "algorithm": "stepwise"}
     found = plan(problem, {**problem, "backward": True})
     assert [step.fused_step[0] for step in found] == [forward, 64]
+
+
+@pytest.mark.parametrize("chip", [H200, A100, L4, T4], ids=["H200", "A100", "L4", "T4"])
+def test_units_without_a_product_run_all_steps_in_one_kernel(plan, chip):
+    sizes = [(512, 16), (63, 5), (1, 1), (4096, 100_000)]
+    asked = [
+        {"hidden": hidden, "batch": batch, "size": size, "backward": backward, "dense": dense, "chip": chip}
+        for hidden, batch in sizes
+        for size in (2, 4, 8)
+        for backward in (False, True)
+        for dense in (False, True)
+    ]
+    for algorithm in ("auto", "stepwise"):
+        for recurrent in (False, True):
+            for found in plan(*({**p, "algorithm": algorithm, "recurrent": recurrent} for p in asked)):
+                assert found.independent == (not recurrent)
+                assert recurrent or found.algorithm == "stepwise"
+
+
+def test_no_other_algorithm_runs_units_without_a_product(plan):
+    for found in plan(
+        *({"hidden": 64, "batch": 8, "recurrent": False, "algorithm": a} for a in ("cluster", "grid"))
+    ):
+        assert found.why_not == "takes cells with a product of h, got one without"
 
 
 def test_only_stepwise_plans_have_a_fused_step(plan):

@@ -1,7 +1,13 @@
 import torch
 
 def source(
-    program: str, dtype: torch.dtype, backward: bool, variant: int, fused_rows: int = 0, keeps: bool = False
+    program: str,
+    dtype: torch.dtype,
+    backward: bool,
+    variant: int,
+    fused_rows: int = 0,
+    keeps: bool = False,
+    independent_units: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -11,5 +17,6 @@ def compile(
     architecture: str,
     fused_rows: int = 0,
     keeps: bool = False,
+    independent_units: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...

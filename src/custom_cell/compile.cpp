@@ -5,6 +5,7 @@
 #ifdef LLTM_EXT_WITH_CUDA
 LLTM_EMBED(portable_h, "common/portable.h");
 LLTM_EMBED(types_h, "common/types.h");
+LLTM_EMBED(vec_cuh, "common/vec.cuh");
 LLTM_EMBED(math_h, "common/math.h");
 LLTM_EMBED(fast_math_cuh, "common/fast_math.cuh");
 LLTM_EMBED(ptx_cuh, "common/ptx.cuh");
@@ -24,6 +25,10 @@ LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
 LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
 LLTM_EMBED(forward_cuh, "recurrence/persistent/forward.cuh");
 LLTM_EMBED(backward_cuh, "recurrence/persistent/backward.cuh");
+LLTM_EMBED(unit_shape_h, "recurrence/independent/shape.h");
+LLTM_EMBED(unit_steps_cuh, "recurrence/independent/steps.cuh");
+LLTM_EMBED(unit_forward_cuh, "recurrence/independent/forward.cuh");
+LLTM_EMBED(unit_backward_cuh, "recurrence/independent/backward.cuh");
 LLTM_EMBED(step_h, "recurrence/step/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
 LLTM_EMBED(fused_shape_h, "recurrence/step/fused_shape.h");
@@ -37,10 +42,12 @@ namespace {
 // The engine's, which the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h, types_h,        math_h,        fast_math_cuh,     ptx_cuh,         launch_cuh,  tensor_map_h,
-    sizes_h,    hopper_ptx_cuh, pipeline_cuh,  split_cuh,         cell_h,          variants_h,  shape_h,
-    pair_cuh,   product_cuh,    exchange_cuh,  block_cuh,         steps_cuh,       forward_cuh, backward_cuh,
-    step_h,     pointwise_cuh,  fused_shape_h, fused_arguments_h, fused_hopper_cuh
+    portable_h,       types_h,           vec_cuh,     math_h,         fast_math_cuh, ptx_cuh,
+    launch_cuh,       tensor_map_h,      sizes_h,     hopper_ptx_cuh, pipeline_cuh,  split_cuh,
+    cell_h,           variants_h,        shape_h,     pair_cuh,       product_cuh,   exchange_cuh,
+    block_cuh,        steps_cuh,         forward_cuh, backward_cuh,   unit_shape_h,  unit_steps_cuh,
+    unit_forward_cuh, unit_backward_cuh, step_h,      pointwise_cuh,  fused_shape_h, fused_arguments_h,
+    fused_hopper_cuh
 #endif
 };
 

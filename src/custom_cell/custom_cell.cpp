@@ -214,16 +214,16 @@ Outputs custom_cell_autograd(const at::Tensor& input, const at::Tensor& h0, cons
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, bool keeps) {
-  return CellProgram::get(program).source({type, backward, variant, fused_rows, keeps});
+                   int fused_rows, bool keeps, int independent_units) {
+  return CellProgram::get(program).source({type, backward, variant, fused_rows, keeps, independent_units});
 }
 
 py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                         const std::string& architecture, int fused_rows, bool keeps) {
+                         const std::string& architecture, int fused_rows, bool keeps, int independent_units) {
   const auto binary = [&] {
     const py::gil_scoped_release no_gil;
-    return compile_cell(CellProgram::get(program), {type, backward, variant, fused_rows, keeps},
-                        architecture);
+    return compile_cell(CellProgram::get(program),
+                        {type, backward, variant, fused_rows, keeps, independent_units}, architecture);
   };
   return py::bytes(binary());
 }
@@ -253,10 +253,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false);
+        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false,
+        py::arg("independent_units") = 0);
   m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
-        py::arg("keeps") = false);
+        py::arg("keeps") = false, py::arg("independent_units") = 0);
   m.def("compilations", compilations);
 }
 #endif

@@ -7,6 +7,7 @@
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"
 #include "common/runtime/kernels.h"
+#include "recurrence/independent/launch.h"
 #include "recurrence/step/fused_launch.h"
 #endif
 
@@ -36,6 +37,7 @@ class CustomCellOp {
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
   static constexpr bool keeps_in_fused_kernels() { return true; }
+  static constexpr bool has_fused_kernels_of_double() { return true; }
 
   // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
   void check_device(const at::Tensor& input) const {
@@ -57,12 +59,22 @@ class CustomCellOp {
   cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
                      cudaStream_t stream) const {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
-    const FusedStepTile& tile = plan.fused_step;
-    const bool keeps = sequences.of[0].keep != nullptr;
-    const cudaKernel_t kernel =
-        load_cell_kernel(program_, {scalar_type_of<T>(), kBackward, plan.variant, tile.rows, keeps});
-    if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
-    return launch_persistent(kernel, shape(), sequences, plan, stream);
+    CellKernel which = {scalar_type_of<T>(), kBackward};
+    if (plan.independent) {
+      which.independent_units = independent_units(sequences.of[0].hidden);
+      return run_independent_units(load_cell_kernel(program_, which), sequences.of[0], stream);
+    }
+    if constexpr (std::is_same_v<T, double>) {
+      return cudaErrorNotSupported;  // no other plan is fused
+    } else {
+      const FusedStepTile& tile = plan.fused_step;
+      which.variant = plan.variant;
+      which.fused_rows = tile.rows;
+      which.keeps = sequences.of[0].keep != nullptr;
+      const cudaKernel_t kernel = load_cell_kernel(program_, which);
+      if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
+      return launch_persistent(kernel, shape(), sequences, plan, stream);
+    }
   }
 
   template <typename T>

@@ -47,6 +47,12 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ", kernel.variant,
                      ", ", kernel.backward ? "true" : "false", ", ", keeps, ">>>(sequences, grid)")};
   }
+  if (kernel.is_independent()) {
+    return {kernel.backward ? "independent/backward.cuh" : "independent/forward.cuh",
+            c10::str("const __grid_constant__ Sequence", direction, "Arguments<T> sequence"),
+            "kIndependentThreads",
+            c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
+  }
   return {"step/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
           "run_pointwise<Cell>(step)"};
 }

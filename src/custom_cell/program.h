@@ -13,18 +13,20 @@
 
 namespace lltm_ext {
 
-// A kernel of a cell: a persistent one of a variant, that of fused steps with tiles of some rows, or that of
-// a pointwise step.
+// A kernel of a cell: a persistent one of a variant, that of fused steps with tiles of some rows, that of
+// independent units, or that of a pointwise step.
 struct CellKernel {
   at::ScalarType type;
   bool backward;
-  int variant = -1;    // of a persistent kernel
-  int fused_rows = 0;  // of fused steps
-  bool keeps = false;  // whether rows may keep only a share of their states; a pointwise step never asks
+  int variant = -1;           // of a persistent kernel
+  int fused_rows = 0;         // of fused steps
+  bool keeps = false;         // whether rows may keep only a share of their states; the first two kinds ask
+  int independent_units = 0;  // of a thread
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
-  auto key() const { return std::make_tuple(type, backward, variant, fused_rows, keeps); }
+  bool is_independent() const { return independent_units > 0; }
+  auto key() const { return std::make_tuple(type, backward, variant, fused_rows, keeps, independent_units); }
 };
 
 struct CellProgram {

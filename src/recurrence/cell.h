@@ -115,21 +115,22 @@ struct StepOrder {
 // output is a state. With 128 bytes, a power of two, a direction's address is cheap.
 template <typename T>
 struct SequenceForwardArguments {
+  using A = acc_t<T>;
   StepOrder steps;
   int hidden;
   bool save;             // whether to leave in `gates` and `extra` what backward needs
   const T* weight;       // [G * H, H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
-  const float* keep;     // [N] what a row takes of h and its states into a step, or null for all of them
+  const A* keep;         // [N] what a row takes of h and its states into a step, or null for all of them
   const T* h0;           // [B, H]
-  const float* states0;  // [S, B, H]
+  const A* states0;      // [S, B, H]
   T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
   T* extra;              // [N, E, H] the other saved values
   T* output;             // [N, H] h of every step
   T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
   T* h_n;                // [B, H]
-  float* states_n;       // [S, B, H]
+  A* states_n;           // [S, B, H]
 };
 static_assert(sizeof(SequenceForwardArguments<float>) == 128);
 
@@ -137,6 +138,7 @@ static_assert(sizeof(SequenceForwardArguments<float>) == 128);
 // sum of grad_h and, if the cell reads h, grad_own_h: what reached it through weights and without them.
 template <typename T>
 struct SequenceBackwardArguments {
+  using A = acc_t<T>;
   StepOrder steps;
   int begin, end;
   int64_t first_row, rows;  // of these steps
@@ -144,16 +146,16 @@ struct SequenceBackwardArguments {
   const T* weight_t;     // [H, G * H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
-  const float* keep;     // [N], or null
+  const A* keep;         // [N], or null
   const T* gates;        // [N, G, H] as forward left them
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
   T* grad_projections;   // [rows, G, H] of the projections, then; else not written
   T* grad_h;             // [B, H] after these steps; replaced by that before them
-  float* grad_own_h;     // [B, H] likewise, or null
-  float* grad_states;    // [S, B, H] likewise
-  float* grad_sums;      // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
+  A* grad_own_h;         // [B, H] likewise, or null
+  A* grad_states;        // [S, B, H] likewise
+  A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
                          // all in the first tile's rows; or null
 };
 
@@ -167,6 +169,9 @@ struct PerDirection {
 };
 
 // x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
-LLTM_HOST_DEVICE float keep_share(float keep, float x) { return keep == 0 ? 0 : keep * x; }
+template <typename A>
+LLTM_HOST_DEVICE A keep_share(A keep, A x) {
+  return keep == 0 ? 0 : keep * x;
+}
 
 }  // namespace lltm_ext

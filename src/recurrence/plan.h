@@ -17,9 +17,10 @@ struct Plan {
   int variant = -1;  // of a persistent kernel, its index in kHalfVariants or kFloatVariants
   GroupGrid grid = {};
   FusedStepTile fused_step = {};  // of a stepwise plan
+  bool independent = false;       // of a stepwise plan: one kernel runs all steps of units without a product
   std::string why_not;            // why the requested algorithm can't run
 
-  bool is_fused() const { return algorithm != Algorithm::kStepwise || fused_step.split_k > 0; }
+  bool is_fused() const { return algorithm != Algorithm::kStepwise || fused_step.split_k > 0 || independent; }
 };
 
 struct Problem {
@@ -150,6 +151,8 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
   plan.fused_step = plan_detail::fused_step_tile(problem, device);
+  plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
+                     std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (requested == Algorithm::kStepwise) return plan;
   const auto choose = [&](const auto& variants) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {

@@ -1,5 +1,5 @@
-// Compares the persistent recurrence kernels, run on the CPU (cuda_on_cpu.h), with a loop over the steps in
-// double.
+// Compares the recurrence kernels that run many steps, on the CPU (cuda_on_cpu.h), with a loop over the steps
+// in double: the persistent kernels, and for a cell without a product of h those of independent units.
 //
 //   persistent_kernels CELL
 //
@@ -13,6 +13,8 @@
 
 #include "cells.h"
 #include "cuda_on_cpu.h"
+#include "recurrence/independent/backward.cuh"
+#include "recurrence/independent/forward.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
 
@@ -21,11 +23,19 @@ namespace {
 
 using Values = std::vector<double>;
 
+// In place of a variant: the kernels of independent units.
+constexpr int kIndependent = -1;
+template <typename T, int kVariant>
+constexpr PersistentVariant variant_of() {
+  if constexpr (kVariant != kIndependent) return variants_of<T>()[kVariant];
+  return {};
+}
+
 // ---- cases
 
 struct Case {
   int length, batch, hidden;
-  int group_rows;  // rows of the batch that a group of blocks has
+  int group_rows;  // rows of the batch that a group of blocks of a persistent kernel has
   bool reverse;
   std::vector<int> rows_of_steps;  // of a packed sequence; empty if every step has the whole batch
   bool save = true;                // for backward, which runs then
@@ -79,7 +89,7 @@ struct Precision {
 
 template <typename T>
 Precision precision_of(bool tf32) {
-  if (sizeof(T) == 4) return {rounded<T>, tf32 ? rounded_to_tf32 : rounded<T>, tf32 ? 2e-4 : 1e-5};
+  if (sizeof(T) >= 4) return {rounded<T>, tf32 ? rounded_to_tf32 : rounded<T>, tf32 ? 2e-4 : 1e-5};
   return {rounded<T>, rounded<T>, std::is_same_v<T, __half> ? 2e-3 : 1.5e-2};
 }
 
@@ -119,7 +129,9 @@ struct Inputs {
   Inputs(const CellShape& cell, const Case& c, int64_t rows, bool keeps, double (*round)(double)) {
     Random random;
     const size_t hidden = c.hidden, of_batch = c.batch * hidden, of_rows = rows * hidden;
-    weight = random.values(cell.gates * hidden * hidden, 0, 0.8 / std::sqrt(hidden), round);
+    // Without a product of h, the reference multiplies by zeros.
+    weight =
+        random.values(cell.gates * hidden * hidden, 0, cell.recurrent ? 0.8 / std::sqrt(hidden) : 0, round);
     parameters = random.values(cell.parameters * hidden, 0, 1, round);
     step_inputs = random.values(cell.step_inputs * of_rows, 0.5, 0.5, round);
     keep = keeps ? random.shares(rows) : Values(rows, 1);
@@ -329,9 +341,9 @@ class Kernels {
 
  public:
   Array<T> gates, extra, output, state_output, h_n;
-  Array<float> states_n;
+  Array<acc_t<T>> states_n;
   Array<T> grad_gates, grad_projections, grad_h;
-  Array<float> grad_own_h, grad_states, grad_sums;
+  Array<acc_t<T>> grad_own_h, grad_states, grad_sums;
 
   Kernels(const Case& c, const Steps& steps, const Inputs& inputs)
       : c_(c),
@@ -342,25 +354,24 @@ class Kernels {
         step_inputs_(narrowed<T>(inputs.step_inputs)),
         h0_(narrowed<T>(inputs.h0)),
         grad_output_(narrowed<T>(inputs.grad_output)),
-        keep_(narrowed<float>(inputs.keep)),
-        states0_(narrowed<float>(inputs.states0)) {
+        keep_(narrowed<acc_t<T>>(inputs.keep)),
+        states0_(narrowed<acc_t<T>>(inputs.states0)) {
     const size_t rows = steps.rows(), hidden = c.hidden;
     gates = narrowed<T>(inputs.gates);
     extra = unwritten<T>(rows * kExtra * hidden);
     output = unwritten<T>(rows * hidden);
     if (kShape.outputs_state()) state_output = output;
     h_n = unwritten<T>(c.batch * hidden);
-    states_n = unwritten<float>(states0_.size());
+    states_n = unwritten<acc_t<T>>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);
     if (Cell::kSeparate) grad_projections = grad_gates;
     grad_h = narrowed<T>(inputs.grad_h_n);
     if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
-    grad_states = narrowed<float>(inputs.grad_states_n);
+    grad_states = narrowed<acc_t<T>>(inputs.grad_states_n);
     grad_sums.resize(c.batch * kShape.sums() * hidden);
   }
 
   void forward() {
-    using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
@@ -376,12 +387,16 @@ class Kernels {
                                                    kShape.outputs_state() ? state_output.data() : nullptr,
                                                    h_n.data(),
                                                    states_n.data()};
-    launch<Config, PersistentForward<Config>>(arguments);
+    if constexpr (kVariant == kIndependent) {
+      launch_independent<IndependentForward>(arguments);
+    } else {
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
+      launch<Config, PersistentForward<Config>>(arguments);
+    }
   }
 
   // Steps [begin, end).
   void backward(int begin, int end) {
-    using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
     const auto [first_row, rows] = steps_.range(begin, end);
     const size_t first = first_row * kGates * c_.hidden;
     SequenceBackwardArguments<T> arguments = {steps_.order(), begin, end, first_row, rows, c_.hidden};
@@ -398,7 +413,12 @@ class Kernels {
     arguments.grad_own_h = Cell::kReadsH ? grad_own_h.data() : nullptr;
     arguments.grad_states = grad_states.data();
     arguments.grad_sums = grad_sums.data();
-    launch<Config, PersistentBackward<Config>>(arguments);
+    if constexpr (kVariant == kIndependent) {
+      launch_independent<IndependentBackward>(arguments);
+    } else {
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
+      launch<Config, PersistentBackward<Config>>(arguments);
+    }
   }
 
   // The saved values, [N, kSaved, H]: the first are in `gates`, the others in `extra`.
@@ -426,7 +446,7 @@ class Kernels {
   }
 
  private:
-  static constexpr PersistentVariant kPersistent = variants_of<T>()[kVariant];
+  static constexpr PersistentVariant kPersistent = variant_of<T, kVariant>();
   static constexpr bool kCluster = kPersistent.algorithm == Algorithm::kCluster;
 
   GroupGrid grid() const {
@@ -449,10 +469,22 @@ class Kernels {
     });
   }
 
+  template <template <class, typename, int> class Units, class Arguments>
+  void launch_independent(const Arguments& arguments) const {
+    const auto blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
+    cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0}, [&] {
+      if (independent_units(c_.hidden) == 2) {
+        Units<Cell, T, 2>(arguments).run();
+      } else {
+        Units<Cell, T, 1>(arguments).run();
+      }
+    });
+  }
+
   const Case& c_;
   const Steps& steps_;
   const Array<T> weight_, weight_t_, parameters_, step_inputs_, h0_, grad_output_;
-  const Array<float> keep_, states0_;
+  const Array<acc_t<T>> keep_, states0_;
 };
 
 // ---- the comparison
@@ -480,15 +512,18 @@ struct Comparison {
 
 template <typename T>
 std::string name_of(const Case& c, int variant, bool keeps) {
-  const char* const type = sizeof(T) == 4 ? "float32" : std::is_same_v<T, __half> ? "float16" : "bfloat16";
-  return std::string(type) + " variant " + std::to_string(variant) +
+  const char* const type = sizeof(T) == 8              ? "float64"
+                           : sizeof(T) == 4            ? "float32"
+                           : std::is_same_v<T, __half> ? "float16"
+                                                       : "bfloat16";
+  return std::string(type) + (variant == kIndependent ? "" : " variant " + std::to_string(variant)) +
          (c.rows_of_steps.empty() ? " dense" : " packed") + (c.reverse ? " reverse" : "") +
          (keeps ? " keep" : "") + (c.save ? "" : " not saved");
 }
 
 template <class Cell, typename T, int kVariant, bool kKeeps>
 void check(const Case& c) {
-  const Precision precision = precision_of<T>(variants_of<T>()[kVariant].tf32);
+  const Precision precision = precision_of<T>(variant_of<T, kVariant>().tf32);
   const Comparison compare = {name_of<T>(c, kVariant, kKeeps), precision.tolerance};
   const Steps steps(c);
   const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kKeeps, precision.value);
@@ -518,7 +553,7 @@ void check(const Case& c) {
 }
 
 template <class Cell>
-void check_all() {
+void check_persistent() {
   const std::vector<int> of_12_rows = {12, 12, 9, 4, 1};
   // Template arguments: the variant, and whether rows keep only a share of their states. Every pair of them
   // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
@@ -542,6 +577,38 @@ void check_all() {
   check<Cell, __nv_bfloat16, 1, false>({4, 6, 136, 8, true, {}});
   check<Cell, __half, 4, true>({4, 6, 72, 8, false, {}});
   check<Cell, __half, 6, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+}
+
+template <class Cell, typename T>
+void check_independent() {
+  const auto check_sizes = [](int batch, int hidden, std::vector<int> rows_of_steps) {
+    const bool packed = !rows_of_steps.empty();
+    // Fewer steps than a thread loads ahead, and several times as many.
+    for (const int length : packed ? std::vector<int>{static_cast<int>(rows_of_steps.size())}
+                                   : std::vector<int>{1, 2, 7, 16, 37}) {
+      for (const bool reverse : {false, true}) {
+        check<Cell, T, kIndependent, false>({length, batch, hidden, 0, reverse, rows_of_steps});
+        check<Cell, T, kIndependent, true>({length, batch, hidden, 0, reverse, rows_of_steps});
+      }
+    }
+    check<Cell, T, kIndependent, true>({5, batch, hidden, 0, false, {}, /*save=*/false});
+  };
+  check_sizes(5, 24, {});  // a pair of units a thread, less than a block
+  check_sizes(3, 67, {});  // one unit a thread, four blocks
+  check_sizes(12, 24, {12, 12, 9, 4, 1});
+  check_sizes(12, 7, {12, 12, 12, 12, 12, 12, 12, 12, 9, 9, 9, 9, 9, 4, 4, 4, 4, 1, 1});
+}
+
+template <class Cell>
+void check_all() {
+  if constexpr (Cell::kRecurrent) {
+    check_persistent<Cell>();
+  } else {
+    check_independent<Cell, float>();
+    check_independent<Cell, double>();
+    check_independent<Cell, __half>();
+    check_independent<Cell, __nv_bfloat16>();
+  }
 }
 
 }  // namespace

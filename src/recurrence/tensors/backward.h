@@ -174,9 +174,9 @@ struct BackwardOps {
     }
 
     void prepare_for_fused() {
-      if (!weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
+      if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
       if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
-      if (!shares.defined()) shares = keep_in_float(keep);
+      if (!shares.defined()) shares = keep_for_kernels(keep, inputs.h0.scalar_type());
     }
   };
 
@@ -273,22 +273,22 @@ struct BackwardOps {
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
-          .keep = pointer<float>(direction.shares),
+          .keep = pointer<acc_t<T>>(direction.shares),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),
           .grad_gates = mutable_pointer<T>(grad_gates),
           .grad_projections = mutable_pointer<T>(grad_projections),
           .grad_h = mutable_pointer<T>(direction.grad_h),
-          .grad_own_h = mutable_pointer<float>(direction.grad_own_h),
-          .grad_states = mutable_pointer<float>(direction.grad_states),
-          .grad_sums = mutable_pointer<float>(direction.grad_sums),
+          .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
+          .grad_states = mutable_pointer<acc_t<T>>(direction.grad_states),
+          .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
       };
     };
-    return try_launch_fused("recurrence_backward", like, plan, algorithm, parts.size(),
-                            [&](auto type, auto stream) {
-                              return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
-                            });
+    return try_launch_fused<Op>(
+        "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
+          return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
+        });
   }
 
   // The matrix products with a chunk's gradients.

@@ -141,7 +141,7 @@ struct ForwardOps {
       h0.push_back(aligned(d.h0));
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
-      keep.push_back(keep_in_float(rows_of_keep(d)));
+      keep.push_back(keep_for_kernels(rows_of_keep(d), d.h0.scalar_type()));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
@@ -153,23 +153,23 @@ struct ForwardOps {
           .weight = pointer<T>(weights[i]),
           .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(step_inputs[i]),
-          .keep = pointer<float>(keep[i]),
+          .keep = pointer<acc_t<T>>(keep[i]),
           .h0 = pointer<T>(h0[i]),
-          .states0 = pointer<float>(out.states_n),
+          .states0 = pointer<acc_t<T>>(out.states_n),
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
           .state_output = mutable_pointer<T>(out.state_output),
           .h_n = mutable_pointer<T>(out.h_n),
-          .states_n = mutable_pointer<float>(out.states_n),
+          .states_n = mutable_pointer<acc_t<T>>(out.states_n),
       };
     };
-    return try_launch_fused("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
-                            [&](auto type, auto stream) {
-                              auto sequences = per_direction(type, directions.size(), arguments_of);
-                              sequences.rows = outs[0].output.numel() / sizes.hidden;
-                              return op.launch(sequences, plan, stream);
-                            });
+    return try_launch_fused<Op>("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
+                                [&](auto type, auto stream) {
+                                  auto sequences = per_direction(type, directions.size(), arguments_of);
+                                  sequences.rows = outs[0].output.numel() / sizes.hidden;
+                                  return op.launch(sequences, plan, stream);
+                                });
   }
 
   // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}, and h

@@ -154,9 +154,9 @@ using Directions = at::ArrayRef<Direction>;
 inline at::Tensor rows_of_keep(const Direction& d) {
   return d.keep.defined() ? d.keep.contiguous().view({d.keep.numel()}) : d.keep;
 }
-// As fused kernels read it.
-inline at::Tensor keep_in_float(const at::Tensor& keep) {
-  return keep.defined() ? keep.to(at::kFloat) : keep;
+// As fused kernels read it, for activations of a type.
+inline at::Tensor keep_for_kernels(const at::Tensor& keep, at::ScalarType type) {
+  return keep.defined() ? keep.to(at::toOpMathType(type)) : keep;
 }
 
 // What a cell is to the code that runs it on tensors:
@@ -166,7 +166,8 @@ inline at::Tensor keep_in_float(const at::Tensor& keep) {
 //     shape();            // a CellShape
 //     states_name();      // the argument that has the states
 //     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
-//     keeps_in_fused_kernels();  // whether its fused kernels take Direction::keep
+//     keeps_in_fused_kernels();       // whether its fused kernels take Direction::keep
+//     has_fused_kernels_of_double();  // whether some of them take float64
 //     ...                 // the launches of tensors/launch.h
 //   };
 template <class Op>

@@ -21,11 +21,14 @@
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Calls f(Type<T>{}). There are no fused kernels for float64.
-template <typename F>
+// Calls f(Type<T>{}). Only some ops have fused kernels for float64.
+template <bool kDouble = false, typename F>
 auto with_fused_type(at::ScalarType type, F&& f) {
   if (type == at::kHalf) return f(Type<__half>{});
   if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
+  if constexpr (kDouble) {
+    if (type == at::kDouble) return f(Type<double>{});
+  }
   return f(Type<float>{});
 }
 #endif
@@ -39,6 +42,7 @@ struct BuiltInOp {
   // Kernels with and without it would double the package. The steps run one by one; in Python, such a call
   // runs the same formula as a user's cell (lltm_ext.cells).
   static constexpr bool keeps_in_fused_kernels() { return false; }
+  static constexpr bool has_fused_kernels_of_double() { return false; }
 
   template <typename T>
   static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {
@@ -88,6 +92,7 @@ Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t bat
         plan.why_not = "can't be captured in a graph with a packed sequence";
       }
       plan.algorithm = Algorithm::kStepwise;
+      plan.independent = false;
     }
 #endif
   }
@@ -151,12 +156,13 @@ inline bool does_not_fit(cudaError_t error) {
 
 // Launches a fused plan by f(Type<T>{}, stream). Returns false, having run nothing, if it does not fit and
 // there is a fallback: fewer sequences at once, or unfused steps.
-template <typename F>
+template <class Op, typename F>
 bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& plan,
                       c10::string_view algorithm, size_t sequences, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  const cudaError_t error = with_fused_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
+  const cudaError_t error = with_fused_type<Op::has_fused_kernels_of_double()>(
+      like.scalar_type(), [&](auto type) { return f(type, stream); });
   const bool has_other_way = algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise;
   if (does_not_fit(error) && has_other_way) {
     cudaGetLastError();  // else the next launch would report it
