@@ -11,10 +11,12 @@ namespace lltm_ext {
 // Runs a kernel (a __global__ function or a cudaKernel_t) of independent_units(hidden) units a thread.
 template <class Arguments>
 cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(independent_blocks(sequence.steps.batch, sequence.hidden));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(independent_blocks(sequence.steps.batch, sequence.hidden)));
+  config.blockDim = dim3(kIndependentThreads);
+  config.stream = stream;
   const void* arguments[] = {&sequence};
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kIndependentThreads), const_cast<void**>(arguments),
-                          /*sharedMem=*/0, stream);
+  return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
 }
 
 }  // namespace lltm_ext
