@@ -7,6 +7,7 @@
 // status is 0 if none does. tests/test_persistent_kernels.py writes cells.h: the cells' structs, and
 // FOR_ALL_CELLS(F), which is F(name, type) for each cell.
 #include <new>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -392,6 +393,7 @@ class Kernels {
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
       launch<Config, PersistentForward<Config>>(arguments);
+      check_prefetches(0, c_.length, /*descending=*/false);
     }
   }
 
@@ -418,6 +420,7 @@ class Kernels {
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
       launch<Config, PersistentBackward<Config>>(arguments);
+      if (kShape.saved > 0) check_prefetches(begin, end, /*descending=*/true);
     }
   }
 
@@ -446,6 +449,22 @@ class Kernels {
   }
 
  private:
+  // Of the gates, rows of all steps but the first few must be prefetched, and nothing else.
+  void check_prefetches(int begin, int end, bool descending) const {
+    std::set<int64_t> expected, found;
+    for (int step = begin; step < end; ++step) {
+      const int turn = descending ? end - 1 - step : step - begin;
+      for (int b = 0; turn >= kStepsAhead && b < steps_.at(step).count; ++b) {
+        expected.insert(steps_.at(step).first + b);
+      }
+    }
+    for (const void* address : std::exchange(prefetched, {})) {
+      const int64_t at = static_cast<const T*>(address) - gates.data();
+      if (at >= 0 && at < static_cast<int64_t>(gates.size())) found.insert(at / (kGates * c_.hidden));
+    }
+    if (found != expected) cuda_on_cpu::fail("A thread prefetched other rows than those of later steps");
+  }
+
   static constexpr PersistentVariant kPersistent = variant_of<T, kVariant>();
   static constexpr bool kCluster = kPersistent.algorithm == Algorithm::kCluster;
 
@@ -559,7 +578,7 @@ void check_persistent() {
   // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
   // steps.
   // float32, one row tile
-  check<Cell, float, 7, false>({5, 5, 24, 8, false, {}});
+  check<Cell, float, 7, false>({11, 5, 24, 8, false, {}});
   check<Cell, float, 7, false>({3, 5, 24, 8, false, {}, /*save=*/false});
   check<Cell, float, 8, true>({4, 11, 72, 8, true, {}});
   // any number of rows
@@ -568,7 +587,7 @@ void check_persistent() {
   check<Cell, float, 10, true>({5, 12, 40, 16, true, of_12_rows});
   // clusters
   check<Cell, float, 12, true>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 12, true>({5, 10, 24, 8, true, {}});
+  check<Cell, float, 12, true>({10, 10, 24, 8, true, {}});
   // TF32
   check<Cell, float, 1, true>({4, 6, 72, 8, false, {}});
   check<Cell, float, 5, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
