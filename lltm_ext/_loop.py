@@ -31,8 +31,13 @@ def run_loop(
     reset: Tensor | None,
     batch_sizes: list[int] | None,
     is_reverse: bool,
+    to_initial: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked."""
+    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked.
+
+    Args:
+        to_initial: whether ``reset`` leads to ``states`` instead of to zeros.
+    """
     compute = compute_dtype(input.dtype)
     hidden = states[0].shape[1]
     product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)
@@ -48,14 +53,17 @@ def run_loop(
     inputs_of_steps = [of_steps(x.to(compute)) for x in inputs]
     reset_of_steps = None if reset is None else of_steps(reset)
 
-    current = [x.to(compute) for x in states]
+    initial = current = [x.to(compute) for x in states]
     outputs: list[Tensor] = []
     order = range(len(planes_of_steps))
     for t in reversed(order) if is_reverse else order:
         planes, products = planes_of_steps[t], None
         h, *others = (first_rows(x, planes.shape[0]) for x in current)
         if reset_of_steps is not None:
-            h, *others = (kept(x, reset_of_steps[t]) for x in (h, *others))
+            reset_to = [first_rows(x, planes.shape[0]) if to_initial else None for x in initial]
+            h, *others = (
+                kept(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
+            )
         if product is not None and cell.separate:
             products = product(None, h)
         elif product is not None:
@@ -98,11 +106,20 @@ def product_with(weight: Tensor, hidden: int) -> Product:
     return product
 
 
-def kept(x: Tensor, reset: Tensor) -> Tensor:
-    """A state after ``reset`` [rows, 1]. True and 1 also replace NaN and infinities by 0."""
+def kept(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
+    """A state after ``reset`` [rows, 1] to ``initial``, by default zeros.
+
+    True and 1 also replace NaN and infinities.
+    """
     if reset.dtype == torch.bool:
-        return x.masked_fill(reset, 0)
-    share = 1 - reset.to(x.dtype)
+        return x.masked_fill(reset, 0) if initial is None else torch.where(reset, initial, x)
+    share = reset.to(x.dtype)
+    old = scaled(x, 1 - share)
+    return old if initial is None else old + scaled(initial, share)
+
+
+def scaled(x: Tensor, share: Tensor) -> Tensor:
+    """``x * share``, but 0 where share is 0, for NaN and infinities too."""
     return (x * share).masked_fill(share == 0, 0)
 
 

@@ -57,7 +57,7 @@ class SequenceOp(NamedTuple):
     algorithm: AlgorithmFunction
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
-    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=, reset=)
+    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=, reset=, reset_to=)
     run_both: Callable[..., list[Outputs]]  # (input, forward, reverse, batch_sizes)
 
 
@@ -88,10 +88,12 @@ def sequence_op(gates: int) -> Callable[[Declared], Declared]:
             bias: Any = None,
             *,
             reset: Any = None,
+            reset_to: str = "zeros",
             algorithm: str = "auto",
         ) -> tuple[Tensor, State]:
             tensors = check_sequence(name, input, hx, weight_ih, weight_hh, bias)
-            output, h_n, c_n = run(*tensors, algorithm=algorithm, reset=reset)
+            check_reset_to(name, reset_to)
+            output, h_n, c_n = run(*tensors, algorithm=algorithm, reset=reset, reset_to=reset_to)
             return output, (h_n, c_n)
 
         def algorithm_of(
@@ -135,19 +137,22 @@ def run_steps(
     weight_hh: Tensor,
     bias: Tensor | None,
     reset: Tensor | None = None,
+    reset_to: str = "zeros",
 ) -> tuple[Tensor, State]:
     """A sequence in pure PyTorch, a Python loop over the steps.
 
     ``step(gates, c)`` is the cell: it returns ``(h, c)`` from the gates before their activations.
     """
     h, c = hx
+    initial = hx if reset_to == "initial" else (None, None)
     projection = input @ weight_ih.t()
     if bias is not None:
         projection = projection + bias
     outputs = []
     for t, gates in enumerate(projection.unbind(0)):
         if reset is not None:
-            h, c = (kept(x, reset[t].unsqueeze(-1)).to(x.dtype) for x in (h, c))
+            now = reset[t].unsqueeze(-1)
+            h, c = (kept(x, now, x0).to(x.dtype) for x, x0 in zip((h, c), initial, strict=True))
         new_h, new_c = step(gates + h @ weight_hh.t(), c)
         h, c = new_h.to(h.dtype), new_c.to(c.dtype)
         outputs.append(h)
@@ -236,9 +241,11 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         reverse: bool = False,
         algorithm: str = "auto",
         reset: Any = None,
+        reset_to: str = "zeros",
     ) -> Outputs:
-        if reset is not None and input.is_cuda and not _portable.in_use:
-            return run_as_cell(name, input, direction, reset, batch_sizes, reverse, algorithm)
+        as_cell = reset_to == "initial" or (input.is_cuda and not _portable.in_use)
+        if reset is not None and as_cell:
+            return run_as_cell(name, input, direction, reset, batch_sizes, reverse, algorithm, reset_to)
         keep = None if reset is None else share_kept(name, reset, input)
         if not transforms_active():
             return op(input, *direction, batch_sizes, reverse, algorithm, keep)
@@ -267,14 +274,16 @@ def run_as_cell(
     batch_sizes: list[int] | None,
     reverse: bool,
     algorithm: str,
+    reset_to: str,
 ) -> Outputs:
-    """The op as the cell of the same formula, whose kernels take resets: those of the package do not."""
+    """The op as the cell of the same formula, which takes resets that the package's kernels do not."""
     from lltm_ext import cells
     from lltm_ext.recurrence import run
 
     h0, c0, weight_ih, weight_hh, bias = direction
     weights, how = (weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm)
-    output, (h_n, c_n) = run(getattr(cells, name), input, [h0, c0], *weights, [], [], reset, *how)
+    cell = getattr(cells, name)
+    output, (h_n, c_n) = run(cell, input, [h0, c0], *weights, [], [], reset, *how, reset_to=reset_to)
     return output, h_n, c_n
 
 
@@ -317,6 +326,11 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
             f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
             f"requires it ({argument}.detach() does not)"
         )
+
+
+def check_reset_to(name: str, reset_to: Any) -> None:
+    if reset_to not in ("zeros", "initial"):
+        raise ValueError(f"{name}: expected reset_to to be 'zeros' or 'initial', got {reset_to!r}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -383,6 +397,7 @@ class Steps(NamedTuple):
 
     inputs: list[Tensor]  # in the cell's order
     resets: tuple[Tensor | None, Tensor | None] = (None, None)  # of the two directions
+    reset_to: str = "zeros"
 
 
 class SequenceLayer(nn.Module):
@@ -431,6 +446,7 @@ class SequenceLayer(nn.Module):
                 batch_sizes=batch_sizes,
                 reverse=i == 1,
                 reset=reset,
+                reset_to=steps.reset_to,
             )
             for i, (direction, reset) in enumerate(zip(directions, steps.resets, strict=False))
         ]
@@ -441,8 +457,9 @@ class SequenceLayer(nn.Module):
         hx: Any = None,
         *,
         reset: Tensor | PackedSequence | None = None,
+        reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, Steps([], self._resets(input, reset)))
+        return self._forward(input, hx, Steps([], self._resets(input, reset), reset_to))
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
         """Those of the two directions, in the order of the steps."""
@@ -481,6 +498,7 @@ class SequenceLayer(nn.Module):
     def _forward(
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
+        check_reset_to(self._name, steps.reset_to)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, steps)
         check_tensor(self._name, "input", input)

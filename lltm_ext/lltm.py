@@ -150,6 +150,7 @@ def lltm(
     bias: Tensor | None = None,
     *,
     reset: Tensor | None = None,
+    reset_to: str = "zeros",
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LLTM cell.
@@ -162,6 +163,9 @@ def lltm(
         bias: [3*H], or None.
         reset: [T, B], where an episode starts. Before such a step the states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
+        reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
+            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes. It
+            is slower: the steps run in a loop of torch's ops. Without reset it does nothing.
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
             device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
@@ -171,7 +175,8 @@ def lltm(
             through the L2 cache.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
-    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so; with resets to "initial" where
+    ``torch.backends.cuda.matmul`` says so.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -179,12 +184,12 @@ def lltm(
 
     Raises:
         TypeError: for another dtype, or no tensor.
-        ValueError: for another algorithm.
+        ValueError: for another algorithm or reset_to.
         RuntimeError: for shapes or devices that do not fit, another layout, an algorithm that can't run here.
 
     Source: the formula at the head of this module.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
 
 
 lltm_reference, lltm_algorithm, _SequenceFunction = SEQUENCE_OPS["lltm"][:3]
@@ -279,7 +284,8 @@ class LLTM(CellLayer):
         input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence;
         hx ``(h0, c0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros where not given;
         reset, by keyword: where an episode starts (:func:`lltm_ext.lltm`), as input, without its last
-        dimension. The reverse direction is cut at the same places;
+        dimension. The reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and
+        direction starts episodes from its own slice of hx;
         output [T, B, D*H] in the layout of the input, h_n and c_n as hx.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by

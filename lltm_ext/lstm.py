@@ -37,6 +37,7 @@ def lstm(
     bias: Tensor | None = None,
     *,
     reset: Tensor | None = None,
+    reset_to: str = "zeros",
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LSTM cell; arguments, results and errors as for :func:`lltm_ext.lltm`.
@@ -48,6 +49,7 @@ def lstm(
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
         reset: [T, B], where an episode starts.
+        reset_to: "zeros" or "initial", which is slower: what the states of the row become there.
         algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
@@ -56,7 +58,7 @@ def lstm(
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset)
+    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
 
 
 lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
@@ -66,8 +68,8 @@ class LSTM(TorchLayer, nn.LSTM):
     """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
     Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. A call also takes
-    ``reset=``, where an episode starts, as :class:`lltm_ext.LLTM` does. Float32 on CUDA follows nn.LSTM's own
-    switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
+    ``reset=``, where an episode starts, and ``reset_to=``, as :class:`lltm_ext.LLTM` does. Float32 on CUDA
+    follows nn.LSTM's own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
     ``torch.backends.cudnn.rnn.fp32_precision``. torch.compile refuses any nn.LSTM in fullgraph mode,
     including this one, unless ``torch._dynamo.config.allow_rnn`` is set.
 

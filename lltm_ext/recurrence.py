@@ -16,7 +16,7 @@ from lltm_ext._declaration import Declaration, arguments_of, call, check_names, 
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
-from lltm_ext._sequence import check_states, check_step_input, dtype_name
+from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._text import Text, Written
 
 __all__ = ["RecurrentCell", "recurrence"]
@@ -30,6 +30,7 @@ RESERVED = (
     "weight_hh",
     "bias",
     "reset",
+    "reset_to",
     "algorithm",
     "backward",
     "device",
@@ -177,7 +178,8 @@ def recurrence(
 class RecurrentCell:
     """A cell that :func:`recurrence` made: a function of a whole sequence.
 
-    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, algorithm="auto", **named)``
+    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, reset_to="zeros", algorithm="auto",
+    **named)``
 
     Args:
         input: [T, B, I], in float16, bfloat16, float32 or float64.
@@ -189,6 +191,9 @@ class RecurrentCell:
         bias: [G*H], or None.
         reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
+        reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
+            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes. On
+            CUDA it is slower: the steps run in a loop of torch's ops. Without reset it does nothing.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all run in torch's ops.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
@@ -199,13 +204,15 @@ class RecurrentCell:
         dtype of ``input``.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
-    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so; with resets to "initial" where
+    ``torch.backends.cuda.matmul`` says so.
 
     Raises:
         TypeError: for another dtype, no tensor, or another name.
-        ValueError: for another algorithm.
-        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient. For a
-            cell given as text also for the CPU, a gradient without a backward, or one of a gradient.
+        ValueError: for another algorithm or reset_to.
+        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient; for
+            algorithm "cluster" or "grid" with resets to "initial". For a cell given as text also for the CPU,
+            a gradient without a backward, one of a gradient, or resets to "initial".
 
     Attributes:
         function: the decorated function; None for a cell given as text.
@@ -272,14 +279,15 @@ class RecurrentCell:
         bias: Any = None,
         *,
         reset: Any = None,
+        reset_to: str = "zeros",
         algorithm: str = "auto",
         **named: Any,
     ) -> tuple[Tensor, Any]:
         states = check_states(self.__name__, hx, self.state_names)
         parameters, inputs = self._values_of(named)
         weights = (weight_ih, weight_hh, bias)
-        steps = (reset, None, False)
-        output, final = run(self, input, list(states), *weights, parameters, inputs, *steps, algorithm)
+        given = (input, list(states), *weights, parameters, inputs)
+        output, final = run(self, *given, reset, None, False, algorithm, reset_to)
         return output, tuple(final) if self.states else final[0]
 
     def algorithm(
@@ -291,6 +299,7 @@ class RecurrentCell:
         bias: Any = None,
         *,
         reset: Any = None,
+        reset_to: str = "zeros",
         algorithm: str = "auto",
         backward: bool = False,
         **named: Any,
@@ -307,8 +316,8 @@ class RecurrentCell:
         arguments = (input, list(states), weight_ih, weight_hh, bias, parameters)
         dtype = autocast_dtype(input)
         arguments = arguments if dtype is None else lowered(dtype, *arguments)
-        check_call(self, *arguments, inputs, reset, algorithm)
-        if not input.is_cuda:
+        check_call(self, *arguments, inputs, reset, algorithm, reset_to)
+        if not input.is_cuda or resets_to_initial(reset, reset_to):
             return "stepwise"
         return kernels().algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
 
@@ -485,6 +494,7 @@ def run(
     batch_sizes: list[int] | None,
     is_reverse: bool,
     algorithm: str,
+    reset_to: str = "zeros",
 ) -> tuple[Tensor, list[Tensor]]:
     """(output, final states) of a cell over a sequence.
 
@@ -500,12 +510,19 @@ def run(
     if dtype is not None:
         arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
         with torch.autocast(input.device.type, enabled=False):
-            return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm)
+            return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm, reset_to)
     given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    check_call(cell, *given, algorithm)
+    check_call(cell, *given, algorithm, reset_to)
+    if resets_to_initial(reset, reset_to):
+        return run_loop(cell, *given, batch_sizes, is_reverse, to_initial=True)
     if input.is_cuda:
         return kernels().run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
     return run_loop(cell, *given, batch_sizes, is_reverse)
+
+
+def resets_to_initial(reset: Any, reset_to: str) -> bool:
+    """Whether a call runs in the loop of torch's ops on every device: kernels reset states to zeros only."""
+    return reset is not None and reset_to == "initial"
 
 
 def kernels() -> Any:
@@ -570,6 +587,7 @@ def check_call(
     inputs: list[Any],
     reset: Any,
     algorithm: str,
+    reset_to: str,
 ) -> None:
     """Raises for arguments that do not fit, as the built-in ops do."""
     name = cell.__name__
@@ -595,6 +613,23 @@ def check_call(
         differentiable = {"input": input} | dict(zip(cell.state_names, states, strict=True)) | tensors
         check_text(cell, input, differentiable)
     check_algorithm(name, algorithm, input)
+    check_reset_to(name, reset_to)
+    if resets_to_initial(reset, reset_to):
+        check_loop(cell, algorithm)
+
+
+def check_loop(cell: RecurrentCell, algorithm: str) -> None:
+    """Raises for what the loop of torch's ops cannot run."""
+    if cell.function is None:
+        raise RuntimeError(
+            f"{cell.__name__}: expected reset_to to be 'zeros' for a cell given as text, got 'initial' "
+            "(such resets run in torch's ops, which need a Python function)"
+        )
+    if algorithm in ("cluster", "grid"):
+        raise RuntimeError(
+            f"{cell.__name__}: expected algorithm to be 'auto' or 'stepwise' with reset_to='initial', got "
+            f"{algorithm!r}"
+        )
 
 
 def check_text(cell: RecurrentCell, input: Tensor, differentiable: dict[str, Tensor]) -> None:

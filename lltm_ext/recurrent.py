@@ -30,11 +30,12 @@ class RecurrentLayer(SequenceLayer):
         hx: Any = None,
         *,
         reset: Tensor | PackedSequence | None = None,
+        reset_to: str = "zeros",
         **inputs: Tensor | PackedSequence,
     ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, self._steps(input, reset, inputs))
+        return self._forward(input, hx, self._steps(input, reset, reset_to, inputs))
 
-    def _steps(self, input: Any, reset: Any, inputs: dict[str, Any]) -> Steps:
+    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
         for name in inputs:
             if name not in self.cell.inputs:
                 expected = (
@@ -42,7 +43,7 @@ class RecurrentLayer(SequenceLayer):
                 )
                 raise TypeError(f"{self._name}: expected {expected} of {self.cell.__name__}, got {name}")
         found = [self._step_input(name, inputs.get(name), input) for name in self.cell.inputs]
-        return Steps(found, self._resets(input, reset))
+        return Steps(found, self._resets(input, reset), reset_to)
 
     def _run_layer(
         self,
@@ -68,6 +69,7 @@ class RecurrentLayer(SequenceLayer):
                 batch_sizes,
                 direction == 1,
                 "auto",
+                steps.reset_to,
             )
             found.append((output, *final))
         return found
@@ -76,7 +78,7 @@ class RecurrentLayer(SequenceLayer):
 class Recurrent(RecurrentLayer, CellLayer):
     """A layer of a cell of :func:`lltm_ext.recurrence`, called like :class:`torch.nn.LSTM`.
 
-    ``output, states = layer(input, hx=None, *, reset=None, **inputs)``
+    ``output, states = layer(input, hx=None, *, reset=None, reset_to="zeros", **inputs)``
 
     Args:
         cell: the cell.
@@ -99,7 +101,8 @@ class Recurrent(RecurrentLayer, CellLayer):
         hx h0, or for a cell with states ``(h0, *states0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros
         where not given;
         reset, which starts episodes (:class:`~lltm_ext.RecurrentCell`), as input, without its last dimension;
-        the reverse direction is cut at the same places;
+        the reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and direction
+        starts them from its own slice of hx;
         inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
         all layers and directions. For a packed input they are packed with the same lengths;
         output [T, B, D*H] in the layout of the input, the final states as hx.

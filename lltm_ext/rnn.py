@@ -45,8 +45,8 @@ class LayerOfTorch(RecurrentLayer, TorchLayer):
 class GRU(LayerOfTorch, nn.GRU):
     """Replaces :class:`torch.nn.GRU`: the same arguments, parameters, state_dict and results.
 
-    Its documentation gives arguments, shapes and attributes. A call also takes ``reset=``, as
-    :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.GRU's own switches too,
+    Its documentation gives arguments, shapes and attributes. A call also takes ``reset=`` and
+    ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.GRU's own switches too,
     ``torch.backends.cudnn.allow_tf32``, by default True, and ``torch.backends.cudnn.rnn.fp32_precision``. On
     the CPU float32 and float64 take as long as nn.GRU; resets and half types run in a loop of torch's ops,
     which is slower. torch.compile refuses any nn.GRU in fullgraph mode, including this one, unless
@@ -68,8 +68,8 @@ class GRU(LayerOfTorch, nn.GRU):
 class RNN(LayerOfTorch, nn.RNN):
     """Replaces :class:`torch.nn.RNN`: the same arguments, parameters, state_dict and results.
 
-    Its documentation gives arguments, shapes and attributes. A call also takes ``reset=``, as
-    :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.RNN's own switches too,
+    Its documentation gives arguments, shapes and attributes. A call also takes ``reset=`` and
+    ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.RNN's own switches too,
     ``torch.backends.cudnn.allow_tf32``, by default True, and ``torch.backends.cudnn.rnn.fp32_precision``. On
     the CPU float32 and float64 take as long as nn.RNN; resets and half types run in a loop of torch's ops,
     which is slower. torch.compile refuses any nn.RNN in fullgraph mode, including this one, unless
