@@ -44,6 +44,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("layout", list(metafunc.cls.layouts))
 
 
+def pytest_collection_modifyitems(items):
+    """The file that takes longest, for it compiles packages, comes first: others run beside it."""
+    items.sort(key=lambda item: item.path.name != "test_packaging.py")
+
+
 @pytest.fixture
 def fresh_dynamo():
     """torch.compile as in a new process: no graphs of other tests, and none from disk."""
