@@ -1,9 +1,10 @@
 """What the Python sides of all ops share: how a function reaches its op, and its rules under torch.func.
 
 Kernels, fake kernels, autograd and autocast are registered with the dispatcher by the C++ modules, so that
-``torch.ops.lltm_ext.*`` is complete for torch.compile, torch.export and C++ programs. Only torch.func needs
-Python: its transforms (vmap, grad, jacrev, ...) cannot enter a C++ autograd function, so under them a public
-function takes the op's ``torch.autograd.Function`` instead.
+``torch.ops.lltm_ext.*`` is complete for torch.compile, torch.export and C++ programs. Only torch.func and
+forward-mode AD need Python, because they cannot enter a C++ autograd function. Under torch.func's transforms
+(vmap, grad, jacrev, ...) an op is the op's ``torch.autograd.Function`` (:func:`under_transforms`); with
+tangents of ``torch.autograd.forward_ad`` a public function takes it (:func:`has_tangents`).
 """
 
 from __future__ import annotations
@@ -13,27 +14,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 ops = torch.ops.lltm_ext
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
+implement = torch.library.Library("lltm_ext", "IMPL").impl  # (name, function, dispatch key)
+
+
+def under_transforms(name: str, function: Callable[..., Any]) -> None:
+    """Makes ``function`` the op ``lltm_ext::<name>`` under torch.func's transforms.
+
+    This is the dispatcher's first key, which is active only in a transform. So nothing else has to ask
+    whether there is one, and torch.compile sees the op inside a transform as it sees it elsewhere.
+    """
+    implement(name, function, "FuncTorchDynamicLayerFrontMode")
+
+
+def has_tangents() -> bool:
+    """Whether arguments may have tangents of ``torch.autograd.forward_ad``, outside torch.func."""
+    return forward_ad._current_level >= 0 and not transforms_active()
+
+
+class WrongDtype(TypeError, ValueError):
+    """A dtype that does not fit: a TypeError of all ops here, a ValueError of torch's layers."""
+
+
+class WrongStates(TypeError, RuntimeError):
+    """An hx that does not fit: a TypeError of all ops here, a RuntimeError of torch's layers."""
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
     """Raises a TypeError that names the argument. The dispatcher's does not when no argument is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
+    if value.is_nested:  # has no shape
+        raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got a nested tensor")
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether only the dispatcher must see a call with these: no tracing, no transform, no override."""
-    return not (torch.compiler.is_compiling() or transforms_active() or _overridden(tensors))
-
-
-def is_lazy(x: Tensor) -> bool:
-    """Whether memory holds the negative or the conjugate of ``x``; False while a graph is traced."""
-    return not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj())
+    """Whether only the dispatcher must see a call with these: no tracing, transform, tangent or override."""
+    return not (
+        torch.compiler.is_compiling()
+        or transforms_active()
+        or forward_ad._current_level >= 0
+        or _overridden(tensors)
+    )
 
 
 def describe(function: Any, module: str, name: str, doc: str | None) -> None:
@@ -52,9 +79,7 @@ def into(
 ) -> Tensor:
     """Writes ``function(input, *args)`` into ``out`` by its dispatcher op ``op``, and returns ``out``."""
     check_tensor(function.__name__, "out", out)
-    if is_lazy(out):
-        return out.copy_(function(input, *args))
-    op(input.resolve_neg().resolve_conj(), *args, out)
+    op(input, *args, out)
     return out
 
 
@@ -67,7 +92,7 @@ def in_place(
 ) -> Tensor:
     """Overwrites ``input`` with ``function(input, *args)`` by its dispatcher op ``op``, and returns it."""
     check_tensor(f"{function.__name__}_", "input", input)
-    if transforms_active() or torch.compiler.is_compiling() or is_lazy(input):  # these need a copy
+    if transforms_active() or has_tangents() or torch.compiler.is_compiling():  # these need a copy
         return input.copy_(function(input.clone() if saves_input else input, *args))
     op(input, *args)
     return input
@@ -93,41 +118,57 @@ def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
 def vmap_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     """The vmap rule of an op without a batched form: one call per slice, stacked."""
 
-    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any, **options: Any) -> tuple[Any, Any]:
         slices = [
-            function(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            function(*(slice_of(a, d, i) for a, d in zip(args, in_dims, strict=True)), **options)
             for i in range(info.batch_size)
         ]
         if isinstance(slices[0], Tensor):
             return torch.stack(slices), 0
-        stacked = tuple(torch.stack(outputs) for outputs in zip(*slices, strict=True))
-        return stacked, (0,) * len(stacked)
+        kind = type(slices[0])
+        stacked = [None if y[0] is None else torch.stack(y) for y in zip(*slices, strict=True)]
+        return kind(stacked), kind([None if y is None else 0 for y in stacked])
 
     return rule
 
 
+def slice_of(x: Any, dim: Any, index: int) -> Any:
+    """An argument of one call out of a vmapped one: a slice of a tensor, or of those in a list."""
+    if isinstance(x, (list, tuple)):
+        dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(x)
+        return [slice_of(each, d, index) for each, d in zip(x, dims, strict=True)]
+    return x if dim is None else x.select(dim, index)
+
+
 def vmap_rows(
-    function: Callable[..., tuple[Tensor, ...]], args: dict[int, int], outputs: tuple[int, ...]
+    function: Callable[..., tuple[Tensor, ...]],
+    args: dict[int, int],
+    outputs: tuple[int, ...],
+    counts: int | None = None,
 ) -> Callable[..., Any]:
     """The vmap rule of an op whose rows are independent: the vmapped dimension joins the rows.
 
     ``args`` maps the positions of the arguments that have rows to the dimension of the rows; ``outputs`` has
-    that dimension for each output. If another argument (a weight) is vmapped too, there is a call per slice.
+    that dimension for each output; ``counts`` is the position of a list that counts rows, or None. If another
+    argument (a weight) is vmapped too, there is a call per slice.
     """
     loop = vmap_loop(function)
 
-    def rule(info: Any, in_dims: Sequence[int | None], *values: Any) -> tuple[Any, Any]:
-        if any(d is not None and i not in args for i, d in enumerate(in_dims)):
+    def rule(info: Any, in_dims: Sequence[Any], *values: Any) -> tuple[Any, Any]:
+        if any(isinstance(d, int) and i not in args for i, d in enumerate(in_dims)):
             return loop(info, in_dims, *values)
         folded = list(values)
         for i, row in args.items():
             x, d = values[i], in_dims[i]
-            batched = x.movedim(d, row) if d is not None else torch.stack([x] * info.batch_size, row)
+            # The slices of a row are next to each other, so that the rows of packed steps stay in order.
+            batched = torch.stack([x] * info.batch_size, row + 1) if d is None else x.movedim(d, row + 1)
             folded[i] = batched.flatten(row, row + 1)
+        if counts is not None and values[counts] is not None:
+            folded[counts] = [n * info.batch_size for n in values[counts]]
         found = function(*folded)
         return tuple(
-            x.unflatten(row, (info.batch_size, -1)) for x, row in zip(found, outputs, strict=True)
-        ), outputs
+            x.unflatten(row, (-1, info.batch_size)) for x, row in zip(found, outputs, strict=True)
+        ), tuple(row + 1 for row in outputs)
 
     return rule
 
@@ -152,3 +193,28 @@ def differentiable_gradients(
     for i, gradient in zip(given, found, strict=True):
         gradients[i] = gradient
     return tuple(gradients)
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether ``x`` has integers, of which autograd makes tangents of zeros."""
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def differentiable_tangents(
+    reference: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None]
+) -> Any:
+    """The tangents of the results of ``reference``: its derivative along those of ``inputs``.
+
+    As the gradient of the gradients with respect to the gradients of the results: unlike torch.func.jvp it
+    runs inside forward-mode AD too, which does not nest.
+    """
+    moving = [i for i, t in enumerate(tangents) if t is not None and not is_whole(t)]
+
+    def of_moving(*tensors: Tensor) -> Any:
+        values = dict(zip(moving, tensors, strict=True))
+        return reference(*(values.get(i, x) for i, x in enumerate(inputs)))
+
+    outputs, pull_back = torch.func.vjp(of_moving, *(inputs[i] for i in moving))  # type: ignore[misc]
+    zeros = torch.utils._pytree.tree_map(torch.zeros_like, outputs)
+    _, push_forward = torch.func.vjp(pull_back, zeros)  # type: ignore[misc]
+    return push_forward(tuple(tangents[i] for i in moving))[0]

@@ -56,7 +56,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def needs_grad(*args: Any) -> bool:
-    """Whether autograd must see a call. A forward-mode tangent counts too: autograd raises its own error."""
+    """Whether autograd must see a call. A forward-mode tangent counts too: the Function has its rule."""
     forward_ad = torch.autograd.forward_ad
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
         return True
@@ -147,6 +147,22 @@ def writing_out(name: str) -> Kernel:
         note_change(args[-1])
 
     return kernel
+
+
+def on_lazy(name: str) -> None:
+    """For tensors whose memory holds the negative or the conjugate, as implement_lazy in C++."""
+
+    def kernel(*args: Any) -> None:
+        plain = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in args]
+        written = -1 if name.endswith("_out") else 0
+        target, result = args[written], plain[written]
+        getattr(ops, name)(*plain)
+        if target is not result:
+            target.resize_(result.shape)
+            target.copy_(result)
+
+    for key in ("Conjugate", "Negative"):
+        _library.impl(name, kernel, key)
 
 
 def activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
@@ -381,6 +397,8 @@ for _name, _unary in UNARY_OPS.items():
     define(_name, recording(_name, apply_of(_unary.Function)), of_first)
     define(f"{_name}_", in_place(_name, _unary), nothing)
     define(f"{_name}_out", writing_out(_name), resized)
+    on_lazy(f"{_name}_")
+    on_lazy(f"{_name}_out")
     if _unary.gradient is not None:
         _name += "_backward"
         define(_name, recording(_name, _unary.gradient, checks=True), of_second)
@@ -397,6 +415,7 @@ for _name, _sequence in SEQUENCE_OPS.items():
 
 define("gemm", recording("gemm", apply_of(_Product)), shape_gemm, casts=True)
 define("gemm_out", writing_out("gemm"), nothing)
+on_lazy("gemm_out")
 define("gemm_forward", None, lambda *args: (shape_gemm(*args), shape_gemm(*args)))
 _name = "gemm_activation_backward"
 define(_name, recording(_name, activation_backward, checks=True), of_second)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lltm_ext._declaration import Declaration, check_names
 from lltm_ext._emit import indented, struct_of
 
+SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h, src/custom_cell/program.h
+MAX_LENGTH = 65536  # of a text in characters: it takes the compiler seconds to minutes
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -138,8 +140,7 @@ def check(declared: Declaration, text: Text) -> None:
     name, states, parameters, inputs = declared.name, declared.states, declared.parameters, declared.inputs
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})
     for what, body in texts.items():
-        if not isinstance(body, str) or "\x1f" in body:  # which separates the fields of a program
-            raise TypeError(f"{name}: expected {what} to be C++ text, got {body!r}")
+        check_text(name, what, body)
     results = [f"new_{s}" for s in ("h", *states)]
     gradients = [f"grad_{x}" for x in ("x", "r", "h", *states, *parameters, *results)]
     taken = ("T", "Math", "x", "r", *gradients)
@@ -148,6 +149,18 @@ def check(declared: Declaration, text: Text) -> None:
     saved = check_names(name, "saved", text.saved, (*taken, *parameters, *inputs))
     if text.backward is None and saved:
         raise ValueError(f"{name}: expected saved to be empty without a backward, got {saved!r}")
+
+
+def check_text(name: str, what: str, text: Any) -> None:
+    """Raises for a formula that is no C++ text."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected {what} to be C++ text, got {text!r}")
+    if SEPARATOR in text:
+        raise ValueError(
+            f"{name}: expected {what} to be C++, got a text with the control character {SEPARATOR!r}"
+        )
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"{name}: expected {what} of at most {MAX_LENGTH} characters, got {len(text)}")
 
 
 def identifiers(text: str) -> set[str]:

@@ -15,11 +15,12 @@ from torch import Tensor
 from lltm_ext._library import (
     check_tensor,
     describe,
+    has_tangents,
     in_place,
     into,
     is_plain,
     ops,
-    transforms_active,
+    under_transforms,
     vmap_elementwise,
 )
 
@@ -54,10 +55,17 @@ def forms(name: str) -> tuple[OfInput, OfInput, type[torch.autograd.Function]]:
 
 
 def register(name: str, op: UnaryOp) -> None:
-    """Adds a declaration, and the vmap rules of its dispatcher ops."""
+    """Adds a declaration, and the rules of its dispatcher ops under torch.func."""
+
+    def in_place(*args: Any) -> None:
+        op.in_place(*args)
+
     UNARY_OPS[name] = op
-    for form in ("", "_backward") if op.gradient else ("",):
-        torch.library.register_vmap(f"lltm_ext::{name}{form}", vmap_elementwise(getattr(ops, name + form)))
+    under_transforms(name, op.Function.apply)
+    under_transforms(f"{name}_", in_place)
+    if op.gradient:
+        backward = f"{name}_backward"
+        torch.library.register_vmap(f"lltm_ext::{backward}", vmap_elementwise(getattr(ops, backward)))
 
 
 def unary_op(
@@ -85,7 +93,7 @@ def unary_op(
                 return into(function, op_out, out, input)
             if is_plain(input):
                 return call(input)
-            return Function.apply(input) if transforms_active() else op(input)
+            return Function.apply(input) if has_tangents() else op(input)
 
         def function_(input: Tensor) -> Tensor:
             return in_place(function, op_in_place, input)
@@ -99,10 +107,16 @@ def unary_op(
             def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
                 if op_backward is not None:
                     ctx.save_for_backward(output)
+                    ctx.save_for_forward(output)
 
             @staticmethod
             def backward(ctx: Any, grad_output: Tensor) -> Tensor:
                 return grad_output if op_backward is None else op_backward(grad_output, *ctx.saved_tensors)
+
+            @staticmethod
+            def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+                # The gradient of a complex function takes the conjugate of its derivative.
+                return Function.backward(ctx, tangent.conj()).conj() if op_backward else tangent.clone()
 
             @staticmethod
             def vmap(info: Any, in_dims: tuple[int | None], input: Tensor) -> tuple[Tensor, int]:

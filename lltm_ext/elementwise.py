@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 import re
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
-from lltm_ext._library import ops, transforms_active
-from lltm_ext._text import identifiers
+from lltm_ext._library import has_tangents, ops, transforms_active
+from lltm_ext._text import SEPARATOR, check_text, identifiers
 
 __all__ = ["elementwise"]
 
-SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h
 MAX_TENSORS = 8
 overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 RESERVED = ("T", "grad", "output")
@@ -41,6 +41,19 @@ def parse(signature: str) -> tuple[str, tuple[str, ...]]:
     return match[1], names
 
 
+def check_types(signature: Any, backward: Any, scalars: Any) -> None:
+    if not isinstance(signature, str):
+        raise TypeError(f"elementwise: expected signature to be a str, got {type(signature).__name__}")
+    for name, value in {"backward": backward, "scalars": scalars}.items():
+        if not isinstance(value, Mapping):
+            raise TypeError(f"elementwise: expected {name} to be a mapping, got {type(value).__name__}")
+    for name, value in scalars.items():
+        if not isinstance(value, (int, float)):
+            raise TypeError(
+                f"elementwise: expected the default of {name} to be a number, got {type(value).__name__}"
+            )
+
+
 class Elementwise:
     """What :func:`elementwise` makes: a function of tensors and numbers, called by position or by name."""
 
@@ -52,7 +65,13 @@ class Elementwise:
         scalars: Mapping[str, float],
         cpu: Callable[..., Tensor] | None,
     ):
+        check_types(signature, backward, scalars)
         name, parameters = parse(signature)
+        for what, text in {
+            "forward": forward,
+            **{f"backward of {p}": b for p, b in backward.items()},
+        }.items():
+            check_text(name, what, text)
         tensors = tuple(p for p in parameters if p not in scalars)
         for p in scalars:
             if p not in parameters:
@@ -70,8 +89,6 @@ class Elementwise:
         fields = [name, ",".join(tensors), ",".join(p for p in parameters if p in scalars), forward]
         for p, body in backward.items():
             fields += [p, ",".join(self.uses[p]), body]
-        if any(SEPARATOR in field for field in fields):
-            raise ValueError(f"{name}: expected C++, got a text with the control character {SEPARATOR!r}")
         self.program = SEPARATOR.join(fields)
 
         required: Any = inspect.Parameter.empty
@@ -100,7 +117,7 @@ class Elementwise:
         if len(args) != self._leading or kwargs:  # else tensors only, numbers by default
             values = self._values(args, kwargs)
             tensors = [values[i] for i in self._tensors]
-            scalars = [float(values[i]) for i in self._scalars]
+            scalars = [self._number(values[i]) for i in self._scalars]
         for x in tensors:
             if not isinstance(x, Tensor):
                 raise self._no_tensor(tensors)
@@ -111,7 +128,7 @@ class Elementwise:
                     "(cpu= of lltm_ext.elementwise takes a function for CPU tensors)"
                 )
             return self.cpu(*self._values(args, kwargs))
-        if transforms_active():
+        if transforms_active() or has_tangents():
             return ElementwiseFunction.apply(self, tuple(scalars), *tensors)
         if torch.compiler.is_compiling() or overridden(tensors):
             return ops.elementwise(tensors, scalars, self.program)
@@ -132,6 +149,13 @@ class Elementwise:
                 raise TypeError(f"{self.__name__}: got {name} twice")
             values[place] = value
         return values
+
+    def _number(self, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            names = ", ".join(p for p, i in self._places.items() if i in self._scalars)
+            raise type(error)(f"{self.__name__}: expected a number for each of {names}: {error}") from error
 
     def _no_tensor(self, values: Sequence[Any]) -> TypeError:
         for name, value in zip(self.tensors, values, strict=True):
@@ -165,11 +189,8 @@ class Elementwise:
         """
         if not args and not any(p in kwargs for p in self.tensors):
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            generator = torch.Generator().manual_seed(0)
-            kwargs |= {
-                p: torch.randn(3, 4, dtype=torch.float64, generator=generator).to(device)
-                for p in self.tensors
-            }
+            of_cpu: Any = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
+            kwargs |= {p: torch.randn(3, 4, dtype=torch.float64, **of_cpu).to(device) for p in self.tensors}
         values = self._values(args, kwargs)
         checked = [
             values[i].detach().to(torch.float64, copy=True).requires_grad_(p in self.uses)
@@ -202,7 +223,7 @@ def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ElementwiseFunction(torch.autograd.Function):
-    """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op under torch.func's transforms."""
+    """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op under transforms and with tangents."""
 
     @staticmethod
     def forward(op: Elementwise, scalars: tuple[float, ...], *tensors: Tensor) -> Tensor:
@@ -219,10 +240,31 @@ class ElementwiseFunction(torch.autograd.Function):
                     f"{ctx.op.__name__}: a gradient with respect to {p} is required, "
                     f"but its backward has no formula for {p}"
                 )
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, output)
+        ctx.save_for_forward(*tensors, output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        op, saved = ctx.op, dict(zip((*ctx.op.tensors, "output"), ctx.saved_tensors, strict=True))
+        terms = []
+        for i, (p, tangent) in enumerate(zip(op.tensors, tangents[2:], strict=True)):
+            if tangent is None:
+                continue
+            if p not in op.uses:
+                raise RuntimeError(
+                    f"{op.__name__}: a jvp with respect to {p} is required, but its backward has no formula "
+                    f"for {p}"
+                )
+            operands = [x for name, x in saved.items() if name in op.uses[p]]
+            along = tangent.expand_as(saved["output"]).to(saved["output"].dtype)
+            terms += ElementwiseBackwardFunction.apply(op, ctx.scalars, (i,), along, *operands)
+        return functools.reduce(torch.add, terms)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
+        if grad_output is None:
+            return (None,) * (2 + len(ctx.op.tensors))
         names = ctx.op.tensors
         wanted = [i for i in range(len(names)) if ctx.needs_input_grad[2 + i]]
         used = {operand for i in wanted for operand in ctx.op.uses[names[i]]}
@@ -296,7 +338,8 @@ def elementwise(
     """A differentiable elementwise op of your own, from its formula in CUDA C++.
 
     The first call compiles the formula with the NVRTC that torch ships (no toolkit is needed), into the same
-    vectorised kernels as this package's own ops; binaries are cached on disk for other processes. The op
+    vectorised kernels as this package's own ops; binaries are cached on disk for other processes. Ctrl-C ends
+    the wait for the compiler. The op
     broadcasts, promotes dtypes as torch does, keeps strides, runs on the current stream, and works with CUDA
     graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
 
@@ -328,8 +371,9 @@ def elementwise(
         gradients with finite differences; ``source`` is the CUDA C++ around the formula.
 
     Raises:
-        ValueError: for a signature that does not parse, or for names in ``scalars`` and ``backward`` that it
-            does not have.
+        TypeError: for a signature or a formula that is no text.
+        ValueError: for a signature that does not parse, for names in ``scalars`` and ``backward`` that it
+            does not have, or for a formula of more than 65536 characters.
 
         A call raises RuntimeError for a formula that does not compile, with the compiler's message, the file
         "forward" or "backward of x", and the line in your text; for a device, a layout or shapes that do not

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import fake_quantize as _C  # noqa: F401  registers the ops
-from lltm_ext._library import check_tensor, differentiable_gradients, ops, transforms_active, vmap_loop
+from lltm_ext._library import (
+    check_tensor,
+    differentiable_gradients,
+    differentiable_tangents,
+    has_tangents,
+    ops,
+    under_transforms,
+    vmap_loop,
+)
 
 __all__ = ["FakeQuantize", "FakeQuantizeFunction", "fake_quantize"]
 
@@ -26,10 +34,13 @@ def _number(name: str, value: Any, dtype: torch.dtype) -> Tensor:
         raise TypeError(
             f"fake_quantize: expected {name} to be a number or a Tensor, got {type(value).__name__}"
         )
-    return torch.tensor(value, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def _check_grid(name: str, scale: Any, quant_min: int, quant_max: int) -> None:
+def _check_grid(name: str, scale: Any, quant_min: Any, quant_max: Any) -> None:
+    for argument, value in {"quant_min": quant_min, "quant_max": quant_max}.items():
+        if not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{name}: expected {argument} to be an int, got {type(value).__name__}")
     if quant_min > quant_max:
         raise ValueError(
             f"{name}: expected quant_min not above quant_max, "
@@ -37,6 +48,8 @@ def _check_grid(name: str, scale: Any, quant_min: int, quant_max: int) -> None:
         )
     if isinstance(scale, (int, float)) and not scale > 0:
         raise ValueError(f"{name}: expected scale above 0, got {scale}")
+    if isinstance(scale, (int, float)) and scale > torch.finfo(torch.float32).max:
+        raise ValueError(f"{name}: expected scale within the range of float32, got {scale}")
 
 
 def _parameters(scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +141,14 @@ class FakeQuantizeFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:3])
+        ctx.save_for_forward(*inputs[:3])
         ctx.rest = inputs[3:]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        *ends, axis, grad_factor = ctx.rest
+        reference = functools.partial(fake_quantize_reference, axis=axis, grad_factor=grad_factor)
+        return differentiable_tangents(lambda *x: reference(*x, *ends), ctx.saved_tensors, tangents[:3])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,7 +242,7 @@ def fake_quantize(
     check_tensor("fake_quantize", "input", input)
     scale, zero_point = _parameters(scale, zero_point, quant_min, quant_max)
     arguments = (input, scale, zero_point, quant_min, quant_max, axis, grad_factor)
-    if transforms_active():
+    if has_tangents():
         return FakeQuantizeFunction.apply(*arguments)
     return ops.fake_quantize(*arguments)
 
@@ -259,6 +279,12 @@ class FakeQuantize(nn.Module):
     ):
         super().__init__()
         _check_grid("FakeQuantize", scale, quant_min, quant_max)
+        for name, value in {"scale": scale, "zero_point": zero_point}.items():
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"FakeQuantize: expected {name} to be a number, got {type(value).__name__}")
+        if num_channels is not None and not isinstance(num_channels, int):
+            got = type(num_channels).__name__
+            raise TypeError(f"FakeQuantize: expected num_channels to be an int or None, got {got}")
         if num_channels is not None and num_channels < 1:
             raise ValueError(f"FakeQuantize: expected num_channels to be positive, got {num_channels}")
         self.quant_min, self.quant_max = quant_min, quant_max
@@ -293,7 +319,7 @@ def _vmap_mask_backward(
     return vmap_loop(of_slice)(info, in_dims[:2], grad_output, mask)
 
 
-torch.library.register_vmap("lltm_ext::fake_quantize", functools.partial(_vmap, ops.fake_quantize))
+under_transforms("fake_quantize", FakeQuantizeFunction.apply)
 torch.library.register_vmap("lltm_ext::fake_quantize_with_mask", vmap_loop(ops.fake_quantize_with_mask))
 torch.library.register_vmap("lltm_ext::fake_quantize_mask_backward", _vmap_mask_backward)
 torch.library.register_vmap("lltm_ext::fake_quantize_backward", vmap_loop(ops.fake_quantize_backward))

@@ -13,9 +13,10 @@ from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     check_tensor,
-    is_lazy,
+    differentiable_tangents,
+    has_tangents,
     ops,
-    transforms_active,
+    under_transforms,
     vmap_elementwise,
     vmap_loop,
 )
@@ -31,6 +32,14 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
     if bias is not None:
         product = product + bias
     return product if activation is None else ACTIVATIONS[activation].reference(product)
+
+
+def _outputs_reference(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, ...]:
+    """The outputs of :class:`_Product`."""
+    output = gemm_reference(a, b, bias, activation)
+    return (output, gemm_reference(a, b, bias)) if activation in _SAVE_INPUT else (output,)
 
 
 class _Product(torch.autograd.Function):
@@ -50,7 +59,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        a, b, _, ctx.activation, ctx.precision = inputs
+        a, b, bias, ctx.activation, ctx.precision = inputs
         ctx.shapes = a.shape, b.shape
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -58,6 +67,12 @@ class _Product(torch.autograd.Function):
             b if ctx.needs_input_grad[0] else None,
             output[-1] if ctx.activation is not None else None,
         )
+        ctx.save_for_forward(a, b, bias)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        reference = functools.partial(_outputs_reference, activation=ctx.activation)
+        return differentiable_tangents(reference, ctx.saved_tensors, tangents[:3])
 
     @staticmethod
     def backward(
@@ -154,11 +169,9 @@ def gemm(
         check_tensor("gemm", "bias", bias)
     if out is not None:
         check_tensor("gemm", "out", out)
-        if is_lazy(out):
-            return out.copy_(gemm(a, b, bias=bias, activation=activation, precision=precision))
         ops.gemm_out(a, b, bias, activation, precision, out)
         return out
-    if transforms_active():
+    if has_tangents():
         return GemmFunction.apply(a, b, bias, activation, precision)
     return ops.gemm(a, b, bias, activation=activation, precision=precision)
 
@@ -189,14 +202,21 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
             names = ", ".join(repr(name) for name in ACTIVATIONS)
             raise ValueError(f"Linear: expected activation None or one of {names}, got {activation!r}")
+        for name, size in {"in_features": in_features, "out_features": out_features}.items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"Linear: expected {name} to be an int, got {type(size).__name__}")
+            if not 0 <= size < 2**31:
+                raise ValueError(f"Linear: expected {name} from 0 to below 2^31, got {size}")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
         check_tensor("Linear", "input", input)
+        if input.layout != torch.strided:
+            raise RuntimeError(f"Linear: expected input of layout torch.strided, got {input.layout}")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"Linear: expected input of shape [..., in_features] with in_features = {self.in_features}, "
@@ -239,7 +259,18 @@ def _with_dims(outputs: Any) -> tuple[Any, Any]:
     return outputs, 0 if isinstance(outputs, Tensor) else (0,) * len(outputs)
 
 
-torch.library.register_vmap("lltm_ext::gemm", _vmap(ops.gemm))
+@functools.partial(under_transforms, "gemm")
+def _under_transforms(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    precision: str = "ieee",
+) -> Tensor:
+    return GemmFunction.apply(a, b, bias, activation, precision)
+
+
 torch.library.register_vmap(
     "lltm_ext::gemm_activation_backward", vmap_elementwise(ops.gemm_activation_backward)
 )

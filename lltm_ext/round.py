@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
-from lltm_ext._library import check_tensor, in_place, into, ops, transforms_active, vmap_elementwise
+from lltm_ext._library import check_tensor, has_tangents, in_place, into, ops, vmap_elementwise
 from lltm_ext._unary import UnaryOp, forms, register, unary_op
 
 __all__ = [
@@ -163,13 +163,20 @@ class BinarizeFunction(torch.autograd.Function):
         defaults = (0.5, 0.0, 1.0, "identity")
         ctx.how = inputs[1:] + defaults[len(inputs) - 1 :]
         ctx.inputs = len(inputs)
-        ctx.save_for_backward(*([] if ctx.how[-1] == "identity" else inputs[:1]))
+        saved = [] if ctx.how[-1] == "identity" else inputs[:1]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
         gradient = ops.binarize_backward(grad_output, *saved, *ctx.how) if saved else grad_output
         return gradient, *[None] * (ctx.inputs - 1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        saved = ctx.saved_tensors
+        return ops.binarize_backward(tangent, *saved, *ctx.how) if saved else tangent.clone()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -212,7 +219,7 @@ def binarize(
     check_tensor("binarize", "input", input)
     if out is not None:
         return into(binarize, ops.binarize_out, out, input, threshold, low, high, grad)
-    if transforms_active():
+    if has_tangents():
         return BinarizeFunction.apply(input, threshold, low, high, grad)
     return ops.binarize(input, threshold, low, high, grad)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import stochastic_round as _C  # noqa: F401  registers the op
-from lltm_ext._library import check_tensor, ops, transforms_active
+from lltm_ext._library import check_tensor, has_tangents, ops, under_transforms
 
 __all__ = ["StochasticRound", "StochasticRoundFunction", "stochastic_round"]
 
@@ -48,7 +48,11 @@ class StochasticRoundFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.inputs = len(inputs)
+        ctx.inputs, ctx.dtype = len(inputs), output.dtype
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.to(ctx.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,7 +107,9 @@ def stochastic_round(
     as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405.
     """
     check_tensor("stochastic_round", "input", input)
-    if transforms_active():
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"stochastic_round: expected dtype to be a torch.dtype, got {type(dtype).__name__}")
+    if has_tangents():
         return StochasticRoundFunction.apply(input, dtype, generator)
     return ops.stochastic_round(input, dtype, generator=generator)
 
@@ -122,4 +128,8 @@ class StochasticRound(nn.Module):
         return f"dtype={self.dtype}"
 
 
-torch.library.register_vmap("lltm_ext::stochastic_round", functools.partial(_vmap, ops.stochastic_round))
+@functools.partial(under_transforms, "stochastic_round")
+def _under_transforms(
+    input: Tensor, dtype: torch.dtype, *, generator: torch.Generator | None = None
+) -> Tensor:
+    return StochasticRoundFunction.apply(input, dtype, generator)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lltm_ext import _portable
+from lltm_ext._library import differentiable_tangents
 from lltm_ext._selftest import BACKWARD, FORWARD
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -479,13 +480,117 @@ class OpSuite:
 
         assert_all_near(second(self.function), second(self.reference), 10 * BACKWARD[DOUBLE])
 
+    def test_gradients_of_a_batch_of_cotangents(self, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        outputs = call.run(self.function)
+        first = cotangents(outputs)
+        batch = [torch.stack([g, 2 * g, g.cos()]) for g in first]
+        together = torch.autograd.grad(outputs, call.tensors, batch, is_grads_batched=True, retain_graph=True)
+        for i in range(3):
+            single = torch.autograd.grad(outputs, call.tensors, [g[i] for g in batch], retain_graph=True)
+            assert_all_near([g[i] for g in together], single, BACKWARD[DOUBLE], "gradient of argument")
+
+    def test_transforms_of_the_dispatcher_op(self, device):
+        op, call = next(iter(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))
+        argnums, leaves = tuple(range(len(call.tensors))), call.leaves()
+
+        def loss(*tensors):
+            return sum_of_squares(call.bind(op)(*tensors))
+
+        expected = torch.autograd.grad(loss(*leaves.tensors), leaves.tensors)
+        assert_all_near(torch.func.grad(loss, argnums)(*call.tensors), expected, BACKWARD[DOUBLE])
+        stacked = [torch.stack([x, x]) for x in call.tensors]
+        together = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
+        assert_all_near(together, [torch.stack([g, g]) for g in expected], BACKWARD[DOUBLE])
+
+    def test_transforms_compile(self, device, fresh_dynamo):
+        call = self.call("63", DOUBLE, device)
+        argnums, stacked = tuple(range(len(call.tensors))), [torch.stack([x, x]) for x in call.tensors]
+
+        def gradients(*tensors):
+            return torch.func.grad(lambda *t: sum_of_squares(call.bind(self.function)(*t)), argnums)(*tensors)
+
+        for transformed in (torch.vmap(call.bind(self.function)), torch.vmap(gradients)):
+            compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+            found, expected = (pytree.tree_leaves(f(*stacked)) for f in (compiled, transformed))
+            assert_all_near(found, expected, BACKWARD[DOUBLE])
+
+    # Forward-mode AD
+
     @pytest.mark.parametrize("grad_mode", [True, False])
-    def test_forward_mode_is_refused_and_not_dropped(self, grad_mode, device):
+    def test_tangents_match_the_reference(self, grad_mode, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+        with torch.autograd.forward_ad.dual_level():
+            duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, x.detach().cos()))
+            with torch.set_grad_enabled(grad_mode):
+                outputs = duals.run(self.function)
+            found, expected = (
+                [torch.autograd.forward_ad.unpack_dual(y).tangent for y in ys]
+                for ys in (outputs, duals.run(self.reference))
+            )
+        assert_all_near(found, expected, BACKWARD[DOUBLE], "tangent of output")
+
+    def test_a_tangent_of_one_argument(self, device):
+        call = self.call(self.small, DOUBLE, device).leaves()
+
+        def tangents(function, i):
+            with torch.autograd.forward_ad.dual_level():
+                tensors = list(call.tensors)
+                tensors[i] = torch.autograd.forward_ad.make_dual(tensors[i], tensors[i].detach().cos())
+                duals = map(torch.autograd.forward_ad.unpack_dual, call.with_tensors(tensors).run(function))
+                return [torch.zeros_like(y) if t is None else t for y, t in duals]
+
+        for i in range(len(call.tensors)):
+            found, expected = tangents(self.function, i), tangents(self.reference, i)
+            assert_all_near(found, expected, BACKWARD[DOUBLE], f"along argument {i}, tangent of output")
+
+    def test_jacfwd_equals_jacrev(self, device):
         call = self.call(self.small, DOUBLE, device)
+        argnums = tuple(range(len(call.tensors)))
+        forward, reverse = (
+            pytree.tree_leaves(jacobian(call.bind(self.function), argnums)(*call.tensors))
+            for jacobian in (torch.func.jacfwd, torch.func.jacrev)
+        )
+        assert_all_near(forward, reverse, BACKWARD[DOUBLE], "jacobian")
+
+    def test_tangents_are_differentiable(self, device):
+        call = self.call(self.small, DOUBLE, device)
+        argnums = tuple(range(len(call.tensors)))
+
+        along = tuple(x.cos() for x in call.tensors)
+
+        def by_jvp(*tensors):
+            return sum_of_squares(torch.func.jvp(call.bind(self.function), tensors, along)[1])
+
+        def by_vjps(*tensors):  # straight-through references ask for requires_grad, which jvp does not set
+            return sum_of_squares(differentiable_tangents(call.bind(self.reference), tensors, along))
+
+        found, expected = (torch.func.grad(f, argnums)(*call.tensors) for f in (by_jvp, by_vjps))
+        assert_all_near(found, expected, 10 * BACKWARD[DOUBLE])
+
+    @pytest.mark.skipif(_portable.in_use, reason="the portable library's op has tangents")
+    @pytest.mark.parametrize("grad_mode", [True, False])
+    def test_forward_mode_of_the_dispatcher_op_is_refused_and_not_dropped(self, grad_mode, device):
+        op, call = next(iter(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))
         with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
             duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
             with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
-                duals.run(self.function)
+                duals.run(op)
+
+    # torch's defaults
+
+    def test_the_default_device_and_dtype_change_nothing(self, device):
+        call = self.call(self.small, torch.float32, device)
+        outputs, gradients = forward_and_gradients(self.function, call)
+        grad_outputs = cotangents(outputs)
+        with torch.device("meta"):
+            assert_same_bits(forward_and_gradients(self.function, call, grad_outputs)[1], gradients)
+        torch.set_default_dtype(DOUBLE)
+        try:
+            again, gradients_again = forward_and_gradients(self.function, call, grad_outputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_same_bits([*again, *gradients_again], [*outputs, *gradients])
 
     # Autocast
 
@@ -871,7 +976,7 @@ class FormsSuite:
 
     def test_in_place_refuses_elements_that_share_memory(self, device):
         x = Make(device=device)(1, 3).expand(4, 3)
-        with pytest.raises(RuntimeError, match="single memory location"):
+        with pytest.raises(RuntimeError, match=f"{self.op}: expected input with memory for each"):
             self.in_place(x)
 
     @pytest.mark.skipif(_portable.in_use, reason="the stable ABI does not tell an inference tensor")
@@ -929,7 +1034,7 @@ class FormsSuite:
         ):
             with pytest.raises(exception, match=message):
                 self.function(x, out=out)
-        with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
+        with pytest.raises(RuntimeError, match=f"^{self.op}: expected out to share all"):
             self.function(x[:4], out=x[2:])
         for wanting in ((x.clone().requires_grad_(), x), (x, x.clone().requires_grad_())):
             with pytest.raises(RuntimeError, match=f"^{self.op}: with out= there is no gradient"):

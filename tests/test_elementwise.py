@@ -4,8 +4,10 @@ import inspect
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,7 +123,7 @@ def test_the_error_shows_a_signature_that_does_not_parse(signature):
         (
             "T f(T x)",
             {"backward": {"x": "\x1f"}},
-            "f: expected C\\+\\+, got a text with the control character",
+            "f: expected backward of x to be C\\+\\+, got a text with the control character",
         ),
     ],
 )
@@ -510,11 +512,15 @@ def test_a_second_derivative_is_refused_and_not_zero():
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
-def test_forward_mode_is_refused_and_not_dropped(grad_mode):
+def test_tangents_have_the_layout_of_the_output(grad_mode):
     with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
-        dual = torch.autograd.forward_ad.make_dual(meta(3), meta(3))
-        with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
-            softsign(dual)
+        dual = torch.autograd.forward_ad.make_dual(meta(3, 1), meta(3, 1))
+        primal, tangent = torch.autograd.forward_ad.unpack_dual(blend(dual, meta(3, 4)))
+        assert primal.shape == tangent.shape == (3, 4)
+        with pytest.raises(RuntimeError, match=r"^f: a jvp with respect to x is required"):
+            op_of("return x;")(dual)
+    _, tangent = torch.func.jvp(blend, (meta(3, 1), meta(4)), (meta(3, 1), meta(4)))
+    assert tangent.shape == (3, 4)
 
 
 PAIRS = {
@@ -863,3 +869,32 @@ class TestOnCuda:
             assert torch.cuda.current_device() == 0
             assert all(t.device == x.device for t in outputs + gradients)
             assert_near(outputs[0], softsign_reference(x.double()), FORWARD[torch.float32])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_ctrl_c_ends_the_wait_for_the_compiler(tmp_path):
+    program = """
+import torch
+from lltm_ext import _C, elementwise
+
+doubled = "".join(f"#define M{i + 1} M{i} M{i}\\n" for i in range(22))
+slow = elementwise("T f(T x)", "\\n#define M0 x = sin(x) * exp(x);\\n" + doubled + "M22\\nreturn x;")
+print("compiles", flush=True)
+try:
+    _C.elementwise.compile(slow.program, torch.float32, "sm_90")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    import os
+    os._exit(0)
+"""
+    environment = dict(os.environ, LLTM_EXT_CACHE=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout.readline() == "compiles\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[0] == "interrupted\n"
+    finally:
+        process.kill()

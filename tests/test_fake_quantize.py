@@ -272,15 +272,6 @@ class TestLearnable(OpSuite):
     def apply(self, *args, axis=None, grad_factor=1.0):
         return self.Function.apply(*args, axis, grad_factor)
 
-    def test_forward_mode_is_refused_and_not_dropped(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        with torch.autograd.forward_ad.dual_level():
-            for i in range(3):
-                tensors = list(call.tensors)
-                tensors[i] = torch.autograd.forward_ad.make_dual(tensors[i], torch.ones_like(tensors[i]))
-                with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
-                    call.with_tensors(tensors).run(self.function)
-
     @needs_cuda
     @pytest.mark.parametrize("name", ["scale", "zero_point"])
     def test_a_parameter_on_another_device_is_refused(self, name):

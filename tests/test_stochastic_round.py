@@ -274,12 +274,15 @@ class TestTransforms:
         gradient = torch.func.grad(lambda x: lltm_ext.stochastic_round(x, torch.float16).float().sum() * 3)(x)
         assert gradient.tolist() == [3] * 5
 
-    def test_forward_mode_is_refused_and_not_dropped(self, device):
+    def test_tangents_are_straight_through(self, device):
         x = Make(device=device)(5)
         with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-            with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
-                lltm_ext.stochastic_round(dual, torch.float16)
+            dual = torch.autograd.forward_ad.make_dual(x, 3 * torch.ones_like(x))
+            y = lltm_ext.stochastic_round(dual, torch.float16)
+            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+        assert tangent.dtype == torch.float16 and tangent.tolist() == [3] * 5
+        function = lambda x: lltm_ext.stochastic_round(x, torch.float16)  # noqa: E731
+        assert torch.func.jvp(function, (x,), (2 * torch.ones_like(x),))[1].tolist() == [2] * 5
 
 
 class TestErrors:

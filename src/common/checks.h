@@ -2,18 +2,67 @@
 // value. Sizes are read as SymInt, so that real and fake tensors raise the same errors.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #ifndef LLTM_EXT_STABLE_ABI
 #include <c10/core/InferenceMode.h>
 #endif
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 namespace lltm_ext {
+
+// Whether the dispatcher, which raw bindings bypass, replaces x by other tensors before a kernel sees it:
+// Python's subclasses with __torch_dispatch__, fake tensors among them, and the tensors of torch.func.
+inline bool is_wrapper(const at::Tensor& x) {
+#ifdef LLTM_EXT_STABLE_ABI
+  return false;
+#else
+  constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched,
+                                           c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor});
+  return x.unsafeGetTensorImpl()->key_set().has_any(kWrappers);
+#endif
+}
+
+// False for freed storage and wrappers. A kernel only reads the sizes of a meta tensor.
+inline bool has_memory(const at::Tensor& x) {
+#ifdef LLTM_EXT_STABLE_ABI
+  return x.is_meta() || x.numel() == 0 || x.const_data_ptr() != nullptr;
+#else
+  if (x.has_storage()) {
+    // Without the checks of data_ptr(), which copies a lazy clone and throws for a fake tensor.
+    c10::StorageImpl* storage = x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (storage->_mutable_data_ptr_no_checks().get() != nullptr) return true;
+  }
+  return x.is_meta() || (x.has_storage() && x.sym_numel() == 0);
+#endif
+}
+
+inline void check_memory(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK(has_memory(x), op, ": expected ", name,
+              " with memory that a kernel can use, got a tensor without (a wrapper, a fake tensor or freed "
+              "storage)");
+}
 
 inline void check_strided(const char* op, const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
   TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
               x.layout());
+#ifndef LLTM_EXT_STABLE_ABI
+  TORCH_CHECK(!x.is_nested(), op, ": expected ", name, " not to be a nested tensor");
+#endif
+  if (!is_wrapper(x)) check_memory(op, name, x);
+}
+
+// For the raw bindings.
+inline void check_plain(const char* op, const char* name, const at::Tensor& x) {
+  check_strided(op, name, x);
+  TORCH_CHECK_TYPE(
+      !is_wrapper(x), op, ": expected ", name,
+      " to be a plain Tensor, got a wrapper (a subclass with __torch_dispatch__, a fake tensor, a "
+      "tensor of torch.func or an _efficientzerotensor)");
 }
 
 inline void check_device(const char* op, const char* name, const at::Tensor& x) {
@@ -33,7 +82,7 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
 }
 
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& x) {
-  check_strided(op, name, x);
+  check_plain(op, name, x);
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
 #ifndef LLTM_EXT_STABLE_ABI
   // Raw bindings bypass the dispatcher, which would resolve such views.
@@ -49,6 +98,20 @@ inline void check_writable(const char* op, const char* name, const at::Tensor& x
   TORCH_CHECK(!x.is_inference() || x.is_meta() || c10::InferenceMode::is_enabled(), op, ": expected ", name,
               " not to be an inference tensor, because it is written outside inference mode; clone it first");
 #endif
+}
+
+// Several elements at one address have no result. torch's in-place ops raise an error too, without a name.
+inline void check_no_overlap(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK(x.is_meta() || at::has_internal_overlap(x) != at::MemOverlap::Yes, op, ": expected ", name,
+              " with memory for each element, because it is written, got strides ", x.strides(), " of sizes ",
+              x.sizes(), "; clone it first");
+}
+
+// torch's resize_ allocates too little where the number of bytes overflows.
+inline void check_bytes(const char* op, const at::Tensor& input) {
+  TORCH_CHECK(input.is_meta() || input.numel() <= std::numeric_limits<int64_t>::max() /
+                                                      static_cast<int64_t>(input.element_size()),
+              op, ": expected a result of less than 2^63 bytes, got an input of sizes ", input.sizes());
 }
 
 enum class Types { kFloating, kFloatingOrComplex };
@@ -105,9 +168,11 @@ inline void check_cell_dtype(const char* op, const char* name, const at::Tensor&
 
 // For the raw bindings, by the names the PyTorch tutorials use. `x` is also the argument's name in the
 // message.
+#define CHECK_PLAIN(op, x) ::lltm_ext::check_plain(op, #x, x)
 #define CHECK_CONTIGUOUS(op, x) ::lltm_ext::check_contiguous(op, #x, x)
 #define CHECK_INPUT(op, x)                 \
   do {                                     \
+    CHECK_PLAIN(op, x);                    \
     ::lltm_ext::check_device(op, #x, x);   \
     CHECK_CONTIGUOUS(op, x);               \
     ::lltm_ext::check_floating(op, #x, x); \

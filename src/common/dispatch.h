@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "common/checks.h"
 #include "common/types.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -29,13 +30,19 @@ struct Type {
   using type = T;
 };
 
+// Null if x is undefined. Arguments have been checked before; results may lack memory where a mode of Python
+// or a transform of torch.func replaces what a raw binding allocates.
 template <typename T>
 const T* pointer(const at::Tensor& x) {
-  return x.defined() ? static_cast<const T*>(x.const_data_ptr()) : nullptr;
+  if (!x.defined()) return nullptr;
+  check_memory("lltm_ext", "a kernel's input", x);
+  return static_cast<const T*>(x.const_data_ptr());
 }
 template <typename T>
 T* mutable_pointer(const at::Tensor& x) {
-  return x.defined() ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
+  if (!x.defined()) return nullptr;
+  check_memory("lltm_ext", "a kernel's output", x);
+  return static_cast<T*>(x.mutable_data_ptr());
 }
 
 #ifdef LLTM_EXT_WITH_CUDA

@@ -8,6 +8,7 @@
 
 #include <array>
 
+#include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/elementwise_call.h"
 
@@ -27,10 +28,13 @@ template <int K>
 class Operands {
  public:
   Operands(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs) {
+    check_memory(op, "output", output);  // a call below a mode of Python allocates what the mode returns
     bool flat = output.is_non_overlapping_and_dense();
     for (const at::Tensor& x : inputs) {
       flat = flat && x.sizes() == output.sizes() && x.strides() == output.strides();
-      if (output.is_alias_of(x)) at::assert_no_partial_overlap(output, x);
+      TORCH_CHECK(
+          !output.is_alias_of(x) || at::get_overlap_status(output, x) != at::MemOverlapStatus::Partial, op,
+          ": expected out to share all of its memory with an input or none, got a part");
     }
     call_.n = output.numel();
     call_.strides = nullptr;

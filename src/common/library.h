@@ -42,6 +42,14 @@ void implement_autocast(torch::Library& m, const char* op, F* function) {
   m.impl(op, torch::dispatch(c10::DispatchKey::AutocastCUDA, function));
 }
 
+// For calls with a tensor whose memory holds the negative or the conjugate. torch's fallback for them expects
+// that an op returns what it writes, and ends the process otherwise.
+template <typename F>
+void implement_lazy(torch::Library& m, const char* op, F* function) {
+  m.impl(op, torch::dispatch(c10::DispatchKey::Conjugate, function));
+  m.impl(op, torch::dispatch(c10::DispatchKey::Negative, function));
+}
+
 // For an autocast kernel: casts tensors to autocast's dtype (weights through its cache), and turns autocast
 // off for the calls below it.
 class AutocastInputs {

@@ -53,9 +53,12 @@ inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear(
 }
 
 inline bool onednn_is_faster(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_cpu() && a.scalar_type() == at::kFloat && a.size(0) >= 8 &&
-         a.numel() * b.size(1) >= (int64_t{1} << 21) && (b.is_contiguous() || b.t().is_contiguous()) &&
-         at::globalContext().userEnabledMkldnn();
+  if (!a.is_cpu() || a.scalar_type() != at::kFloat || !at::globalContext().userEnabledMkldnn()) return false;
+  // MKL reads large weights slowly for few rows.
+  const int64_t multiplications = a.numel() * b.size(1);
+  const bool is_large =
+      b.numel() >= (1 << 18) ? multiplications >= (1 << 20) : a.size(0) >= 8 && multiplications >= (1 << 21);
+  return is_large && (b.is_contiguous() || b.t().is_contiguous());
 }
 
 // a [M, K] @ b [K, N] (+ bias [N]) by oneDNN if that is faster; else undefined. Copies an a that is not

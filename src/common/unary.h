@@ -32,6 +32,7 @@ struct UnaryOps {
   static void check(const at::Tensor& input, P... parameters) {
     check_device(Op::kName, "input", input);
     check_type(Op::kName, "input", input, Op::kTypes);
+    check_bytes(Op::kName, input);
     Op::check(parameters...);
   }
 
@@ -47,7 +48,7 @@ struct UnaryOps {
     check(input, parameters...);
     check_writable(Op::kName, "input", input);
     const KernelGuard guard(input);
-    if (!input.is_meta()) at::assert_no_internal_overlap(input);
+    check_no_overlap(Op::kName, "input", input);
     Op::run(input, input, parameters...);
   }
 
@@ -57,7 +58,7 @@ struct UnaryOps {
     check_writable(Op::kName, "out", out);
     const KernelGuard guard(input);
     at::native::resize_output_symint(out, input.sym_sizes());
-    if (!out.is_meta()) at::assert_no_internal_overlap(out);
+    check_no_overlap(Op::kName, "out", out);
     Op::run(out, input, parameters...);
   }
 
@@ -76,6 +77,23 @@ struct UnaryOps {
   static void call_in_place(const at::Tensor& input, P... parameters) {
     static const auto op = find_op<decltype(in_place)>(name("_").c_str());
     op.call(input, parameters...);
+  }
+
+  // ---- Tensors whose memory holds the negative or the conjugate (implement_lazy)
+
+  static void in_place_lazy(at::Tensor input, P... parameters) {
+    check_writable(Op::kName, "input", input);
+    check_no_overlap(Op::kName, "input", input);
+    input.copy_(call(input, parameters...));
+  }
+
+  static void out_lazy(const at::Tensor& input, P... parameters, at::Tensor out) {
+    const at::Tensor output = call(input, parameters...);
+    CHECK_SAME(Op::kName, out, output);
+    check_writable(Op::kName, "out", out);
+    at::native::resize_output_symint(out, output.sym_sizes());
+    check_no_overlap(Op::kName, "out", out);
+    out.copy_(output);
   }
 
   // ---- Autograd
@@ -154,6 +172,8 @@ struct UnaryOps {
     implement_autograd(m, op.c_str(), forward_autograd);
     implement_autograd(m, in_place_name.c_str(), in_place_autograd);
     implement_autograd(m, out_name.c_str(), out_autograd);
+    implement_lazy(m, in_place_name.c_str(), in_place_lazy);
+    implement_lazy(m, out_name.c_str(), out_lazy);
 #endif
   }
 

@@ -16,6 +16,7 @@ LLTM_EMBED(hopper_ptx_cuh, "common/hopper/ptx.cuh");
 LLTM_EMBED(pipeline_cuh, "common/hopper/pipeline.cuh");
 LLTM_EMBED(split_cuh, "common/hopper/split.cuh");
 LLTM_EMBED(cell_h, "recurrence/cell.h");
+LLTM_EMBED(to_initial_h, "recurrence/to_initial.h");
 LLTM_EMBED(variants_h, "recurrence/persistent/variants.h");
 LLTM_EMBED(shape_h, "recurrence/persistent/shape.h");
 LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
@@ -42,12 +43,13 @@ namespace {
 // The engine's, which the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,       types_h,           vec_cuh,     math_h,         fast_math_cuh, ptx_cuh,
-    launch_cuh,       tensor_map_h,      sizes_h,     hopper_ptx_cuh, pipeline_cuh,  split_cuh,
-    cell_h,           variants_h,        shape_h,     pair_cuh,       product_cuh,   exchange_cuh,
-    block_cuh,        steps_cuh,         forward_cuh, backward_cuh,   unit_shape_h,  unit_steps_cuh,
-    unit_forward_cuh, unit_backward_cuh, step_h,      pointwise_cuh,  fused_shape_h, fused_arguments_h,
-    fused_hopper_cuh
+    portable_h,        types_h,           vec_cuh,      math_h,        fast_math_cuh,
+    ptx_cuh,           launch_cuh,        tensor_map_h, sizes_h,       hopper_ptx_cuh,
+    pipeline_cuh,      split_cuh,         cell_h,       to_initial_h,  variants_h,
+    shape_h,           pair_cuh,          product_cuh,  exchange_cuh,  block_cuh,
+    steps_cuh,         forward_cuh,       backward_cuh, unit_shape_h,  unit_steps_cuh,
+    unit_forward_cuh,  unit_backward_cuh, step_h,       pointwise_cuh, fused_shape_h,
+    fused_arguments_h, fused_hopper_cuh
 #endif
 };
 

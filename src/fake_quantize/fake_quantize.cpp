@@ -165,7 +165,9 @@ Tensor mask_backward(const Tensor& grad_output, const Tensor& mask, c10::SymIntA
   check_floating(kOp, "grad_output", grad_output);
   check_same_device(kOp, "mask", mask, grad_output);
   check_same_dtype(kOp, "mask", mask, at::kByte);
-  check_contiguous(kOp, "mask", mask);
+  check_strided(kOp, "mask", mask);  // not check_contiguous, which refuses fake tensors
+  TORCH_CHECK(mask.is_contiguous(), kOp, ": expected mask to be contiguous, got strides ",
+              mask.sym_strides());
   check_shape(kOp, "mask", mask, {(grad_output.sym_numel() + 7) / 8}, "[ceil(grad_output.numel() / 8)]");
   TORCH_CHECK(static_cast<int64_t>(strides.size()) == grad_output.dim(), kOp,
               ": expected a stride for each dimension of grad_output, got ", strides);
@@ -409,12 +411,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                               const Tensor& zero_point, int64_t quant_min, int64_t quant_max,
                                               Axis axis) {
           CHECK_INPUT("fake_quantize.forward", input);
+          CHECK_PLAIN("fake_quantize.forward", scale);
+          CHECK_PLAIN("fake_quantize.forward", zero_point);
           return forward_with_mask(input, scale, zero_point, quant_min, quant_max, axis);
         }),
         py::arg("input"), py::arg("scale"), py::arg("zero_point"), py::arg("quant_min"), py::arg("quant_max"),
         axis);
   m.def("backward", torch::wrap_pybind_function_no_gil([](const Tensor& grad_output, const Tensor& mask) {
           CHECK_INPUT("fake_quantize.backward", grad_output);
+          CHECK_PLAIN("fake_quantize.backward", mask);
           return mask_backward(grad_output, mask, grad_output.sym_strides());
         }),
         py::arg("grad_output"), py::arg("mask"));
@@ -424,6 +429,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                int64_t quant_min, int64_t quant_max, Axis axis, double grad_factor) {
               CHECK_INPUT("fake_quantize.backward_learnable", grad_output);
               CHECK_INPUT("fake_quantize.backward_learnable", input);
+              CHECK_PLAIN("fake_quantize.backward_learnable", scale);
+              CHECK_PLAIN("fake_quantize.backward_learnable", zero_point);
               return backward(grad_output, input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
             }),
         py::arg("grad_output"), py::arg("input"), py::arg("scale"), py::arg("zero_point"),

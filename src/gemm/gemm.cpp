@@ -240,6 +240,7 @@ void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor&
   CHECK_SAME("gemm", out, a);
   check_result("gemm", "out", out, a, b);
   check_writable("gemm", "out", out);
+  check_no_overlap("gemm", "out", out);
   const KernelGuard guard(a);
   const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
   if (out.is_contiguous() && !overlaps) {
@@ -485,6 +486,17 @@ void forward_out_autograd(const at::Tensor& a, const at::Tensor& b, const Option
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
+// For tensors whose memory holds the negative or the conjugate.
+void forward_out_lazy(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                      OptionalName activation, string_view precision, at::Tensor out) {
+  const at::Tensor c = call_forward(a, b, bias, activation, precision);
+  CHECK_SAME("gemm", out, c);
+  check_result("gemm", "out", out, a, b);
+  check_writable("gemm", "out", out);
+  check_no_overlap("gemm", "out", out);
+  out.copy_(c);
+}
+
 // The double backward: the same formulas, in torch's own differentiable ops.
 at::Tensor activation_backward_autograd(const at::Tensor& grad_output, const at::Tensor& saved,
                                         string_view activation) {
@@ -543,6 +555,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "gemm", forward_autograd);
   implement_autograd(m, "gemm_out", forward_out_autograd);
+  implement_lazy(m, "gemm_out", forward_out_lazy);
   implement_autograd(m, "gemm_activation_backward", activation_backward_autograd);
   implement_autograd(m, "gemm_activation_bias_backward", activation_bias_backward_autograd);
   implement_autocast(m, "gemm", forward_autocast);

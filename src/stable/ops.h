@@ -214,25 +214,25 @@ inline std::pair<const char*, const char*> extent_of(const Tensor& x) {
   return {first, first + (last + 1) * static_cast<int64_t>(x.element_size())};
 }
 
-inline void assert_no_internal_overlap(const Tensor& x) {
+enum class MemOverlap { No, Yes };
+
+inline MemOverlap has_internal_overlap(const Tensor& x) {
   for (int64_t d = 0; d < x.dim(); ++d) {
-    TORCH_CHECK(x.size(d) < 2 || x.stride(d) != 0,
-                "unsupported operation: more than one element of the written-to tensor refers to a single "
-                "memory location. Please clone() the tensor before performing the operation.");
+    if (x.size(d) > 1 && x.stride(d) == 0) return MemOverlap::Yes;
   }
+  return MemOverlap::No;
 }
 
-inline void assert_no_partial_overlap(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0 || !a.is_non_overlapping_and_dense() ||
-      !b.is_non_overlapping_and_dense()) {
-    return;
-  }
+enum class MemOverlapStatus { Full, Partial, No, TooHard };
+
+inline MemOverlapStatus get_overlap_status(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return MemOverlapStatus::No;
+  if (!a.is_non_overlapping_and_dense() || !b.is_non_overlapping_and_dense())
+    return MemOverlapStatus::TooHard;
   const auto [a_first, a_last] = extent_of(a);
   const auto [b_first, b_last] = extent_of(b);
-  const bool same = a_first == b_first && a_last == b_last && a.strides() == b.strides();
-  TORCH_CHECK(same || a_last <= b_first || b_last <= a_first,
-              "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
-              "single memory location. Please clone() the tensor before performing the operation.");
+  if (a_first == b_first && a_last == b_last && a.strides() == b.strides()) return MemOverlapStatus::Full;
+  return a_last <= b_first || b_last <= a_first ? MemOverlapStatus::No : MemOverlapStatus::Partial;
 }
 
 namespace native {

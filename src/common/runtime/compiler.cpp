@@ -9,7 +9,14 @@
 #include <ATen/Context.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <signal.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
+#include <thread>
+
+#include "common/python.h"
 #include "common/runtime/cache.h"
 
 #endif
@@ -129,6 +136,32 @@ class Compilation {
   Nvrtc::Handle program_ = nullptr;
 };
 
+// Raises KeyboardInterrupt after Ctrl-C, if this is Python's main thread.
+void check_interrupt() {
+#ifdef TORCH_EXTENSION_NAME
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+#endif
+}
+
+// Compiles in a thread of its own, so that Ctrl-C ends the wait for it. NVRTC cannot be stopped: the thread
+// goes on. While it reads the source it replaces the handler of SIGINT by one that ends the process; the wait
+// puts the handler back.
+bool run_interruptibly(const std::shared_ptr<Compilation>& compilation,
+                       const std::vector<std::string>& options) {
+  struct sigaction handler;
+  sigaction(SIGINT, nullptr, &handler);
+  std::packaged_task<bool()> task([compilation, options] { return compilation->run(options); });
+  std::future<bool> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (result.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready) {
+    sigaction(SIGINT, &handler, nullptr);
+    check_interrupt();
+  }
+  sigaction(SIGINT, &handler, nullptr);
+  return result.get();
+}
+
 // Everything that the binary depends on.
 std::string cache_key(const std::string& source, const std::vector<Header>& headers,
                       const std::vector<std::string>& options) {
@@ -155,9 +188,10 @@ std::string compile(const std::string& description, const std::string& source,
   const Cache cache(cache_key(source, headers, options));
   if (std::optional<std::string> cubin = cache.read()) return *std::move(cubin);
   ++compilation_count;
-  Compilation compilation(source, headers);
-  TORCH_CHECK(compilation.run(options), description, " does not compile:\n", compilation.log().c_str());
-  std::string cubin = compilation.cubin();
+  const auto compilation = std::make_shared<Compilation>(source, headers);
+  TORCH_CHECK(run_interruptibly(compilation, options), description, " does not compile:\n",
+              compilation->log().c_str());
+  std::string cubin = compilation->cubin();
   cache.write(cubin);
   return cubin;
 }
