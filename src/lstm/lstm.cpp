@@ -5,6 +5,9 @@
 
 #include "common/python.h"
 #include "lstm/lstm_cell.h"
+#ifndef LLTM_EXT_STABLE_ABI
+#include "lstm/lstm_onednn.h"
+#endif
 #include "recurrence/tensors/op.h"
 
 namespace lltm_ext {
@@ -14,6 +17,9 @@ struct Lstm : BuiltInOp<LstmCell> {
   static std::string name() { return "lstm"; }
 
 #ifndef LLTM_EXT_STABLE_ABI
+  using CpuLayer = OneDnnLstm;
+  static constexpr bool has_cpu_layer() { return true; }
+
   static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c) {
     const auto parts = gates.chunk(4, 1);
     const at::Tensor new_c = at::sigmoid(parts[1]) * c + at::sigmoid(parts[0]) * at::tanh(parts[2]);

@@ -84,8 +84,9 @@ struct ForwardOps {
                      step_inputs = contiguous_or_none(d.step_inputs), keep = rows_of_keep(d);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
-      // Copied, because in float32 cuBLAS multiplies few rows by a transposed view up to six times slower.
-      weight_hh_t = d.weight_hh.t().contiguous();
+      // Copied on CUDA, because in float32 cuBLAS multiplies few rows by a transposed view up to six times
+      // slower. oneDNN is faster by the view.
+      weight_hh_t = h.is_cpu() ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
     const Matmul matmul(h);
@@ -207,7 +208,45 @@ struct ForwardOps {
   }
 };
 
-// The dispatcher ops of a built-in cell.
+// ---- half types on the CPU
+
+// They are only storage there: products in float32 are faster, and more exact.
+inline bool is_half_on_cpu(const at::Tensor& x) {
+  return x.defined() && x.is_cpu() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
+}
+
+inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
+
+// (output, h_n, c_n) of run(input, direction) in float32, rounded to the dtypes of input and states.
+template <class Op, typename F>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, const at::Tensor& input,
+                                                              const Direction& d,
+                                                              at::OptionalIntArrayRef batch_sizes,
+                                                              c10::string_view algorithm, F&& run) {
+  check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
+  const Direction wide = {.h0 = in_float32(d.h0),
+                          .states = in_float32(d.states),
+                          .weight_ih = in_float32(d.weight_ih),
+                          .weight_hh = in_float32(d.weight_hh),
+                          .bias = d.bias ? OptionalTensor(in_float32(*d.bias)) : std::nullopt,
+                          .reverse = d.reverse,
+                          .keep = d.keep};
+  const auto [output, h_n, c_n] = run(in_float32(input), wide);
+  const at::ScalarType type = input.scalar_type();
+  return {output.to(type), h_n.to(type), c_n.to(d.states.scalar_type())};
+}
+
+// ---- the dispatcher ops of a built-in cell
+
+// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence.
+template <class Op>
+bool cpu_layer_takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes,
+                     c10::string_view algorithm) {
+  if (!input.defined() || !input.is_cpu()) return false;
+  check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
+  return Op::CpuLayer::takes(input, d, batch_sizes);
+}
+
 template <class Op>
 struct BuiltInForward {
   static variable_list run(const at::Tensor& input, Directions directions,
@@ -221,7 +260,26 @@ struct BuiltInForward {
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
     const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
-    const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/false);
+    return sequence_of(input, only, batch_sizes, algorithm);
+  }
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_of(const at::Tensor& input,
+                                                                    const Direction& d,
+                                                                    at::OptionalIntArrayRef batch_sizes,
+                                                                    c10::string_view algorithm) {
+    if (is_half_on_cpu(input)) {
+      return run_in_float32(Op{}, input, d, batch_sizes, algorithm, [&](const auto& x, const auto& wide) {
+        return sequence_of(x, wide, batch_sizes, algorithm);
+      });
+    }
+    if constexpr (Op::has_cpu_layer()) {
+      if (cpu_layer_takes<Op>(input, d, batch_sizes, algorithm)) {
+        const auto [output, h_n, c_n, workspace] =
+            Op::CpuLayer::forward({input, d}, d.reverse, /*train=*/false);
+        return {output, h_n, c_n};
+      }
+    }
+    const variable_list y = run(input, d, batch_sizes, algorithm, /*save=*/false);
     return {y[0], y[1], y[2]};
   }
 
@@ -239,8 +297,17 @@ struct BuiltInForward {
   static variable_list bidirectional(const at::Tensor& input, at::TensorList forward_direction,
                                      at::TensorList reverse_direction, at::OptionalIntArrayRef batch_sizes,
                                      c10::string_view algorithm) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
-               /*save=*/false);
+    if (!input.defined() || !input.is_cpu()) {
+      return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes,
+                 algorithm, /*save=*/false);
+    }
+    variable_list outputs;
+    for (const Direction& d :
+         checked_directions(Op{}, input, forward_direction, reverse_direction, batch_sizes, algorithm)) {
+      const auto [output, h_n, c_n] = sequence_of(input, d, batch_sizes, algorithm);
+      append(outputs, {output, h_n, c_n});
+    }
+    return outputs;
   }
 
   // As above, each with (gates, extra) for the backward.

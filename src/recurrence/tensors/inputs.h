@@ -258,4 +258,18 @@ inline void check_same_sizes(const std::string& op, Directions directions) {
   }
 }
 
+// Both directions, checked.
+template <class Op>
+std::array<Direction, 2> checked_directions(const Op& op, const at::Tensor& input,
+                                            at::TensorList forward_direction,
+                                            at::TensorList reverse_direction,
+                                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  const auto directions = directions_of(op.name(), forward_direction, reverse_direction);
+  for (const Direction& d : directions) {
+    check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
+  }
+  check_same_sizes(op.name(), directions);
+  return directions;
+}
+
 }  // namespace lltm_ext

@@ -43,6 +43,8 @@ struct BuiltInOp {
   // runs the same formula as a user's cell (lltm_ext.cells).
   static constexpr bool keeps_in_fused_kernels() { return false; }
   static constexpr bool has_fused_kernels_of_double() { return false; }
+  // Whether Op::CpuLayer runs some of its sequences (lstm/lstm_onednn.h).
+  static constexpr bool has_cpu_layer() { return false; }
 
   template <typename T>
   static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {

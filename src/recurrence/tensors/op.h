@@ -243,8 +243,19 @@ struct SequenceOps {
     const auto some_need_grad = [](at::TensorList tensors) {
       return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
     };
-    if (input.defined() &&
-        (needs_grad(input) || some_need_grad(forward_direction) || some_need_grad(reverse_direction))) {
+    const bool records = input.defined() && (needs_grad(input) || some_need_grad(forward_direction) ||
+                                             some_need_grad(reverse_direction));
+    if (records && (is_half_on_cpu(input) || (input.is_cpu() && Op::has_cpu_layer()))) {
+      variable_list outputs;
+      for (const Direction& d :
+           checked_directions(Op{}, input, forward_direction, reverse_direction, batch_sizes, algorithm)) {
+        const auto [output, h_n, c_n] = sequence_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh,
+                                                          d.bias, batch_sizes, d.reverse, algorithm, {});
+        append(outputs, {output, h_n, c_n});
+      }
+      return outputs;
+    }
+    if (records) {
       return BidirectionalFunction::apply(input, forward_direction, reverse_direction, batch_sizes,
                                           algorithm);
     }
@@ -273,6 +284,22 @@ struct SequenceOps {
       const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
       bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
     if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
+      const Direction only = {
+          h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
+      if (is_half_on_cpu(input)) {
+        return run_in_float32(Op{}, input, only, batch_sizes, algorithm,
+                              [&](const at::Tensor& x, const Direction& d) {
+                                return sequence_autograd(x, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
+                                                         batch_sizes, reverse, algorithm, keep);
+                              });
+      }
+      if constexpr (Op::has_cpu_layer()) {
+        if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
+          using Node = typename Op::CpuLayer::template Node<SequenceFunction>;
+          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, bias, reverse);
+          return {outputs[0], outputs[1], outputs[2]};
+        }
+      }
       const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
                                                             batch_sizes, reverse, algorithm, keep);
       return {outputs[0], outputs[1], outputs[2]};
