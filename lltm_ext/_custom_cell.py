@@ -13,29 +13,37 @@ import torch
 from torch import Tensor
 
 from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
-from lltm_ext._library import differentiable_gradients, ops, transforms_active, vmap_rows
+from lltm_ext._library import (
+    differentiable_gradients,
+    differentiable_tangents,
+    has_tangents,
+    ops,
+    transforms_active,
+    vmap_rows,
+)
 from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._text import SEPARATOR
 
 if TYPE_CHECKING:
+    from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 
-SEPARATOR = "\x1f"  # of a program's fields: src/custom_cell/program.h
-CELLS: dict[str, RecurrentCell] = {}  # by their programs, for derivatives of second order
+CELLS: dict[str, RecurrentCell | ToInitial] = {}  # by their programs, for derivatives of second order
 
 
-def program_of(cell: RecurrentCell) -> str:
+def program_of(cell: RecurrentCell | ToInitial) -> str:
     """The cell as text."""
-    derived = cell.derived
+    declared, derived = cell.declared, cell.derived
     numbers = (
-        cell.gates,
-        len(cell.states),
+        declared.gates,
+        len(declared.states),
         len(derived.saved),
-        len(cell.parameters),
-        len(cell.inputs),
-        int(cell.recurrent),
-        int(cell.separate),
+        len(declared.parameters),
+        len(declared.inputs),
+        int(declared.recurrent),
+        int(declared.separate),
         int(derived.reads_h),
-        cell.declared.output_state,
+        declared.output_state,
     )
     program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
     CELLS[program] = cell
@@ -43,7 +51,7 @@ def program_of(cell: RecurrentCell) -> str:
 
 
 def run_kernels(
-    cell: RecurrentCell,
+    cell: RecurrentCell | ToInitial,
     input: Tensor,
     states: Sequence[Tensor],
     weight_ih: Tensor,
@@ -59,13 +67,13 @@ def run_kernels(
     """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked, on CUDA."""
     arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     options = (batch_sizes, is_reverse, algorithm, cell.program)
-    function = CustomCellFunction.apply if transforms_active() else ops.custom_cell
+    function = CustomCellFunction.apply if transforms_active() or has_tangents() else ops.custom_cell
     output, h_n, states_n, *_ = function(*arguments, *options)
     return output, [h_n, *(states_n[i].to(x.dtype) for i, x in enumerate(states[1:]))]
 
 
 def algorithm_of(
-    cell: RecurrentCell,
+    cell: RecurrentCell | ToInitial,
     input: Tensor,
     states: Sequence[Tensor],
     weight_ih: Tensor,
@@ -83,7 +91,7 @@ def algorithm_of(
 
 
 def op_arguments(
-    cell: RecurrentCell,
+    cell: RecurrentCell | ToInitial,
     input: Tensor,
     states: Sequence[Tensor],
     weight_ih: Tensor,
@@ -139,7 +147,7 @@ def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CustomCellFunction(torch.autograd.Function):
-    """The op under transforms of torch.func, which can't enter its C++ autograd function.
+    """The op under torch.func's transforms and with tangents, which can't enter its C++ autograd function.
 
     ``(output, h_n, states_n, gates, extra, h)``, the last three for backward, of the dispatcher op's
     arguments. h of every step is empty if it is the output.
@@ -155,7 +163,16 @@ class CustomCellFunction(torch.autograd.Function):
         ctx.options = inputs[9:]
         ctx.mark_non_differentiable(gates, extra, h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:9], y if CELLS[inputs[-1]].output == "h" else h, gates, extra)
+        ctx.save_for_backward(*inputs[:9], y if CELLS[inputs[-1]].declared.output == "h" else h, gates, extra)
+        ctx.save_for_forward(*inputs[:9])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[:9]
+        found = differentiable_tangents(
+            lambda *x: by_loop(*x, *inputs[7:], *ctx.options), inputs[:7], tangents[:7]
+        )
+        return (*found, None, None, None)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
@@ -177,8 +194,11 @@ class CustomCellFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        rows = {i: dim for i, dim in {0: 1, 1: 0, 2: 1, 7: 1, 8: 1}.items() if args[i] is not None}
-        return vmap_rows(CustomCellFunction.apply, rows, (1, 0, 1, 1, 1, 1))(info, in_dims, *args)
+        row = 1 if args[9] is None else 0  # without batch_sizes the length is the first dimension
+        places = {0: row, 1: 0, 2: 1, 7: row, 8: row}
+        rows = {i: dim for i, dim in places.items() if args[i] is not None}
+        rule = vmap_rows(CustomCellFunction.apply, rows, (row, 0, 1, row, row, row), counts=9)
+        return rule(info, in_dims, *args)
 
 
 def by_loop(
@@ -200,7 +220,7 @@ def by_loop(
     cell = CELLS[program]
     weights = (weight_ih, weight_hh, bias)
     of_cell = [] if parameters is None else list(parameters.unbind(0))
-    of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.inputs), -1))
+    of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.declared.inputs), -1))
     reset = keep if keep is None else ~keep if keep.dtype == torch.bool else 1 - keep
     output, final = run_loop(
         cell, input, [h0, *states.unbind(0)], *weights, of_cell, of_steps, reset, batch_sizes, reverse

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of a cell's function
@@ -61,7 +62,8 @@ def is_name(name: object) -> bool:
 
 
 def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    is_sequence = isinstance(names, Iterable) and not isinstance(names, (str, bytes, torch.Tensor))
+    if not is_sequence or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{cell}: expected {what} to be a sequence of names, got {names!r}")
     for i, name in enumerate(names):
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):

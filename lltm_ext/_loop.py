@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes + h W^T
 
 
 def run_loop(
-    cell: RecurrentCell,
+    cell: RecurrentCell | ToInitial,
     input: Tensor,
     states: Sequence[Tensor],
     weight_ih: Tensor,

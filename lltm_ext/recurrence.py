@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from lltm_ext import _portable
 from lltm_ext._declaration import Declaration, arguments_of, call, check_names, is_name
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._text import Text, Written
+from lltm_ext._to_initial import ToInitial, without_resets
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -157,7 +159,8 @@ def recurrence(
         TypeError: for a decorated value that is no function, or arguments of it other than these; for a text
             that is no text.
         ValueError: for options that do not fit, or names that are no identifiers, occur twice, or have
-            another meaning in a call or a text; for a text that does not name what it must assign.
+            another meaning in a call or a text; for a text that does not name what it must assign, or that
+            has more than 65536 characters.
 
         A call raises RuntimeError for a text that does not compile, with the compiler's message, "forward" or
         "backward", and the line in your text.
@@ -192,8 +195,8 @@ class RecurrentCell:
         reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
-            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes. On
-            CUDA it is slower: the steps run in a loop of torch's ops. Without reset it does nothing.
+            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
+            Without reset it does nothing. On CUDA its numbers are rounded to the dtype of ``input``.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all run in torch's ops.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
@@ -204,15 +207,13 @@ class RecurrentCell:
         dtype of ``input``.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
-    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so; with resets to "initial" where
-    ``torch.backends.cuda.matmul`` says so.
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
 
     Raises:
         TypeError: for another dtype, no tensor, or another name.
         ValueError: for another algorithm or reset_to.
-        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient; for
-            algorithm "cluster" or "grid" with resets to "initial". For a cell given as text also for the CPU,
-            a gradient without a backward, one of a gradient, or resets to "initial".
+        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient. For a
+            cell given as text also for the CPU, a gradient without a backward, or one of a gradient.
 
     Attributes:
         function: the decorated function; None for a cell given as text.
@@ -247,6 +248,8 @@ class RecurrentCell:
         name = self.__name__
         if not isinstance(gates, int) or isinstance(gates, bool) or gates < 1:
             raise ValueError(f"{name}: expected gates to be a positive int, got {gates!r}")
+        if gates > 1024:
+            raise ValueError(f"{name}: expected at most 1024 gates, got {gates}")
         if separate and not recurrent:
             raise ValueError(
                 f"{name}: expected separate=False for a cell without recurrent product, got True"
@@ -269,6 +272,7 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
+        self.to_initial = ToInitial(self)  # now, because torch.compile does not trace how it is made
 
     def __call__(
         self,
@@ -317,9 +321,12 @@ class RecurrentCell:
         dtype = autocast_dtype(input)
         arguments = arguments if dtype is None else lowered(dtype, *arguments)
         check_call(self, *arguments, inputs, reset, algorithm, reset_to)
-        if not input.is_cuda or resets_to_initial(reset, reset_to):
+        to_initial = reset is not None and reset_to == "initial"
+        if by_loop(input, to_initial, algorithm):
             return "stepwise"
-        return kernels().algorithm_of(self, *arguments, inputs, reset, algorithm, backward)
+        given = (self, *arguments, inputs, reset)
+        given = without_resets(*given) if to_initial else given
+        return kernels().algorithm_of(*given, algorithm, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -369,6 +376,7 @@ class RecurrentCell:
         batch: int,
         *,
         reset: bool = False,
+        reset_to: str = "zeros",
         device: torch.device | str = "cuda",
     ) -> None:
         """Compiles the kernels of calls of these sizes now, forward and backward, and not in the first call.
@@ -377,6 +385,7 @@ class RecurrentCell:
             dtype: of the input.
             hidden_size, batch: H and B. Other sizes may need other kernels.
             reset: whether the calls have resets.
+            reset_to: "zeros" or "initial", as for the calls.
             device: the CUDA device of the calls.
 
         Raises:
@@ -396,7 +405,7 @@ class RecurrentCell:
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
         flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
         one_step = (zeros(1, batch, 8), hx if self.states else hx[0], *weights)
-        output, _ = self(*one_step, reset=flags, **named)
+        output, _ = self(*one_step, reset=flags, reset_to=reset_to, **named)
         if self.differentiable:
             output.sum().backward()
 
@@ -449,7 +458,8 @@ class RecurrentCell:
         rows, generator = self.gates * hidden, torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+            options: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+            return torch.randn(shape, **options).to(device)
 
         states = [0.1 + 0.5 * torch.sigmoid(normal(batch, hidden)) for _ in self.state_names]
         weight_hh = 0.5 * normal(rows, hidden) if self.recurrent else None
@@ -511,18 +521,25 @@ def run(
         arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
         with torch.autocast(input.device.type, enabled=False):
             return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm, reset_to)
-    given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    check_call(cell, *given, algorithm, reset_to)
-    if resets_to_initial(reset, reset_to):
-        return run_loop(cell, *given, batch_sizes, is_reverse, to_initial=True)
-    if input.is_cuda:
-        return kernels().run_kernels(cell, *given, batch_sizes, is_reverse, algorithm)
-    return run_loop(cell, *given, batch_sizes, is_reverse)
+    given = (cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+    check_call(*given, algorithm, reset_to)
+    to_initial = reset is not None and reset_to == "initial"
+    if by_loop(input, to_initial, algorithm):
+        return run_loop(*given, batch_sizes, is_reverse, to_initial)
+    if to_initial:
+        given = without_resets(*given, batch_sizes, is_reverse)
+    output, final = kernels().run_kernels(*given, batch_sizes, is_reverse, algorithm)
+    return output, final[: len(states)]
 
 
-def resets_to_initial(reset: Any, reset_to: str) -> bool:
-    """Whether a call runs in the loop of torch's ops on every device: kernels reset states to zeros only."""
-    return reset is not None and reset_to == "initial"
+def by_loop(input: Tensor, to_initial: bool, algorithm: str) -> bool:
+    """Whether a call runs in the loop of torch's ops.
+
+    On CUDA that is so for resets to the initial states in the portable library, because `lltm` and `lstm`
+    take them too.
+    """
+    in_portable = to_initial and _portable.in_use and algorithm in ("auto", "stepwise")
+    return not input.is_cuda or in_portable
 
 
 def kernels() -> Any:
@@ -614,22 +631,6 @@ def check_call(
         check_text(cell, input, differentiable)
     check_algorithm(name, algorithm, input)
     check_reset_to(name, reset_to)
-    if resets_to_initial(reset, reset_to):
-        check_loop(cell, algorithm)
-
-
-def check_loop(cell: RecurrentCell, algorithm: str) -> None:
-    """Raises for what the loop of torch's ops cannot run."""
-    if cell.function is None:
-        raise RuntimeError(
-            f"{cell.__name__}: expected reset_to to be 'zeros' for a cell given as text, got 'initial' "
-            "(such resets run in torch's ops, which need a Python function)"
-        )
-    if algorithm in ("cluster", "grid"):
-        raise RuntimeError(
-            f"{cell.__name__}: expected algorithm to be 'auto' or 'stepwise' with reset_to='initial', got "
-            f"{algorithm!r}"
-        )
 
 
 def check_text(cell: RecurrentCell, input: Tensor, differentiable: dict[str, Tensor]) -> None:

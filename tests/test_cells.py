@@ -353,7 +353,7 @@ def test_bad_input_is_named(which):
         (
             (input.double(),),
             TypeError,
-            f"{layer.cell.__name__}: expected weight_ih of dtype float64, got float32",
+            f"{name}: expected input of dtype float32, as the weights have, got float64",
         ),
     ):
         with pytest.raises(exception, match=f"^{message}"):

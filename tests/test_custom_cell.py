@@ -29,15 +29,29 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_cell = pytest.mark.parametrize("name", CELLS)
 every_text = pytest.mark.parametrize("name", TEXTS)
 every_algorithm = pytest.mark.parametrize("algorithm", ["stepwise", "cluster", "grid"])
+both_resets = pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+RESETS = {"": {}, "to zeros": {"reset": True}, "to initial": {"reset": True, "reset_to": "initial"}}
+with_resets = pytest.mark.parametrize("resets", RESETS.values(), ids=RESETS)
 
 
 class Example:
     """A cell, or the text of it, and random arguments for it."""
 
     def __init__(
-        self, name, dtype, length, batch, hidden, input_size=24, sizes=None, reset=False, text=False
+        self,
+        name,
+        dtype,
+        length,
+        batch,
+        hidden,
+        input_size=24,
+        sizes=None,
+        reset=False,
+        reset_to="zeros",
+        text=False,
     ):
-        self.of_function = cell = CELLS[name]
+        self.of_function, self.reset_to = CELLS[name], reset_to
+        cell = self.of_function
         self.cell = TEXTS[name] if text else cell
         self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
         self.call = arguments_of(cell, Make(dtype, "cuda"), steps, batch, hidden, input_size)
@@ -47,14 +61,15 @@ class Example:
     def ours(self, *tensors, algorithm="auto", reverse=False):
         input, states, weight_ih, weight_hh, bias, parameters = tensors
         given = (input, states, weight_ih, weight_hh, bias, parameters, self.inputs, self.reset)
-        output, final = run(self.cell, *given, self.sizes, reverse, algorithm)
+        output, final = run(self.cell, *given, self.sizes, reverse, algorithm, self.reset_to)
         return [output, *final]
 
     def loop(self, *tensors, reverse=False):
         input, states, weight_ih, weight_hh, bias, parameters = tensors
         inputs = [u.to(self.call.args[0].dtype) for u in self.inputs]  # as the kernels read them
         given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, self.reset)
-        output, final = run_loop(self.of_function, *given, self.sizes, reverse)
+        to_initial = self.reset_to == "initial"
+        output, final = run_loop(self.of_function, *given, self.sizes, reverse, to_initial)
         return [output, *final]
 
     def algorithm(self, algorithm="auto", backward=False):
@@ -62,9 +77,8 @@ class Example:
         named = dict(zip(self.cell.parameters, parameters, strict=True))
         named |= dict(zip(self.cell.inputs, self.inputs, strict=True))
         hx = tuple(states) if self.cell.states else states[0]
-        return self.cell.algorithm(
-            input, hx, *weights, **named, reset=self.reset, algorithm=algorithm, backward=backward
-        )
+        named |= {"reset": self.reset, "reset_to": self.reset_to}
+        return self.cell.algorithm(input, hx, *weights, **named, algorithm=algorithm, backward=backward)
 
     def check(self, dtype, **how):
         """Values and gradients against the loop in float64."""
@@ -125,8 +139,8 @@ independent_units = pytest.mark.parametrize(
 def test_sequences_of_independent_units(name, dtype, reverse):
     """Shorter and longer than the steps that a thread loads ahead; several chunks of the backward."""
     for length, batch, hidden in ((1, 1, 1), (7, 5, 63), (7, 16, 512), (300, 3, 17), (300, 33, 66)):
-        for reset in (False, True):
-            Example(name, dtype, length, batch, hidden, reset=reset).check(dtype, reverse=reverse)
+        for resets in RESETS.values():
+            Example(name, dtype, length, batch, hidden, **resets).check(dtype, reverse=reverse)
 
 
 @needs_cuda
@@ -166,17 +180,21 @@ def test_packed_rows(name, algorithm, reverse):
 @needs_cuda
 @every_cell
 @every_algorithm
-def test_resets(name, algorithm):
-    example = Example(name, torch.bfloat16, 9, 6, 64, reset=True)
+@both_resets
+def test_resets(name, algorithm, reset_to):
+    example = Example(name, torch.bfloat16, 9, 6, 64, reset=True, reset_to=reset_to)
     skip_unless_possible(example, algorithm)
+    assert example.algorithm(algorithm) == algorithm
     example.check(torch.bfloat16, algorithm=algorithm)
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", "smoothed_lstm"])
 @pytest.mark.parametrize("algorithm", ["stepwise", "grid"])
-def test_resets_of_packed_rows_in_reverse(name, algorithm):
-    example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1], reset=True)
+@both_resets
+def test_resets_of_packed_rows_in_reverse(name, algorithm, reset_to):
+    sizes = [20, 20, 13, 9, 2, 1]
+    example = Example(name, torch.float16, 6, 20, 64, sizes=sizes, reset=True, reset_to=reset_to)
     example.check(torch.float16, algorithm=algorithm, reverse=True)
 
 
@@ -184,9 +202,9 @@ def test_resets_of_packed_rows_in_reverse(name, algorithm):
 @every_text
 @every_algorithm
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
-def test_a_cell_given_as_text_equals_the_loop(name, algorithm, dtype, reset):
-    example = Example(name, dtype, 7, 5, 64, reset=reset, text=True)
+@with_resets
+def test_a_cell_given_as_text_equals_the_loop(name, algorithm, dtype, resets):
+    example = Example(name, dtype, 7, 5, 64, **resets, text=True)
     skip_unless_possible(example, algorithm)
     assert example.algorithm(algorithm) == algorithm
     example.check(dtype, algorithm=algorithm)
@@ -284,17 +302,18 @@ def test_half_types_keep_a_long_memory(name, algorithm):
     "name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "zoneout_lstm", "cfc", *WITH_OUTPUT]
 )
 @pytest.mark.parametrize("batch,hidden", [(70, 200), (130, 1024), (256, 1032), (128, 2048)])
-@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
-def test_steps_of_large_tiles(name, batch, hidden, reset):
+@with_resets
+def test_steps_of_large_tiles(name, batch, hidden, resets):
     """Fused on Hopper, where the plan has tiles of 64 and of 128 rows, and partial tiles."""
     for dtype in (torch.float16, torch.bfloat16):
-        Example(name, dtype, 5, batch, hidden, reset=reset).check(dtype, algorithm="stepwise")
+        Example(name, dtype, 5, batch, hidden, **resets).check(dtype, algorithm="stepwise")
 
 
 @needs_cuda
 @every_cell
-def test_second_derivatives(name):
-    example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True)
+@both_resets
+def test_second_derivatives(name, reset_to):
+    example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True, reset_to=reset_to)
     call = example.call.leaves()
     assert torch.autograd.gradgradcheck(
         lambda *tensors: call.with_tensors(tensors).run(example.ours), call.tensors
@@ -349,10 +368,10 @@ def test_a_cell_is_compiled_once_a_kernel():
 
 
 @needs_cuda
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_call_after_compile_compiles_nothing(reset):
-    example = Example("zoneout_lstm", torch.bfloat16, 5, 6, 72, reset=reset)
-    example.cell.compile(torch.bfloat16, 72, 6, reset=reset)
+@with_resets
+def test_a_call_after_compile_compiles_nothing(resets):
+    example = Example("zoneout_lstm", torch.bfloat16, 5, 6, 72, **resets)
+    example.cell.compile(torch.bfloat16, 72, 6, **resets)
     count = _C.compilations()
     forward_and_gradients(example.ours, example.call)
     assert _C.compilations() == count
@@ -447,6 +466,15 @@ def test_kernels_that_take_resets_compile(name, backward):
             for keeps in (False, True)
         )
         assert plain != keeping
+
+
+@pytest.mark.parametrize("cell", [*map(CELLS.get, ["gru", "slstm", "lstm", *WITH_OUTPUT]), TEXTS["gru"]])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_kernels_that_reset_to_the_initial_states_compile(cell, backward):
+    program = cell.to_initial.program
+    for dtype, variant, rows in ((torch.float32, 10, 0), (torch.float16, 0, 0), (torch.float16, -1, 64)):
+        architecture = "sm_90a" if rows else "sm_90"
+        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])

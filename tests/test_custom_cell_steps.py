@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import WITH_OUTPUT, arguments_of, without_product
+from cell_examples import TEXTS, WITH_OUTPUT, arguments_of, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -36,7 +36,8 @@ from torch.utils import cpp_extension
 import lltm_ext
 from lltm_ext import _custom_cell, cells
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
-from lltm_ext._loop import run_loop
+from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._to_initial import without_resets
 
 SOURCES = Path(__file__).parents[1] / "src"
 PACKED = [20, 20, 13, 9, 2, 1]
@@ -71,8 +72,13 @@ def unread_output(x, u):
 OWN = (everything, without_product, nothing_saved, unused_projection, *WITH_OUTPUT.values())
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__: cell for cell in OWN}
 COMPILED = [*CELLS.values(), unread_output]
+FEW = [cells.gru, cells.slstm, *OWN]
+WITH_EPISODES = [cells.rnn_tanh, cells.lstm, *FEW]  # that are compiled with resets to initial states
+COMPILED += [cell.to_initial for cell in (*WITH_EPISODES, *TEXTS.values())]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
-of_many_shapes = pytest.mark.parametrize("cell", [cells.gru, cells.slstm, *OWN], ids=lambda c: c.__name__)
+of_many_shapes, with_episodes = (
+    pytest.mark.parametrize("cell", chosen, ids=lambda c: c.__name__) for chosen in (FEW, WITH_EPISODES)
+)
 
 # ---- the ops on the CPU
 
@@ -86,6 +92,7 @@ KERNELS = """
 #include "common/math.h"
 #include "custom_cell/program.h"
 #include "recurrence/tensors/launch.h"
+#include "recurrence/to_initial.h"
 
 namespace lltm_ext {
 
@@ -107,7 +114,7 @@ void run_units(const StepBackwardArguments<T>& step) {
   }
 }
 
-// The steps of all cells, by their names.
+// The steps of all cells, by their sources.
 template <class Step>
 using Steps = std::map<std::string, void (*)(const Step&)>;
 template <class Step>
@@ -117,17 +124,17 @@ Steps<Step>& steps() {
 }
 
 template <class Cell, typename T>
-void add_steps(const std::string& name) {
-  steps<StepForwardArguments<T>>()[name] = run_units<Cell, T>;
-  steps<StepBackwardArguments<T>>()[name] = run_units<Cell, T>;
+void add_steps(const std::string& source) {
+  steps<StepForwardArguments<T>>()[source] = run_units<Cell, T>;
+  steps<StepBackwardArguments<T>>()[source] = run_units<Cell, T>;
 }
 
 template <class Cell>
-bool add_cell(const std::string& name) {
-  add_steps<Cell, float>(name);
-  add_steps<Cell, double>(name);
-  add_steps<Cell, at::Half>(name);
-  add_steps<Cell, at::BFloat16>(name);
+bool add_cell(const std::string& source) {
+  add_steps<Cell, float>(source);
+  add_steps<Cell, double>(source);
+  add_steps<Cell, at::Half>(source);
+  add_steps<Cell, at::BFloat16>(source);
   return true;
 }
 
@@ -146,7 +153,7 @@ class CustomCellOp {
 
   template <class Step>
   void step(const Step& step) const {
-    steps<Step>().at(name())(step);
+    steps<Step>().at(program_.code)(step);
   }
 
  private:
@@ -161,20 +168,20 @@ OPS = """
 #include "custom_cell/program.cpp"
 """
 CELL = """
-namespace lltm_ext::cell_{name} {{
+namespace lltm_ext::cell_{number} {{
 {source}
-const bool added = add_cell<Cell>("{name}");
+const bool added = add_cell<Cell>(R"source({source})source");
 constexpr CellShape shape = kCellShape<Cell>;
 static_assert(shape.gates == {0} && shape.states == {1} && shape.saved == {2} && shape.parameters == {3});
 static_assert(shape.step_inputs == {4} && shape.recurrent == {5} && shape.separate == {6});
 static_assert(shape.reads_h == {7} && shape.output_state == {8});
-}}  // namespace lltm_ext::cell_{name}
+}}  // namespace lltm_ext::cell_{number}
 """
 
 
-def text_of(cell):
-    name, numbers, source = cell.program.split(_custom_cell.SEPARATOR)
-    return CELL.format(*numbers.split(","), name=name, source=source)
+def text_of(number, cell):
+    _, numbers, source = cell.program.split(_custom_cell.SEPARATOR)
+    return CELL.format(*numbers.split(","), number=number, source=source)
 
 
 @pytest.fixture(scope="session")
@@ -186,7 +193,7 @@ def compiled(tmp_path_factory):
     (folder / "custom_cell").mkdir()
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
     ops = (SOURCES / "custom_cell/custom_cell.cpp").read_text().replace('"lltm_ext::', '"lltm_ext_on_cpu::')
-    (folder / "ops.cpp").write_text(OPS + ops + "".join(map(text_of, COMPILED)))
+    (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*cell) for cell in enumerate(COMPILED)))
     start = time.perf_counter()
     cpp_extension.load(
         "lltm_ext_on_cpu",
@@ -215,12 +222,22 @@ def ops(compiled, monkeypatch):
 
 
 class Example:
-    """A cell and random arguments for it. `reset`: the dtype of the resets."""
+    """A cell and random arguments for it. `reset`: the dtype of the resets; `to_initial`: where they lead."""
 
     def __init__(
-        self, cell, dtype=DOUBLE, length=5, batch=3, hidden=6, input_size=4, sizes=None, reset=None, bias=True
+        self,
+        cell,
+        dtype=DOUBLE,
+        length=5,
+        batch=3,
+        hidden=6,
+        input_size=4,
+        sizes=None,
+        reset=None,
+        bias=True,
+        to_initial=False,
     ):
-        self.cell, self.dtype, self.sizes = cell, dtype, sizes
+        self.cell, self.dtype, self.sizes, self.to_initial = cell, dtype, sizes, to_initial
         batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
         self.call = arguments_of(cell, Make(dtype), steps, batch, hidden, input_size, bias)
         shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
@@ -231,16 +248,18 @@ class Example:
             self.reset = at if reset == torch.bool else (at * torch.rand(steps)).to(reset)
 
     def given(self, tensors):
-        return (self.cell, *tensors, self.inputs, self.reset, self.sizes)
+        return (self.cell, *tensors, self.inputs, self.reset)
 
     def ours(self, *tensors, reverse=False):
-        output, final = run_kernels(*self.given(tensors), reverse, "auto")
-        return [output, *final]
+        given, how = self.given(tensors), (self.sizes, reverse)
+        given = without_resets(*given, *how) if self.to_initial else given
+        output, final = run_kernels(*given, *how, "auto")
+        return [output, *final[: len(tensors[1])]]
 
     def loop(self, *tensors, reverse=False):
-        cell, *others, inputs, reset, sizes = self.given(tensors)
+        cell, *others, inputs, reset = self.given(tensors)
         inputs = [u.to(self.dtype) for u in inputs]  # as the kernels read them
-        output, final = run_loop(cell, *others, inputs, reset, sizes, reverse)
+        output, final = run_loop(cell, *others, inputs, reset, self.sizes, reverse, self.to_initial)
         return [output, *final]
 
     def check(self, call=None, **how):
@@ -379,6 +398,100 @@ def test_a_reset_clears_nan(cell, reset, differentiable):
             found[-1] += torch.autograd.grad(sum_of_squares(found[-1]), rest, create_graph=differentiable)
         assert output[1].isnan().any()
         assert_same_bits(*found)
+
+
+# ---- resets to the initial states
+
+
+@with_episodes
+@reverse
+@pytest.mark.parametrize("reset", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
+def test_resets_to_the_initial_states(cell, sizes, reset, reverse):
+    Example(cell, length=6, sizes=sizes, reset=reset, to_initial=True).check(reverse=reverse)
+
+
+@with_episodes
+@pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
+def test_resets_to_the_initial_states_in_half_types(cell, reset, dtype):
+    example = Example(cell, dtype, length=9, batch=6, hidden=16, reset=reset, to_initial=True)
+    example.check()
+    input, (h0, *states), *others = example.call.args
+    example.check(Call(input, [h0, *(x.to(compute_dtype(dtype)) for x in states)], *others))
+
+
+@with_episodes
+@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (1, 2)])
+def test_episodes_without_steps_or_rows(cell, length, batch):
+    Example(cell, length=length, batch=batch, reset=torch.bool, to_initial=True).check()
+
+
+@of_many_shapes
+@reverse
+def test_no_packed_rows_of_episodes(cell, reverse):
+    example = Example(cell, length=0, batch=4, reset=torch.bool, to_initial=True)
+    input, *others = example.call.args
+    example.sizes, example.inputs = [], [u.flatten(0, 1) for u in example.inputs]
+    example.reset = example.reset.flatten()
+    example.check(Call(input[:, 0], *others), reverse=reverse)
+
+
+@of_many_shapes
+@pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("differentiable", [False, True], ids=["once", "twice"])
+def test_an_episode_sees_no_nan_of_the_one_before(cell, reset, differentiable):
+    example = Example(cell, to_initial=True)
+    example.reset = torch.zeros(5, 3, dtype=reset)
+    example.reset[2] = 1
+    input, *others = example.call.args
+    broken = input.clone()
+    broken[1] = torch.nan
+    found = []
+    for first in (input[:2], broken[:2]):
+        rest = input[2:].clone().requires_grad_()
+        output, *final = example.ours(torch.cat([first, rest]), *others)
+        found.append([output[2:], *final])
+        found[-1] += torch.autograd.grad(sum_of_squares(found[-1]), rest, create_graph=differentiable)
+    assert output[1].isnan().any()
+    assert_same_bits(*found)
+
+
+@of_many_shapes
+@reverse
+def test_second_derivatives_of_episodes(cell, reverse):
+    example = Example(cell, length=3, batch=2, hidden=2, input_size=2, reset=torch.float64, to_initial=True)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(
+        call.bind(functools.partial(example.ours, reverse=reverse)), call.tensors
+    )
+
+
+@of_many_shapes
+def test_vmap_of_episodes(cell):
+    """Over inputs and resets."""
+    examples = [Example(cell, reset=torch.bool, to_initial=True) for _ in range(3)]
+    example, resets = examples[0], torch.stack([e.reset for e in examples])
+    inputs = torch.stack([e.call.args[0] for e in examples])
+    _, *others = example.call.args
+
+    def loss(input, reset):
+        example.reset = reset
+        return sum_of_squares(example.ours(input, *others))
+
+    found = torch.vmap(torch.func.grad(loss))(inputs, resets)
+    expected = [torch.func.grad(loss)(x, reset) for x, reset in zip(inputs, resets, strict=True)]
+    assert_all_near([found], [torch.stack(expected)], BACKWARD[DOUBLE])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_episodes_of_a_text_are_those_of_its_function(name):
+    by_name = {cell.__name__: cell for cell in CELLS.values()}
+    example = Example(by_name[name], reset=torch.float32, to_initial=True)
+    exact, exact_gradients = forward_and_gradients(example.loop, example.call)
+    example.cell = TEXTS[name]
+    outputs, gradients = forward_and_gradients(example.ours, example.call)
+    assert_all_near(outputs, exact, FORWARD[DOUBLE], "output")
+    assert_all_near(gradients, exact_gradients, BACKWARD[DOUBLE], "gradient")
 
 
 # ---- which gradients
@@ -666,11 +779,21 @@ def test_the_ops_for_cuda_refuse_the_cpu():
 # ---- layers
 
 
+def as_on_cuda(monkeypatch):
+    """Calls run by kernels from here on."""
+    recurrence = importlib.import_module("lltm_ext.recurrence")
+    monkeypatch.setattr(recurrence, "by_loop", lambda *_: False)
+    monkeypatch.delattr(recurrence, "run_loop")
+
+
 @of_many_shapes
-def test_layers_equal_those_of_the_loop(cell, monkeypatch):
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+def test_layers_equal_those_of_the_loop(cell, reset_to, monkeypatch):
     """Two layers of two directions, over padded and packed sequences, with resets."""
     layer = lltm_ext.Recurrent(cell, 4, 6, num_layers=2, bidirectional=True, dtype=DOUBLE)
     input = torch.randn(5, 3, 4, dtype=DOUBLE)
+    h0, *states = (torch.rand(4, 3, 6, dtype=DOUBLE) + 0.1 for _ in cell.state_names)
+    hx = (h0, *states) if states else h0
     steps = {name: torch.rand(5, 3) for name in cell.inputs}
     reset = torch.rand(5, 3) < 0.4
 
@@ -683,19 +806,28 @@ def test_layers_equal_those_of_the_loop(cell, monkeypatch):
             (input, reset, steps),
             (packed(input), packed(reset), {name: packed(u) for name, u in steps.items()}),
         ):
-            output, final = layer(given, reset=resets, **named)
+            output, final = layer(given, hx, reset=resets, reset_to=reset_to, **named)
             output = output if isinstance(output, torch.Tensor) else output.data
             outputs = [output, *(final if isinstance(final, tuple) else (final,))]
             found += [*outputs, *torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))]
         return found
 
     expected = outputs_and_gradients()
-    by_kernels = []
-
-    def run(*given):
-        by_kernels.append(given[0])
-        return run_kernels(*given, "auto")
-
-    monkeypatch.setattr(importlib.import_module("lltm_ext.recurrence"), "run_loop", run)
+    as_on_cuda(monkeypatch)
     assert_all_near(outputs_and_gradients(), expected, BACKWARD[DOUBLE])
-    assert by_kernels == 8 * [cell]
+
+
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+def test_a_layer_compiles_into_one_graph_before_its_first_call(reset_to, monkeypatch, fresh_dynamo):
+    as_on_cuda(monkeypatch)
+    layer = lltm_ext.Recurrent(cells.gru, 4, 6, bidirectional=True, dtype=DOUBLE)
+    for cell in (cells.gru, cells.gru.to_initial):
+        vars(cell).pop("program", None)
+    input, reset = torch.randn(5, 3, 4, dtype=DOUBLE), torch.rand(5, 3) < 0.4
+    run = functools.partial(layer, reset=reset, reset_to=reset_to)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(input), run(input)
+    assert_all_near(found, expected, FORWARD[DOUBLE])
+    parameters = list(layer.parameters())
+    gradients = (torch.autograd.grad(sum_of_squares(y), parameters) for y in (found, expected))
+    assert_all_near(*gradients, BACKWARD[DOUBLE])

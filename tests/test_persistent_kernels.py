@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cell_examples import CELLS as DERIVED
+from cell_examples import CELLS as FROM_PYTHON
 
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
@@ -17,6 +17,10 @@ FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing")
 
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
+DERIVED = FROM_PYTHON | {
+    f"{name}_to_initial": FROM_PYTHON[name].to_initial.derived
+    for name in ("gru_with_recurrent_dropout", "without_product")
+}
 CELLS = [*WRITTEN, *DERIVED]
 
 
@@ -32,7 +36,7 @@ def header(names):
         if name in WRITTEN:
             lines.append(f'#include "{WRITTEN[name]}"')
         else:
-            lines.append('#include "recurrence/cell.h"\n#include "common/math.h"')
+            lines.append('#include "recurrence/to_initial.h"\n#include "common/math.h"')
             lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].source}\n}}")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))
     return "\n".join(lines) + "\n"

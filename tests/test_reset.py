@@ -19,10 +19,13 @@ from op_suite import (
     needs_cuda,
 )
 from sequence_suite import KINDS, kinds, sequence_arguments
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
-from lltm_ext import cells
+from lltm_ext import _portable, cells
+from lltm_ext._sequence import at_next_step
 
 FUNCTIONS = {"lltm": (lltm_ext.lltm, 3), "lstm": (lltm_ext.lstm, 4)}
 LAYERS = {"LLTM": lltm_ext.LLTM, "LSTM": lltm_ext.LSTM}
@@ -419,13 +422,50 @@ def test_another_reset_to_is_named(with_reset):
 
 
 @needs_cuda
-def test_what_the_loop_cannot_run_is_refused():
-    make, reset = Make(torch.float32, "cuda"), resets("cuda", "bool")
-    call = call_of("lstm", make)
-    for algorithm in ("cluster", "grid"):
-        with pytest.raises(RuntimeError, match=r"^lstm: expected algorithm to be 'auto' or 'stepwise' with"):
-            call.run(to_initial(lltm_ext.lstm, reset, algorithm=algorithm))
-    call = cell_call("gru", make)
-    assert to_initial(CELLS["gru"].algorithm, reset)(*call.args, **call.kwargs) == "stepwise"
-    with pytest.raises(RuntimeError, match=r"^gru: expected reset_to to be 'zeros' for a cell given as text"):
-        call.run(to_initial(TEXTS["gru"], reset))
+def test_a_text_resets_to_the_initial_states():
+    call, reset = cell_call("gru", Make(DOUBLE, "cuda")), resets("cuda", "numbers")
+    assert_values_and_gradients(
+        to_initial(TEXTS["gru"], reset), mixed_step_by_step(CELLS["gru"], reset), call
+    )
+
+
+class OwnOps(TorchDispatchMode):
+    """Records the package's ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lltm_ext":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@every_layer
+def test_kernels_run_resets_to_the_initial_states_on_cuda(name, monkeypatch):
+    """An op for each direction. The portable library has none, and runs the steps by torch's ops."""
+    with FakeTensorMode(), torch.no_grad():
+        layer = EVERY_LAYER[name](5, 16, bidirectional=True, device="cuda")
+        input, reset = torch.empty(7, 4, 5, device="cuda"), torch.empty(7, 4, device="cuda").bool()
+        for in_portable, expected in ((False, ["custom_cell"] * 2), (True, [])):
+            monkeypatch.setattr(_portable, "in_use", in_portable)
+            with OwnOps() as ran:
+                output, _ = layer(input, reset=reset, reset_to="initial")
+            assert ran.names == expected
+            assert output.shape == (7, 4, 32)
+
+
+@pytest.mark.parametrize("sizes", [None, [3, 3, 2, 1, 1]], ids=["padded", "packed"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_what_comes_at_the_next_step(sizes, reverse):
+    """Of each row in the order of computation; zeros at its last step."""
+    rows = torch.arange(1, 11) if sizes else torch.arange(1, 16).view(5, 3)
+    steps = rows.split(sizes) if sizes else rows.unbind(0)
+    order = list(steps)[::-1] if reverse else list(steps)
+    found = {0: 0}
+    for step, following in itertools.pairwise([*order, rows[:0]]):
+        for b, value in enumerate(step.flatten().tolist()):
+            found[value] = int(following.flatten()[b]) if b < following.numel() else 0
+    expected = rows.clone().apply_(found.get)
+    assert torch.equal(at_next_step(rows, sizes, reverse), expected)

@@ -150,7 +150,16 @@ def test_the_text_of_the_page_is_that_of_a_cell():
         ({"forward": None}, TypeError, "recurrence: expected forward with name, backward and saved, but it"),
         ({"forward": len}, TypeError, "ugrnn: expected forward to be C\\+\\+ text, got <built-in"),
         ({"backward": 0}, TypeError, "ugrnn: expected backward to be C\\+\\+ text, got 0"),
-        ({"backward": "a\x1fb"}, TypeError, "ugrnn: expected backward to be C\\+\\+ text, got 'a"),
+        (
+            {"backward": "a\x1fb"},
+            ValueError,
+            "ugrnn: expected backward to be C\\+\\+, got a text with the control",
+        ),
+        (
+            {"forward": "new_h = x[0];" + " " * 65536},
+            ValueError,
+            "ugrnn: expected forward of at most 65536 characters, got 65549",
+        ),
         ({"gates": 0}, ValueError, "ugrnn: expected gates to be a positive int, got 0"),
         (
             {"forward": "T g, z;"},

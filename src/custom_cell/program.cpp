@@ -87,7 +87,8 @@ const CellProgram& CellProgram::get(std::string_view text) {
 
 std::string CellProgram::source(const CellKernel& kernel) const {
   const KernelText text = text_of(kernel);
-  return c10::str("#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
+  return c10::str("#include \"recurrence/", text.header,
+                  "\"\n#include \"recurrence/to_initial.h\"\n\nnamespace lltm_ext {\n\n", code,
                   "\nusing T = ", element_name(name.c_str(), kernel.type),
                   ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ",
                   kCellKernelName, "(", text.parameters, ") {\n  ", text.call,

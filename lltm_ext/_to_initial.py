@@ -1,0 +1,102 @@
+"""Resets to the initial states by kernels that reset to zeros only: such a cell as a cell without resets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from lltm_ext._loop import kept
+from lltm_ext._sequence import at_next_step
+
+if TYPE_CHECKING:
+    from lltm_ext.recurrence import RecurrentCell
+
+# src/recurrence/to_initial.h
+SOURCE = """\
+namespace own {{
+{source}
+}}
+using Cell = ResetsToInitial<own::Cell>;
+"""
+
+
+class Derived(NamedTuple):
+    """What kernels know of a cell (:class:`lltm_ext._derive.Derived`)."""
+
+    saved: Sequence[Any]
+    reads_h: bool
+    source: str
+
+
+class ToInitial:
+    """A cell whose steps hand on what the row's next step starts from.
+
+    That is their result, or at a reset the initial h and states. So no step has to reset what it gets, and
+    the product sees the h that the next step starts from.
+
+    The states: the cell's; the output of the step, which no step reads; the initial h and states, which stay
+    what they are and collect their gradients. The inputs of a step: the cell's; the next step's reset.
+
+    It has the attributes of a :class:`~lltm_ext.RecurrentCell` that kernels and loop use.
+    """
+
+    def __init__(self, cell: RecurrentCell):
+        self.cell, self.__name__ = cell, cell.__name__
+        self.gates, self.separate = cell.gates, cell.separate
+        states = (*cell.states, "_output", "_h0", *(f"_{name}0" for name in cell.states))  # none is a user's
+        inputs = (*cell.inputs, "_reset")
+        self.declared = cell.declared._replace(states=states, inputs=inputs, output="_output")
+        own = cell.derived
+        self.derived = Derived(own.saved, own.reads_h, SOURCE.format(source=own.source))
+
+    def step(
+        self,
+        x: Sequence[Tensor],
+        r: Sequence[Tensor],
+        h: Tensor,
+        states: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same on whole tensors, as :meth:`lltm_ext.RecurrentCell.step`."""
+        count = len(self.cell.states)
+        own, initial = states[:count], states[count + 1 :]
+        *of_cell, reset = inputs
+        new_h, new_states = self.cell.step(x, r, h, own, parameters, of_cell)
+        new = (new_h, *new_states)
+        output = new[self.cell.declared.output_state + 1]
+        h, *others = (kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True))
+        return h, (*others, output, *initial)
+
+    @functools.cached_property
+    def program(self) -> str:
+        """The cell as the dispatcher's ops take it."""
+        from lltm_ext._custom_cell import program_of
+
+        return program_of(self)
+
+
+def without_resets(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: list[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor | None,
+    bias: Tensor | None,
+    parameters: list[Tensor],
+    inputs: list[Tensor],
+    reset: Tensor,
+    batch_sizes: list[int] | None = None,
+    is_reverse: bool = False,
+) -> tuple[Any, ...]:
+    """The arguments of a call whose resets lead to ``states``, as those of the other cell's without resets.
+
+    The first final states are the cell's, because no reset follows a row's last step.
+    """
+    output = states[0].detach()  # of any values: nothing reads it before the first step
+    later = at_next_step(reset, batch_sizes, is_reverse)
+    weights = (weight_ih, weight_hh, bias)
+    return cell.to_initial, input, [*states, output, *states], *weights, parameters, [*inputs, later], None

@@ -1,0 +1,80 @@
+// Resets to the initial states, for kernels that reset to zeros only: such a cell as a cell without resets.
+#pragma once
+
+#include "recurrence/cell.h"
+
+namespace lltm_ext {
+
+// Own, whose steps hand on what the row's next step starts from: their results or, where that step has a
+// reset, the initial h and states. No step has to reset what it gets, and products see the h that the next
+// step starts from.
+//
+// The states: Own's; the output of the step, which no step reads; the initial h and states, which stay what
+// they are and collect their gradients. Own's inputs of a step are followed by the reset of the next step: 0,
+// 1 or the share of the initial states. Saved are Own's values.
+template <class Own>
+struct ResetsToInitial {
+  static constexpr int kGates = Own::kGates, kSaved = Own::kSaved, kParameters = Own::kParameters;
+  static constexpr int kOutputState = Own::kStates, kInitialH = kOutputState + 1, kInitial = kInitialH + 1;
+  static constexpr int kStates = kInitial + Own::kStates, kStepInputs = Own::kStepInputs + 1;
+  static constexpr bool kRecurrent = Own::kRecurrent, kSeparate = Own::kSeparate, kReadsH = Own::kReadsH;
+
+  template <typename Math, typename A>
+  LLTM_HOST_DEVICE static A forward(const CellInputs<ResetsToInitial, A>& in, A (&states)[kStates],
+                                    A (&saved)[at_least_one(kSaved)]) {
+    CellInputs<Own, A> own;
+    copy<kGates>(own.x, in.x);
+    if constexpr (kSeparate) copy<kGates>(own.r, in.r);
+    if constexpr (kReadsH) own.h = in.h;
+    copy_constants(own, in);
+    A of_own[at_least_one(Own::kStates)];
+    copy<Own::kStates>(of_own, states);
+    const A h = Own::template forward<Math>(own, of_own, saved);
+    states[kOutputState] = Own::kOutputState < 0 ? h : of_own[larger(Own::kOutputState, 0)];
+    const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
+    for (int s = 0; s < Own::kStates; ++s) {
+      states[s] = keep_share(keep, of_own[s]) + keep_share(reset, states[kInitial + s]);
+    }
+    return keep_share(keep, h) + keep_share(reset, states[kInitialH]);
+  }
+
+  template <typename Math, typename A>
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[at_least_one(kSaved)],
+                                        const CellInputs<ResetsToInitial, A>& in, A grad_h,
+                                        A (&grad_states)[kStates], CellGradients<ResetsToInitial, A>& grads) {
+    CellInputs<Own, A> own;
+    copy_constants(own, in);
+    const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
+    grad_states[kInitialH] += keep_share(reset, grad_h);
+    grad_h = keep_share(keep, grad_h);
+    A of_own[at_least_one(Own::kStates)];
+    for (int s = 0; s < Own::kStates; ++s) {
+      grad_states[kInitial + s] += keep_share(reset, grad_states[s]);
+      of_own[s] = keep_share(keep, grad_states[s]);
+    }
+    gradient_of_output<Own>(grad_h, of_own) += grad_states[kOutputState];
+    grad_states[kOutputState] = 0;
+    CellGradients<Own, A> own_grads;
+    Own::template backward<Math>(saved, own, grad_h, of_own, own_grads);
+    copy<Own::kStates>(grad_states, of_own);
+    copy<kGates>(grads.x, own_grads.x);
+    if constexpr (kSeparate) copy<kGates>(grads.r, own_grads.r);
+    if constexpr (kReadsH) grads.h = own_grads.h;
+    copy<kParameters>(grads.parameters, own_grads.parameters);
+  }
+
+ private:
+  template <int kCount, typename A, int kTo, int kFrom>
+  LLTM_HOST_DEVICE static void copy(A (&to)[kTo], const A (&from)[kFrom]) {
+    for (int i = 0; i < kCount; ++i) to[i] = from[i];
+  }
+  // What backward gets too.
+  template <typename A>
+  LLTM_HOST_DEVICE static void copy_constants(CellInputs<Own, A>& own,
+                                              const CellInputs<ResetsToInitial, A>& in) {
+    copy<kParameters>(own.parameters, in.parameters);
+    copy<Own::kStepInputs>(own.steps, in.steps);
+  }
+};
+
+}  // namespace lltm_ext
