@@ -14,6 +14,7 @@ if not _is_program():  # the doctor must run where torch does not import
     __version__: str = _provide(torch)["version"]
 
     from lltm_ext import cells as cells
+    from lltm_ext.convert import *
     from lltm_ext.gemm import *
     from lltm_ext.lltm import *
     from lltm_ext.lstm import *

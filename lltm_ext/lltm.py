@@ -21,9 +21,12 @@ from lltm_ext._C import lltm as _C
 from lltm_ext._library import (
     check_tensor,
     differentiable_gradients,
+    differentiable_tangents,
+    has_tangents,
     is_plain,
     ops,
-    transforms_active,
+    under_transforms,
+    vmap_loop,
     vmap_rows,
 )
 from lltm_ext._sequence import (
@@ -73,6 +76,11 @@ class _CellFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(gates)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, new_cell, gates)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*differentiable_tangents(lltm_cell_reference, ctx.saved_tensors[:5], tangents), None)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -138,7 +146,7 @@ def lltm_cell(
     arguments = (input, weights, bias, old_h, old_cell)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)
-    return _CellFunction.apply(*arguments)[:2] if transforms_active() else ops.lltm_cell(*arguments)
+    return _CellFunction.apply(*arguments)[:2] if has_tangents() else ops.lltm_cell(*arguments)
 
 
 @sequence_op(gates=3)
@@ -164,8 +172,8 @@ def lltm(
         reset: [T, B], where an episode starts. Before such a step the states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
-            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes. It
-            is slower: the steps run in a loop of torch's ops. Without reset it does nothing.
+            numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
+            Without reset it does nothing. On CUDA its numbers are rounded to the dtype of ``input``.
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
             device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
@@ -175,8 +183,7 @@ def lltm(
             through the L2 cache.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
-    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so; with resets to "initial" where
-    ``torch.backends.cuda.matmul`` says so.
+    default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
 
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
@@ -295,4 +302,5 @@ class LLTM(CellLayer):
     _op = SEQUENCE_OPS["lltm"]
 
 
-torch.library.register_vmap("lltm_ext::lltm_cell", vmap_rows(ops.lltm_cell, {0: 0, 3: 0, 4: 0}, (0, 0)))
+under_transforms("lltm_cell", lambda *args: _CellFunction.apply(*args)[:2])
+torch.library.register_vmap("lltm_ext::lltm_cell_backward", vmap_loop(ops.lltm_cell_backward))

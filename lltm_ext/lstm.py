@@ -11,6 +11,7 @@ Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997, in the form 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def lstm(
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
         reset: [T, B], where an episode starts.
-        reset_to: "zeros" or "initial", which is slower: what the states of the row become there.
+        reset_to: "zeros" or "initial": what the states of the row become there.
         algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
@@ -67,19 +68,23 @@ lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
 class LSTM(TorchLayer, nn.LSTM):
     """Replaces :class:`torch.nn.LSTM`: the same arguments, parameters, state_dict and results.
 
-    Its documentation gives arguments, shapes and attributes. Only ``proj_size`` must be 0. A call also takes
-    ``reset=``, where an episode starts, and ``reset_to=``, as :class:`lltm_ext.LLTM` does. Float32 on CUDA
-    follows nn.LSTM's own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
-    ``torch.backends.cudnn.rnn.fp32_precision``. torch.compile refuses any nn.LSTM in fullgraph mode,
-    including this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    Its documentation gives arguments, shapes and attributes; docs/dropin.md the few differences. With a
+    ``proj_size`` torch's own LSTM runs. A call also takes ``reset=``, where an episode starts, and
+    ``reset_to=``, as :class:`lltm_ext.LLTM` does. Float32 on CUDA follows nn.LSTM's own switches too,
+    ``torch.backends.cudnn.allow_tf32``, by default True, and ``torch.backends.cudnn.rnn.fp32_precision``.
+    torch.compile refuses any nn.LSTM in fullgraph mode, including this one, unless
+    ``torch._dynamo.config.allow_rnn`` is set.
 
     Raises:
-        ValueError: for a ``proj_size`` other than 0.
+        TypeError: for a wrong dtype, also a ValueError; for an hx that is no pair, also a RuntimeError.
+        ValueError: for a ``reset`` with a ``proj_size``.
     """
 
     _op = SEQUENCE_OPS["lstm"]
+    _torch_class = nn.LSTM
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.proj_size != 0:
-            raise ValueError(f"LSTM: expected proj_size to be 0, got {self.proj_size}")
+    def _run(self, input: Tensor, *arguments: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        output, (h_n, c_n) = super()._run(input, *arguments)
+        if c_n.dtype != h_n.dtype and torch.is_autocast_enabled(input.device.type):
+            c_n = c_n.to(h_n.dtype)  # as cuDNN returns it; it was float32 until the last step
+        return output, (h_n, c_n)

@@ -19,21 +19,11 @@ class RecurrentLayer(SequenceLayer):
     """A layer of a user's cell, which its class gives."""
 
     cell: RecurrentCell
+    _returns_fresh_states = False  # the loop's are saved for the backward
 
     @property
     def _state_names(self) -> tuple[str, ...]:
         return self.cell.state_names
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Any = None,
-        *,
-        reset: Tensor | PackedSequence | None = None,
-        reset_to: str = "zeros",
-        **inputs: Tensor | PackedSequence,
-    ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, self._steps(input, reset, reset_to, inputs))
 
     def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
         for name in inputs:
@@ -140,6 +130,17 @@ class Recurrent(RecurrentLayer, CellLayer):
         self.cell, self.heads = cell, heads
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        reset: Tensor | PackedSequence | None = None,
+        reset_to: str = "zeros",
+        **inputs: Tensor | PackedSequence,
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        return self._forward(input, hx, self._steps(input, reset, reset_to, inputs))
 
     def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
         rows = self.cell.gates * self.hidden_size

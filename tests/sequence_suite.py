@@ -30,6 +30,7 @@ from op_suite import (
 )
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 # ---- Functions -------------------------------------------------------------------------------------------
 
@@ -261,6 +262,85 @@ class SequenceSuite(SmoothSuite):
                 backward.default,
                 (output, h_n, c_n, *inputs[:5], output, gates, extra, sizes, reverse, "auto", True, True),
             )
+
+    # Transforms of torch.func
+
+    def transformed_calls(self, device):
+        """Calls of the dispatcher ops in reverse, of packed rows, and in both directions."""
+        make = Make(DOUBLE, device)
+        dense = [*sequence_arguments(make, self.gates, 3, 3, 4, 2).values()]
+        packed = packed_arguments(make, self.gates, 5, 2, 3, 4, 2)
+        keep = torch.tensor([[True, False, True], [False, True, True], [True, True, False]], device=device)
+        yield self.sequence, Call(*dense, None, True)
+        yield self.sequence, Call(*dense, None, False, "auto", keep)
+        for reverse in (False, True):
+            yield self.sequence, Call(*packed, [3, 2], reverse)
+        for rows, sizes in ((None, None), (5, [3, 2])):
+            arguments = bidirectional_arguments(make, self.gates, 2, 3, 4, 2, rows=rows, bias=rows is None)
+            yield self.bidirectional, Call(*arguments, sizes)
+
+    @staticmethod
+    def of_floating(call, op):
+        """The tensors of a call except those of bool, and the op as a function of them."""
+        floating = [i for i, x in enumerate(call.tensors) if x.is_floating_point()]
+
+        def function(*xs):
+            tensors = list(call.tensors)
+            for i, x in zip(floating, xs, strict=True):
+                tensors[i] = x
+            return tuple(call.with_tensors(tensors).run(op))
+
+        return tuple(call.tensors[i] for i in floating), function
+
+    def test_gradients_under_transforms(self, device):
+        for op, call in self.transformed_calls(device):
+            tensors, function = self.of_floating(call, op)
+            argnums = tuple(range(len(tensors)))
+
+            def loss(*xs, function=function):
+                return sum_of_squares(function(*xs))
+
+            def second(*xs, loss=loss, argnums=argnums):
+                return sum_of_squares(torch.func.grad(loss, argnums)(*xs))
+
+            leaves = tuple(x.detach().requires_grad_() for x in tensors)
+            first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+            of_first = torch.autograd.grad(sum_of_squares(first), leaves)
+            assert_all_near(torch.func.grad(loss, argnums)(*tensors), first, BACKWARD[DOUBLE])
+            assert_all_near(torch.func.grad(second, argnums)(*tensors), of_first, 10 * BACKWARD[DOUBLE])
+            jacobians = (
+                pytree.tree_leaves(jacobian(function, argnums)(*tensors))
+                for jacobian in (torch.func.jacrev, torch.func.jacfwd)
+            )
+            assert_all_near(*jacobians, BACKWARD[DOUBLE])
+
+    def test_vmap_over_each_argument_and_all(self, device):
+        for op, call in self.transformed_calls(device):
+            tensors, function = self.of_floating(call, op)
+            count = len(tensors)
+            for batched in [{i} for i in range(count)] + [set(range(count))]:
+                in_dims = tuple(-1 if i in batched else None for i in range(count))
+                stacked = [
+                    torch.stack([x, x.cos(), x / 2], -1) if i in batched else x for i, x in enumerate(tensors)
+                ]
+                singles = [
+                    function(*(x[..., j] if i in batched else x for i, x in enumerate(stacked)))
+                    for j in range(3)
+                ]
+                expected = [torch.stack(ys) for ys in zip(*singles, strict=True)]
+                found = torch.vmap(function, in_dims)(*stacked)
+                assert_all_near(found, expected, FORWARD[DOUBLE], f"vmap over {in_dims}, output")
+
+    def test_batched_cotangents_of_packed_rows_and_both_directions(self, device):
+        for op, call in self.transformed_calls(device):
+            tensors, function = self.of_floating(call, op)
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            outputs = function(*leaves)
+            batch = [torch.stack([g, g.cos()]) for g in cotangents(outputs)]
+            together = torch.autograd.grad(outputs, leaves, batch, is_grads_batched=True, retain_graph=True)
+            for i in range(2):
+                single = torch.autograd.grad(outputs, leaves, [g[i] for g in batch], retain_graph=True)
+                assert_all_near([g[i] for g in together], single, BACKWARD[DOUBLE])
 
     def test_the_reverse_direction_equals_the_flipped_sequence(self, dtype, device):
         call = sample(self.gates, 6, 4, 3, 5)(Make(dtype, device))
@@ -541,7 +621,7 @@ def layer_bad_calls(name, hidden):
             rf"^{name}: expected h0 of shape \[1, 1, {hidden}\], got \[1, 2, {hidden}\]",
         ),
         ((input, two(1, 4, dtype=DOUBLE)), TypeError, "expected h0 of dtype float32, got float64"),
-        ((input.double(),), TypeError, "expected weight_ih of dtype float64, got float32"),
+        ((input.double(),), TypeError, "expected (weight_ih|input) of dtype .*float64"),
         ((input.long(),), TypeError, "expected input of dtype .*got int64"),
     ]
 
@@ -549,6 +629,7 @@ def layer_bad_calls(name, hidden):
 class LayerSuite(ModuleSuite):
     Layer = None  # the class
     hidden: int  # the hidden size of the layers
+    lowers_states = False  # whether autocast returns the final cell state in its dtype, too
     near = (FORWARD[DOUBLE], BACKWARD[DOUBLE])  # error bounds against the peer, of outputs and of gradients
 
     def build(self, kind, device="cpu", dtype=DOUBLE, **more):
@@ -599,14 +680,15 @@ class LayerSuite(ModuleSuite):
             assert_all_near([output, h_n, c_n], [expected, *states_expected], self.near[0])
 
     def test_autocast(self, device):
-        """As near to float64 as the lower dtype allows. The cell state stays float32."""
+        """As near to float64 as the lower dtype allows, for the cell state is float32 between the steps."""
         layer = self.build("three bidirectional layers", device, torch.float32)
         peer, input = self.peer(layer), Make(device=device)(6, 4, INPUT)
         low = torch.float16 if device == "cuda" else torch.bfloat16
         exact = Call(input.double()).run(peer)
         with torch.autocast(device, low):
             output, (h_n, c_n) = layer(input)
-        assert [y.dtype for y in (output, h_n, c_n)] == [low, low, torch.float32]
+        of_state = low if self.lowers_states else torch.float32
+        assert [y.dtype for y in (output, h_n, c_n)] == [low, low, of_state]
         assert_all_near([output, h_n, c_n], exact, 3 * FORWARD[low])
         output.float().square().sum().backward()
         assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
@@ -628,6 +710,37 @@ class LayerSuite(ModuleSuite):
             sum_of_squares(layer(x)[0]).backward()
             for name, p in layer.named_parameters():
                 assert_near(together[name][b], p.grad, BACKWARD[DOUBLE], name)
+
+    def test_transforms_of_a_packed_sequence(self):
+        layer = self.build("bidirectional")
+        rows, sizes = Make(DOUBLE)(3, 5, INPUT), torch.tensor([3, 2])
+
+        def output(x):
+            return layer(PackedSequence(x, sizes))[0].data
+
+        def loss(x):
+            return sum_of_squares(output(x))
+
+        leaves = rows.clone().requires_grad_()
+        singles = torch.stack([output(x) for x in leaves])
+        expected = torch.autograd.grad(sum_of_squares(singles), leaves)[0]
+        assert_near(torch.vmap(output)(rows), singles.detach(), FORWARD[DOUBLE])
+        assert_near(torch.vmap(torch.func.grad(loss))(rows), expected, BACKWARD[DOUBLE])
+        _, along = torch.func.jvp(loss, (rows[0],), (rows[1],))
+        assert_near(along, (expected[0] * rows[1]).sum(), BACKWARD[DOUBLE])
+
+    def test_the_default_device_changes_nothing(self):
+        layer = self.build("bidirectional")
+        x = Make(DOUBLE)(5, INPUT).requires_grad_()
+
+        def gradient():
+            packed = layer(PackedSequence(x, sizes))[0].data
+            return torch.autograd.grad(sum_of_squares([packed, layer(x)[0]]), x)[0]
+
+        sizes = torch.tensor([3, 2])
+        expected = gradient()
+        with torch.device("meta"):
+            assert torch.equal(gradient(), expected)
 
     def test_frozen_parameters_get_no_gradient(self, device):
         layer = self.build("two layers", device)

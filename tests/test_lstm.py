@@ -34,6 +34,7 @@ from sequence_suite import (
 )
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext.lstm import _SequenceFunction, lstm_reference
@@ -95,6 +96,63 @@ class TestLSTMFunction(SequenceSuite):
             assert abs(c_n.item() - (2048 + 512 * 0.25)) < 1
 
 
+class Called(TorchDispatchMode):
+    """Collects the names of the ops called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+class TestLargeSequencesOnTheCPU:
+    """They run by oneDNN's layer, half types in float32."""
+
+    def run(self, dtype, reverse, bias, by_layer, create_graph=False):
+        """Outputs and gradients (with ``create_graph`` of second order), and the names of the ops called."""
+        make = Make(DOUBLE, "cpu")
+        t, b, i, h = 6, 16, 12, 40
+        shapes = [(t, b, i), (b, h), (b, h), (4 * h, i), (4 * h, h), (4 * h,)][: 6 if bias else 5]
+        leaves = [(make(*shape) * 0.3).to(dtype).requires_grad_() for shape in shapes]
+        inputs = leaves if bias else [*leaves, None]
+        with Called() as called, torch.backends.mkldnn.flags(enabled=by_layer):
+            outputs = torch.ops.lltm_ext.lstm(*inputs, None, reverse)
+            grads = torch.autograd.grad(outputs, leaves, cotangents(outputs), create_graph=create_graph)
+            if create_graph:
+                grads = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+        return (*outputs, *grads), called.names
+
+    def test_they_equal_the_steps(self, dtype, reverse, bias):
+        found, names = self.run(dtype, reverse, bias, True)
+        expected, others = self.run(dtype, reverse, bias, False)
+        assert "mkldnn_rnn_layer" in names and "mkldnn_rnn_layer_backward" in names
+        assert "mkldnn_rnn_layer" not in others
+        assert all(x.dtype == dtype for x in found)
+        assert_all_near(found, expected, BACKWARD[dtype])
+
+    def test_second_derivatives_equal_those_of_the_steps(self, dtype, reverse, bias):
+        found, _ = self.run(dtype, reverse, bias, True, create_graph=True)
+        expected, _ = self.run(dtype, reverse, bias, False, create_graph=True)
+        assert_all_near(found[3:], expected[3:], BACKWARD[dtype])
+
+    def test_without_gradients_they_are_the_same(self, dtype, reverse, bias):
+        with torch.no_grad():
+            make = Make(dtype, "cpu")
+            x, h, w, u = make(6, 16, 12), make(16, 40), make(160, 12), make(160, 40)
+            b = make(160) if bias else None
+            found = []
+            for by_layer in (True, False):
+                with torch.backends.mkldnn.flags(enabled=by_layer):
+                    found.append(torch.ops.lltm_ext.lstm(x, h, h, w, u, b, None, reverse))
+        assert_all_near(*found, FORWARD[dtype])
+
+
 HIDDEN = 8  # hidden size of the layers, which persistent kernels support in float32
 # Bounds of the relative L2 error to nn.LSTM in float64: of outputs, of gradients.
 NEAR = {DOUBLE: (1e-10, 1e-10), torch.float32: (1e-5, 5e-5)}
@@ -120,6 +178,7 @@ class TestLSTM(LayerSuite):
     Layer = lltm_ext.LSTM
     hidden = HIDDEN
     near = NEAR[DOUBLE]
+    lowers_states = True
     modules = layer_modules(Layer, hidden)
 
     def peer(self, layer):
@@ -277,11 +336,6 @@ class TestLSTM(LayerSuite):
         layer.load_state_dict(torch.load(file, weights_only=True))
         assert_same_bits(list(layer.parameters()), list(peer.parameters()))
         assert_all_near(Call(input).run(layer), Call(input).run(peer), 1e-10)
-
-    def test_a_proj_size_is_refused(self):
-        with pytest.raises(ValueError, match=r"^LSTM: expected proj_size to be 0, got 3"):
-            lltm_ext.LSTM(INPUT, HIDDEN, proj_size=3)
-        assert lltm_ext.LSTM(INPUT, HIDDEN, proj_size=0).proj_size == 0
 
     # Dropout
 

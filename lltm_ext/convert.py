@@ -1,0 +1,111 @@
+"""from_torch and to_torch: the recurrent layers of a model, from torch's classes to those here and back.
+
+A layer here has the attributes of torch's and only another forward. So a conversion changes the layer's
+class, and everything that the layer has or that refers to it stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lltm_ext import _portable
+from lltm_ext.lstm import LSTM
+from lltm_ext.rnn import GRU, RNN
+
+__all__ = ["from_torch", "to_torch"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+FROM_TORCH: dict[type, type] = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
+TO_TORCH = {ours: theirs for theirs, ours in FROM_TORCH.items()}
+
+
+def from_torch(model: Model) -> Model:
+    """Makes each :class:`torch.nn.LSTM`, GRU and RNN of a model a layer of lltm_ext, in place.
+
+    The layers remain the same objects: parameters, buffers, hooks, parametrizations and training mode are
+    kept, and an optimizer made before continues. So do :class:`torch.compile` and DistributedDataParallel
+    around the model. These layers stay as they are:
+
+    - those of a subclass of torch's, which may have a forward of its own
+    - GRU and RNN, with the portable library, which lacks their kernels
+    - those of a scripted model, whose code is fixed
+
+    Args:
+        model: a module, also a layer itself.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for anything but a module.
+    """
+    _check_module("from_torch", model)
+    for module in model.modules():
+        if _is_replaceable(module):
+            _convert(module, FROM_TORCH)
+    return model
+
+
+def to_torch(model: Model) -> Model:
+    """Makes each LSTM, GRU and RNN of lltm_ext one of torch, in place: the way back of :func:`from_torch`.
+
+    The whole model can then be saved, and loaded where lltm_ext is not installed, or be given to an exporter
+    that knows torch's layers. A call with ``reset=`` fails afterwards.
+
+    Args:
+        model: a module, also a layer itself.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for a model with other modules of lltm_ext, such as LLTM, Recurrent or Sigmoid, or with
+            modules of subclasses of any of them. The error names them, and the model remains as it was. Also
+            for anything but a module.
+    """
+    _check_module("to_torch", model)
+    others = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _own_class(module) not in TO_TORCH and _needs_lltm_ext(type(module))
+    ]
+    if others:
+        raise TypeError(
+            "to_torch: expected no modules of lltm_ext except LSTM, GRU and RNN, got " + ", ".join(others)
+        )
+    for module in model.modules():
+        if _own_class(module) in TO_TORCH:
+            _convert(module, TO_TORCH)
+    return model
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch, and the layer here can do all that it can."""
+    return _own_class(module) in FROM_TORCH and (isinstance(module, nn.LSTM) or not _portable.in_use)
+
+
+def _needs_lltm_ext(cls: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "lltm_ext" for base in cls.__mro__)
+
+
+def _own_class(module: nn.Module) -> type:
+    """The class of a module, below the one that parametrize made for it."""
+    cls = type(module)
+    return cls.__bases__[0] if is_parametrized(module) else cls
+
+
+def _convert(module: nn.Module, classes: dict[type, type]) -> None:
+    new = classes[_own_class(module)]
+    if is_parametrized(module):  # its class has the properties; copies of the module share it
+        content = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
+        new = type(f"Parametrized{new.__name__}", (new,), content)
+    module.__class__ = new
+
+
+def _check_module(name: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: expected model to be a torch.nn.Module, got {type(model).__name__}")

@@ -1,0 +1,472 @@
+"""LSTM, GRU and RNN in the place of torch's: each habit of its users, torch's layer and ours side by side."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from op_suite import Make, assert_all_near, assert_near
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import lltm_ext
+
+INPUT, HIDDEN = 7, 8
+NAMES = ["LSTM", "GRU", "RNN"]
+names = pytest.mark.parametrize("name", NAMES)
+
+
+def pair(name, input_size=INPUT, hidden_size=HIDDEN, device="cpu", dtype=torch.float32, **options):
+    """Torch's layer and ours, with the same parameters."""
+    torch.manual_seed(0)
+    theirs, ours = (
+        getattr(module, name)(input_size, hidden_size, device=device, dtype=dtype, **options)
+        for module in (nn, lltm_ext)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def tensors_of(result):
+    """Output and states as one list."""
+    output, states = result
+    states = states if isinstance(states, tuple) else (states,)
+    return [output.data if isinstance(output, PackedSequence) else output, *states]
+
+
+def states_of(layer, *batch, dtype=torch.float32):
+    """An hx of random values."""
+    shape = (layer.num_layers * (2 if layer.bidirectional else 1), *batch, layer.hidden_size)
+    h0, c0 = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    return (h0, c0) if layer.mode == "LSTM" else h0
+
+
+class Tagger(nn.Module):
+    """A model around a recurrent layer, as torch's tools see one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size * (2 if layer.bidirectional else 1), 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+class PackedTagger(Tagger):
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.layer(packed)[0])[0])
+
+
+def taggers(name, Model=Tagger, **options):
+    theirs, ours = (Model(layer) for layer in pair(name, **options))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.eval(), ours.eval()
+
+
+# ---- Gradients and weights -------------------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_gradients_can_be_scaled_in_place(name, dtype, bidirectional, device):
+    """Each gradient has its own memory."""
+    _, layer = pair(name, device=device, dtype=dtype, num_layers=2, bidirectional=bidirectional)
+    parameters = list(layer.parameters())
+    output = layer(Make(dtype, device)(6, 4, INPUT))[0]
+    gradients = torch.autograd.grad(output.sum(), parameters)
+    expected = [0.5 * g for g in gradients]
+    for g in gradients:
+        g.mul_(0.5)
+    for g, e in zip(gradients, expected, strict=True):
+        assert torch.equal(g, e)
+
+
+@names
+def test_weights_put_into_flat_weights_are_used(name):
+    """Weight dropout does so."""
+    input = torch.randn(6, 4, INPUT)
+    found = []
+    for layer in pair(name, bidirectional=True):
+        torch.manual_seed(1)
+        layer._flat_weights = [nn.functional.dropout(w, 0.5) for w in layer._flat_weights]
+        layer._flat_weights[1] = 2 * layer._flat_weights[1]
+        found.append(tensors_of(layer(input)))
+    assert_all_near(found[1], found[0], 1e-6)
+
+
+@names
+def test_a_plain_tensor_in_the_place_of_a_parameter_gets_the_gradient(name):
+    """As in fastai's AWD-LSTM: the weight is computed anew from another parameter before each call."""
+    input, found = torch.randn(6, 4, INPUT), []
+    for layer in pair(name):
+        raw = nn.Parameter(layer.weight_hh_l0.detach().clone())
+        del layer.weight_hh_l0
+        for factor in (1.0, 0.5):
+            layer.weight_hh_l0 = raw * factor
+            output = layer(input)[0]
+            found.append([output, *torch.autograd.grad(output.square().sum(), raw)])
+    assert_all_near([*found[2], *found[3]], [*found[0], *found[1]], 1e-5)
+
+
+@names
+def test_the_own_weights_are_back_after_functional_call(name):
+    layer, input = pair(name)[1], torch.randn(6, 4, INPUT)
+    expected = layer(input)[0]
+    zeros = {k: torch.zeros_like(v) for k, v in layer.named_parameters()}
+    assert torch.func.functional_call(layer, zeros, (input,))[0].count_nonzero() == 0
+    assert torch.equal(layer(input)[0], expected)
+
+
+@names
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
+def test_overridden_hooks_are_called(name, packed, given):
+    """check_forward_args and permute_hidden, of a subclass."""
+    calls = []
+
+    def subclass(base):
+        class Layer(base):
+            def check_forward_args(self, input, hidden, batch_sizes):
+                shapes = [list(x.shape) for x in (hidden if isinstance(hidden, tuple) else (hidden,))]
+                calls.append((list(input.shape), shapes, batch_sizes is None))
+
+            def permute_hidden(self, hx, permutation):
+                calls.append((type(hx), permutation is None))
+                return super().permute_hidden(hx, permutation)
+
+        return Layer(INPUT, HIDDEN, batch_first=True)
+
+    input = torch.randn(2, 4, INPUT)
+    input = pack_padded_sequence(input, [2, 4], True, enforce_sorted=False) if packed else input
+    found = []
+    for module in (nn, lltm_ext):
+        layer = subclass(getattr(module, name))
+        layer(input, states_of(layer, 2) if given else None)
+        found.append([*calls])
+        calls.clear()
+    theirs, ours = ([c for c in calls if len(c) == 3] for calls in found)
+    if not packed or name != "LSTM":  # nn.LSTM does not check packed input
+        assert ours == theirs
+    else:
+        assert len(ours) == 1
+    theirs, ours = ([c for c in calls if len(c) == 2] for calls in found)
+    assert ours[-1] == theirs[-1]
+    assert ((tuple if name == "LSTM" else torch.Tensor), not packed) in ours
+
+
+# ---- States ----------------------------------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["batched", "unbatched", "packed", "two layers"])
+def test_states_can_be_detached_in_place(name, dtype, form, device):
+    """Truncated backpropagation through time: h.detach_()."""
+    _, layer = pair(name, device=device, dtype=dtype, num_layers=2 if form == "two layers" else 1)
+    input = Make(dtype, device)(6, 4, INPUT)
+    if form == "packed":
+        input = pack_padded_sequence(input, [6, 4, 3, 1])
+    hx = None
+    for _ in range(2):
+        output, hx = layer(input[:, 0] if form == "unbatched" else input, hx)
+        (output.data if form == "packed" else output).float().sum().backward()
+        for state in hx if name == "LSTM" else (hx,):
+            assert not state.detach_().requires_grad
+
+
+def test_states_written_in_place_change_neither_output_nor_gradients(device):
+    theirs, ours = pair("LSTM", device=device, dtype=torch.float64)
+    found = []
+    for layer in (theirs, ours):
+        output, (h_n, c_n) = layer(Make(torch.float64, device)(6, 4, INPUT))
+        h_n[:, 1], c_n[:, 2] = 0, 0  # these episodes are over
+        loss = output.square().sum() + h_n.square().sum() + c_n.sum()
+        found.append([output, h_n, c_n, *torch.autograd.grad(loss, list(layer.parameters()))])
+    assert_all_near(found[1], found[0], 1e-10)
+
+
+@names
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_under_autocast_output_and_states_are_of_the_half_type(name, low, packed, device):
+    """As cuDNN returns them, for any dtype of hx."""
+    _, layer = pair(name, device=device)
+    input = torch.randn(6, 4, INPUT, device=device)
+    input = pack_padded_sequence(input, [6, 4, 3, 1]) if packed else input
+    zeros = torch.zeros(1, 4, HIDDEN, device=device)
+    with torch.autocast(device, low):
+        for hx in (None, zeros, zeros.to(low)):
+            hx = (hx, hx) if name == "LSTM" and hx is not None else hx
+            assert {y.dtype for y in tensors_of(layer(input, hx))} == {low}
+
+
+def test_states_of_float64_stay_so_under_autocast():
+    for layer in pair("LSTM", dtype=torch.float64):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert {y.dtype for y in tensors_of(layer(torch.randn(6, 4, INPUT).double()))} == {torch.float64}
+
+
+# ---- What torch's own path serves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["batched", "unbatched", "packed", "hx"])
+def test_proj_size(form):
+    found = []
+    for layer in pair("LSTM", proj_size=3, num_layers=2, bidirectional=True):
+        torch.manual_seed(1)
+        input = torch.randn(6, 4, INPUT, requires_grad=True)
+        given = {"unbatched": lambda x: x[:, 0], "packed": lambda x: pack_padded_sequence(x, [6, 4, 3, 1])}
+        hx = (torch.randn(4, 4, 3), torch.randn(4, 4, HIDDEN)) if form == "hx" else None
+        outputs = tensors_of(layer(given.get(form, lambda x: x)(input), hx))
+        loss = sum(y.square().sum() for y in outputs)
+        found.append([*outputs, *torch.autograd.grad(loss, [input, *layer.parameters()])])
+    assert_all_near(found[1], found[0], 1e-6)
+
+
+def test_proj_size_takes_no_resets():
+    layer = lltm_ext.LSTM(INPUT, HIDDEN, proj_size=3)
+    with pytest.raises(ValueError, match=r"^LSTM: expected reset to be None with a proj_size.*got Tensor"):
+        layer(torch.randn(6, 4, INPUT), reset=torch.zeros(6, 4, dtype=torch.bool))
+
+
+@names
+def test_complex_numbers(name):
+    theirs, ours = pair(name, dtype=torch.complex64)
+    input = torch.randn(6, 4, INPUT, dtype=torch.complex64)
+    assert_all_near(*(list(map(torch.view_as_real, tensors_of(m(input)))) for m in (ours, theirs)), 1e-5)
+
+
+@names
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_traced_model_takes_other_lengths(name, bidirectional):
+    """torch.jit.trace of packing, the layer and padding: nothing of the example's lengths remains."""
+    theirs, ours = taggers(name, PackedTagger, bidirectional=bidirectional)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(ours, (torch.randn(6, 4, INPUT), torch.tensor([6, 2, 5, 3])))
+    for lengths in ([6, 2, 5, 3], [4, 9, 1], [2]):
+        input, lengths = torch.randn(max(lengths), len(lengths), INPUT), torch.tensor(lengths)
+        assert_near(traced(input, lengths), theirs(input, lengths), 1e-5)
+
+
+@names
+def test_a_scripted_model(name):
+    theirs, ours = taggers(name, num_layers=2, bidirectional=True)
+    parameters = [id(p) for p in ours.parameters()]
+    scripted, input = torch.jit.script(ours), torch.randn(6, 4, INPUT)
+    assert_near(scripted(input), theirs(input), 1e-5)
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    assert_near(torch.jit.load(file)(input), theirs(input), 1e-5)
+    assert [id(p) for p in ours.parameters()] == parameters  # what trains on is what was scripted
+
+
+@names
+def test_a_layer_with_its_own_forward_is_not_scripted_as_torchs(name):
+    class Layer(getattr(lltm_ext, name)):
+        def forward(self, input):
+            return 2 * super().forward(input)[0]
+
+    layer = Layer(INPUT, HIDDEN)
+    assert layer.__prepare_scriptable__() is layer
+
+
+@names
+def test_torch_fx_sees_one_call(name):
+    theirs, ours = taggers(name)
+    found = [torch.fx.symbolic_trace(model) for model in (theirs, ours)]
+    targets = [[(n.op, str(n.target)) for n in graph.graph.nodes] for graph in found]
+    assert targets[1] == targets[0]
+    assert ("call_module", "layer") in targets[1]
+    input = torch.randn(6, 4, INPUT)
+    assert_near(found[1](input), found[0](input), 1e-6)
+
+
+def test_torch_fx_keeps_resets():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = lltm_ext.LSTM(INPUT, HIDDEN)
+
+        def forward(self, x, hx, reset):
+            return self.layer(x, hx, reset=reset)[0]
+
+    model, hx = Model(), (torch.randn(1, 4, HIDDEN), torch.randn(1, 4, HIDDEN))
+    input, reset = torch.randn(6, 4, INPUT), torch.rand(6, 4) < 0.3
+    traced = torch.fx.symbolic_trace(model)
+    assert_near(traced(input, hx, reset), model(input, hx, reset), 1e-6)
+
+
+@names
+def test_fx_quantization_prepares_and_converts_the_rest(name):
+    from torch.ao.quantization import default_dynamic_qconfig, quantize_fx
+
+    if "x86" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch was built without the quantized engine x86")
+    _, ours = taggers(name)
+    input = torch.randn(6, 4, INPUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = quantize_fx.prepare_fx(ours, {"": default_dynamic_qconfig}, (input,))
+        converted = quantize_fx.convert_fx(prepared)
+    assert type(converted.layer).__name__ == name
+    assert "quantized" in type(converted.head).__module__
+    assert_near(converted(input), ours(input), 0.05)
+
+
+@names
+def test_an_exporter_to_onnx_sees_torchs_ops(name, monkeypatch):
+    """It knows no others."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    theirs, ours = (
+        torch.export.export(model, (torch.randn(6, 4, INPUT),), strict=False) for model in taggers(name)
+    )
+    found = [[str(n.target) for n in exported.graph.nodes] for exported in (theirs, ours)]
+    assert found[1] == found[0]
+
+
+@names
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_an_onnx_model_gives_the_same_numbers(name, dynamo, tmp_path):
+    """Needs `pip install onnx onnxscript onnxruntime`."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    _, ours = taggers(name, num_layers=2, bidirectional=True)
+    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "model.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(ours, (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    assert_near(torch.from_numpy(session.run(None, {"x": input.numpy()})[0]), ours(input), 1e-5)
+
+
+@names
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_gradients_of_each_sample_by_expanded_weights(name, bidirectional):
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    theirs, ours = pair(name, batch_first=True, bidirectional=bidirectional)
+    input, found = torch.randn(4, 6, INPUT), []
+    for layer in (theirs, ours):
+        layer.weight_ih_l0.requires_grad_(False)
+        with torch.backends.mkldnn.flags(enabled=False):  # torch has no rule for oneDNN's LSTM
+            call_for_per_sample_grads(layer)(input)[0].square().sum().backward()
+        found.append([p.grad_sample for p in layer.parameters() if p.requires_grad])
+    assert_all_near(found[1], found[0], 1e-5)
+
+
+@names
+def test_a_vectorized_jacobian(name):
+    theirs, ours = pair(name, bidirectional=True, dtype=torch.float64)
+    input = torch.randn(3, 2, INPUT, dtype=torch.float64)
+    found = [
+        torch.autograd.functional.jacobian(lambda x, m=m: m(x)[0], input, vectorize=True)
+        for m in (ours, theirs)
+    ]
+    assert_near(*found, 1e-10)
+
+
+def test_dynamic_quantization_after_to_torch():
+    if not set(torch.backends.quantized.supported_engines) & {"x86", "fbgemm", "onednn"}:
+        pytest.skip("torch was built without a quantized engine")
+    _, ours = taggers("LSTM")
+    input = torch.randn(6, 4, INPUT)
+    expected = ours(input)
+    quantized = torch.ao.quantization.quantize_dynamic(lltm_ext.to_torch(ours), {nn.LSTM, nn.Linear})
+    assert "quantized" in type(quantized.layer).__module__
+    assert_near(quantized(input), expected, 0.05)
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, HIDDEN, dtype=dtype)
+
+
+BAD_INPUTS = {
+    "1-D": lambda: torch.zeros(INPUT),
+    "4-D": lambda: torch.zeros(1, 6, 4, INPUT),
+    "another size": lambda: torch.zeros(6, 4, INPUT - 1),
+    "unbatched of another size": lambda: torch.zeros(6, INPUT - 1),
+    "packed of another size": lambda: pack_sequence([torch.zeros(3, INPUT - 1)]),
+    "integers": lambda: torch.zeros(6, 4, INPUT, dtype=torch.long),
+    "float64": lambda: torch.zeros(6, 4, INPUT).double(),
+    "float16": lambda: torch.zeros(6, 4, INPUT).half(),
+}
+BAD_STATES = {
+    "2-D": lambda: zeros(4),
+    "another batch": lambda: zeros(1, 3),
+    "another number of layers": lambda: zeros(2, 4),
+    "float64": lambda: zeros(1, 4, dtype=torch.float64),
+}
+
+
+def error_of(layer, *arguments):
+    with pytest.raises(Exception) as found:
+        layer(*arguments)
+    return found.value
+
+
+@names
+@pytest.mark.parametrize("bad", BAD_INPUTS)
+def test_a_bad_input_raises_what_torch_raises(name, bad):
+    theirs, ours = (error_of(layer, BAD_INPUTS[bad]()) for layer in pair(name))
+    assert isinstance(ours, type(theirs))
+    assert str(ours).startswith(f"{name}: expected ")
+
+
+@names
+@pytest.mark.parametrize("bad", BAD_STATES)
+def test_bad_states_raise_what_torch_raises(name, bad):
+    state = BAD_STATES[bad]()
+    hx = (state, state) if name == "LSTM" else state
+    theirs, ours = (error_of(layer, torch.zeros(6, 4, INPUT), hx) for layer in pair(name))
+    assert isinstance(ours, type(theirs))
+    assert str(ours).startswith(f"{name}: expected h0 ")
+
+
+def test_three_states_raise_what_torch_raises():
+    errors = (error_of(layer, torch.zeros(6, 4, INPUT), (zeros(1, 4),) * 3) for layer in pair("LSTM"))
+    theirs, ours = errors
+    assert isinstance(ours, type(theirs))
+    assert isinstance(ours, TypeError)
+
+
+@names
+def test_a_wrong_dtype_is_also_a_type_error(name):
+    """As of every op here."""
+    assert isinstance(error_of(pair(name)[1], torch.zeros(6, 4, INPUT).double()), TypeError)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------
+
+
+@names
+@pytest.mark.parametrize("around", [False, True], ids=["the layer", "a model"])
+def test_torch_compile_leaves_the_layer_as_it_is(name, around, fresh_dynamo):
+    """It compiles nothing of the layer, and nothing anew for another length."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    theirs, ours = taggers(name, PackedTagger)
+    model = ours if around else ours.layer
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for lengths in ([6, 2], [4, 3], [9, 1], [5, 5], [7, 2], [8, 6], [3, 2], [10, 4], [11, 2], [12, 5]):
+        input = torch.randn(max(lengths), 2, INPUT)
+        if around:
+            assert_near(compiled(input, lengths), theirs(input, lengths), 1e-5)
+        else:
+            packed = pack_padded_sequence(input, lengths, enforce_sorted=False)
+            assert_all_near(tensors_of(compiled(packed)), tensors_of(theirs.layer(packed)), 1e-5)
+            assert_all_near(tensors_of(compiled(input)), tensors_of(theirs.layer(input)), 1e-5)
+    targets = [str(n.target) for graph in graphs for n in graph.graph.nodes]
+    assert not any("lltm_ext" in t or "lstm" in t or "gru" in t or "rnn" in t for t in targets), targets
+    if not around:
+        assert not graphs
