@@ -203,8 +203,8 @@ def test_copies_are_independent():
 @layers
 def test_a_parametrization_is_kept_and_takes_effect(Layer, device):
     layer, input = Layer(INPUT, HIDDEN, device=device, dtype=DOUBLE), values(6, 3, INPUT, device=device)
-    parametrizations.weight_norm(layer, "weight_hh_l0")
-    parametrizations.orthogonal(layer, "weight_ih_l0")
+    parametrizations.weight_norm(layer, "weight_ih_l0")
+    parametrizations.orthogonal(layer, "weight_hh_l0")
     other = copy.deepcopy(layer)  # shares the class that parametrize made; torch can't copy it after a call
     expected, keys = results(other, input), list(layer.state_dict())
     lltm_ext.from_torch(layer)
@@ -216,7 +216,7 @@ def test_a_parametrization_is_kept_and_takes_effect(Layer, device):
 
     for model in (layer, other, copied):
         with torch.no_grad():
-            model.parametrizations.weight_hh_l0.original0.mul_(2)
+            model.parametrizations.weight_ih_l0.original0.mul_(2)
     assert_same_results(results(layer, input), results(other, input))
 
     assert_same_results(results(copied, input), results(other, input))

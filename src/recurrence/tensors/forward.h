@@ -238,13 +238,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
 
 // ---- the dispatcher ops of a built-in cell
 
-// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence.
+// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence. Other algorithms than stepwise are
+// refused later.
 template <class Op>
 bool cpu_layer_takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes,
                      c10::string_view algorithm) {
   if (!input.defined() || !input.is_cpu()) return false;
   check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
-  return Op::CpuLayer::takes(input, d, batch_sizes);
+  return (algorithm == "auto" || algorithm == "stepwise") && Op::CpuLayer::takes(input, d, batch_sizes);
 }
 
 template <class Op>
