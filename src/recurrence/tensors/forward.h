@@ -238,7 +238,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
 
 // ---- the dispatcher ops of a built-in cell
 
-// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence. Other algorithms than stepwise are
+// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence. Algorithms that need CUDA are
 // refused later.
 template <class Op>
 bool cpu_layer_takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes,
