@@ -43,6 +43,7 @@ int main(int count, char** questions) {
 # Compute capability, multiprocessors, code for sm_90a, bytes of shared memory that a block may have.
 H200, A100 = (90, 132, True, 227 << 10), (80, 108, False, 163 << 10)
 L4, T4 = (89, 58, False, 99 << 10), (75, 40, False, 64 << 10)
+B200 = (100, 148, False, 227 << 10)
 NAMES = {"auto": 0, "stepwise": 1, "cluster": 2, "grid": 3}
 
 
@@ -154,8 +155,7 @@ def test_the_chosen_algorithm_can_be_asked_for_by_name(plan, chip):
 
 
 def test_kernels_compiled_only_for_hopper_run_only_there(plan):
-    newer = (100, 148, False, 227 << 10)
-    others = [problem for chip in (A100, L4, newer) for problem in problems(chip=chip)]
+    others = [problem for chip in (A100, L4, B200) for problem in problems(chip=chip)]
     assert not any(found.on_hopper_only for found in plan(*others))
     assert any(found.on_hopper_only for found in plan(*problems()))
 
@@ -167,7 +167,11 @@ def test_tf32_runs_float32_on_hopper_where_it_is_allowed(plan):
             assert not any(found.tf32 for found in plan(*problems(chip=chip, tf32=True, **more)))
         asked = problems(tf32=True, **more)
         for problem, found in zip(asked, plan(*asked), strict=True):
-            assert found.tf32 == (found.algorithm == "grid" and problem["size"] == 4), problem
+            one_row = found[:4:3] == ("cluster", 1) and problem["hidden"] <= 64
+            few = problem["batch"] * problem.get("sequences", 1) <= 132
+            assert found.tf32 == (
+                problem["size"] == 4 and found.algorithm != "stepwise" and not (one_row and few)
+            ), problem
 
 
 def test_tf32_has_room_for_four_gates_of_1024_units(plan):
@@ -230,8 +234,45 @@ def test_clusters_can_run_any_number_of_rows_one_after_the_other(plan):
     "hidden,size,blocks", [(8, 2, 2), (32, 2, 2), (40, 2, 2), (8, 4, 2), (24, 4, 2), (72, 2, 3)]
 )
 def test_a_cluster_has_at_least_two_blocks(plan, hidden, size, blocks):
-    (found,) = plan({"hidden": hidden, "batch": 8, "size": size, "algorithm": "cluster"})
+    (found,) = plan({"hidden": hidden, "batch": 8, "size": size, "algorithm": "cluster", "chip": B200})
     assert found[:2] == ("cluster", blocks)
+
+
+directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+@directions
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("size,tf32", [(2, False), (4, True)], ids=["half", "tf32"])
+def test_on_hopper_one_block_has_all_units_of_a_small_layer(plan, size, tf32, backward, sequences):
+    more = {"size": size, "tf32": tf32, "backward": backward, "sequences": sequences}
+    most_rows = 9 * 132 * 8 // sequences  # of nine waves of blocks
+    for hidden in (8, 64, 72, 128):
+        found = plan(*({"hidden": hidden, "batch": batch, **more} for batch in (300, most_rows)))
+        expected = hidden <= (128 if size == 2 else 64)
+        assert [p[:2] == ("cluster", 1) and p.rows > 1 for p in found] == [expected] * 2, hidden
+    (found,) = plan({"hidden": 64, "batch": most_rows + 1, **more})
+    assert found.algorithm == "stepwise"
+
+
+def test_few_rows_of_128_units_run_backward_in_a_cluster_of_several_blocks(plan):
+    few, many = plan(*({"hidden": 128, "batch": batch, "backward": True} for batch in (32, 33)))
+    assert (few[:2], many[:2]) == (("cluster", 4), ("cluster", 1))
+
+
+@directions
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_on_hopper_a_block_has_one_row_of_a_small_layer_in_float32(plan, backward, sequences):
+    more = {"size": 4, "backward": backward, "sequences": sequences}
+    for hidden in (8, 32, 40, 64, 72, 96):
+        for found in plan(*({"hidden": hidden, "batch": batch, **more} for batch in (1, 16, 300, 10**5))):
+            assert found[:4] == ("cluster", 1, found.groups, 1) and not found.tf32, hidden
+    (found,) = plan({"hidden": 104, "batch": 1, **more})
+    assert found.rows == 1 and found[:2] != ("cluster", 1)
+    # On tensor cores, tiles of eight rows are faster from two rows a multiprocessor on.
+    few, many = (132 // sequences + more_rows for more_rows in (0, 1))
+    found = plan(*({"hidden": 64, "batch": batch, "tf32": True, **more} for batch in (few, many)))
+    assert [p.tf32 for p in found] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
 LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
 LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
 LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
+LLTM_EMBED(one_row_cuh, "recurrence/persistent/one_row.cuh");
 LLTM_EMBED(forward_cuh, "recurrence/persistent/forward.cuh");
 LLTM_EMBED(backward_cuh, "recurrence/persistent/backward.cuh");
 LLTM_EMBED(unit_shape_h, "recurrence/independent/shape.h");
@@ -43,13 +44,15 @@ namespace {
 // The engine's, which the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,        types_h,           vec_cuh,      math_h,        fast_math_cuh,
-    ptx_cuh,           launch_cuh,        tensor_map_h, sizes_h,       hopper_ptx_cuh,
-    pipeline_cuh,      split_cuh,         cell_h,       to_initial_h,  variants_h,
-    shape_h,           pair_cuh,          product_cuh,  exchange_cuh,  block_cuh,
-    steps_cuh,         forward_cuh,       backward_cuh, unit_shape_h,  unit_steps_cuh,
-    unit_forward_cuh,  unit_backward_cuh, step_h,       pointwise_cuh, fused_shape_h,
-    fused_arguments_h, fused_hopper_cuh
+    portable_h,      types_h,        vec_cuh,          math_h,
+    fast_math_cuh,   ptx_cuh,        launch_cuh,       tensor_map_h,
+    sizes_h,         hopper_ptx_cuh, pipeline_cuh,     split_cuh,
+    cell_h,          to_initial_h,   variants_h,       shape_h,
+    pair_cuh,        product_cuh,    exchange_cuh,     block_cuh,
+    steps_cuh,       one_row_cuh,    forward_cuh,      backward_cuh,
+    unit_shape_h,    unit_steps_cuh, unit_forward_cuh, unit_backward_cuh,
+    step_h,          pointwise_cuh,  fused_shape_h,    fused_arguments_h,
+    fused_hopper_cuh
 #endif
 };
 

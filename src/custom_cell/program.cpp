@@ -40,12 +40,13 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
   if (kernel.is_persistent()) {
+    const std::string config = c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ",
+                                        kernel.backward ? "true" : "false", ", ", keeps, ">");
     return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
             c10::str("const __grid_constant__ PerDirection<Sequence", direction,
                      "Arguments<T>> sequences, const GroupGrid grid"),
-            "kBlockThreads, 1",
-            c10::str("run_persistent<Persistent", direction, "<PersistentConfig<Cell, T, ", kernel.variant,
-                     ", ", kernel.backward ? "true" : "false", ", ", keeps, ">>>(sequences, grid)")};
+            c10::str(config, "::kShape.threads(), ", config, "::kShape.blocks()"),
+            c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
     return {kernel.backward ? "independent/backward.cuh" : "independent/forward.cuh",

@@ -39,25 +39,31 @@ constexpr int kClusterBlocks = 8;
 
 inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
+// Those that groups can fill.
+inline int multiprocessors(const GroupGrid& grid, const PersistentVariant& v, const DeviceInfo& device) {
+  const bool clusters = v.algorithm == Algorithm::kCluster && grid.group_blocks > 1;
+  return clusters ? device.cluster_multiprocessors : device.multiprocessors;
+}
+
 // Whether a variant can run the problem; sets the grid if so.
 inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo& device, GroupGrid& grid) {
-  const int units = 16 * v.unit_tiles;
+  const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
+  const int units = shape.units();
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
-  if (p.hidden > kBlockWarps / v.unit_tiles * v.chunks * (64 / p.element_size)) return false;
+  if (p.hidden > shape.most_hidden()) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));
   // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
-  if (cluster) grid.group_blocks = std::max(grid.group_blocks, 2);
+  if (shape.through() == ExchangeThrough::kCluster) grid.group_blocks = std::max(grid.group_blocks, 2);
   if (cluster && (grid.group_blocks > kClusterBlocks || device.compute_capability < 90)) return false;
-  const int multiprocessors = cluster ? device.cluster_multiprocessors : device.multiprocessors;
-  const int resident = multiprocessors / (p.sequences * grid.group_blocks);
+  const int resident = multiprocessors(grid, v, device) / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
   int64_t rows = tiles_of(p.batch, resident);
-  if (rows > kRowTile) {
+  if (rows > shape.row_tile()) {
     if (cluster) {
-      rows = kRowTile;  // the other clusters wait for a place
+      rows = shape.row_tile();  // the other clusters wait for a place
     } else if (v.any_rows) {
       rows = tiles_of(rows, kRowTile) * kRowTile;
     } else {
@@ -68,7 +74,6 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (rows * units * 4 * std::max(p.cell.carried(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>(tiles_of(p.batch, rows));
-  const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
   return shape.shared_bytes({static_cast<int>(p.hidden), grid.group_blocks, 0, grid.rows}) <=
          device.shared_bytes;
 }
@@ -77,9 +82,14 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
 // waves, or of row tiles per group. For several sequences: whether it beats running them one after the other.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
+  if (v.one_row) {  // tensor cores are faster from some rows on
+    return !p.tf32 || p.hidden > 64 || p.sequences * p.batch <= device.multiprocessors;
+  }
   if (v.algorithm == Algorithm::kCluster) {
-    const int waves = p.backward || p.sequences > 1 ? 1 : 9;
-    return p.sequences * grid.groups <= waves * (device.cluster_multiprocessors / grid.group_blocks);
+    // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
+    if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
+    const int waves = grid.group_blocks > 1 && (p.backward || p.sequences > 1) ? 1 : 9;
+    return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);

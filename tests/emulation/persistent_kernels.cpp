@@ -392,7 +392,7 @@ class Kernels {
       launch_independent<IndependentForward>(arguments);
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
-      launch<Config, PersistentForward<Config>>(arguments);
+      launch<Config, ForwardSteps<Config>>(arguments);
       check_prefetches(0, c_.length, /*descending=*/false);
     }
   }
@@ -419,7 +419,7 @@ class Kernels {
       launch_independent<IndependentBackward>(arguments);
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
-      launch<Config, PersistentBackward<Config>>(arguments);
+      launch<Config, BackwardSteps<Config>>(arguments);
       if (kShape.saved > 0) check_prefetches(begin, end, /*descending=*/true);
     }
   }
@@ -468,23 +468,24 @@ class Kernels {
   static constexpr PersistentVariant kPersistent = variant_of<T, kVariant>();
   static constexpr bool kCluster = kPersistent.algorithm == Algorithm::kCluster;
 
+  template <class Config>
   GroupGrid grid() const {
-    const int units = 16 * kPersistent.unit_tiles, needed = (c_.hidden + units - 1) / units;
+    const int units = Config::kShape.units(), needed = (c_.hidden + units - 1) / units;
     // As the planner: a single block can't send to itself.
-    const int group_blocks = kCluster ? std::max(needed, 2) : needed;
+    const int group_blocks = Config::kThrough == ExchangeThrough::kCluster ? std::max(needed, 2) : needed;
     return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows};
   }
 
   template <class Config, class Steps, class Arguments>
   void launch(const Arguments& arguments) const {
-    const GroupGrid groups = grid();
+    const GroupGrid groups = grid<Config>();
     const Group group = {c_.hidden, groups.group_blocks, 0, groups.rows};
-    const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, kBlockThreads,
+    const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
                                     static_cast<size_t>(Config::kShape.shared_bytes(group))};
     cuda_on_cpu::run(grid, [&] {
       auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
-      Steps(arguments, groups, SharedStorage<Config>(shared)).run();
+      Steps(arguments, groups, typename Steps::Storage(shared)).run();
     });
   }
 
@@ -577,25 +578,35 @@ void check_persistent() {
   // Template arguments: the variant, and whether rows keep only a share of their states. Every pair of them
   // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
   // steps.
+  // one row a block
+  check<Cell, float, 0, false>({4, 2, 24, 1, true, {}});
+  check<Cell, float, 1, true>({5, 3, 40, 1, false, {}});
+  check<Cell, float, 1, true>({6, 2, 64, 1, true, {}, /*save=*/false});
+  check<Cell, float, 2, false>({11, 2, 72, 1, false, {}});
+  // a block that has all units
+  check<Cell, float, 3, false>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}});
+  check<Cell, __nv_bfloat16, 1, true>({4, 11, 72, 8, true, {}});
   // float32, one row tile
-  check<Cell, float, 7, false>({11, 5, 24, 8, false, {}});
-  check<Cell, float, 7, false>({3, 5, 24, 8, false, {}, /*save=*/false});
-  check<Cell, float, 8, true>({4, 11, 72, 8, true, {}});
+  check<Cell, float, 11, false>({11, 5, 24, 8, false, {}});
+  check<Cell, float, 11, false>({3, 5, 24, 8, false, {}, /*save=*/false});
+  check<Cell, float, 11, false>({4, 3, 24, 1, false, {}});
+  check<Cell, float, 12, true>({4, 11, 72, 8, true, {}});
   // any number of rows
-  check<Cell, float, 10, true>({4, 19, 40, 16, false, {}});
-  check<Cell, float, 10, true>({5, 12, 40, 16, false, of_12_rows});
-  check<Cell, float, 10, true>({5, 12, 40, 16, true, of_12_rows});
+  check<Cell, float, 14, true>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 14, true>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 14, true>({5, 12, 40, 16, true, of_12_rows});
   // clusters
-  check<Cell, float, 12, true>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 12, true>({10, 10, 24, 8, true, {}});
+  check<Cell, float, 16, true>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 16, true>({10, 10, 24, 8, true, {}});
   // TF32
-  check<Cell, float, 1, true>({4, 6, 72, 8, false, {}});
-  check<Cell, float, 5, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, float, 5, true>({4, 6, 72, 8, false, {}});
+  check<Cell, float, 9, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
-  check<Cell, __half, 0, false>({4, 6, 72, 8, false, {}});
-  check<Cell, __nv_bfloat16, 1, false>({4, 6, 136, 8, true, {}});
-  check<Cell, __half, 4, true>({4, 6, 72, 8, false, {}});
-  check<Cell, __half, 6, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, __half, 2, false>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 3, false>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 6, true>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 8, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
 }
 
 template <class Cell, typename T>

@@ -3,6 +3,7 @@
 // gradients, because each unit's gradient of h needs all of them.
 #pragma once
 
+#include "recurrence/persistent/one_row.cuh"
 #include "recurrence/persistent/steps.cuh"
 
 namespace lltm_ext {
@@ -350,10 +351,15 @@ class PersistentBackward
 };
 
 template <class Config>
-__global__ void __launch_bounds__(kBlockThreads, 1) recurrence_persistent_backward_kernel(
-    const __grid_constant__ PerDirection<SequenceBackwardArguments<typename Config::T>> sequences,
-    const GroupGrid grid) {
-  run_persistent<PersistentBackward<Config>>(sequences, grid);
+using BackwardSteps =
+    typename Conditional<Config::kVariant.one_row, OneRowBackward<Config>, PersistentBackward<Config>>::type;
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kShape.threads(), Config::kShape.blocks())
+    recurrence_persistent_backward_kernel(
+        const __grid_constant__ PerDirection<SequenceBackwardArguments<typename Config::T>> sequences,
+        const GroupGrid grid) {
+  run_persistent<Config, BackwardSteps<Config>>(sequences, grid);
 }
 
 }  // namespace lltm_ext

@@ -56,11 +56,11 @@ struct PersistentConfig {
   static constexpr int kUnitTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
   static constexpr int kGates = Cell::kGates, kExtra = kShape.cell.extra();
   static constexpr int kInputs = kShape.inputs(), kOutputs = kShape.outputs();
-  static constexpr ExchangeThrough kThrough =
-      kShape.through_cluster() ? ExchangeThrough::kCluster : ExchangeThrough::kL2;
+  static constexpr ExchangeThrough kThrough = kShape.through();
   static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // and above
 
-  using Math = typename MathOf<T>::type;
+  // Float16's functions are more exact than a product in TF32.
+  using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
   using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
@@ -107,7 +107,9 @@ struct ThreadMap {
   __device__ __forceinline__ bool has_pair(int i, int hidden) const {
     return pair(i) < Tile::kPairs && first_unit + pair_unit(i) < hidden;
   }
-  __device__ __forceinline__ static bool warp_has_pair(int i) {
+  // Of a block with all units, the pairs of a warp are in one row, and most groups have few rows.
+  __device__ __forceinline__ bool warp_has_pair(int i) const {
+    if (Config::kThrough == ExchangeThrough::kBlock && first_row + pair_row(i) >= end_row) return false;
     return Tile::kPairs % kBlockThreads == 0 || i * kBlockThreads + (threadIdx.x & ~31u) < Tile::kPairs;
   }
 

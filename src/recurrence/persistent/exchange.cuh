@@ -1,5 +1,5 @@
 // How the blocks of a group exchange what each needs from all of them: states forward, the gates' gradients
-// backward. Two implementations of one interface; the kernels are templates over them.
+// backward. Three implementations of one interface; the kernels are templates over them.
 //
 // A block processes one row tile of one step after another. For each it calls
 //   start(source)    to issue the first loads, if that makes sense
@@ -16,8 +16,6 @@
 
 namespace lltm_ext {
 
-enum class ExchangeThrough { kL2, kCluster };
-
 // The row that a lane loads.
 template <typename T>
 struct RowSource {
@@ -27,6 +25,21 @@ struct RowSource {
   int element;     // the lane's first
   int group_row;   // the row's number in the group
 };
+
+// Reads a lane's vectors from its first `input` on, of a row that starts at `from`.
+template <int kInputs, int kChunks, typename T>
+__device__ __forceinline__ void read_vectors(uint4 (&vectors)[kInputs][kChunks], const char* from, int input,
+                                             int input_bytes, const RowSource<T>& source) {
+#pragma unroll
+  for (int i = 0; i < kInputs * kChunks; ++i) {
+    uint4& vector = vectors[i / kChunks][i % kChunks];
+    vector = make_uint4(0, 0, 0, 0);
+    if (i % kChunks < source.vectors) {
+      vector = *reinterpret_cast<const uint4*>(from + (input + i / kChunks) * input_bytes +
+                                               i % kChunks * kChunkBytes);
+    }
+  }
+}
 
 // After this many polls, some ten seconds, a block assumes that the sender has failed. The kernel traps, and
 // the next CUDA call reports the error.
@@ -188,15 +201,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
                            ? buffers_ + (step_ & 1) * buffer_bytes_ + source.group_row * row_bytes_ +
                                  source.element * static_cast<int>(sizeof(T))
                            : reinterpret_cast<const char*>(source.row);
-#pragma unroll
-    for (int i = 0; i < kLoaded * kChunks; ++i) {
-      uint4& vector = vectors[i / kChunks][i % kChunks];
-      vector = make_uint4(0, 0, 0, 0);
-      if (i % kChunks < source.vectors) {
-        vector = *reinterpret_cast<const uint4*>(from + (input + i / kChunks) * input_bytes_ +
-                                                 i % kChunks * kChunkBytes);
-      }
-    }
+    read_vectors(vectors, from, input, input_bytes_, source);
   }
 
   __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
@@ -248,6 +253,48 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   uint64_t* const barriers_;                // of the buffers
   int first_peer_, first_packet_, stride_;  // the packets that this thread sends, and their destination
   int step_ = 0;
+};
+
+// ---- within a block that has all units
+//
+// A step's values replace those of the step before, which all warps have read when the cell runs.
+
+template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
+class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kSharingWarps> {
+ public:
+  static constexpr bool kThroughL2 = false;
+
+  __device__ StateExchange(char* shared, const Group& group)
+      : shared_(shared),
+        input_bytes_(group.hidden * sizeof(T)),
+        row_bytes_(padded_row_bytes(kInputs * input_bytes_)) {}
+  __device__ void start(const RowSource<T>&) {}
+  __device__ void send() {}
+  __device__ void advance() { __syncthreads(); }
+  __device__ void finish() {}
+
+  template <int kLoaded>
+  __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
+                                       const RowSource<T>& source) {
+    if (source.exchanged) {
+      const int first = source.group_row * row_bytes_ + source.element * static_cast<int>(sizeof(T));
+      read_vectors(vectors, shared_ + first, input, input_bytes_, source);
+    } else {
+      read_vectors(vectors, reinterpret_cast<const char*>(source.row), input, input_bytes_, source);
+    }
+  }
+
+  __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
+                                        int unit) {
+    if (!stored) return;
+    T* const shared = reinterpret_cast<T*>(shared_ + row * row_bytes_ + input * input_bytes_);
+    write_pair(shared + unit, a, b);
+    write_pair(address, a, b);
+  }
+
+ private:
+  char* const shared_;  // [kRowTile, kInputs, H], rows padded
+  const int input_bytes_, row_bytes_;
 };
 
 }  // namespace lltm_ext

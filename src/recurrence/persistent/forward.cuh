@@ -2,6 +2,7 @@
 // states.
 #pragma once
 
+#include "recurrence/persistent/one_row.cuh"
 #include "recurrence/persistent/steps.cuh"
 
 namespace lltm_ext {
@@ -273,10 +274,15 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 };
 
 template <class Config>
-__global__ void __launch_bounds__(kBlockThreads, 1) recurrence_persistent_forward_kernel(
-    const __grid_constant__ PerDirection<SequenceForwardArguments<typename Config::T>> sequences,
-    const GroupGrid grid) {
-  run_persistent<PersistentForward<Config>>(sequences, grid);
+using ForwardSteps =
+    typename Conditional<Config::kVariant.one_row, OneRowForward<Config>, PersistentForward<Config>>::type;
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kShape.threads(), Config::kShape.blocks())
+    recurrence_persistent_forward_kernel(
+        const __grid_constant__ PerDirection<SequenceForwardArguments<typename Config::T>> sequences,
+        const GroupGrid grid) {
+  run_persistent<Config, ForwardSteps<Config>>(sequences, grid);
 }
 
 }  // namespace lltm_ext

@@ -75,7 +75,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(plan.grid.groups * group.blocks, sequences.count);
-  config.blockDim = dim3(kBlockThreads);
+  config.blockDim = dim3(shape.threads());
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;

@@ -94,7 +94,7 @@ template <class Product, int kOut, int kIn, int kChunks>
 struct WarpProduct {
   template <class Weights>
   __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
-                                                  const uint4 (&x)[kIn][kChunks], float*) {
+                                                  const uint4 (&x)[kIn][kChunks], float*, int) {
     // Independent accumulators, so that products don't wait for each other.
     float accumulators[kOut * kIn][4] = {};
 #pragma unroll
@@ -111,29 +111,41 @@ struct WarpProduct {
   }
 };
 
-// Lane (g, t) sums over its quarter of K for all 8 rows of the batch, which it reads from `scratch`. Then the
-// four lanes of a row exchange their sums.
+// Lane (g, t) sums over its quarter of K for all rows of the batch, which it reads from `scratch`. Then the
+// four lanes of a row exchange their sums. Groups of one row are common, and compute no other.
 template <int kOut, int kIn, int kChunks>
 struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
   static constexpr int kStride = scratch_stride(kIn * kChunks);
 
   template <class Weights>
   __device__ static __forceinline__ void multiply(float (&sums)[kOut][4], const Weights& weights, int first,
-                                                  const uint4 (&x)[kIn][kChunks], float* scratch) {
+                                                  const uint4 (&x)[kIn][kChunks], float* scratch, int rows) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < kIn * kChunks; ++i) {
       *reinterpret_cast<uint4*>(scratch + g * kStride + i * 16 + t * 4) = x[i / kChunks][i % kChunks];
     }
     __syncwarp();
+    if (rows == 1) {
+      multiply_rows<1>(sums, weights, first, scratch, t);
+    } else {
+      multiply_rows<kRowTile>(sums, weights, first, scratch, t);
+    }
+    __syncwarp();
+  }
+
+ private:
+  template <int kRows, class Weights>
+  __device__ static __forceinline__ void multiply_rows(float (&sums)[kOut][4], const Weights& weights,
+                                                       int first, const float* scratch, int t) {
 #pragma unroll
     for (int out = 0; out < kOut; ++out) {
-      float wide[2][kRowTile] = {};
+      float wide[2][kRows] = {};
 #pragma unroll
       for (int i = 0; i < kIn * kChunks; ++i) {
         const WeightChunk w = weights.get(first + out * kIn + i / kChunks, i % kChunks);
 #pragma unroll
-        for (int b = 0; b < kRowTile; ++b) {
+        for (int b = 0; b < kRows; ++b) {
           const float4 h = *reinterpret_cast<const float4*>(scratch + b * kStride + i * 16 + t * 4);
           add_products(wide[0][b], w.upper, h);
           add_products(wide[1][b], w.lower, h);
@@ -141,10 +153,8 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
       }
       exchange(sums[out], wide, t);
     }
-    __syncwarp();
   }
 
- private:
   __device__ static void add_products(float& sum, const uint4& w, const float4& h) {
     sum = fmaf(__uint_as_float(w.x), h.x, sum);
     sum = fmaf(__uint_as_float(w.y), h.y, sum);
@@ -167,6 +177,14 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
         const float keep = t % 2 ? half[b + 2] : half[b], give = t % 2 ? half[b] : half[b + 2];
         sum[2 * r + b] += keep + __shfl_xor_sync(~0u, give, 1);
       }
+    }
+  }
+  // The total of the one row. That of lanes with t > 0 belongs to no row and is not read.
+  __device__ static void exchange(float (&sum)[4], const float (&wide)[2][1], int) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float half = wide[r][0] + __shfl_xor_sync(~0u, wide[r][0], 2);
+      sum[2 * r] += half + __shfl_xor_sync(~0u, half, 1);
     }
   }
 };

@@ -11,6 +11,10 @@ constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kRowTile = 8;      // rows of the batch in a product
 constexpr int kChunkBytes = 64;  // of a row, a warp's step through K
+constexpr int kLanesOfUnit = 4;  // in a block of one row
+
+// How the blocks of a group exchange values; kBlock: a block has all units.
+enum class ExchangeThrough { kL2, kCluster, kBlock };
 
 // A block's group, and its number in it.
 struct Group {
@@ -34,29 +38,43 @@ struct PersistentShape {
   int element_size;
   bool backward;
 
-  constexpr bool through_cluster() const { return variant.algorithm == Algorithm::kCluster; }
   constexpr bool on_tensor_cores() const { return element_size == 2 || variant.tf32; }
 
   constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
   constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
   constexpr int units() const { return 16 * variant.unit_tiles; }
+  constexpr int threads() const { return variant.one_row ? kLanesOfUnit * units() : kBlockThreads; }
+  // That a multiprocessor has room for, with 128 registers a thread.
+  constexpr int blocks() const { return variant.one_row && threads() <= 256 ? 512 / threads() : 1; }
+  constexpr int row_tile() const { return variant.one_row ? 1 : kRowTile; }
   constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
+  constexpr int most_hidden() const {
+    return variant.one_row ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
+  }
+
+  constexpr ExchangeThrough through() const {
+    if (units() >= most_hidden()) return ExchangeThrough::kBlock;
+    return variant.algorithm == Algorithm::kCluster ? ExchangeThrough::kCluster : ExchangeThrough::kL2;
+  }
 
   // How many warps of different units share the loading of vectors that all of them need, through shared
-  // memory. One if shared memory has no room, or if every tile reads weights from it.
+  // memory: in an exchange through L2, if it has room and not every tile reads weights from it.
   constexpr int sharing_warps() const {
-    return variant.unit_tiles == 1 || (variant.any_rows && variant.chunks > 4) ||
-                   inputs() * variant.chunks > 24
+    return through() != ExchangeThrough::kL2 || variant.unit_tiles == 1 ||
+                   (variant.any_rows && variant.chunks > 4) || inputs() * variant.chunks > 24
                ? 1
                : 2;
   }
-  // Inputs that an exchange loads at once, and the vectors that it then holds in registers.
+  // Inputs that an exchange loads at once, and the vectors that it then holds in registers. Products of
+  // several inputs don't wait for each other.
   constexpr int inputs_per_load() const {
-    const bool all = through_cluster() ? inputs() * variant.chunks <= 12 : sharing_warps() == 1;
-    return all ? inputs() : 1;
+    if (through() == ExchangeThrough::kL2) return sharing_warps() == 1 ? inputs() : 1;
+    int loaded = inputs();
+    while (loaded > 1 && (loaded * variant.chunks > 12 || inputs() % loaded > 0)) --loaded;
+    return loaded;
   }
   constexpr int vectors() const {
-    if (through_cluster() || sharing_warps() == 1) return inputs_per_load() * variant.chunks;
+    if (sharing_warps() == 1) return inputs_per_load() * variant.chunks;
     return inputs() * variant.chunks / 2 + variant.chunks;
   }
   constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
@@ -64,7 +82,7 @@ struct PersistentShape {
   // How many gates' weights fit in registers, given those of the exchanged vectors. The others are in shared
   // memory.
   constexpr int gates_in_registers() const {
-    const int fit = (255 - 55 - 4 * vectors()) / (8 * variant.chunks);
+    const int fit = (255 - 55 - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
     return fit < 1 ? 1 : fit > cell.gates ? cell.gates : fit;
   }
   constexpr int warp_weights() const {
@@ -81,13 +99,15 @@ struct PersistentShape {
   constexpr int carried_per_row() const { return variant.any_rows ? cell.carried() * units() : 0; }
 
   constexpr int exchange_bytes(const Group& group) const {
-    if (through_cluster()) {
-      return kRowTile * inputs() * units() * element_size +
-             2 * kRowTile * padded_row_bytes(inputs() * group.hidden * element_size) + 2 * 8;
+    const int tile = kRowTile * padded_row_bytes(inputs() * group.hidden * element_size);
+    if (through() == ExchangeThrough::kBlock) return tile;
+    if (through() == ExchangeThrough::kCluster) {
+      return kRowTile * inputs() * units() * element_size + 2 * tile + 2 * 8;
     }
     return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
   }
   constexpr int shared_bytes(const Group& group) const {
+    if (variant.one_row) return 4 * 2 * inputs() * units();
     const int floats =
         2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
     return 4 * floats + exchange_bytes(group);

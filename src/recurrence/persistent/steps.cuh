@@ -129,7 +129,8 @@ class PersistentSteps {
 #pragma unroll
       for (int i = 0; i < kPerLoad; i += kPerProduct) {
         const auto& factors = reinterpret_cast<const uint4(&)[kPerProduct][Config::kChunks]>(vectors[i]);
-        Config::WarpProduct::multiply(products, weights_, input + i, factors, scratch_);
+        Config::WarpProduct::multiply(products, weights_, input + i, factors, scratch_,
+                                      map_.end_row - map_.first_row);
       }
     }
   }
@@ -218,11 +219,11 @@ class PersistentSteps {
 };
 
 // The body of a kernel, for the architectures that have it.
-template <class Steps>
+template <class Config, class Steps>
 __device__ __forceinline__ void run_persistent(const PerDirection<typename Steps::Arguments>& sequences,
                                                const GroupGrid& grid) {
 #ifdef __CUDA_ARCH__
-  if constexpr (Steps::Config::is_compiled(__CUDA_ARCH__)) {
+  if constexpr (Config::is_compiled(__CUDA_ARCH__)) {
     extern __shared__ __align__(128) float shared[];
     Steps(sequences.of[blockIdx.y], grid, typename Steps::Storage(shared)).run();
   } else {

@@ -12,20 +12,28 @@ struct PersistentVariant {
   int unit_tiles;  // of 16 hidden units, in a block
   int chunks;      // of 64 bytes, that a warp multiplies of K
   bool on_hopper_only = false;
-  bool tf32 = false;  // rounds float32 operands to TF32
+  bool tf32 = false;     // rounds float32 operands to TF32
+  bool one_row = false;  // a block has one row and all units (one_row.cuh)
 };
 
 // The planner takes the first that fits and pays off. Small blocks mean many blocks and a slow exchange,
 // large ones more work per step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
 // another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
+// In those of clusters for Hopper only, a block has all units.
 constexpr PersistentVariant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 2, 2},    {Algorithm::kGrid, false, 2, 4, true},
-    {Algorithm::kGrid, false, 1, 4, true}, {Algorithm::kGrid, false, 2, 8, true},
-    {Algorithm::kGrid, false, 1, 8},       {Algorithm::kCluster, false, 4, 8},
-    {Algorithm::kGrid, true, 2, 4},        {Algorithm::kGrid, true, 2, 8},
+    {Algorithm::kCluster, false, 4, 1, true}, {Algorithm::kCluster, false, 8, 4, true},
+    {Algorithm::kCluster, false, 2, 2},       {Algorithm::kGrid, false, 2, 4, true},
+    {Algorithm::kGrid, false, 1, 4, true},    {Algorithm::kGrid, false, 2, 8, true},
+    {Algorithm::kGrid, false, 1, 8},          {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},           {Algorithm::kGrid, true, 2, 8},
 };
 constexpr PersistentVariant kFloatVariants[] = {
+    // IEEE, no slower than TF32 for few units
+    {Algorithm::kCluster, false, 2, 0, true, false, true},
+    {Algorithm::kCluster, false, 4, 0, true, false, true},
+    {Algorithm::kCluster, false, 6, 0, true, false, true},
     // TF32 on tensor cores, if it is allowed
+    {Algorithm::kCluster, false, 4, 2, true, true},
     {Algorithm::kGrid, false, 1, 2, true, true},
     {Algorithm::kGrid, false, 2, 4, true, true},
     {Algorithm::kGrid, false, 1, 4, true, true},
