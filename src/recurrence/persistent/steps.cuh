@@ -122,6 +122,9 @@ class PersistentSteps {
   __device__ __forceinline__ void multiply(float (&products)[Config::kOutputs][4],
                                            const RowSource<T>& source) {
     constexpr int kPerLoad = Config::kShape.inputs_per_load(), kPerProduct = Config::kInputsPerProduct;
+    // Large kernels have no registers left for a second form of the product.
+    const bool many = Config::kAnyRows || Config::kChunks > 4;
+    const int rows = many ? kRowTile : map_.end_row - map_.first_row;
 #pragma unroll
     for (int input = 0; input < Config::kInputs; input += kPerLoad) {
       uint4 vectors[kPerLoad][Config::kChunks];
@@ -129,8 +132,7 @@ class PersistentSteps {
 #pragma unroll
       for (int i = 0; i < kPerLoad; i += kPerProduct) {
         const auto& factors = reinterpret_cast<const uint4(&)[kPerProduct][Config::kChunks]>(vectors[i]);
-        Config::WarpProduct::multiply(products, weights_, input + i, factors, scratch_,
-                                      map_.end_row - map_.first_row);
+        Config::WarpProduct::multiply(products, weights_, input + i, factors, scratch_, rows);
       }
     }
   }
