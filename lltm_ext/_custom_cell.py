@@ -22,32 +22,11 @@ from lltm_ext._library import (
     vmap_rows,
 )
 from lltm_ext._loop import compute_dtype, run_loop
-from lltm_ext._text import SEPARATOR
+from lltm_ext._program import CELLS
 
 if TYPE_CHECKING:
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
-
-CELLS: dict[str, RecurrentCell | ToInitial] = {}  # by their programs, for derivatives of second order
-
-
-def program_of(cell: RecurrentCell | ToInitial) -> str:
-    """The cell as text."""
-    declared, derived = cell.declared, cell.derived
-    numbers = (
-        declared.gates,
-        len(declared.states),
-        len(derived.saved),
-        len(declared.parameters),
-        len(declared.inputs),
-        int(declared.recurrent),
-        int(declared.separate),
-        int(derived.reads_h),
-        declared.output_state,
-    )
-    program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
-    CELLS[program] = cell
-    return program
 
 
 def run_kernels(

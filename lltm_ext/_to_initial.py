@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from lltm_ext._loop import kept
+from lltm_ext._program import program_of
 from lltm_ext._sequence import at_next_step
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class ToInitial:
         self.declared = cell.declared._replace(states=states, inputs=inputs, output="_output")
         own = cell.derived
         self.derived = Derived(own.saved, own.reads_h, SOURCE.format(source=own.source))
+        self.program = program_of(self)
 
     def step(
         self,
@@ -70,13 +71,6 @@ class ToInitial:
         output = new[self.cell.declared.output_state + 1]
         h, *others = (kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True))
         return h, (*others, output, *initial)
-
-    @functools.cached_property
-    def program(self) -> str:
-        """The cell as the dispatcher's ops take it."""
-        from lltm_ext._custom_cell import program_of
-
-        return program_of(self)
 
 
 def without_resets(

@@ -17,6 +17,7 @@ from lltm_ext._declaration import Declaration, arguments_of, call, check_names, 
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._program import program_of
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._text import Text, Written
 from lltm_ext._to_initial import ToInitial, without_resets
@@ -256,6 +257,7 @@ class RecurrentCell:
             )
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
+        self.state_names = ("h0", *(f"{s}0" for s in self.states))  # of all initial states, in messages
         self.output = check_output(name, output, self.states)
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
@@ -272,7 +274,9 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
-        self.to_initial = ToInitial(self)  # now, because torch.compile does not trace how it is made
+        # Now, because torch.compile does not trace how they are made.
+        self.program = program_of(self)
+        self.to_initial = ToInitial(self)
 
     def __call__(
         self,
@@ -359,11 +363,6 @@ class RecurrentCell:
         new_h, new_states = call(self.function, self.declared, self.arguments, values)
         return new_h, tuple(new_states)
 
-    @functools.cached_property
-    def program(self) -> str:
-        """The cell as the dispatcher's ops take it."""
-        return kernels().program_of(self)
-
     @property
     def source(self) -> str:
         """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
@@ -408,11 +407,6 @@ class RecurrentCell:
         output, _ = self(*one_step, reset=flags, reset_to=reset_to, **named)
         if self.differentiable:
             output.sum().backward()
-
-    @functools.cached_property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of all initial states in messages: h0, c0, ..."""
-        return ("h0", *(f"{s}0" for s in self.states))
 
     def gradcheck(self, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> bool:
         """Compares the gradients with finite differences, in float64; returns True or raises an error.

@@ -147,10 +147,10 @@ def test_a_program_finds_both_libraries_of_nvrtc(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library for the CPU only, as `cmake --install` leaves it."""
+    """The library for the CPU only and not optimized, as `cmake --install` leaves it."""
     folder = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF")
+    configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O0")
     build(folder / "build")
     run("cmake", "--install", folder / "build", "--prefix", folder / "installed", cwd=folder)
     shutil.rmtree(folder / "build")  # from here on only what was installed

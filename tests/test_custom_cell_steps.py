@@ -37,6 +37,7 @@ import lltm_ext
 from lltm_ext import _custom_cell, cells
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
 from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._text import SEPARATOR
 from lltm_ext._to_initial import without_resets
 
 SOURCES = Path(__file__).parents[1] / "src"
@@ -180,7 +181,7 @@ static_assert(shape.reads_h == {7} && shape.output_state == {8});
 
 
 def text_of(number, cell):
-    _, numbers, source = cell.program.split(_custom_cell.SEPARATOR)
+    _, numbers, source = cell.program.split(SEPARATOR)
     return CELL.format(*numbers.split(","), number=number, source=source)
 
 
@@ -821,8 +822,6 @@ def test_layers_equal_those_of_the_loop(cell, reset_to, monkeypatch):
 def test_a_layer_compiles_into_one_graph_before_its_first_call(reset_to, monkeypatch, fresh_dynamo):
     as_on_cuda(monkeypatch)
     layer = lltm_ext.Recurrent(cells.gru, 4, 6, bidirectional=True, dtype=DOUBLE)
-    for cell in (cells.gru, cells.gru.to_initial):
-        vars(cell).pop("program", None)
     input, reset = torch.randn(5, 3, 4, dtype=DOUBLE), torch.rand(5, 3) < 0.4
     run = functools.partial(layer, reset=reset, reset_to=reset_to)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

@@ -613,7 +613,8 @@ def clean_target(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def wheel(target: Target) -> Path:
-    pip_wheel = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+    """Built in isolation: torch and the compiler are downloaded again, for the build only."""
+    pip_wheel = ("-m", "pip", "wheel", "--no-deps")
     target.run(*pip_wheel, "-w", target.folder / "wheel", ".", SOURCE_DATE_EPOCH=str(EPOCH))
     (built,) = (target.folder / "wheel").iterdir()
     return built
@@ -747,23 +748,6 @@ class TestSdist:
         }
         assert built == set()
 
-    def test_a_wheel_from_it_holds_what_one_from_the_checkout_does(
-        self, clean_target: Target, sdist: Path, wheel: Path, tmp_path: Path
-    ) -> None:
-        """Built without CUDA, so its version says +cpu."""
-        pip = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
-        clean_target.run(*pip, "-w", tmp_path, sdist, LLTM_EXT_CUDA="0")
-        (built,) = tmp_path.iterdir()
-        assert built.name.startswith(f"lltm_ext-{BASE_VERSION}+cpu-cp")
-        assert metadata(built)["Version"] == f"{BASE_VERSION}+cpu"
-        assert contents(built) == contents(wheel)
-
-        clean_target.run("-m", "pip", "install", "-q", "--no-deps", built)
-        record = clean_target.inspect()["record"]
-        assert isinstance(record, dict)
-        assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
-        assert record["source"] == _toolchain.source_revision(clean_target.checkout / "src")
-
 
 ASK_FOR_WHAT_IT_LACKS = """
 import lltm_ext
@@ -835,35 +819,36 @@ class TestPortable:
 
 
 @pytest.mark.packaging
-@pytest.mark.usefixtures("wheel")  # compiles, so that the tests below have nothing left to compile
 class TestInstall:
+    """Without kernels, which take minutes. The first test compiles, and the others have nothing left to."""
+
+    @staticmethod
+    def install(target: Target, *arguments: str, **variables: str) -> dict[str, object]:
+        target.run(*arguments, LLTM_EXT_CUDA="0", **variables)
+        installed = target.inspect()
+        assert installed["version"] == f"{BASE_VERSION}+cpu"
+        record = installed["record"]
+        assert isinstance(record, dict) and record["torch"] == torch.__version__
+        assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
+        return installed
+
     def test_pip_install_without_isolation(self, clean_target: Target) -> None:
-        clean_target.run("-m", "pip", "install", "--no-build-isolation", ".")
-        installed = clean_target.inspect()
-        assert installed["version"] == BUILT_VERSION
+        installed = self.install(clean_target, "-m", "pip", "install", "--no-build-isolation", ".")
         assert installed["place"] != clean_target.checkout
 
     def test_pip_install_editable(self, clean_target: Target) -> None:
-        clean_target.run("-m", "pip", "install", "--no-build-isolation", "-e", ".")
-        installed = clean_target.inspect()
-        assert installed["version"] == BUILT_VERSION
+        installed = self.install(clean_target, "-m", "pip", "install", "--no-build-isolation", "-e", ".")
         assert installed["place"] == clean_target.checkout
 
     @pytest.mark.parametrize("setuptools", ["<80", ">=80,<82"])
     def test_develop_uses_the_torch_that_is_installed(self, clean_target: Target, setuptools: str) -> None:
         clean_target.run("-m", "pip", "install", "-q", f"setuptools{setuptools}")
-        clean_target.run(
-            "setup.py", "develop", PIP_NO_INDEX="1"
-        )  # without an index, isolation would have no torch
-        installed = clean_target.inspect()
-        assert installed["version"] == BUILT_VERSION
+        # Without an index, isolation would have no torch.
+        installed = self.install(clean_target, "setup.py", "develop", PIP_NO_INDEX="1")
         assert installed["place"] == clean_target.checkout
-        record = installed["record"]
-        assert isinstance(record, dict) and record["torch"] == torch.__version__
 
-    def test_pip_install_in_isolation(self, clean_target: Target) -> None:
-        """torch and the compiler are downloaded again, for the build only."""
-        clean_target.run("-m", "pip", "install", ".")
+    def test_pip_install_of_a_wheel_made_in_isolation(self, clean_target: Target, wheel: Path) -> None:
+        clean_target.run("-m", "pip", "install", "-q", "--no-deps", wheel)
         installed = clean_target.inspect()
         assert installed["version"] == BUILT_VERSION
         assert installed["place"] != clean_target.checkout
