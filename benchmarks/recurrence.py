@@ -365,7 +365,7 @@ def draw(record: Row) -> Any:
     rows = [row for row in record["rows"] if "ours" in row]
     pairs = list(dict.fromkeys((row["ours"], row["peer"]) for row in rows))
     figure, grid = plt.subplots(
-        len(pairs), 2, figsize=(9, 1.9 * len(pairs)), sharey="row", squeeze=False, layout="constrained"
+        len(pairs), 2, figsize=(10.5, 1.9 * len(pairs)), sharey="row", squeeze=False, layout="constrained"
     )
     precisions = dict.fromkeys(row["precision"] for row in rows)
     colors = dict(zip(precisions, (OUR_COLOR, *PEERS), strict=False))
@@ -384,7 +384,8 @@ def draw(record: Row) -> Any:
             axes.set_xticks(range(len(shapes)), ["\n".join(map(str, shape)) for shape in shapes], fontsize=6)
             axes.set_title(f"{pair[0]} / {pair[1]}, {mode}")
         panels[0].set_ylabel("time / peer's")
-        panels[0].legend(ncols=2, fontsize=7)
+        # Beside the panels: among few points a legend's marker looks like one.
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
     figure.suptitle("Own cells: times in parts of the peer's; sizes are B, T, H", fontsize=11)
     return figure
 
