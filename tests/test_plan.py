@@ -269,6 +269,11 @@ def test_on_hopper_a_block_has_one_row_of_a_small_layer_in_float32(plan, backwar
             assert found[:4] == ("cluster", 1, found.groups, 1) and not found.tf32, hidden
     (found,) = plan({"hidden": 104, "batch": 1, **more})
     assert found.rows == 1 and found[:2] != ("cluster", 1)
+    # The weights of more gates don't fit into the registers.
+    for gates, most in ((5, 64), (12, 64), (13, 32), (24, 32), (25, 0)):
+        found = plan(*({"hidden": h, "batch": 16, "gates": gates, **more} for h in (8, 32, 40, 64, 72)))
+        one_row = [h for h, p in zip((8, 32, 40, 64, 72), found, strict=True) if p[:2] == ("cluster", 1)]
+        assert max(one_row, default=0) == most, gates
     # On tensor cores, tiles of eight rows are faster from two rows a multiprocessor on.
     few, many = (132 // sequences + more_rows for more_rows in (0, 1))
     found = plan(*({"hidden": 64, "batch": batch, "tf32": True, **more} for batch in (few, many)))

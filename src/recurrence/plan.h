@@ -52,6 +52,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
+  if (v.one_row && shape.resident_blocks() == 0) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));

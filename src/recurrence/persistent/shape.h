@@ -9,9 +9,10 @@ namespace lltm_ext {
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
-constexpr int kRowTile = 8;      // rows of the batch in a product
-constexpr int kChunkBytes = 64;  // of a row, a warp's step through K
-constexpr int kLanesOfUnit = 4;  // in a block of one row
+constexpr int kRowTile = 8;          // rows of the batch in a product
+constexpr int kChunkBytes = 64;      // of a row, a warp's step through K
+constexpr int kLanesOfUnit = 4;      // in a block of one row
+constexpr int kRegisters = 1 << 16;  // of a multiprocessor
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };
@@ -44,8 +45,17 @@ struct PersistentShape {
   constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
   constexpr int units() const { return 16 * variant.unit_tiles; }
   constexpr int threads() const { return variant.one_row ? kLanesOfUnit * units() : kBlockThreads; }
-  // That a multiprocessor has room for, with 128 registers a thread.
-  constexpr int blocks() const { return variant.one_row && threads() <= 256 ? 512 / threads() : 1; }
+  // How many blocks of one row a multiprocessor has room for: their weights are in registers.
+  constexpr int resident_blocks() const {
+    const int registers = cell.gates * units() / kLanesOfUnit + 56;  // of a thread
+    return registers > 255 ? 0 : kRegisters / (threads() * registers);
+  }
+  // How many it must have room for.
+  constexpr int blocks() const {
+    if (!variant.one_row || threads() > 256) return 1;
+    const int wanted = 512 / threads(), fit = resident_blocks();
+    return fit < 1 ? 1 : fit < wanted ? fit : wanted;
+  }
   constexpr int row_tile() const { return variant.one_row ? 1 : kRowTile; }
   constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
   constexpr int most_hidden() const {
