@@ -891,7 +891,7 @@ except KeyboardInterrupt:
 """
     environment = dict(os.environ, LLTM_EXT_CACHE=str(tmp_path))
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
     )
     try:
         assert process.stdout.readline() == "compiles\n"
