@@ -145,17 +145,16 @@ def cotangents(outputs, seed=1):
     return [torch.randn(y.shape, generator=generator, dtype=DOUBLE).to(y.dtype).to(y.device) for y in outputs]
 
 
-def forward_and_gradients(function, call, grad_outputs=None):
-    """Outputs, and the gradients of the call's tensors for the given (or fixed random) output gradients.
-
-    Zeros where a tensor is not used: cells without a recurrent product may ignore h0.
-    """
+def forward_and_gradients(function, call, grad_outputs=None, zeros_for_unused=False):
+    """Outputs, and the gradients of the call's tensors for the given (or fixed random) output gradients."""
     call = call.leaves()
     outputs = call.run(function)
     if grad_outputs is None:
         grad_outputs = cotangents(outputs)
     grad_outputs = [g.to(y.dtype) for g, y in zip(grad_outputs, outputs, strict=True)]
-    return outputs, torch.autograd.grad(outputs, call.tensors, grad_outputs, materialize_grads=True)
+    return outputs, torch.autograd.grad(
+        outputs, call.tensors, grad_outputs, materialize_grads=zeros_for_unused
+    )
 
 
 def sum_of_squares(outputs):
