@@ -5,7 +5,7 @@
 // products oneDNN, called through torch.compile's op, is 1.4 to 2.3 times as fast (docs/design/archive.md).
 //
 // Float32 on CUDA may be TF32 where nn.LSTM may, by cuDNN's switch for RNNs. at::mm follows another switch,
-// which other threads share: where the two differ, cuBLAS is called directly.
+// which other threads share.
 #pragma once
 
 #include <ATen/Context.h>
@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <memory>
+#include <map>
 #include <optional>
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -152,49 +152,47 @@ inline cudaDataType_t cuda_type(at::ScalarType type) {
 // A portable build must not link to the cuBLAS of one CUDA version: of cuBLASLt it calls nothing, and of
 // cuBLAS what src/stable/ops.h declares.
 #ifndef LLTM_EXT_STABLE_ABI
-// A product with its cuBLASLt algorithm, for one set of sizes and layouts. Keeping it saves the host a fifth
-// of each call's time. A bias [N] is added to every row.
+// out = a @ b by cuBLASLt, with the algorithm that it recommends for these sizes and layouts. To ask for it
+// takes the host longer than the launch, so plans are kept (plan_for).
 class CublasLtPlan {
  public:
-  CublasLtPlan(const CublasMatrix& to, const CublasMatrix& a, const CublasMatrix& b, const at::Tensor& out,
-               const at::Tensor& left, const at::Tensor& right, cublasComputeType_t compute,
-               const void* bias = nullptr)
-      : key_(key(to, a, b, out, left, right)) {
-    const uint64_t m = right.size(1), n = left.size(0), k = left.size(1);
-    const cudaDataType_t type = cuda_type(left.scalar_type());
-    check(cublasLtMatmulDescCreate(&description_, compute, CUDA_R_32F));
-    check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSA, &b.op, sizeof(b.op)));
-    check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_TRANSB, &a.op, sizeof(a.op)));
-    if (bias) {
-      const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-      check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
-                                           sizeof(epilogue)));
-      check(cublasLtMatmulDescSetAttribute(description_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                           sizeof(bias)));
+  // Everything that the recommendation depends on.
+  struct Problem {
+    CublasMatrix to, a, b;
+    int64_t rows, inner, columns;
+    at::ScalarType type, out_type;
+    bool tf32, has_bias;
+
+    auto key() const {
+      return std::array<int64_t, 13>{rows,
+                                     inner,
+                                     columns,
+                                     to.ld,
+                                     a.ld,
+                                     b.ld,
+                                     a.op,
+                                     b.op,
+                                     static_cast<int64_t>(type),
+                                     static_cast<int64_t>(out_type),
+                                     tf32,
+                                     has_bias,
+                                     at::cuda::current_device()};
     }
-    const bool trans_b = b.op == CUBLAS_OP_T, trans_a = a.op == CUBLAS_OP_T;
-    check(cublasLtMatrixLayoutCreate(&b_, type, trans_b ? k : m, trans_b ? m : k, b.ld));
-    check(cublasLtMatrixLayoutCreate(&a_, type, trans_a ? n : k, trans_a ? k : n, a.ld));
-    check(cublasLtMatrixLayoutCreate(&to_, cuda_type(out.scalar_type()), m, n, to.ld));
-    cublasLtMatmulPreference_t preference;
-    check(cublasLtMatmulPreferenceCreate(&preference));
-    const uint32_t alignment = kAlignment;  // the default is 256 bytes
-    for (const auto attribute :
-         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-      check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &alignment, sizeof(alignment)));
-    }
-    const size_t workspace_bytes = at::cuda::getCUDABlasLtWorkspaceSize();
-    check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                               &workspace_bytes, sizeof(workspace_bytes)));
-    int found = 0;
-    cublasLtMatmulHeuristicResult_t result = {};
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(at::cuda::getCurrentCUDABlasLtHandle(), description_, b_, a_, to_, to_,
-                                       preference, 1, &result, &found);
-    cublasLtMatmulPreferenceDestroy(preference);
-    usable_ = status == CUBLAS_STATUS_SUCCESS && found == 1;
-    algorithm_ = result.algo;
+  };
+
+  explicit CublasLtPlan(const Problem& p) {
+    const uint64_t m = p.columns, n = p.rows, k = p.inner;
+    const cudaDataType_t type = cuda_type(p.type);
+    check(cublasLtMatmulDescCreate(&description_, p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                   CUDA_R_32F));
+    set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.op);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.op);
+    if (p.has_bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    const bool trans_b = p.b.op == CUBLAS_OP_T, trans_a = p.a.op == CUBLAS_OP_T;
+    check(cublasLtMatrixLayoutCreate(&b_, type, trans_b ? k : m, trans_b ? m : k, p.b.ld));
+    check(cublasLtMatrixLayoutCreate(&a_, type, trans_a ? n : k, trans_a ? k : n, p.a.ld));
+    check(cublasLtMatrixLayoutCreate(&to_, cuda_type(p.out_type), m, n, p.to.ld));
+    choose_algorithm();
   }
   CublasLtPlan(const CublasLtPlan&) = delete;
   CublasLtPlan& operator=(const CublasLtPlan&) = delete;
@@ -205,76 +203,82 @@ class CublasLtPlan {
     cublasLtMatmulDescDestroy(description_);
   }
 
-  using Key = std::array<int64_t, 10>;
-  static Key key(const CublasMatrix& to, const CublasMatrix& a, const CublasMatrix& b, const at::Tensor& out,
-                 const at::Tensor& left, const at::Tensor& right) {
-    return {left.size(0),
-            left.size(1),
-            right.size(1),
-            to.ld,
-            a.ld,
-            b.ld,
-            a.op,
-            b.op,
-            static_cast<int64_t>(out.scalar_type()),
-            static_cast<int64_t>(left.scalar_type())};
-  }
   bool is_usable() const { return usable_; }
-  bool supports(const Key& key) const { return usable_ && key == key_; }
-  static constexpr uint32_t kAlignment = 16;  // bytes
   template <class... Pointers>
   static bool are_aligned(const Pointers*... data) {
     return ((reinterpret_cast<uintptr_t>(data) % kAlignment == 0) && ...);
   }
 
-  void run(const CublasMatrix& a, const CublasMatrix& b, void* to, bool accumulate,
-           cudaStream_t stream) const {
+  // A bias [columns] is added to every row.
+  void run(const Problem& p, void* out, const void* bias, bool accumulate) {
+    if (bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     const float alpha = 1, beta = accumulate;
-    check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), description_, &alpha, b.data, b_, a.data, a_,
-                         &beta, to, to_, to, to_, &algorithm_, at::cuda::getCUDABlasLtWorkspace(),
-                         at::cuda::getCUDABlasLtWorkspaceSize(), stream));
+    check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), description_, &alpha, p.b.data, b_, p.a.data,
+                         a_, &beta, out, to_, out, to_, &algorithm_, at::cuda::getCUDABlasLtWorkspace(),
+                         at::cuda::getCUDABlasLtWorkspaceSize(), at::cuda::getCurrentCUDAStream()));
   }
 
  private:
-  static void check(cublasStatus_t status) { TORCH_CUDABLAS_CHECK(status); }
+  static constexpr uint32_t kAlignment = 16;  // bytes
 
-  Key key_;
+  static void check(cublasStatus_t status) { TORCH_CUDABLAS_CHECK(status); }
+  template <typename X>
+  void set(cublasLtMatmulDescAttributes_t attribute, const X& value) {
+    check(cublasLtMatmulDescSetAttribute(description_, attribute, &value, sizeof(value)));
+  }
+
+  void choose_algorithm() {
+    cublasLtMatmulPreference_t preference;
+    check(cublasLtMatmulPreferenceCreate(&preference));
+    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+      check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+    };
+    for (const auto attribute :
+         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+      prefer(attribute, kAlignment);  // the default is 256
+    }
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, at::cuda::getCUDABlasLtWorkspaceSize());
+    // The parts of a product whose K is split are not summed in a half type.
+    const uint32_t sums = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, sums);
+    int found = 0;
+    cublasLtMatmulHeuristicResult_t result = {};
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(at::cuda::getCurrentCUDABlasLtHandle(), description_, b_, a_, to_, to_,
+                                       preference, 1, &result, &found);
+    cublasLtMatmulPreferenceDestroy(preference);
+    usable_ = status == CUBLAS_STATUS_SUCCESS && found == 1;
+    algorithm_ = result.algo;
+  }
+
   bool usable_ = false;
   cublasLtMatmulDesc_t description_ = nullptr;
   cublasLtMatrixLayout_t to_ = nullptr, a_ = nullptr, b_ = nullptr;
   cublasLtMatmulAlgo_t algorithm_;
 };
 
-// out [M, N] = a [M, K] @ b [K, N] + bias [N] in float32, by one kernel. Returns false if there is none.
-inline bool cublas_with_bias(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                             const at::Tensor& bias, bool tf32) {
-  if (out.numel() == 0 || a.size(1) == 0) return false;
-  const auto to = cublas_matrix(out), left = cublas_matrix(a), right = cublas_matrix(b);
-  if (!to || !left || !right || !bias.is_contiguous()) return false;
-  const void* added = bias.const_data_ptr();
-  if (!CublasLtPlan::are_aligned(to->data, left->data, right->data, added)) return false;
-  const CublasLtPlan plan(*to, *left, *right, out, a, b,
-                          tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, added);
-  if (plan.is_usable()) {
-    plan.run(*left, *right, out.mutable_data_ptr(), /*accumulate=*/false, at::cuda::getCurrentCUDAStream());
-  }
-  return plan.is_usable();
+// This thread's plan of a problem.
+inline CublasLtPlan& plan_for(const CublasLtPlan::Problem& problem) {
+  thread_local std::map<decltype(problem.key()), CublasLtPlan> plans;
+  constexpr size_t kMost = 1024;  // else sequences of ever new lengths would fill the memory
+  if (plans.size() >= kMost) plans.clear();
+  return plans.try_emplace(problem.key(), problem).first->second;
 }
 
-// out = a @ b of half types by a plan, which is made when a product comes a second time. Returns false if
-// there is none.
-inline bool cublas_lt(const CublasMatrix& to, const CublasMatrix& left, const CublasMatrix& right,
-                      const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate,
-                      CublasLtPlan::Key& last, std::unique_ptr<CublasLtPlan>& plan) {
-  if (!CublasLtPlan::are_aligned(to.data, left.data, right.data)) return false;
-  const CublasLtPlan::Key key = CublasLtPlan::key(to, left, right, out, a, b);
-  if (key == last && !(plan && plan->supports(key))) {
-    plan = std::make_unique<CublasLtPlan>(to, left, right, out, a, b, CUBLAS_COMPUTE_32F);
+// out = a @ b, or += if `accumulate`, plus bias [N] if there is one. Returns false if cuBLASLt can't.
+inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& left, const CublasMatrix& right,
+                      const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const void* bias,
+                      bool accumulate) {
+  if (a.scalar_type() == at::kDouble || !CublasLtPlan::are_aligned(to.data, left.data, right.data, bias)) {
+    return false;
   }
-  last = key;
-  if (!plan || !plan->supports(key)) return false;
-  plan->run(left, right, out.mutable_data_ptr(), accumulate, at::cuda::getCurrentCUDAStream());
-  return true;
+  const CublasLtPlan::Problem problem = {to,        left,           right,           a.size(0),
+                                         a.size(1), b.size(1),      a.scalar_type(), out.scalar_type(),
+                                         tf32,      bias != nullptr};
+  CublasLtPlan& plan = plan_for(problem);
+  if (plan.is_usable()) plan.run(problem, out.mutable_data_ptr(), bias, accumulate);
+  return plan.is_usable();
 }
 #endif
 
@@ -316,18 +320,18 @@ class Matmul {
     if (!like.is_cuda()) return;
     handle_ = at::cuda::getCurrentCUDABlasHandle();
     tf32_ = allows_tf32(like);
+#ifdef LLTM_EXT_STABLE_ABI
     const bool torch_does = matmul_detail::MathMode::of(handle_) == matmul_detail::MathMode::with(true);
-    unlike_torch_ = like.scalar_type() == at::kFloat && tf32_ != torch_does;
+    by_torch_ = like.scalar_type() != at::kFloat || tf32_ == torch_does;
+#endif
 #endif
   }
 
   // a [M, K] @ b [K, N] (+ bias [N])
   at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) const {
-    if (!unlike_torch_) return lltm_ext::affine(a, b, bias);
+    if (!a.is_cuda() || by_torch_) return lltm_ext::affine(a, b, bias);
     const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
-    if (bias && matmul_detail::cublas_with_bias(out, a, b, *bias, tf32_)) return out;
-#endif
+    if (cublas(out, a, b, /*accumulate=*/false, bias)) return out;
     if (bias) out.copy_(*bias);
     (*this)(out, a, b, /*accumulate=*/bias.has_value());
     return out;
@@ -343,23 +347,16 @@ class Matmul {
       } else {
         to = product.t().contiguous();
       }
-    } else if (unlike_torch_) {
+    } else {
       if (!accumulate) to = at::empty({a.size(1), b.size(1)}, a.options());
       (*this)(to, a.t(), b, accumulate);
-    } else if (accumulate) {
-      to.addmm_(a.t(), b);
-    } else {
-      to = at::mm(a.t(), b);
     }
   }
 
   // out [M, N] = a [M, K] @ b [K, N], or += if `accumulate`. `out` has the dtype of a and b, or float32.
   void operator()(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   bool accumulate = false) const {
-    if (out.numel() == 0) return;
-#ifdef LLTM_EXT_WITH_CUDA
-    if (a.is_cuda() && a.size(1) > 0 && cublas(out, a, b, accumulate)) return;
-#endif
+    if (out.numel() == 0 || cublas(out, a, b, accumulate)) return;
     at::Tensor to = out;
     if (const at::Tensor product = onednn_product(a, b); product.defined()) {
       accumulate ? to.add_(product) : to.copy_(product);
@@ -375,34 +372,33 @@ class Matmul {
 
  private:
 #ifdef LLTM_EXT_WITH_CUDA
-  // Returns false if at::mm can do it, or must.
-  bool cublas(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) const {
-#ifdef LLTM_EXT_STABLE_ABI
-    if (!unlike_torch_) return false;
-#endif
+  // Returns false if torch's ops can do it, or must. A bias only where cuBLASLt adds it.
+  bool cublas(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate,
+              const std::optional<at::Tensor>& bias = std::nullopt) const {
+    if (!a.is_cuda() || by_torch_ || out.numel() == 0 || a.size(1) == 0) return false;
     if (std::max({a.size(0), a.size(1), b.size(1)}) > std::numeric_limits<int>::max()) return false;
     const auto to = matmul_detail::cublas_matrix(out), left = matmul_detail::cublas_matrix(a),
                right = matmul_detail::cublas_matrix(b);
-    if (!to || to->op != CUBLAS_OP_N) return false;
-    if (!left || !right) return cublas(out, a.contiguous(), b.contiguous(), accumulate);
+    if (!to || to->op != CUBLAS_OP_N || (bias && !bias->is_contiguous())) return false;
+    if (!left || !right) return cublas(out, a.contiguous(), b.contiguous(), accumulate, bias);
 #ifndef LLTM_EXT_STABLE_ABI
-    if (a.element_size() == 2 &&
-        matmul_detail::cublas_lt(*to, *left, *right, out, a, b, accumulate, last_, plan_)) {
-      return true;
-    }
+    const void* added = bias ? bias->const_data_ptr() : nullptr;
+    if (matmul_detail::cublas_lt(tf32_, *to, *left, *right, out, a, b, added, accumulate)) return true;
 #endif
+    if (bias) return false;
     matmul_detail::gemm_ex(handle_, tf32_, *to, *left, *right, out, a, b, accumulate);
     return true;
   }
 
   cublasHandle_t handle_ = nullptr;
-#ifndef LLTM_EXT_STABLE_ABI
-  mutable matmul_detail::CublasLtPlan::Key last_ = {};
-  mutable std::unique_ptr<matmul_detail::CublasLtPlan> plan_;
-#endif
-#endif
   bool tf32_ = false;
-  bool unlike_torch_ = false;  // whether at::mm would follow another setting
+#else
+  static bool cublas(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool,
+                     const std::optional<at::Tensor>& = std::nullopt) {
+    return false;
+  }
+#endif
+  bool by_torch_ = false;  // whether the portable library leaves all products to torch's ops
 };
 
 }  // namespace lltm_ext

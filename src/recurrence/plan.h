@@ -83,13 +83,14 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
 // waves, or of row tiles per group. For several sequences: whether it beats running them one after the other.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
-  if (v.one_row) {  // tensor cores are faster from some rows on
-    return !p.tf32 || p.hidden > 64 || p.sequences * p.batch <= device.multiprocessors;
+  if (v.one_row) {  // blocks of several rows are faster from some rows on
+    return (p.hidden > 64 && p.hidden <= 96) || p.sequences * p.batch <= device.multiprocessors;
   }
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
-    const int waves = grid.group_blocks > 1 && (p.backward || p.sequences > 1) ? 1 : 9;
+    const bool one_wave = p.backward || p.sequences > 1 || v.tf32;
+    const int waves = grid.group_blocks > 1 && one_wave ? 1 : 9;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.

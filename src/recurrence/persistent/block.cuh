@@ -70,6 +70,7 @@ struct PersistentConfig {
 
   // Whether the kernel is compiled for an architecture. If not, it is never launched.
   static constexpr bool is_compiled(int architecture) {
+    if (kVariant.one_row && kShape.resident_blocks() == 0) return false;
     return kVariant.on_hopper_only ? kForHopper : architecture >= kArchitecture;
   }
 };

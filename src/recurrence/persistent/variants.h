@@ -32,8 +32,11 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kCluster, false, 2, 0, true, false, true},
     {Algorithm::kCluster, false, 4, 0, true, false, true},
     {Algorithm::kCluster, false, 6, 0, true, false, true},
+    {Algorithm::kCluster, false, 8, 0, true, false, true},
     // TF32 on tensor cores, if it is allowed
     {Algorithm::kCluster, false, 4, 2, true, true},
+    {Algorithm::kCluster, false, 2, 2, true, true},
+    {Algorithm::kCluster, false, 2, 4, true, true},
     {Algorithm::kGrid, false, 1, 2, true, true},
     {Algorithm::kGrid, false, 2, 4, true, true},
     {Algorithm::kGrid, false, 1, 4, true, true},
@@ -42,6 +45,7 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kGrid, true, 2, 8, true, true},
     {Algorithm::kGrid, true, 1, 8, true, true},
     // IEEE
+    {Algorithm::kCluster, false, 4, 2, true},
     {Algorithm::kGrid, false, 1, 2, true},
     {Algorithm::kGrid, false, 1, 4, true},
     {Algorithm::kGrid, false, 1, 8, true},
