@@ -114,6 +114,9 @@ struct CublasMatrix {
   const void* data;
   cublasOperation_t op;
   int ld;
+
+  // In bytes, at most 256: more makes no difference to cuBLAS.
+  int64_t alignment() const { return 1 << std::min(8, __builtin_ctzll(reinterpret_cast<uintptr_t>(data))); }
 };
 
 inline std::optional<CublasMatrix> cublas_matrix(const at::Tensor& x) {
@@ -164,19 +167,20 @@ class CublasLtPlan {
     bool tf32, has_bias;
 
     auto key() const {
-      return std::array<int64_t, 13>{rows,
+      std::array<int64_t, 16> key = {rows,
                                      inner,
                                      columns,
-                                     to.ld,
-                                     a.ld,
-                                     b.ld,
-                                     a.op,
-                                     b.op,
                                      static_cast<int64_t>(type),
                                      static_cast<int64_t>(out_type),
                                      tf32,
                                      has_bias,
                                      at::cuda::current_device()};
+      size_t i = 8;
+      for (const CublasMatrix& x : {to, a, b}) {
+        key[i++] = x.ld;
+        key[i++] = 2 * x.alignment() + (x.op == CUBLAS_OP_T);
+      }
+      return key;
     }
   };
 
@@ -192,7 +196,7 @@ class CublasLtPlan {
     check(cublasLtMatrixLayoutCreate(&b_, type, trans_b ? k : m, trans_b ? m : k, p.b.ld));
     check(cublasLtMatrixLayoutCreate(&a_, type, trans_a ? n : k, trans_a ? k : n, p.a.ld));
     check(cublasLtMatrixLayoutCreate(&to_, cuda_type(p.out_type), m, n, p.to.ld));
-    choose_algorithm();
+    choose_algorithm(p);
   }
   CublasLtPlan(const CublasLtPlan&) = delete;
   CublasLtPlan& operator=(const CublasLtPlan&) = delete;
@@ -204,10 +208,6 @@ class CublasLtPlan {
   }
 
   bool is_usable() const { return usable_; }
-  template <class... Pointers>
-  static bool are_aligned(const Pointers*... data) {
-    return ((reinterpret_cast<uintptr_t>(data) % kAlignment == 0) && ...);
-  }
 
   // A bias [columns] is added to every row.
   void run(const Problem& p, void* out, const void* bias, bool accumulate) {
@@ -219,29 +219,24 @@ class CublasLtPlan {
   }
 
  private:
-  static constexpr uint32_t kAlignment = 16;  // bytes
-
   static void check(cublasStatus_t status) { TORCH_CUDABLAS_CHECK(status); }
   template <typename X>
   void set(cublasLtMatmulDescAttributes_t attribute, const X& value) {
     check(cublasLtMatmulDescSetAttribute(description_, attribute, &value, sizeof(value)));
   }
 
-  void choose_algorithm() {
+  void choose_algorithm(const Problem& p) {
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference));
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
       check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
     };
-    for (const auto attribute :
-         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-      prefer(attribute, kAlignment);  // the default is 256
-    }
+    // cuBLAS's a is our b.
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(p.b.alignment()));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(p.a.alignment()));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(p.to.alignment()));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(p.to.alignment()));
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, at::cuda::getCUDABlasLtWorkspaceSize());
-    // The parts of a product whose K is split are not summed in a half type.
-    const uint32_t sums = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, sums);
     int found = 0;
     cublasLtMatmulHeuristicResult_t result = {};
     const cublasStatus_t status =
@@ -270,9 +265,8 @@ inline CublasLtPlan& plan_for(const CublasLtPlan::Problem& problem) {
 inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& left, const CublasMatrix& right,
                       const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const void* bias,
                       bool accumulate) {
-  if (a.scalar_type() == at::kDouble || !CublasLtPlan::are_aligned(to.data, left.data, right.data, bias)) {
-    return false;
-  }
+  const bool aligned = reinterpret_cast<uintptr_t>(bias) % 16 == 0;
+  if (a.scalar_type() == at::kDouble || !aligned) return false;
   const CublasLtPlan::Problem problem = {to,        left,           right,           a.size(0),
                                          a.size(1), b.size(1),      a.scalar_type(), out.scalar_type(),
                                          tf32,      bias != nullptr};
@@ -326,6 +320,8 @@ class Matmul {
 #endif
 #endif
   }
+
+  bool tf32() const { return tf32_; }
 
   // a [M, K] @ b [K, N] (+ bias [N])
   at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) const {
@@ -391,13 +387,13 @@ class Matmul {
   }
 
   cublasHandle_t handle_ = nullptr;
-  bool tf32_ = false;
 #else
   static bool cublas(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool,
                      const std::optional<at::Tensor>& = std::nullopt) {
     return false;
   }
 #endif
+  bool tf32_ = false;
   bool by_torch_ = false;  // whether the portable library leaves all products to torch's ops
 };
 

@@ -84,7 +84,9 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   if (v.one_row) {  // blocks of several rows are faster from some rows on
-    return (p.hidden > 64 && p.hidden <= 96) || p.sequences * p.batch <= device.multiprocessors;
+    const int64_t rows = p.sequences * p.batch;
+    if (p.hidden > 96 || (p.tf32 && p.hidden <= 64)) return rows <= device.multiprocessors;
+    return p.tf32 || p.hidden <= 32 || p.hidden > 64 || rows <= 4 * device.multiprocessors;
   }
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.

@@ -36,14 +36,18 @@ struct ForwardOps {
     const SequenceSizes sizes(input, directions, batch_sizes);
     std::vector<Outputs> outs;
     for (const Direction& d : directions) outs.push_back(before_first_step(input, d, save));
-    if (outs[0].output.numel() > 0) run_steps(directions, outs, sizes, algorithm, save);
+    if (outs[0].output.numel() > 0) {
+      run_steps(directions, outs, sizes, algorithm, save);
+    } else {
+      for (size_t i = 0; i < outs.size(); ++i) copy_initial_states(outs[i], directions[i]);
+    }
     for (size_t i = 0; i < outs.size(); ++i) {
       outs[i].states_n = outs[i].states_n.to(directions[i].states.scalar_type());
     }
     return outs;
   }
 
-  // h_n and states_n hold the states of the current step, states_n in the type in which they accumulate.
+  // states_n in the type in which they accumulate.
   Outputs before_first_step(const at::Tensor& input, const Direction& d, bool save) const {
     const int64_t hidden = d.h0.size(1);
     Outputs out;
@@ -53,10 +57,14 @@ struct ForwardOps {
                     .affine(flatten_rows(input), d.weight_ih.t(), d.bias)
                     .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
-    out.h_n = d.h0.clone(at::MemoryFormat::Contiguous);
-    out.states_n = at::empty(d.states.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type())))
-                       .copy_(d.states);
+    out.h_n = at::empty(d.h0.sizes(), input.options());
+    out.states_n = at::empty(d.states.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type())));
     return out;
+  }
+
+  static void copy_initial_states(const Outputs& out, const Direction& d) {
+    out.h_n.copy_(d.h0);
+    out.states_n.copy_(d.states);
   }
 
   // All directions in one launch if they fit, else one after the other.
@@ -75,21 +83,23 @@ struct ForwardOps {
     }
   }
 
-  // A matrix product and a pointwise kernel a step.
+  // A matrix product and a pointwise kernel a step. h_n and states_n hold the states of the current step.
   void run_stepwise(const Outputs& out, const Direction& d, const std::vector<RowRange>& steps,
                     bool save) const {
+    copy_initial_states(out, d);
     const at::Tensor &h = out.h_n, &states = out.states_n;
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
                      step_inputs = contiguous_or_none(d.step_inputs), keep = rows_of_keep(d);
+    const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
-      // Copied on CUDA, because in float32 cuBLAS multiplies few rows by a transposed view up to six times
-      // slower. oneDNN is faster by the view.
-      weight_hh_t = h.is_cpu() ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
+      // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
+      // copy. In TF32, and for oneDNN, the view is faster.
+      const bool by_view = h.is_cpu() || matmul.tf32();
+      weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
-    const Matmul matmul(h);
     for (const auto& [first_row, n] : steps) {
       if (keep.defined()) {
         const at::Tensor share = keep.narrow(0, first_row, n);
@@ -136,10 +146,11 @@ struct ForwardOps {
   bool try_run_fused(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                      const Plan& plan, c10::string_view algorithm, bool save) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
-    std::vector<at::Tensor> weights, h0, parameters, step_inputs, keep;
+    std::vector<at::Tensor> weights, h0, states0, parameters, step_inputs, keep;
     for (const Direction& d : directions) {
       weights.push_back(aligned(d.weight_hh));
       h0.push_back(aligned(d.h0));
+      states0.push_back(aligned(d.states.to(outs[0].states_n.scalar_type())));
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
       keep.push_back(keep_for_kernels(rows_of_keep(d), d.h0.scalar_type()));
@@ -156,7 +167,7 @@ struct ForwardOps {
           .step_inputs = pointer<T>(step_inputs[i]),
           .keep = pointer<acc_t<T>>(keep[i]),
           .h0 = pointer<T>(h0[i]),
-          .states0 = pointer<acc_t<T>>(out.states_n),
+          .states0 = pointer<acc_t<T>>(states0[i]),
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
