@@ -1,6 +1,8 @@
 """Parameters that tests ask for by name: `device`, `dtype`, and what an op's suite offers (op_suite.py)."""
 
 import logging
+import os
+import shlex
 
 import pytest
 import torch
@@ -44,9 +46,22 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("layout", list(metafunc.cls.layouts))
 
 
+# Those that take minutes, the longest first.
+LONG = [
+    "test_packaging.py",
+    "test_jit.py",
+    "test_cpp.py",
+    "test_custom_cell.py",
+    "test_persistent_kernels.py",
+]
+
+
 def pytest_collection_modifyitems(items):
-    """The file that takes longest, for it compiles packages, comes first: others run beside it."""
-    items.sort(key=lambda item: item.path.name != "test_packaging.py")
+    """Long files come first, so that workers which run files side by side end at about the same time.
+
+    With --no-loadscope-reorder: pytest-xdist would else start with the files of most tests.
+    """
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture
@@ -79,6 +94,20 @@ def nvcc(tmp_path):
     file.write_text(f'#!/bin/sh\n[ "$1" != --list-gpu-arch ] || printf "{known}"\n')
     file.chmod(0o755)
     return file
+
+
+@pytest.fixture(scope="session")
+def quick_cxx(tmp_path_factory):
+    """The path of the C++ compiler without what makes it slow, for tests of a build and not of fast code.
+
+    Its options come last, so they win over the -O3 of our builds. The heap is one that gcc does not collect
+    garbage in: torch's headers need half of it.
+    """
+    file = tmp_path_factory.mktemp("quick") / "c++"
+    compiler = shlex.quote(os.environ.get("CXX", "c++"))
+    file.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0 --param=ggc-min-heapsize=2000000\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **variables: str) 
 
 
 def configure(source: Path, build: Path, *options: str, fails: bool = False) -> str:
-    options = ("-DCMAKE_CXX_FLAGS_RELEASE=-O1", "-DCMAKE_BUILD_TYPE=Release", *options)
+    quick = "-O0 --param=ggc-min-heapsize=2000000"  # as conftest's quick_cxx
+    options = (f"-DCMAKE_CXX_FLAGS_RELEASE={quick}", "-DCMAKE_BUILD_TYPE=Release", *options)
     return run("cmake", "-G", "Ninja", "-S", source, "-B", build, *options, cwd=build.parent, fails=fails)
 
 
@@ -150,7 +151,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library for the CPU only and not optimized, as `cmake --install` leaves it."""
     folder = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O0")
+    configure(ROOT, folder / "build", prefix, "-DLLTM_EXT_CUDA=OFF")
     build(folder / "build")
     run("cmake", "--install", folder / "build", "--prefix", folder / "installed", cwd=folder)
     shutil.rmtree(folder / "build")  # from here on only what was installed

@@ -426,9 +426,11 @@ print(json.dumps(record))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Installed, dict[str, object], str]:
+def built(
+    tmp_path_factory: pytest.TempPathFactory, quick_cxx: str
+) -> tuple[Installed, dict[str, object], str]:
     installed = Installed(tmp_path_factory.mktemp("built"), _build.source_folder())
-    output, progress = installed.run(USE, LLTM_EXT_JIT="1")
+    output, progress = installed.run(USE, LLTM_EXT_JIT="1", CXX=quick_cxx)
     return installed, json.loads(output), progress
 
 

@@ -548,8 +548,8 @@ class Target:
     that the modules are compiled once: the objects stay in the checkout's build/.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, cxx: str) -> None:
+        self.folder, self.cxx = folder, cxx
         self.checkout = folder / "checkout"
         self.python = folder / "venv/bin/python"
         self._make_environment(Path(torch.__file__).parent.parent)
@@ -586,8 +586,13 @@ class Target:
     def run(
         self, *arguments: str | Path, fails: bool = False, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs its Python in the checkout, for the architecture with the fewest kernels, to save time."""
-        variables = {"TORCH_CUDA_ARCH_LIST": "7.5"} | variables
+        """Runs its Python in the checkout.
+
+        To save time, builds are for the architecture with the fewest kernels, and hardly optimized: nvcc
+        itself reads NVCC_APPEND_FLAGS.
+        """
+        quick = {"CXX": self.cxx, "NVCC_APPEND_FLAGS": "-Xcicc=-O1 -Xptxas=-O0"}
+        variables = {"TORCH_CUDA_ARCH_LIST": "7.5"} | quick | variables
         return run(self.python, *arguments, cwd=self.checkout, fails=fails, **variables)
 
     def inspect(self) -> dict[str, object]:
@@ -598,10 +603,10 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory: pytest.TempPathFactory, quick_cxx: str) -> Target:
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("builds from what git lists, and this is not a git checkout")
-    return Target(tmp_path_factory.mktemp("packaging"))
+    return Target(tmp_path_factory.mktemp("packaging"), quick_cxx)
 
 
 @pytest.fixture
