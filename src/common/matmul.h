@@ -266,8 +266,8 @@ inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& lef
                       const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const void* bias,
                       bool accumulate) {
   if (a.scalar_type() == at::kDouble || reinterpret_cast<uintptr_t>(bias) % 16 != 0) return false;
-  // For large products of float32 cuBLAS itself chooses better algorithms, up to 1.26 times as fast.
-  const bool is_large = a.numel() * b.size(1) >= int64_t{1} << 30;
+  // For larger products of float32 cuBLAS itself chooses better algorithms, up to 1.26 times as fast.
+  const bool is_large = a.numel() * b.size(1) >= int64_t{1} << 27;
   if (a.scalar_type() == at::kFloat && !bias && is_large) return false;
   const CublasLtPlan::Problem problem = {to,        left,           right,           a.size(0),
                                          a.size(1), b.size(1),      a.scalar_type(), out.scalar_type(),

@@ -35,8 +35,9 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kCluster, false, 8, 0, true, false, true},
     // TF32 on tensor cores, if it is allowed
     {Algorithm::kCluster, false, 4, 2, true, true},
+    {Algorithm::kGrid, false, 1, 1, true, true},
     {Algorithm::kCluster, false, 2, 2, true, true},
-    {Algorithm::kCluster, false, 2, 4, true, true},
+    {Algorithm::kCluster, false, 4, 4, true, true},
     {Algorithm::kGrid, false, 1, 2, true, true},
     {Algorithm::kGrid, false, 2, 4, true, true},
     {Algorithm::kGrid, false, 1, 4, true, true},
