@@ -83,20 +83,19 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
 // waves, or of row tiles per group. For several sequences: whether it beats running them one after the other.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
+  const int64_t rows = p.sequences * p.batch;
   if (v.one_row) {  // blocks of several rows are faster from some rows on
-    const int64_t rows = p.sequences * p.batch;
-    if (p.hidden > 96 || (p.tf32 && p.hidden <= 64)) return rows <= device.multiprocessors;
-    return p.tf32 || p.hidden <= 32 || p.hidden > 64 || rows <= 4 * device.multiprocessors;
+    if (p.tf32 || p.hidden > 96) return rows <= device.multiprocessors;
+    return p.hidden <= 32 || p.hidden > 64 || rows <= 4 * device.multiprocessors;
   }
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
-    const bool of_many_units = v.tf32 && v.unit_tiles == 4;
-    const bool one_wave = p.backward || p.sequences > 1 || v.tf32;
-    const int waves = grid.group_blocks > 1 && !of_many_units && one_wave ? 1 : 9;
+    const bool has_others = p.backward || p.sequences > 1 || v.tf32;  // for more rows
+    const int waves = grid.group_blocks > 2 && has_others ? 1 : 9;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
-  if (v.tf32 && v.chunks == 1) return p.sequences * p.batch <= 128;
+  if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);

@@ -585,26 +585,27 @@ void check_persistent() {
   check<Cell, float, 2, false>({11, 2, 72, 1, false, {}});
   if constexpr (Cell::kGates <= 2) check<Cell, float, 3, false>({5, 2, 104, 1, false, {}});
   // a block that has all units
-  check<Cell, float, 14, true>({5, 9, 40, 8, false, {}});
+  check<Cell, float, 15, true>({5, 9, 40, 8, false, {}});
   check<Cell, float, 4, false>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}});
   check<Cell, __nv_bfloat16, 1, true>({4, 11, 72, 8, true, {}});
   // float32, one row tile
-  check<Cell, float, 15, false>({11, 5, 24, 8, false, {}});
-  check<Cell, float, 15, false>({3, 5, 24, 8, false, {}, /*save=*/false});
-  check<Cell, float, 15, false>({4, 3, 24, 1, false, {}});
-  check<Cell, float, 16, true>({4, 11, 72, 8, true, {}});
+  check<Cell, float, 16, false>({11, 5, 24, 8, false, {}});
+  check<Cell, float, 16, false>({3, 5, 24, 8, false, {}, /*save=*/false});
+  check<Cell, float, 16, false>({4, 3, 24, 1, false, {}});
+  check<Cell, float, 17, true>({4, 11, 72, 8, true, {}});
   // any number of rows
-  check<Cell, float, 18, true>({4, 19, 40, 16, false, {}});
-  check<Cell, float, 18, true>({5, 12, 40, 16, false, of_12_rows});
-  check<Cell, float, 18, true>({5, 12, 40, 16, true, of_12_rows});
+  check<Cell, float, 19, true>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 19, true>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 19, true>({5, 12, 40, 16, true, of_12_rows});
   // clusters
-  check<Cell, float, 20, true>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 20, true>({10, 10, 24, 8, true, {}});
+  check<Cell, float, 21, true>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 21, true>({10, 10, 24, 8, true, {}});
   // TF32
-  check<Cell, float, 6, false>({4, 11, 136, 8, true, {}});
-  check<Cell, float, 8, true>({4, 6, 72, 8, false, {}});
-  check<Cell, float, 12, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, float, 5, false>({4, 11, 72, 8, false, {}});
+  check<Cell, float, 7, true>({5, 11, 104, 8, true, {}});
+  check<Cell, float, 9, true>({4, 6, 72, 8, false, {}});
+  check<Cell, float, 13, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
   check<Cell, __half, 2, false>({4, 6, 72, 8, false, {}});
   check<Cell, __nv_bfloat16, 3, false>({4, 6, 136, 8, true, {}});
