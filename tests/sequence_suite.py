@@ -381,7 +381,7 @@ class SequenceSuite(SmoothSuite):
         """More rows than one chunk of the backward takes."""
         length, batch = 1100, 16
         sizes = [batch - t * (batch - 1) // length for t in range(length)] if packed else [batch] * length
-        assert sum(sizes) > 2 * 4096
+        assert sum(sizes) > 8192
         call = Call(*packed_arguments(Make(DOUBLE, device), self.gates, sum(sizes), length, batch, 3, 2))
 
         def ours(rows, *others):
@@ -422,7 +422,7 @@ class SequenceSuite(SmoothSuite):
         """The backward may split them into other chunks in one direction than in the other."""
         length, batch = 300, 100
         sizes = [batch - t * (batch - 1) // length for t in range(length)]
-        assert sum(sizes) > 2 * 4096
+        assert sum(sizes) > 8192
         make = Make(DOUBLE, device)
         call = Call(*bidirectional_arguments(make, self.gates, length, batch, 3, 2, rows=sum(sizes)), sizes)
         found, expected = (forward_and_gradients(f, call) for f in (self.bidirectional, self.one_by_one))

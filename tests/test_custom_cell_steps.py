@@ -326,7 +326,7 @@ def test_odd_sizes(cell, length, batch, hidden, input_size):
 @reverse
 @pytest.mark.parametrize("reset", [None, torch.bool], ids=["", "reset"])
 def test_several_chunks_of_the_backward(cell, reset, reverse):
-    """4096 rows or a few more each."""
+    """8192 rows or a few more, and the others."""
     Example(cell, length=45, batch=300, hidden=3, reset=reset).check(reverse=reverse)
     sizes = [900] * 5 + [899] * 5 + [450] * 5 + [7, 1, 1]
     Example(cell, sizes=sizes, hidden=3, reset=reset).check(reverse=reverse)

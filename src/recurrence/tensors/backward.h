@@ -28,10 +28,8 @@ struct Chunk {
 
 // Four chunks keep only a quarter of all gate gradients in memory. More chunks, or smaller ones, would make
 // the products smaller, take more launches and round half-type sums more often.
-inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows,
-                                    int64_t row_bytes) {
-  constexpr int64_t kMinBytes = int64_t{16} << 20;
-  const int64_t min_rows = std::max(kMinBytes / std::max<int64_t>(row_bytes, 1), (total_rows + 3) / 4);
+inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
+  const int64_t min_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
   std::vector<Chunk> chunks;
   for (size_t k = 0; k < steps.size(); ++k) {
     const int64_t begin = steps[k].first, end = begin + steps[k].count;
@@ -156,7 +154,7 @@ struct BackwardOps {
           gates(aligned(flatten_rows(given.gates))),
           extra(aligned(flatten_rows(given.extra))),
           steps(sizes.steps(inputs.reverse)),
-          chunks(chunks_of(steps, gates.size(0), gates.size(1) * gates.element_size())),
+          chunks(chunks_of(steps, output.size(0))),
           parameters(aligned(inputs.parameters)),
           step_inputs(aligned(inputs.step_inputs)),
           keep(rows_of_keep(inputs)) {
