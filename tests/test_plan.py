@@ -34,9 +34,9 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups, grid.rows,
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups, grid.rows,
                 plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
-                plan.independent, plan.fused_step.rows, plan.fused_step.split_k);
+                variant.one_row, plan.independent, plan.fused_step.rows, plan.fused_step.split_k);
   }
 }
 """
@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     why_not: str
     on_hopper_only: bool  # the kernel
     tf32: bool  # the kernel
+    one_row: bool  # a block
     independent: bool  # one kernel runs all steps of units without a product
     fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
 
@@ -102,9 +103,11 @@ def encode(
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, independent, *fused_step = line.split("|")
+    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, *fused_step = line.split(
+        "|"
+    )
     sizes = int(members), int(groups), int(rows)
-    flags = (flag == "1" for flag in (hopper, tf32, independent))
+    flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
     return Plan(algorithm, *sizes, why_not, *flags, tuple(map(int, fused_step)))
 
 
@@ -265,19 +268,33 @@ def test_few_rows_of_128_units_run_backward_in_a_cluster_of_several_blocks(plan)
 def test_on_hopper_a_block_has_one_row_of_a_small_layer_in_float32(plan, backward, sequences):
     more = {"size": 4, "backward": backward, "sequences": sequences}
     for hidden in (8, 32, 40, 64, 72, 96):
-        for found in plan(*({"hidden": hidden, "batch": batch, **more} for batch in (1, 16, 300, 10**5))):
-            assert found[:4] == ("cluster", 1, found.groups, 1) and not found.tf32, hidden
-    (found,) = plan({"hidden": 104, "batch": 1, **more})
-    assert found.rows == 1 and found[:2] != ("cluster", 1)
+        for batch in (1, 16, 528 // sequences):
+            (found,) = plan({"hidden": hidden, "batch": batch, **more})
+            assert found.one_row and found[:4] == ("cluster", 1, found.groups, 1), (hidden, batch)
     # The weights of more gates don't fit into the registers.
-    for gates, most in ((5, 64), (12, 64), (13, 32), (24, 32), (25, 0)):
-        found = plan(*({"hidden": h, "batch": 16, "gates": gates, **more} for h in (8, 32, 40, 64, 72)))
-        one_row = [h for h, p in zip((8, 32, 40, 64, 72), found, strict=True) if p[:2] == ("cluster", 1)]
-        assert max(one_row, default=0) == most, gates
-    # On tensor cores, tiles of eight rows are faster from two rows a multiprocessor on.
-    few, many = (132 // sequences + more_rows for more_rows in (0, 1))
-    found = plan(*({"hidden": 64, "batch": batch, "tf32": True, **more} for batch in (few, many)))
-    assert [p.tf32 for p in found] == [False, True]
+    for gates, most in ((1, 128), (2, 128), (3, 96), (5, 64), (12, 64), (13, 32), (24, 32), (25, 0)):
+        sizes = (8, 32, 40, 64, 72, 96, 104, 128, 136)
+        found = plan(*({"hidden": hidden, "batch": 16, "gates": gates, **more} for hidden in sizes))
+        assert max((h for h, p in zip(sizes, found, strict=True) if p.one_row), default=0) == most, gates
+
+
+@directions
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("hidden,tf32,most", [(64, False, 528), (64, True, 132), (96, True, 132)])
+def test_tiles_of_eight_rows_run_a_small_layer_of_many_rows(plan, hidden, tf32, most, backward, sequences):
+    """Where they are faster than one row a block."""
+    more = {"hidden": hidden, "size": 4, "tf32": tf32, "backward": backward, "sequences": sequences}
+    few, many = plan(*({"batch": most // sequences + i, **more} for i in (0, 1)))
+    assert few.one_row and not few.tf32
+    assert not many.one_row and many.tf32 == tf32 and many.algorithm == "cluster"
+
+
+@directions
+def test_layers_of_up_to_128_units_in_tf32_have_larger_blocks_for_more_rows(plan, backward):
+    more = {"hidden": 128, "size": 4, "gates": 4, "tf32": True, "backward": backward}
+    found = plan(*({"batch": batch, **more} for batch in (1, 96, 97, 240, 241, 9 * 60 * 8)))
+    assert all(p.tf32 for p in found)
+    assert [p[:2] for p in found] == [("grid", 8)] * 2 + [("cluster", 4)] * 2 + [("cluster", 2)] * 2
 
 
 @pytest.mark.parametrize(
