@@ -237,6 +237,9 @@ class CublasLtPlan {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(p.to.alignment()));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(p.to.alignment()));
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, at::cuda::getCUDABlasLtWorkspaceSize());
+    if (p.type != at::kFloat) {  // parts of a split K are summed in float32, whatever torch's settings allow
+      prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    }
     int found = 0;
     cublasLtMatmulHeuristicResult_t result = {};
     const cublasStatus_t status =
