@@ -31,6 +31,9 @@ if not _portable.in_use:  # it lacks their kernels
         "RNN": lltm_ext.RNN,
         "Recurrent": functools.partial(lltm_ext.Recurrent, cells.cifg),
     }
+# Length, batch, units: kernels of every kind (recurrence/persistent/variants.h).
+SIZES = [(20, 300, 64), (20, 16, 128), (20, 100, 128), (20, 300, 128)]
+SIZES += [(50, 32, 256), (20, 64, 512), (20, 16, 1024), (4, 256, 1024)]
 OPS = {"lltm": (3, lltm_reference), "lstm": (4, lstm_reference)}
 ops = pytest.mark.parametrize("op", OPS)
 algorithms = pytest.mark.parametrize("algorithm", ["stepwise", pytest.param("grid", marks=HOPPER)])
@@ -184,9 +187,7 @@ def test_the_products_of_the_backward(op, algorithm, matmul):
 
 
 @TF32
-@pytest.mark.parametrize(
-    "length,batch,size", [(50, 32, 256), (20, 64, 512), (20, 16, 1024), (4, 256, 1024)], ids=str
-)
+@pytest.mark.parametrize("length,batch,size", SIZES, ids=str)
 def test_errors_are_at_most_those_of_nn_lstm(length, batch, size):
     cudnn.allow_tf32 = True
     layer, peer = lltm_ext.LSTM(size, size, device="cuda"), nn.LSTM(size, size, device="cuda")
