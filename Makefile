@@ -41,6 +41,8 @@ lint: $(TOOLS)
 	$(BIN)/python tools/stubs.py --check
 	find src include examples/cpp tests/emulation -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 $(TOOLS): pyproject.toml
 	@echo "== .venv: torch, the CUDA compiler and tools (the first time: some 3 GB to download)"
