@@ -241,6 +241,13 @@ def test_a_cluster_has_at_least_two_blocks(plan, hidden, size, blocks):
     assert found[:2] == ("cluster", blocks)
 
 
+def test_backward_clusters_of_several_blocks_run_all_at_once(plan):
+    """65 of two blocks on this chip, with eight rows each."""
+    most, more = plan(*({"hidden": 64, "batch": n, "backward": True, "chip": B200} for n in (520, 521)))
+    assert most[:3] == ("cluster", 2, 65)
+    assert more.algorithm != "cluster"
+
+
 directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
 

@@ -156,7 +156,7 @@ inline cudaDataType_t cuda_type(at::ScalarType type) {
 // cuBLAS what src/stable/ops.h declares.
 #ifndef LLTM_EXT_STABLE_ABI
 // out = a @ b by cuBLASLt, with the algorithm that it recommends for these sizes and layouts. To ask for it
-// takes the host longer than the launch, so plans are kept (plan_for).
+// takes the host about as long as a launch, so plans are kept (kept_plan).
 class CublasLtPlan {
  public:
   // Everything that the recommendation depends on.
@@ -257,7 +257,7 @@ class CublasLtPlan {
 };
 
 // This thread's plan of a problem.
-inline CublasLtPlan& plan_for(const CublasLtPlan::Problem& problem) {
+inline CublasLtPlan& kept_plan(const CublasLtPlan::Problem& problem) {
   thread_local std::map<decltype(problem.key()), CublasLtPlan> plans;
   constexpr size_t kMost = 1024;  // else sequences of ever new lengths would fill the memory
   if (plans.size() >= kMost) plans.clear();
@@ -275,7 +275,7 @@ inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& lef
   const CublasLtPlan::Problem problem = {to,        left,           right,           a.size(0),
                                          a.size(1), b.size(1),      a.scalar_type(), out.scalar_type(),
                                          tf32,      bias != nullptr};
-  CublasLtPlan& plan = plan_for(problem);
+  CublasLtPlan& plan = kept_plan(problem);
   if (plan.is_usable()) plan.run(problem, out.mutable_data_ptr(), bias, accumulate);
   return plan.is_usable();
 }

@@ -91,8 +91,9 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
-    const bool has_others = p.backward || p.sequences > 1 || v.tf32;  // for more rows
-    const int waves = grid.group_blocks > 2 && has_others ? 1 : 9;
+    // In TF32 clusters of the larger blocks take over from those of the smaller ones.
+    const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
+    const int waves = grid.group_blocks > 1 && one_wave ? 1 : 9;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
