@@ -82,9 +82,9 @@ def op_arguments(
 ) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
     h0, *others = states
-    dtype, compute = input.dtype, compute_dtype(input.dtype)
-    wide = any(x.dtype == compute for x in others)
-    others = [x.to(compute if wide else dtype) for x in others]
+    compute = compute_dtype(input.dtype)
+    if any(x.dtype != others[0].dtype for x in others[1:]):
+        others = [x.to(compute) for x in others]
     return (
         input,
         h0,
@@ -121,8 +121,10 @@ def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
 
 
 def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a row keeps of its states at each step."""
-    return ~reset if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
+    """What a row keeps of its states at each step, as numbers."""
+    if reset.dtype == torch.bool:
+        return torch.where(reset, 0.0, 1.0).to(dtype)  # one launch
+    return 1 - reset.detach().to(dtype)
 
 
 class CustomCellFunction(torch.autograd.Function):

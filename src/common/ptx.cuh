@@ -32,6 +32,14 @@ __device__ __forceinline__ void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
+// The same address of shared memory, in a register. Without this the compiler computes where shared memory
+// starts again at every use, from the block's rank in its cluster, and waits for that.
+__device__ __forceinline__ float* in_register(float* shared) {
+  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("" : "+r"(address));
+  return static_cast<float*>(__cvta_shared_to_generic(address));
+}
+
 // ---- barriers
 
 // A barrier for kThreads threads of the block. Barrier 0 is __syncthreads'.

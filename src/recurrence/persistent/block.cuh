@@ -62,7 +62,8 @@ struct PersistentConfig {
   // Float16's functions are more exact than a product in TF32.
   using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
-  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.sharing_warps()>;
+  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.most_hidden(),
+                                 kShape.sharing_warps()>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();

@@ -2,6 +2,7 @@
 // backward. Three implementations of one interface; the kernels are templates over them.
 //
 // A block processes one row tile of one step after another. For each it calls
+//   begin(h)         once, before the first: h [rows, H] before the first step, or null for zeros
 //   start(source)    to issue the first loads, if that makes sense
 //   load(...)        to wait for a lane's vectors of its row
 //   store(...)       to write two adjacent values to memory and stage them for the group
@@ -26,27 +27,56 @@ struct RowSource {
   int group_row;   // the row's number in the group
 };
 
-// Reads a lane's vectors from its first `input` on, of a row that starts at `from`.
-template <int kInputs, int kChunks, typename T>
-__device__ __forceinline__ void read_vectors(uint4 (&vectors)[kInputs][kChunks], const char* from, int input,
-                                             int input_bytes, const RowSource<T>& source) {
-#pragma unroll
-  for (int i = 0; i < kInputs * kChunks; ++i) {
-    uint4& vector = vectors[i / kChunks][i % kChunks];
-    vector = make_uint4(0, 0, 0, 0);
-    if (i % kChunks < source.vectors) {
-      vector = *reinterpret_cast<const uint4*>(from + (input + i / kChunks) * input_bytes +
-                                               i % kChunks * kChunkBytes);
+// What a block's shared memory has of a step: [kRowTile, kInputs, kWidth], rows padded. Zeros where there is
+// no row or no unit, so that reading needs no conditions, and its addresses are constants.
+template <typename T, int kInputs, int kWidth>
+struct ExchangeBuffer {
+  static constexpr int kInputBytes = kWidth * sizeof(T), kRowBytes = padded_row_bytes(kInputs * kInputBytes),
+                       kBytes = kRowTile * kRowBytes;
+  char* data;
+
+  __device__ T* at(int row, int input) const {
+    return reinterpret_cast<T*>(data + row * kRowBytes + input * kInputBytes);
+  }
+
+  __device__ void clear() const {
+    for (int i = threadIdx.x; i < kBytes / 16; i += kBlockThreads) {
+      reinterpret_cast<uint4*>(data)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-}
+  // Takes h [rows, hidden], or leaves zeros if it is null. A kernel's first step reads it from here as all
+  // others do: a branch to global memory in the loop makes the compiler wait there for the loads of the next
+  // step's inputs, which are in flight.
+  __device__ void set(const T* h, int rows, int hidden) const {
+    __syncthreads();
+    const int vectors = hidden * static_cast<int>(sizeof(T)) / 16;
+    for (int i = threadIdx.x; h && i < rows * vectors; i += kBlockThreads) {
+      reinterpret_cast<uint4*>(at(i / vectors, 0))[i % vectors] = reinterpret_cast<const uint4*>(h)[i];
+    }
+    __syncthreads();
+  }
+
+  // A lane's vectors of its row, from its first `input` on.
+  template <int kLoaded, int kChunks>
+  __device__ __forceinline__ void read(uint4 (&vectors)[kLoaded][kChunks], int input,
+                                       const RowSource<T>& source) const {
+    const char* const from = reinterpret_cast<const char*>(at(source.group_row, input) + source.element);
+#pragma unroll
+    for (int i = 0; i < kLoaded * kChunks; ++i) {
+      vectors[i / kChunks][i % kChunks] =
+          *reinterpret_cast<const uint4*>(from + i / kChunks * kInputBytes + i % kChunks * kChunkBytes);
+    }
+  }
+};
 
 // After this many polls, some ten seconds, a block assumes that the sender has failed. The kernel traps, and
 // the next CUDA call reports the error.
 constexpr int kMaxPolls = 1 << 24;
 inline __device__ __noinline__ void trap_on_timeout() { __trap(); }
 
-template <ExchangeThrough kThrough, typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
+// kWidth: the most hidden units that the variant takes.
+template <ExchangeThrough kThrough, typename T, int kInputs, int kChunks, int kUnits, int kWidth,
+          int kSharingWarps>
 class StateExchange;
 
 // ---- through L2: the data is its own flag
@@ -61,8 +91,8 @@ __device__ __forceinline__ bool is_written(const uint4& x) {
   return max(max(x.x, x.y), max(x.z, x.w)) != kUnwritten;
 }
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
-class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
+class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
   static constexpr int kOwnChunks = kChunks / kSharingWarps;  // chunks that a warp fetches
   static_assert(kSharingWarps <= 2 && kChunks % kSharingWarps == 0, "vectors are shared by two at most");
 
@@ -74,6 +104,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
         sharing_warp_(kSharingWarps == 1 ? 0 : threadIdx.x / 32 / kKSlices),
         k_slice_(threadIdx.x / 32 % kKSlices),
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
+  __device__ void begin(const T*) {}
   __device__ void send() {}
   __device__ void advance() {}
   __device__ void finish() {}
@@ -159,23 +190,20 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kSharingW
 // memory of all blocks by st.async, in packets of 16 bytes that complete an mbarrier there. Two buffers
 // alternate: when a block has the values of a step, all blocks have read the buffer of the step before.
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
-class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
+class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
  public:
   static constexpr bool kThroughL2 = false;
 
   __device__ StateExchange(char* shared, const Group& group)
       : staging_(shared),
-        buffers_(shared + kStagingBytes),
-        input_bytes_(group.hidden * sizeof(T)),
-        row_bytes_(padded_row_bytes(kInputs * input_bytes_)),
-        buffer_bytes_(kRowTile * row_bytes_),
-        blocks_(group.blocks),
-        step_bytes_(group.rows * kInputs * input_bytes_),
+        first_{shared + kStagingBytes},
+        group_(group),
+        hidden_bytes_(group.hidden * sizeof(T)),
         packets_(group.rows * kInputs * kPackets),
         first_byte_(group.block * kUnits * sizeof(T)),
-        barriers_(reinterpret_cast<uint64_t*>(buffers_ + 2 * buffer_bytes_)) {
-    const int sharing = max(1, kBlockWarps / blocks_), warp = threadIdx.x / 32;
+        barriers_(reinterpret_cast<uint64_t*>(first_.data + 2 * Buffer::kBytes)) {
+    const int sharing = max(1, kBlockWarps / group.blocks), warp = threadIdx.x / 32;
     first_peer_ = warp / sharing;
     first_packet_ = warp % sharing * 32 + threadIdx.x % 32;
     stride_ = sharing * 32;
@@ -183,10 +211,15 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
       for (int buffer = 0; buffer < 2; ++buffer) hopper::mbarrier_init(&barriers_[buffer], 1);
       hopper::fence_mbarrier_init();
     }
+    first_.clear();
+    Buffer{first_.data + Buffer::kBytes}.clear();
     hopper::cluster_sync();
-    if (threadIdx.x == 0) {
-      for (int buffer = 0; buffer < 2; ++buffer) expect(buffer);
-    }
+    if (threadIdx.x == 0) expect(1);
+  }
+  // The first step waits as all others do.
+  __device__ void begin(const T* h) {
+    first_.set(h, group_.rows, group_.hidden);
+    if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
   __device__ void start(const RowSource<T>&) {}
   __device__ void advance() { ++step_; }
@@ -196,12 +229,8 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   template <int kLoaded>
   __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) {
-    if (source.exchanged && input == 0) wait();
-    const char* from = source.exchanged
-                           ? buffers_ + (step_ & 1) * buffer_bytes_ + source.group_row * row_bytes_ +
-                                 source.element * static_cast<int>(sizeof(T))
-                           : reinterpret_cast<const char*>(source.row);
-    read_vectors(vectors, from, input, input_bytes_, source);
+    if (input == 0) wait();
+    Buffer{first_.data + (step_ & 1) * Buffer::kBytes}.read(vectors, input, source);
   }
 
   __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
@@ -216,15 +245,15 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   __device__ __forceinline__ void send() {
     __syncthreads();
     const int buffer = (step_ + 1) & 1;
-    for (int peer = first_peer_; peer < blocks_; peer += kBlockWarps) {
-      const uint32_t there = hopper::mapa(buffers_, peer), to = there + buffer * buffer_bytes_,
-                     barrier = there + 2 * buffer_bytes_ + 8 * buffer;
+    for (int peer = first_peer_; peer < group_.blocks; peer += kBlockWarps) {
+      const uint32_t there = hopper::mapa(first_.data, peer), to = there + buffer * Buffer::kBytes,
+                     barrier = there + 2 * Buffer::kBytes + 8 * buffer;
 #pragma unroll 4
-      for (int i = first_packet_; i < packets_; i += stride_) {
-        const int input = i / kPackets % kInputs, row = i / kPackets / kInputs,
-                  byte = first_byte_ + i % kPackets * 16;
-        if (byte < input_bytes_) {
-          hopper::st_async(to + row * row_bytes_ + input * input_bytes_ + byte,
+      for (unsigned i = first_packet_; i < packets_; i += stride_) {
+        const unsigned input = i / kPackets % kInputs, row = i / kPackets / kInputs,
+                       byte = first_byte_ + i % kPackets * 16;
+        if (byte < hidden_bytes_) {
+          hopper::st_async(to + row * Buffer::kRowBytes + input * Buffer::kInputBytes + byte,
                            *reinterpret_cast<const uint4*>(staging_ + i * 16), barrier);
         }
       }
@@ -232,26 +261,30 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
   }
 
  private:
+  using Buffer = ExchangeBuffer<T, kInputs, kWidth>;
   static constexpr int kStagingBytes = kRowTile * kInputs * kUnits * sizeof(T);
   static constexpr int kPackets = kUnits * sizeof(T) / 16;  // of a row of one input
 
   // A phase ends with this arrival and the bytes of a step.
   __device__ __forceinline__ void expect(int buffer) const {
-    hopper::mbarrier_arrive_expect_tx(&barriers_[buffer], step_bytes_);
+    hopper::mbarrier_arrive_expect_tx(&barriers_[buffer], group_.rows * kInputs * hidden_bytes_);
   }
 
   __device__ __forceinline__ void wait() const {
-    const int buffer = step_ & 1, parity = (step_ - 1) >> 1 & 1;
+    const int buffer = step_ & 1, parity = step_ >> 1 & 1;
     for (int polls = 0; !hopper::mbarrier_try_wait(&barriers_[buffer], parity); ++polls) {
       if (polls == kMaxPolls) trap_on_timeout();
     }
     if (threadIdx.x == 0) expect(buffer);
   }
 
-  char *const staging_, *const buffers_;
-  const int input_bytes_, row_bytes_, buffer_bytes_, blocks_, step_bytes_, packets_, first_byte_;
-  uint64_t* const barriers_;                // of the buffers
-  int first_peer_, first_packet_, stride_;  // the packets that this thread sends, and their destination
+  char* const staging_;
+  const Buffer first_;  // of two; the other follows
+  const Group group_;
+  const unsigned hidden_bytes_, packets_, first_byte_;
+  uint64_t* const barriers_;  // of the buffers
+  int first_peer_;            // the packets that this thread sends, and their destination
+  unsigned first_packet_, stride_;
   int step_ = 0;
 };
 
@@ -259,15 +292,15 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kSha
 //
 // A step's values replace those of the step before, which all warps have read when the cell runs.
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kSharingWarps>
-class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
+class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
  public:
   static constexpr bool kThroughL2 = false;
 
-  __device__ StateExchange(char* shared, const Group& group)
-      : shared_(shared),
-        input_bytes_(group.hidden * sizeof(T)),
-        row_bytes_(padded_row_bytes(kInputs * input_bytes_)) {}
+  __device__ StateExchange(char* shared, const Group& group) : buffer_{shared}, group_(group) {
+    buffer_.clear();
+  }
+  __device__ void begin(const T* h) { buffer_.set(h, group_.rows, group_.hidden); }
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}
   __device__ void advance() { __syncthreads(); }
@@ -276,25 +309,19 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kShari
   template <int kLoaded>
   __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) {
-    if (source.exchanged) {
-      const int first = source.group_row * row_bytes_ + source.element * static_cast<int>(sizeof(T));
-      read_vectors(vectors, shared_ + first, input, input_bytes_, source);
-    } else {
-      read_vectors(vectors, reinterpret_cast<const char*>(source.row), input, input_bytes_, source);
-    }
+    buffer_.read(vectors, input, source);
   }
 
   __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
                                         int unit) {
     if (!stored) return;
-    T* const shared = reinterpret_cast<T*>(shared_ + row * row_bytes_ + input * input_bytes_);
-    write_pair(shared + unit, a, b);
+    write_pair(buffer_.at(row, input) + unit, a, b);
     write_pair(address, a, b);
   }
 
  private:
-  char* const shared_;  // [kRowTile, kInputs, H], rows padded
-  const int input_bytes_, row_bytes_;
+  const ExchangeBuffer<T, kInputs, kWidth> buffer_;
+  const Group group_;
 };
 
 }  // namespace lltm_ext

@@ -80,7 +80,7 @@ struct PersistentShape {
   constexpr int inputs_per_load() const {
     if (through() == ExchangeThrough::kL2) return sharing_warps() == 1 ? inputs() : 1;
     int loaded = inputs();
-    while (loaded > 1 && (loaded * variant.chunks > 12 || inputs() % loaded > 0)) --loaded;
+    while (loaded > 1 && (loaded * variant.chunks > 16 || inputs() % loaded > 0)) --loaded;
     return loaded;
   }
   constexpr int vectors() const {
@@ -108,8 +108,8 @@ struct PersistentShape {
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
   constexpr int carried_per_row() const { return variant.any_rows ? cell.carried() * units() : 0; }
 
-  constexpr int exchange_bytes(const Group& group) const {
-    const int tile = kRowTile * padded_row_bytes(inputs() * group.hidden * element_size);
+  constexpr int exchange_bytes() const {
+    const int tile = kRowTile * padded_row_bytes(inputs() * most_hidden() * element_size);
     if (through() == ExchangeThrough::kBlock) return tile;
     if (through() == ExchangeThrough::kCluster) {
       return kRowTile * inputs() * units() * element_size + 2 * tile + 2 * 8;
@@ -120,7 +120,7 @@ struct PersistentShape {
     if (variant.one_row) return 4 * 2 * inputs() * units();
     const int floats =
         2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
-    return 4 * floats + exchange_bytes(group);
+    return 4 * floats + exchange_bytes();
   }
 };
 

@@ -166,13 +166,14 @@ class PersistentSteps {
     Derived& self = derived();
     const int steps = self.steps();  // in a register, as all that a step needs: each load waits
     RowSource<T> source = self.begin_one_tile();
+    exchange_.begin(self.first_h());
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
     for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile(n & 1, source);
       source = self.next_source(source);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        if (map_.warp_has_pair(i)) self.step_pair(i, sums);
+        if (map_.warp_has_pair(i)) self.step_pair(i, sums, n + 1 < steps);
       }
       if (Derived::kSendsLastStep || n + 1 < steps) exchange_.send();
 #pragma unroll
@@ -227,7 +228,7 @@ __device__ __forceinline__ void run_persistent(const PerDirection<typename Steps
 #ifdef __CUDA_ARCH__
   if constexpr (Config::is_compiled(__CUDA_ARCH__)) {
     extern __shared__ __align__(128) float shared[];
-    Steps(sequences.of[blockIdx.y], grid, typename Steps::Storage(shared)).run();
+    Steps(sequences.of[blockIdx.y], grid, typename Steps::Storage(in_register(shared))).run();
   } else {
     __trap();
   }

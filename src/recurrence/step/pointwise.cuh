@@ -68,6 +68,23 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 }
 
 #ifndef __CUDACC_RTC__
+template <typename T>
+__global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const KeepRowsArguments<T> rows) {
+  const unsigned columns = pointwise_columns(rows.hidden);
+  const int64_t j = int64_t{blockIdx.x % columns} * kPointwiseUnits + threadIdx.x % kPointwiseUnits,
+                b = int64_t{blockIdx.x / columns} * kPointwiseRows + threadIdx.x / kPointwiseUnits;
+  if (b >= rows.batch || j >= rows.hidden) return;
+  const int64_t at = b * rows.hidden + j;
+  rows.y[at] = narrow<T>(keep_share(rows.keep[b], widen(rows.x[at])));
+}
+
+template <typename T>
+cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream) {
+  const unsigned blocks = pointwise_blocks(rows.batch, rows.hidden);
+  return launch_kernel(keep_rows_kernel<T>, dim3(blocks), dim3(kPointwiseThreads), /*shared_bytes=*/0,
+                       /*programmatic=*/false, stream, rows);
+}
+
 template <auto* kKernel, class Step>
 cudaError_t launch_pointwise_step(const Step& step, bool sums_rows, cudaStream_t stream) {
   int capability = 0;
@@ -96,5 +113,9 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepForwardArguments<T, C>&, cudaStream_t); \
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepBackwardArguments<T, C, Extra>&,        \
                                                        cudaStream_t);
+#define INSTANTIATE_KEEP_ROWS(T) \
+  template cudaError_t lltm_ext::keep_rows(const KeepRowsArguments<T>&, cudaStream_t);
 // For the steps of sequences.
-#define INSTANTIATE_RECURRENCE_STEP(Cell, T) INSTANTIATE_STEP(Cell, T, acc_t<T>, T)
+#define INSTANTIATE_RECURRENCE_STEP(Cell, T) \
+  INSTANTIATE_STEP(Cell, T, acc_t<T>, T)     \
+  INSTANTIATE_KEEP_ROWS(T)

@@ -45,6 +45,7 @@ struct StepForwardArguments {
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
   const T* parameters;      // [P, H]
   const T* step_inputs;     // [B, K, H]
+  const acc_t<T>* keep;     // [B] what a row takes of h and its states, or null for all; CUDA only
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
@@ -63,6 +64,7 @@ struct StepBackwardArguments {
   const Extra* extra;              // [B, E, H]
   const T* parameters;             // [P, H]
   const T* step_inputs;            // [B, K, H]
+  const acc_t<T>* keep;            // [B] as forward; grad_h is already scaled by it
   StridedGradient<T> grad_output;  // [B, H] gradient of h, or the state kOutputState, from outside
   const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
   acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
@@ -80,7 +82,18 @@ void recurrence_step(const StepForwardArguments<T, C>& step);
 template <class Cell, typename T, typename C, typename Extra>
 void recurrence_step(const StepBackwardArguments<T, C, Extra>& step);
 
+// Row b of y becomes what row b of x keeps: x * keep[b]. [B, H] and [B]; y may be x. CUDA only.
+template <typename T>
+struct KeepRowsArguments {
+  int64_t batch, hidden;
+  const T* x;
+  const acc_t<T>* keep;
+  T* y;
+};
+
 #ifdef LLTM_EXT_WITH_CUDA
+template <typename T>
+cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream);
 template <class Cell, typename T, typename C>
 cudaError_t recurrence_step(const StepForwardArguments<T, C>& step, cudaStream_t stream);
 template <class Cell, typename T, typename C, typename Extra>
@@ -94,6 +107,11 @@ LLTM_HOST_DEVICE void load_step_constants(const Step& s, int64_t b, int64_t j, C
   for (int k = 0; k < Cell::kStepInputs; ++k) {
     in.steps[k] = widen(s.step_inputs[(b * Cell::kStepInputs + k) * s.hidden + j]);
   }
+}
+
+template <typename A>
+LLTM_HOST_DEVICE A share_of(const A* keep, int64_t b) {
+  return keep ? keep[b] : A(1);
 }
 
 // A block of the pointwise kernels has a few units of a few rows, or of all rows if it sums over them.
@@ -112,10 +130,13 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
                                 CellInputs<Cell, acc_t<T>>& in) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
+  const acc_t<T> share = share_of(s.keep, b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_step_constants<Cell>(s, b, j, in);
-  if constexpr (Cell::kReadsH) in.h = widen(s.h[at]);
-  for (int i = 0; i < Cell::kStates; ++i) states[i] = widen(s.old_states[i * s.state_stride + at]);
+  if constexpr (Cell::kReadsH) in.h = keep_share(share, widen(s.h[at]));
+  for (int i = 0; i < Cell::kStates; ++i) {
+    states[i] = keep_share(share, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
+  }
   const T h = narrow<T>(Cell::template forward<Math>(in, states, saved));
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = h;
@@ -132,7 +153,9 @@ template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
   CellInputs<Cell, acc_t<T>> in;
   for (int g = 0; g < Cell::kGates; ++g) {
-    const acc_t<T> product = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
+    const acc_t<T> product =
+        s.product ? keep_share(share_of(s.keep, b), s.product[(b * Cell::kGates + g) * s.hidden + j])
+                  : acc_t<T>(0);
     in.x[g] = widen(s.gates.at(b, g, j));
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
@@ -161,9 +184,10 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   if (s.grad_h) grad_h += widen(s.grad_h[at]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
-  if constexpr (Cell::kReadsH) s.grad_own_h[at] = grads.h;
+  const acc_t<T> share = share_of(s.keep, b);
+  if constexpr (Cell::kReadsH) s.grad_own_h[at] = keep_share(share, grads.h);
   for (int i = 0; i < Cell::kStates && grad_old_states; ++i) {
-    grad_old_states[i * s.state_stride + at] = narrow<C>(grad_states[i]);
+    grad_old_states[i * s.state_stride + at] = narrow<C>(keep_share(share, grad_states[i]));
   }
 }
 

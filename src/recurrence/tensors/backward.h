@@ -73,9 +73,13 @@ inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, c
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  for (size_t i = 0; keep.defined() && i < runs.size(); ++i) {
-    sources[i] =
-        kept(sources[i], keep.narrow(0, chunk.begin + runs[i].row, runs[i].rows)).to(output.scalar_type());
+  if (keep.defined()) {
+    const at::Tensor kept_h = at::empty({grad_gates.size(0), h0.size(1)}, h0.options());
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const auto [row, source, source_row, rows] = runs[i];
+      keep_rows(kept_h.narrow(0, row, rows), sources[i], keep.narrow(0, chunk.begin + row, rows));
+    }
+    return matmul.add_weight_gradient(gradient, grad_gates, kept_h);
   }
   // A packed sequence has more than two runs; two products are faster than a copy.
   if (runs.size() > 2) return matmul.add_weight_gradient(gradient, grad_gates, at::cat(sources));
@@ -143,7 +147,7 @@ struct BackwardOps {
     at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
     at::Tensor parameters, step_inputs, keep;               // aligned; rows
-    at::Tensor weight_hh_t, dense_grad_output, shares;      // for fused kernels: transposed; aligned; keep
+    at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
     DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
                        const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
@@ -158,14 +162,20 @@ struct BackwardOps {
           parameters(aligned(inputs.parameters)),
           step_inputs(aligned(inputs.step_inputs)),
           keep(rows_of_keep(inputs)) {
-      const auto state_options = input.options().dtype(at::toOpMathType(input.scalar_type()));
       grad_h = at::zeros({sizes.batch, sizes.hidden}, inputs.h0.options());
-      grad_states = at::zeros(inputs.states.sizes(), state_options);
-      if (shape.reads_h) grad_own_h = at::zeros({sizes.batch, sizes.hidden}, state_options);
       if (given.grad_h_n) grad_h.copy_(*given.grad_h_n);
+      // In one piece of memory, because its launch is what takes time in a fill.
+      const bool has_sums = bias_needs_grad || shape.parameters > 0;
+      const int64_t units = grad_h.numel(), of_states = inputs.states.numel(),
+                    of_own_h = shape.reads_h ? units : 0, of_sums = has_sums ? units * shape.sums() : 0;
+      const at::Tensor zeros = at::zeros({of_states + of_own_h + of_sums},
+                                         input.options().dtype(at::toOpMathType(input.scalar_type())));
+      grad_states = zeros.narrow(0, 0, of_states).view(inputs.states.sizes());
       if (given.grad_states_n) grad_states.copy_(*given.grad_states_n);
-      if (bias_needs_grad || shape.parameters > 0) {
-        grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, state_options);
+      if (shape.reads_h) grad_own_h = zeros.narrow(0, of_states, of_own_h).view(grad_h.sizes());
+      if (has_sums) {
+        grad_sums =
+            zeros.narrow(0, of_states + of_own_h, of_sums).view({sizes.batch, shape.sums() * sizes.hidden});
       }
       if (input_needs_grad) {
         grad_input = empty_contiguous(input);
@@ -176,7 +186,6 @@ struct BackwardOps {
     void prepare_for_fused() {
       if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
       if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
-      if (!shares.defined()) shares = keep_for_kernels(keep, inputs.h0.scalar_type());
     }
   };
 
@@ -229,6 +238,7 @@ struct BackwardOps {
                    .extra = rows_from<T>(extra, first_row),
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
+                   .keep = shares_from<T>(direction.keep, first_row),
                    .grad_output = grad_output,
                    .grad_h = pointer<T>(grad_h),
                    .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
@@ -248,9 +258,12 @@ struct BackwardOps {
       }
       if (!direction.keep.defined()) continue;
       const at::Tensor share = direction.keep.narrow(0, first_row, n);
-      keep_share(first_rows(grad_h, n), share);
-      keep_share(first_rows(grad_states, n), share);
-      if (shape.reads_h) keep_share(first_rows(direction.grad_own_h, n), share);
+      const at::Tensor grad_h_rows = first_rows(grad_h, n);
+      keep_rows(grad_h_rows, grad_h_rows, share);
+      if (!gates.is_cpu()) continue;  // the kernel has scaled the others
+      for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
+        if (x.defined()) first_rows(x, n).copy_(kept(first_rows(x, n), share));
+      }
     }
   }
 
@@ -273,7 +286,7 @@ struct BackwardOps {
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
-          .keep = pointer<acc_t<T>>(direction.shares),
+          .keep = pointer<acc_t<T>>(direction.keep),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),

@@ -101,10 +101,9 @@ struct ForwardOps {
       products = at::empty({batch, gates * hidden}, states.options());
     }
     for (const auto& [first_row, n] : steps) {
-      if (keep.defined()) {
+      if (keep.defined() && h.is_cpu()) {
         const at::Tensor share = keep.narrow(0, first_row, n);
-        keep_share(first_rows(h, n), share);
-        keep_share(first_rows(states, n), share);
+        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)}) x.copy_(kept(x, share));
       }
       at::Tensor product;
       if (shape.recurrent) {
@@ -126,6 +125,7 @@ struct ForwardOps {
                    .product = pointer<acc_t<T>>(product),
                    .parameters = pointer<T>(parameters),
                    .step_inputs = rows_from<T>(step_inputs, first_row),
+                   .keep = shares_from<T>(keep, first_row),
                    .old_states = pointer<acc_t<T>>(states),
                    .new_states = mutable_pointer<acc_t<T>>(states),
                    .state_stride = batch * hidden,
@@ -153,7 +153,7 @@ struct ForwardOps {
       states0.push_back(aligned(d.states.to(outs[0].states_n.scalar_type())));
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
-      keep.push_back(keep_for_kernels(rows_of_keep(d), d.h0.scalar_type()));
+      keep.push_back(rows_of_keep(d));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;

@@ -84,6 +84,12 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
 }
 
+// What rows keep, from `row` on, for kernels; null on the CPU, or if all keep everything.
+template <typename T>
+const acc_t<T>* shares_from(const at::Tensor& keep, int64_t row) {
+  return keep.defined() && !keep.is_cpu() ? pointer<acc_t<T>>(keep) + row : nullptr;
+}
+
 // Each row of x [..., rows, H] times its element of keep [rows], bool or a number. Nothing of an infinity or
 // NaN is left if that is 0.
 inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
@@ -91,7 +97,6 @@ inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
   if (keep.scalar_type() == at::kBool) return at::where(share, x, at::zeros({}, x.options()));
   return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options()));
 }
-inline void keep_share(const at::Tensor& x, const at::Tensor& keep) { x.copy_(kept(x, keep)); }
 
 inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
 
@@ -150,13 +155,11 @@ struct Direction {
 };
 using Directions = at::ArrayRef<Direction>;
 
-// [N], contiguous.
+// [N], contiguous; on CUDA as numbers, for the kernels.
 inline at::Tensor rows_of_keep(const Direction& d) {
-  return d.keep.defined() ? d.keep.contiguous().view({d.keep.numel()}) : d.keep;
-}
-// As fused kernels read it, for activations of a type.
-inline at::Tensor keep_for_kernels(const at::Tensor& keep, at::ScalarType type) {
-  return keep.defined() ? keep.to(at::toOpMathType(type)) : keep;
+  if (!d.keep.defined()) return d.keep;
+  const at::Tensor rows = d.keep.contiguous().view({d.keep.numel()});
+  return rows.is_cpu() ? rows : rows.to(at::toOpMathType(d.h0.scalar_type()));
 }
 
 // What a cell is to the code that runs it on tensors:

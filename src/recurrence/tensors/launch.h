@@ -138,6 +138,25 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
   return rows.to(like.device(), /*non_blocking=*/true);
 }
 
+// Row b of y [B, H], dense, becomes what row b of x keeps. y may be x.
+inline void keep_rows(const at::Tensor& y, const at::Tensor& x, const at::Tensor& keep) {
+  if (x.is_cpu()) {
+    y.copy_(kept(x, keep));
+    return;
+  }
+#ifdef LLTM_EXT_WITH_CUDA
+  const at::Tensor rows = x.contiguous();
+  launch("keep_rows", rows, [&](auto type, auto... stream) {
+    using T = typename decltype(type)::type;
+    if constexpr (sizeof...(stream) > 0) {
+      const KeepRowsArguments<T> arguments = {rows.size(0), rows.size(1), pointer<T>(rows),
+                                              pointer<acc_t<T>>(keep), mutable_pointer<T>(y)};
+      return keep_rows(arguments, stream...);
+    }
+  });
+#endif
+}
+
 // arguments_of(type, i) for each direction i.
 template <typename Type, typename F>
 auto per_direction(Type type, size_t count, F&& arguments_of) {

@@ -35,6 +35,7 @@ inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
   --state.pending;
   state.end_phase_if_complete();
 }
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 
 inline bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   const auto ended = [&] { return state_of(barrier).odd_phase != (parity != 0); };
