@@ -56,6 +56,7 @@ class PersistentBackward
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
     Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    float keep;
   };
   struct InputAddresses {
     const T *gates, *extra, *steps, *grad_output;
@@ -74,6 +75,7 @@ class PersistentBackward
             args_.keep + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
+    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
@@ -94,7 +96,7 @@ class PersistentBackward
     InputAddresses inputs;
     States grad_states;
     float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
-    float last_keep, next_keep;  // of the step computed last, and of the one after the current
+    float keep;     // of the step computed last
     Gradients grads;
   };
 
@@ -112,7 +114,7 @@ class PersistentBackward
       p.inputs = inputs_at(first + b, j);
       p.grad_gates = grad_gates(first + b) + j;
       p.grad_h = make_float2(0, 0);
-      p.last_keep = keep_[i] = 1;
+      p.keep = 1;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
@@ -120,7 +122,6 @@ class PersistentBackward
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
       if (Cell::kReadsH) p.grad_h = add(p.grad_h, read_pair(args_.grad_own_h + p.at).widen());
       load(inputs_[i], p.inputs);
-      if constexpr (Config::kKeeps) keep_[i] = *p.inputs.keep;
     }
     return {nullptr, 0, false, map_.element, map_.g};
   }
@@ -132,12 +133,12 @@ class PersistentBackward
     return {row, has_row ? map_.vectors : 0, true, map_.element, map_.g};
   }
 
-  __device__ __forceinline__ void step_pair(int i, const float* sums, bool has_next) {
+  __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
     if constexpr (Config::kKeeps) {
-      p.next_keep = p.exists && has_next ? p.inputs.keep[to_next_] : 1;
-      through_weights = Base::kept(p.last_keep, through_weights);
+      through_weights = Base::kept(p.keep, through_weights);
+      p.keep = inputs_[i].keep;
     }
     run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
@@ -146,11 +147,7 @@ class PersistentBackward
   // Moves on to the next step, if there is one.
   __device__ __forceinline__ void prepare_pair(int i, bool has_next) {
     OneTilePair& p = pairs_[i];
-    if constexpr (Config::kKeeps) {
-      keep_gradients(keep_[i], p.grad_states, p.grads);
-      p.last_keep = keep_[i];
-      keep_[i] = p.next_keep;
-    }
+    if constexpr (Config::kKeeps) keep_gradients(p.keep, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
@@ -167,7 +164,7 @@ class PersistentBackward
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
       float2 sum = Base::total(sums, 0, i);
-      if constexpr (Config::kKeeps) sum = Base::kept(p.last_keep, sum);
+      if constexpr (Config::kKeeps) sum = Base::kept(p.keep, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -207,9 +204,7 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        const InputAddresses at = inputs_at(rows.first + b, unit(i));
-        load(inputs_[i], at);
-        if constexpr (Config::kKeeps) keep_[i] = *at.keep;
+        load(inputs_[i], inputs_at(rows.first + b, unit(i)));
       }
     }
   }
@@ -245,7 +240,7 @@ class PersistentBackward
       for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
       if (Cell::kReadsH) grad_h = add(grad_h, carried(i, b, kStates));
       run_cell(i, grad_h, grad_states, grads);
-      if constexpr (Config::kKeeps) keep_gradients(keep_[i], grad_states, grads);
+      if constexpr (Config::kKeeps) keep_gradients(inputs_[i].keep, grad_states, grads);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
@@ -355,7 +350,6 @@ class PersistentBackward
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];
   Inputs inputs_[kPairs];  // of the tile to come
-  float keep_[kPairs];     // likewise; with one tile loaded before the others, because it comes from farther
   float2 sums_of_rows_[kPairs][kSums] = {};
 };
 

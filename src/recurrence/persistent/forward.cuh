@@ -49,6 +49,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // What a pair reads in a step, and where it is.
   struct Inputs {
     Pair<T> projections[kGates], steps[kStepInputs];
+    float keep;
   };
   struct Addresses {
     T *gates, *extra, *output;
@@ -68,6 +69,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
             args_.keep + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
+    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -82,7 +84,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     States states;
     float2 h;
     Saved saved;
-    float next_keep;
   };
 
   __device__ __forceinline__ const T* first_h() const { return args_.h0 + map_.first_row * hidden_; }
@@ -101,7 +102,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH) p.h = p.exists ? read_pair(args_.h0 + p.at).widen() : make_float2(0, 0);
       if (p.exists && steps() > 0) load(inputs_[i], p.to);
-      if constexpr (Config::kKeeps) keep_[i] = p.exists && steps() > 0 ? *p.to.keep : 1;
     }
     return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element,
             lane_row < map_.end_row ? map_.vectors : 0, false, map_.element, map_.g};
@@ -114,9 +114,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return source;
   }
 
-  __device__ __forceinline__ void step_pair(int i, const float* sums, bool has_next) {
+  __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
-    if constexpr (Config::kKeeps) p.next_keep = p.exists && has_next ? p.to.keep[to_next_] : 1;
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
     Base::exchange(p.to.output, p.h.x, p.h.y, p.exists, i, 0);
   }
@@ -127,7 +126,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     if (p.exists) store_state_output(p.to, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
-    if constexpr (Config::kKeeps) keep_[i] = p.next_keep;
     if (p.exists && has_next) load(inputs_[i], p.to);
   }
 
@@ -159,9 +157,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile);
       if (map_.has_pair(i, hidden_) && b < min(map_.end_row, rows.count)) {
-        const Addresses at = addresses(rows.first + b, unit(i));
-        load(inputs_[i], at);
-        if constexpr (Config::kKeeps) keep_[i] = *at.keep;
+        load(inputs_[i], addresses(rows.first + b, unit(i)));
       }
     }
   }
@@ -232,9 +228,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
     if constexpr (Config::kKeeps) {
-      Base::keep(keep_[i], products);
-      Base::keep(keep_[i], states);
-      old_h = Base::kept(keep_[i], old_h);
+      Base::keep(inputs_[i].keep, products);
+      Base::keep(inputs_[i].keep, states);
+      old_h = Base::kept(inputs_[i].keep, old_h);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -274,7 +270,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   const T* states_;  // the lane's row of the exchanged states
   OneTilePair pairs_[kPairs];
   Inputs inputs_[kPairs];  // of the tile to come
-  float keep_[kPairs];     // likewise; with one tile loaded before the others, because it comes from farther
 };
 
 template <class Config>

@@ -173,7 +173,7 @@ class PersistentSteps {
       source = self.next_source(source);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        if (map_.warp_has_pair(i)) self.step_pair(i, sums, n + 1 < steps);
+        if (map_.warp_has_pair(i)) self.step_pair(i, sums);
       }
       if (Derived::kSendsLastStep || n + 1 < steps) exchange_.send();
 #pragma unroll
