@@ -12,7 +12,9 @@ from lltm_ext import _doctor, _record
 
 INSTALLED = _record.PACKAGE / "benchmarks"
 FOLDER = INSTALLED if INSTALLED.is_dir() else _record.PACKAGE.parent / "benchmarks"
-OPS = sorted({script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "tutorial_extension"})
+OPS = sorted(
+    {script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "readme", "tutorial_extension"}
+)
 NEEDED = ("matplotlib", "rich")  # the extra "bench"
 
 
