@@ -46,10 +46,10 @@ Call = Callable[[], Any]
 
 
 class Bench:
-    """Times calls on one device. Each candidate of a comparison may take ``seconds``."""
+    """Times calls on one device. Each candidate of a comparison may take ``seconds``, and has some rounds."""
 
-    def __init__(self, device: torch.device, seconds: float):
-        self.device, self.seconds = device, seconds
+    def __init__(self, device: torch.device, seconds: float, least_rounds: int = 5):
+        self.device, self.seconds, self.least_rounds = device, seconds, least_rounds
         self.cuda = device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -66,7 +66,7 @@ class Bench:
         inner = {name: max(1, min(50, int(5e-4 / seconds))) for name, seconds in once.items()}
         ahead = int(self.cuda and follows_itself)
         slowest = max(once[name] * (ahead + inner[name]) for name in calls)
-        rounds = max(5, min(200, int(self.seconds / slowest)))
+        rounds = max(self.least_rounds, min(200, int(self.seconds / slowest)))
         samples: dict[str, list[Any]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
@@ -96,7 +96,7 @@ class Bench:
     def _estimate(self, call: Call) -> float:
         """Seconds of a call after a warm-up, in which libraries choose algorithms and allocate."""
         times = []
-        for _ in range(5):
+        for _ in range(self.least_rounds):
             start = time.perf_counter()
             call()
             self.synchronize()

@@ -1,0 +1,134 @@
+"""LSTM and LLTM beside nn.LSTM over a map of sizes: times of forward and training, and peak memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from harness import INK, Bench, Row, finish, parse
+from lltm import LLTM, LSTM, MODES, PEER, Sequences, Shape, layers, sizes
+
+BATCHES = (1, 4, 16, 64, 256, 1024)
+HIDDEN = (32, 64, 96, 128, 200, 256, 384, 512, 768, 1024, 1536, 2048)
+LENGTHS = (20, 200, 1000)
+PRECISIONS = ("float32", "ieee", "bfloat16", "float16")
+OURS = (LSTM, LLTM)
+KINDS = (*MODES, "peak")
+# What a shape may take: elements of h over all steps, and multiplications of its products with h.
+MOST_ELEMENTS, MOST_PRODUCTS = 2**27, 2**37
+
+
+def shapes(small: bool) -> list[Shape]:
+    if small:
+        return [(b, 20, h) for b in BATCHES[:2] for h in HIDDEN[:2]]
+    every = ((b, t, h) for t in LENGTHS for h in HIDDEN for b in BATCHES)
+    return [s for s in every if math.prod(s) <= MOST_ELEMENTS and math.prod(s) * s[2] <= MOST_PRODUCTS]
+
+
+def measure(bench: Bench, shape: Shape, precision: str) -> list[Row]:
+    """A row for each of our layers."""
+    candidates = layers(bench, shape[2], [(name, precision) for name in (*OURS, PEER)])
+    sequences = Sequences(bench, shape, candidates)
+    found: Row = {}
+    for mode in MODES:
+        found |= sequences.times(mode, candidates)
+    found |= sequences.peaks()
+    rows = []
+    for layer in OURS:
+        row: Row = {"layer": layer, "precision": precision} | sizes(shape)
+        for kind in KINDS:
+            unit = "MiB" if kind == "peak" else "ms"
+            ours, theirs = (found[f"{name} {precision} {kind} {unit}"] for name in (layer, PEER))
+            row |= {f"ours {kind} {unit}": ours, f"peer {kind} {unit}": theirs}
+            row[f"{kind} ratio"] = ours / theirs if ours is not None else None
+        rows.append(row)
+    return rows
+
+
+# ---- the summary ---------------------------------------------------------------------------------
+
+
+def claims(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for layer in OURS:
+        for precision in PRECISIONS:
+            here = [row for row in rows if (row["layer"], row["precision"]) == (layer, precision)]
+            found += [f"{layer}, {precision}, {claim}" for kind in KINDS for claim in claim_of(here, kind)]
+    return found
+
+
+def claim_of(rows: Iterable[Row], kind: str) -> list[str]:
+    ratios = {(r["B"], r["T"], r["H"]): r[f"{kind} ratio"] for r in rows if r[f"{kind} ratio"] is not None}
+    if not ratios:
+        return []
+    mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
+    above = [sum(x > limit for x in ratios.values()) for limit in (1, 1.05)]
+    worst = sorted(ratios, key=lambda shape: -ratios[shape])[:3]
+    where = ", ".join(f"{ratios[shape]:.2f} at {shape}" for shape in worst)
+    return [
+        f"{kind}: {mean:.2f} x (geometric mean of {len(ratios)}), {above[0]} above 1.00 and {above[1]} above "
+        f"1.05 x; the largest (B, T, H): {where}"
+    ]
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(record: Row) -> Any:
+    """A panel for each layer and precision, length and mode: the ratio by batch and hidden size."""
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    columns = [(length, mode) for mode in MODES for length in LENGTHS]
+    lines = [(layer, precision) for layer in OURS for precision in PRECISIONS]
+    figure, grid = plt.subplots(
+        len(lines),
+        len(columns),
+        figsize=(15, 1.5 * len(lines)),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+    )
+    image = None
+    for (layer, precision), panels in zip(lines, grid, strict=True):
+        for (length, mode), axes in zip(columns, panels, strict=True):
+            ratios = {
+                (row["B"], row["H"]): row[f"{mode} ratio"]
+                for row in record["rows"]
+                if (row["layer"], row["precision"], row["T"]) == (layer, precision, length)
+            }
+            values = [[ratios.get((b, h), math.nan) for h in HIDDEN] for b in BATCHES]
+            image = axes.imshow(values, cmap="RdBu_r", norm=LogNorm(0.1, 10), aspect="auto", origin="lower")
+            for (b, h), ratio in ratios.items():
+                if ratio > 1:
+                    at = (HIDDEN.index(h), BATCHES.index(b))
+                    axes.text(*at, f"{ratio:.2f}", ha="center", va="center", fontsize=4, color=INK)
+            axes.grid(False)
+            axes.set_xticks(range(len(HIDDEN)), HIDDEN, fontsize=5, rotation=90)
+            axes.set_yticks(range(len(BATCHES)), BATCHES, fontsize=5)
+            axes.set_title(f"{layer.rpartition('.')[2]} {precision}, T {length}, {mode}", fontsize=7)
+    figure.colorbar(image, ax=grid, shrink=0.4, label=f"time / {PEER}'s")
+    figure.supylabel("batch")
+    for axes in grid[-1]:
+        axes.set_xlabel("hidden and input size", fontsize=6)
+    return figure
+
+
+def main() -> None:
+    args = parse(__doc__ or "")
+    bench = Bench(args.device, args.seconds / 10, least_rounds=3)
+    precisions = PRECISIONS if bench.cuda else PRECISIONS[:1]
+    rows = [
+        row
+        for precision in precisions
+        for shape in shapes(args.small)
+        for row in measure(bench, shape, precision)
+    ]
+    columns = ["layer", "precision", "B", "T", "H", *(f"{kind} ratio" for kind in KINDS)]
+    finish("sizes", args, rows, columns, claims(rows))
+
+
+if __name__ == "__main__":
+    main()
