@@ -17,13 +17,18 @@ WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test demo bench wheel wheels lint
+.PHONY: test demo docs bench wheel wheels lint
 
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py
+
+docs: $(INSTALLED)
+	$(BIN)/pip install -q --group docs
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+	@echo build/docs/index.html
 
 bench: $(INSTALLED)
 	$(BIN)/python -c "import time, torch; start = time.perf_counter(); import lltm_ext; \

@@ -1,7 +1,7 @@
 """Shared by the benchmarks: timing, the environment's record, tables, pictures.
 
     python benchmarks/harness.py run          # every op (from a wheel: python -m lltm_ext bench)
-    python benchmarks/harness.py plot         # redraws every picture and the README's table of layers from
+    python benchmarks/harness.py plot         # redraws every picture and the tables of pages from
                                               # benchmarks/results; needs no GPU
 
 Ours and its peers take turns, call by call, in one process, because clocks and machines vary: the result is
@@ -27,7 +27,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 OPS = sorted(
-    {path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling", "readme", "tutorial_extension"}
+    {path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling", "pages", "tutorial_extension"}
 )
 IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # results don't belong in an installed package
 OURS = "lltm_ext"
@@ -412,9 +412,9 @@ def main() -> int:
         for result in sorted(args.folder.glob("results/*/*.json")):
             print(plot(result))
         if args.folder == FOLDER and IS_CLONE:
-            import readme
+            import pages
 
-            readme.write()
+            pages.write()
         return 0
     statuses = [subprocess.run([sys.executable, FOLDER / f"{op}.py", *rest]).returncode for op in OPS]
     return int(any(statuses))  # a signal gives a negative status

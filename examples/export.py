@@ -2,7 +2,7 @@
 
     python examples/char_lm.py                # writes build/char_lm/char_lm.pt
     python examples/export.py                 # writes build/char_lm/char_lm.pt2
-    build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # to build it: README, "From C++"
+    build/examples/run_exported build/char_lm/char_lm.pt2 "The "    # to build it: docs/cpp.md
 
 torch.export turns the model into a graph of ops, ours included, for any batch and any length. AOTInductor
 compiles the graph into a package, for the GPU if there is one, else for the CPU. The script then loads the

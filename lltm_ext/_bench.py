@@ -13,7 +13,7 @@ from lltm_ext import _doctor, _record
 INSTALLED = _record.PACKAGE / "benchmarks"
 FOLDER = INSTALLED if INSTALLED.is_dir() else _record.PACKAGE.parent / "benchmarks"
 OPS = sorted(
-    {script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "readme", "tutorial_extension"}
+    {script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "pages", "tutorial_extension"}
 )
 NEEDED = ("matplotlib", "rich")  # the extra "bench"
 

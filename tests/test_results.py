@@ -3,12 +3,14 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readme_has_the_table_of_layers_that_the_results_give():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    readme = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme)
-    page = (ROOT / "README.md").read_text()
-    assert readme.with_layers(page) == page, "run `python benchmarks/harness.py plot`"
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_a_page_has_the_table_that_the_results_give(page):
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "benchmarks" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    assert pages.updated(page) == (ROOT / page).read_text(), "run `python benchmarks/harness.py plot`"

@@ -1,4 +1,4 @@
-"""The README's table of layers, computed from the results: `python benchmarks/harness.py plot` writes it."""
+"""Tables of pages, computed from the results: `python benchmarks/harness.py plot` writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-BEGIN, END = "<!-- layers, by benchmarks/harness.py plot -->\n", "<!-- end of layers -->\n"
+BEGIN, END = "<!-- by benchmarks/harness.py plot -->\n", "<!-- end -->\n"
 MODES = ("forward", "training")
 HALVES = ("bfloat16", "float16")
 PEER = "nn.LSTM"
@@ -132,12 +132,24 @@ def of_one_step(rows: Iterable[Row]) -> str:
     return text
 
 
-def with_layers(page: str) -> str:
-    """The page with today's table between its two marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + layers() + END + rest.split(END)[1]
+def short() -> str:
+    """The README's table: a few rows of the other."""
+    rows = layers().splitlines(keepends=True)
+    wanted = ("LSTM layer in float32", "GRU in", "RNN likewise", "peak memory", "training step of LLTM")
+    chosen = [row for row in rows if row.startswith(tuple(f"| {start}" for start in wanted))]
+    halves = next(row for row in rows if row.startswith("| … in half types"))  # LSTM's
+    return "".join([*rows[:2], chosen[0], halves, *chosen[1:]])
+
+
+PAGES = {"README.md": short, "docs/benchmarks.md": layers}
+
+
+def updated(page: str) -> str:
+    """The text of a page, with today's table between its two marks."""
+    before, rest = (ROOT / page).read_text().split(BEGIN)
+    return before + BEGIN + PAGES[page]() + END + rest.split(END)[1]
 
 
 def write() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_layers(readme.read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(updated(page))

@@ -1,0 +1,20 @@
+"""Sphinx: `make docs` builds these pages into build/docs."""
+
+import re
+
+import lltm_ext
+
+project = "lltm_ext"
+author = "the lltm_ext developers"
+version = release = re.sub(r"\+.*", "", lltm_ext.__version__)
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["conf.py"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say what shapes and types are
+add_module_names = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = "lltm_ext"
+html_show_sourcelink = False

@@ -1,0 +1,32 @@
+"""The Python code of README.md and docs/: it runs, and prints what its comments say."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDS_OTHER_LIBRARIES = {"docs/libraries.md"}  # which the table of that page names, with their versions
+PAGES = sorted(
+    page
+    for page in ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+    if page not in NEEDS_OTHER_LIBRARIES and "```python" in (ROOT / page).read_text()
+)
+
+
+def said(block):
+    """What the comments behind a block's prints say, up to a semicolon."""
+    return [text.split(";")[0].strip() for text in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_prints_what_it_says(page):
+    namespace = {"__name__": "a_page"}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    for block in blocks:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(block, page, "exec"), namespace)
+        assert output.getvalue().splitlines() == said(block)
