@@ -8,9 +8,10 @@ project = "lltm_ext"
 author = "the lltm_ext developers"
 version = release = re.sub(r"\+.*", "", lltm_ext.__version__)
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # their outputs are in them; tests/test_pages.py runs them
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say what shapes and types are
 add_module_names = False

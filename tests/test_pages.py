@@ -1,7 +1,8 @@
-"""The Python code of README.md and docs/: it runs, and prints what its comments say."""
+"""The Python code of README.md, docs/ and its notebooks: it runs, and prints what its comments say."""
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -30,3 +31,13 @@ def test_the_code_of_a_page_prints_what_it_says(page):
         with contextlib.redirect_stdout(output):
             exec(compile(block, page, "exec"), namespace)
         assert output.getvalue().splitlines() == said(block)
+
+
+@pytest.mark.parametrize("notebook", sorted(path.name for path in ROOT.glob("docs/*.ipynb")))
+def test_the_code_of_a_notebook_runs(notebook, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((ROOT / "docs" / notebook).read_text())["cells"]
+    namespace = {"__name__": "a_notebook"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), notebook, "exec"), namespace)
