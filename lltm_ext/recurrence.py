@@ -517,15 +517,17 @@ def run(
             return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm, reset_to)
     given = (cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
     to_initial = reset is not None and reset_to == "initial"
-    if not inputs and reset_to == "zeros" and kernels_check(cell, input, states, parameters):
+    if not inputs and reset_to == "zeros" and kernels_check(cell, input, states, weight_hh, parameters):
         if reset is not None:
             check_step_input(cell.__name__, "reset", reset, input, 0)
         try:
             return kernels().run_kernels(*given, batch_sizes, is_reverse, algorithm)
-        except Exception as error:
-            failure = error
-        check_call(*given, algorithm, reset_to)  # names the argument that does not fit
-        raise failure
+        except Exception:
+            try:
+                check_call(*given, algorithm, reset_to)  # names the argument that does not fit
+            except Exception as named:
+                raise named from None
+            raise
     check_call(*given, algorithm, reset_to)
     if by_loop(input, to_initial, algorithm):
         return run_loop(*given, batch_sizes, is_reverse, to_initial)
@@ -535,12 +537,17 @@ def run(
     return output, final[: len(states)]
 
 
-def kernels_check(cell: RecurrentCell, input: Any, states: list[Tensor], parameters: list[Any]) -> bool:
+def kernels_check(
+    cell: RecurrentCell, input: Any, states: list[Tensor], weight_hh: Any, parameters: list[Any]
+) -> bool:
     """Whether the dispatcher op refuses all that :func:`check_call` does, but for resets and step inputs.
 
-    It does so in less time. It would take tensors of other dtypes, because it gets them converted.
+    It does so in less time. It would take a weight_hh that the cell does not read, and other dtypes, which it
+    gets converted.
     """
     if cell.function is None or not isinstance(input, Tensor) or not input.is_cuda:
+        return False
+    if weight_hh is not None and not cell.recurrent:
         return False
     dtypes = (input.dtype, compute_dtype(input.dtype))
     return all(x.dtype in dtypes for x in states[1:]) and all(

@@ -3,6 +3,8 @@
 import copy
 import functools
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from op_suite import (
     assert_same_bits,
     cotangents,
     forward_and_gradients,
+    needs_cuda,
     sum_of_squares,
 )
 
@@ -625,3 +628,39 @@ def test_the_cpu_refuses_persistent_algorithms(algorithm):
     message = f"^everything: algorithm '{algorithm}' needs a CUDA device .algorithm 'auto' runs everything"
     with pytest.raises(RuntimeError, match=message):
         everything(**changed(), algorithm=algorithm)
+
+
+class KernelsFailed(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def kernels_fail(monkeypatch):
+    """On the CPU, calls go to kernels, and the kernels raise KernelsFailed."""
+
+    def run_kernels(*_):
+        raise KernelsFailed
+
+    module = sys.modules["lltm_ext.recurrence"]
+    monkeypatch.setattr(module, "kernels_check", lambda *_: True)
+    monkeypatch.setattr(module, "kernels", lambda: types.SimpleNamespace(run_kernels=run_kernels))
+
+
+def test_a_call_that_kernels_refuse_names_the_argument(kernels_fail):
+    h0, weight_ih, weight_hh = torch.zeros(2, 4), torch.zeros(12, 3), torch.zeros(12, 5)
+    with pytest.raises(RuntimeError, match="gru: expected weight_hh of shape") as raised:
+        gru(torch.zeros(6, 2, 3), h0, weight_ih, weight_hh, b_hn=torch.zeros(4))
+    assert raised.value.__suppress_context__
+
+
+def test_a_failure_of_kernels_is_raised_where_all_arguments_fit(kernels_fail):
+    h0, weight_ih, weight_hh = torch.zeros(2, 4), torch.zeros(12, 3), torch.zeros(12, 4)
+    with pytest.raises(KernelsFailed):
+        gru(torch.zeros(6, 2, 3), h0, weight_ih, weight_hh, b_hn=torch.zeros(4))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_a_cell_without_product_refuses_weight_hh(device):
+    zeros = functools.partial(torch.zeros, device=device)
+    with pytest.raises(TypeError, match="indrnn: expected weight_hh to be None"):
+        lltm_ext.cells.indrnn(zeros(6, 2, 3), zeros(2, 4), zeros(4, 3), zeros(4, 4), w_hh=zeros(4))
