@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lltm_ext._capture import capture
@@ -172,6 +173,16 @@ class Derived:
     def reads_h(self) -> bool:
         """Whether the cell uses the previous h, besides in its product."""
         return self.leaves["h"][0] in ancestors([*self.outputs, *self.saved])
+
+    @property
+    def zeros_stay(self) -> bool:
+        """Whether a unit stays zero whose inputs, states and parameters are, and so do its gradients."""
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        values = {argument: [zero] * len(nodes) for argument, nodes in self.leaves.items()}
+        outputs, saved = self.forward(values)
+        gradients = self.backward(saved, values, [zero] * len(outputs))
+        found = [*outputs, *(x for of_argument in gradients.values() for x in of_argument)]
+        return not any(x.any() for x in found)  # NaN is not zero
 
     @property
     def forward_ops(self) -> int:

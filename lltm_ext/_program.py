@@ -26,6 +26,7 @@ def program_of(cell: RecurrentCell | ToInitial) -> str:
         int(declared.separate),
         int(derived.reads_h),
         declared.output_state,
+        int(derived.zeros_stay),
     )
     program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
     CELLS[program] = cell

@@ -61,12 +61,15 @@ class Written:
     Attributes:
         saved, saved_names: the names of the values that forward saves.
         reads_h: whether forward names h.
+        zeros_stay: False, because nobody knows.
         source: the C++ struct.
 
     Raises:
         TypeError: for a text that is no text.
         ValueError: for names that have another meaning in the text, or values that it lacks.
     """
+
+    zeros_stay = False
 
     def __init__(self, declared: Declaration, text: Text):
         check(declared, text)

@@ -28,6 +28,7 @@ class Derived(NamedTuple):
 
     saved: Sequence[Any]
     reads_h: bool
+    zeros_stay: bool
     source: str
 
 
@@ -50,7 +51,7 @@ class ToInitial:
         inputs = (*cell.inputs, "_reset")
         self.declared = cell.declared._replace(states=states, inputs=inputs, output="_output")
         own = cell.derived
-        self.derived = Derived(own.saved, own.reads_h, SOURCE.format(source=own.source))
+        self.derived = Derived(own.saved, own.reads_h, own.zeros_stay, SOURCE.format(source=own.source))
         self.program = program_of(self)
 
     def step(

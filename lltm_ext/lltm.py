@@ -177,10 +177,10 @@ def lltm(
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
             device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
-            float32, with H a multiple of 8. "cluster" (compute capability 9.0 and above; H up to 512 in half
-            types, 128 in float32) exchanges states through the shared memory of thread block clusters; "grid"
-            (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about half a million)
-            through the L2 cache.
+            float32; units of zeros make H a multiple of 8. "cluster" (compute capability 9.0 and above; H up
+            to 512 in half types, 128 in float32) exchanges states through the shared memory of thread block
+            clusters; "grid" (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about
+            half a million) through the L2 cache.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.

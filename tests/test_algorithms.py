@@ -160,8 +160,7 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
         return "needs a CUDA device"
     if dtype == DOUBLE:
         return "takes float16, bfloat16 and float32, got float64"
-    if hidden % 8:
-        return f"needs a hidden_size that is a multiple of 8, got {hidden}"
+    hidden += -hidden % 8  # units are added
     chip = torch.cuda.get_device_properties(0)
     if NEEDED[algorithm] > CAPABILITY:
         return "needs compute capability {}.{}".format(*NEEDED[algorithm])
@@ -312,6 +311,44 @@ def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
     ran = assert_every_size(op, dtype, hidden, "cuda", algorithm)
     if algorithm == "stepwise":
         assert ran == len(lengths_and_batches(hidden, "cuda"))
+
+
+@needs_cuda
+@ops
+@types
+@pytest.mark.parametrize("algorithm", ["auto", on_gpu("cluster"), on_gpu("grid")])
+@pytest.mark.parametrize("sizes", [None, [40] * 9 + [7, 1]], ids=["dense", "packed"])
+@pytest.mark.parametrize("hidden", [1, 5, 12, 100, 150, 300])
+def test_hidden_sizes_that_are_no_multiple_of_8(op, dtype, algorithm, sizes, hidden):
+    call = op.call(Make(dtype, "cuda"), 9, 40, hidden, sizes=sizes)
+    if algorithm != "auto" and why_not(algorithm, dtype, hidden, 40, is_packed=bool(sizes), gates=op.gates):
+        pytest.skip(f"{algorithm} does not take this size")
+    planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm)
+    assert planned in ((algorithm,) if algorithm != "auto" else ("cluster", "grid"))
+    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
+    loop = functools.partial(op.loop, sizes=sizes)
+    results_of(f, loop, call).assert_near(dtype)
+    with torch.inference_mode():
+        outputs = call.run(f)
+    assert all(x.is_contiguous() for x in outputs)
+    assert_all_near(outputs, call.map(torch.Tensor.double).run(loop), FORWARD[dtype])
+
+
+@needs_cuda
+@ops
+def test_few_steps_of_such_sizes_run_one_by_one(op):
+    plans = [op.plan(*op.call(Make(torch.float16, "cuda"), length, 4, 100).args) for length in (7, 8)]
+    assert plans[0] == "stepwise" != plans[1]
+
+
+@needs_cuda
+@ops
+@types
+def test_both_directions_of_a_hidden_size_that_is_no_multiple_of_8(op, dtype):
+    call = op.bidirectional_call(Make(dtype, "cuda"), 9, 5, 100)
+    outputs, expected = call.run(op.bidirectional), call.run(op.one_by_one)
+    assert all(x.is_contiguous() for x in outputs)
+    assert_all_near(outputs, [x.double() for x in expected], FORWARD[dtype])
 
 
 @contextlib.contextmanager

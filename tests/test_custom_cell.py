@@ -128,6 +128,22 @@ def test_float64_and_odd_sizes_run_stepwise(name):
         example.check(DOUBLE)
 
 
+@needs_cuda
+@every_cell
+@both_resets
+@pytest.mark.parametrize("sizes", [None, [20] * 9 + [4, 1]], ids=["dense", "packed"])
+def test_hidden_sizes_that_are_no_multiple_of_8(name, reset_to, sizes):
+    """Units are added to a cell whose zeros stay zeros; others run stepwise."""
+    for hidden in (5, 100):
+        for reset in (False, True):
+            example = Example(
+                name, torch.float16, 11, 20, hidden, sizes=sizes, reset=reset, reset_to=reset_to
+            )
+            if example.cell.recurrent and sizes is None:
+                assert (example.algorithm() == "stepwise") == (not example.cell.derived.zeros_stay)
+            example.check(torch.float16)
+
+
 # Not IndRNN in float32: of so many values some round to the other side of relu's kink.
 independent_units = pytest.mark.parametrize(
     "name,dtype",

@@ -379,6 +379,29 @@ def test_what_a_cell_saves(name):
     assert len(DERIVED[name].saved) == CELLS[name][2], DERIVED[name].saved_names
 
 
+@pytest.mark.parametrize(
+    "formula,stay",
+    [
+        (lambda x, h: torch.tanh(x[0]) * torch.sigmoid(h), True),
+        (lambda x: torch.sigmoid(x[0]), False),
+        (lambda x: torch.exp(x[0]) - 1, True),
+        (lambda x, h: x[0] / h, False),  # NaN
+        (lambda x: torch.sqrt(x[0]), False),  # whose derivative at 0 is infinite
+        (lambda x, h: torch.where(x[0] > 0, x[0] / h, h), False),  # the other branch's derivative is NaN
+    ],
+)
+def test_zeros_stay(formula, stay):
+    """Kernels add units of zeros to a hidden size that they do not take."""
+    assert derive(formula, Declaration("cell", gates=1)).zeros_stay is stay
+
+
+def test_states_of_zeros_stay():
+    def counts(x, s):
+        return torch.tanh(x[0]) * s.n, (s.n + 1,)
+
+    assert not derive(counts, Declaration("cell", gates=1, states=("n",))).zeros_stay
+
+
 def test_saved_values_have_the_users_names():
     assert DERIVED["lstm"].saved_names == ("i", "f", "o", "g", "s.c")
     assert DERIVED["gru"].saved_names == ("reset", "update", "r[2] + p.b_hn", "candidate", "h")

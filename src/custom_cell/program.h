@@ -1,6 +1,7 @@
 // A user's cell in the text form that the dispatcher carries, so that it can be traced and exported. The
-// text's fields, separated by '\x1f': the cell's name; the numbers of its CellShape, separated by commas; the
-// C++ of its struct `Cell` (recurrence/cell.h).
+// text's fields, separated by '\x1f': the cell's name; numbers, separated by commas; the C++ of its struct
+// `Cell` (recurrence/cell.h). The numbers are those of its CellShape, and 1 if a unit of zeros stays so,
+// forward and backward, else 0.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -37,6 +38,7 @@ struct CellProgram {
 
   std::string text, name, code;
   CellShape shape;
+  bool zeros_stay;
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;

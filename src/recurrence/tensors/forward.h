@@ -12,6 +12,7 @@
 #include "common/dispatch.h"
 #include "common/matmul.h"
 #include "recurrence/step/step.h"
+#include "recurrence/tensors/added_units.h"
 #include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
@@ -291,6 +292,13 @@ struct BuiltInForward {
         return {output, h_n, c_n};
       }
     }
+#ifndef LLTM_EXT_STABLE_ABI
+    if (adds_units(Op{}, input, d.h0, batch_sizes, algorithm)) {
+      return run_with_added_units(Op{}, input, d, batch_sizes, algorithm, [&](const Direction& wide) {
+        return sequence_of(input, wide, batch_sizes, algorithm);
+      });
+    }
+#endif
     const variable_list y = run(input, d, batch_sizes, algorithm, /*save=*/false);
     return {y[0], y[1], y[2]};
   }
@@ -309,6 +317,15 @@ struct BuiltInForward {
   static variable_list bidirectional(const at::Tensor& input, at::TensorList forward_direction,
                                      at::TensorList reverse_direction, at::OptionalIntArrayRef batch_sizes,
                                      c10::string_view algorithm) {
+#ifndef LLTM_EXT_STABLE_ABI
+    if (both_add_units(Op{}, input, forward_direction, batch_sizes, algorithm)) {
+      return run_both_with_added_units(Op{}, input, forward_direction, reverse_direction, batch_sizes,
+                                       algorithm, [&](at::TensorList wide, at::TensorList wide_reverse) {
+                                         return bidirectional(input, wide, wide_reverse, batch_sizes,
+                                                              algorithm);
+                                       });
+    }
+#endif
     if (!input.defined() || !input.is_cpu()) {
       return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes,
                  algorithm, /*save=*/false);

@@ -54,9 +54,9 @@ struct SequenceOps {
     check_inputs(Op{}, op.c_str(), input, {h0, c0, weight_ih, weight_hh, bias, false}, batch_sizes,
                  algorithm);
     const KernelGuard guard(input);
+    const int64_t hidden = hidden_of_kernels(Op{}, input, h0, batch_sizes, algorithm);
     return name_of(
-        plan_for(Op{}, op.c_str(), input, h0.size(0), h0.size(1), !batch_sizes, backward, algorithm)
-            .algorithm);
+        plan_for(Op{}, op.c_str(), input, h0.size(0), hidden, !batch_sizes, backward, algorithm).algorithm);
   }
 
 #ifndef LLTM_EXT_STABLE_ABI
@@ -256,6 +256,13 @@ struct SequenceOps {
       return outputs;
     }
     if (records) {
+      if (both_add_units(Op{}, input, forward_direction, batch_sizes, algorithm)) {
+        return run_both_with_added_units(Op{}, input, forward_direction, reverse_direction, batch_sizes,
+                                         algorithm, [&](at::TensorList wide, at::TensorList wide_reverse) {
+                                           return bidirectional_autograd(input, wide, wide_reverse,
+                                                                         batch_sizes, algorithm);
+                                         });
+      }
       return BidirectionalFunction::apply(input, forward_direction, reverse_direction, batch_sizes,
                                           algorithm);
     }
@@ -299,6 +306,12 @@ struct SequenceOps {
           const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, bias, reverse);
           return {outputs[0], outputs[1], outputs[2]};
         }
+      }
+      if (adds_units(Op{}, input, h0, batch_sizes, algorithm)) {
+        return run_with_added_units(Op{}, input, only, batch_sizes, algorithm, [&](const Direction& d) {
+          return sequence_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias, batch_sizes,
+                                   reverse, algorithm, keep);
+        });
       }
       const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
                                                             batch_sizes, reverse, algorithm, keep);
