@@ -32,6 +32,7 @@ from op_suite import (
 )
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import _custom_cell, cells
@@ -148,6 +149,9 @@ class CustomCellOp {
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
   static constexpr bool keeps_in_fused_kernels() { return false; }
+  // Units are added here too, as for the kernels of CUDA.
+  static constexpr bool loads_eights(const at::Tensor&) { return true; }
+  bool zeros_stay() const { return program_.zeros_stay; }
   void check_device(const at::Tensor&) const {}
   template <class Sequences>
   cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
@@ -309,6 +313,54 @@ def test_resets(cell, sizes, reset, reverse):
 @every_cell
 def test_resets_in_half_types(cell, dtype):
     Example(cell, dtype, length=9, batch=6, hidden=16, reset=torch.float32).check()
+
+
+class HiddenSizes(TorchDispatchMode):
+    """Of the sequences that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "custom_cell_forward" in str(function):
+            self.found.append(args[1].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "cell,dtype,length,expected",
+    [
+        (cells.gru, torch.float32, 8, 16),
+        (cells.gru, torch.bfloat16, 8, 16),
+        (cells.gru, torch.float32, 7, 9),  # copies of the weights would take longer
+        (cells.gru, DOUBLE, 8, 9),
+        (cells.slstm, torch.float32, 8, 9),  # whose n grows from zero
+        (without_product, torch.float32, 8, 9),
+    ],
+)
+def test_units_of_zeros_are_added(cell, dtype, length, expected):
+    example = Example(cell, dtype, length, hidden=9)
+    with HiddenSizes() as sizes:
+        example.call.leaves().run(example.ours)
+    assert sizes.found == [expected]
+
+
+@every_cell
+@reverse
+@pytest.mark.parametrize("sizes", [None, [4] * 7 + [2, 1]], ids=["dense", "packed"])
+@pytest.mark.parametrize("reset", [None, torch.bool, torch.float32], ids=str)
+def test_units_of_zeros_change_nothing(cell, sizes, reset, reverse):
+    for hidden in (1, 13):
+        example = Example(cell, torch.float32, 9, hidden=hidden, sizes=sizes, reset=reset)
+        example.check(reverse=reverse)
+        with torch.no_grad():
+            assert all(x.is_contiguous() for x in example.call.run(example.ours))
+
+
+@with_episodes
+def test_units_of_zeros_change_nothing_with_resets_to_the_initial_states(cell):
+    Example(cell, torch.float32, 9, hidden=5, reset=torch.bool, to_initial=True).check()
 
 
 @every_cell

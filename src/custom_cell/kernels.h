@@ -38,6 +38,7 @@ class CustomCellOp {
   static constexpr bool stacked_states() { return true; }
   static constexpr bool keeps_in_fused_kernels() { return true; }
   static constexpr bool has_fused_kernels_of_double() { return true; }
+  static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
 
   // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).

@@ -24,7 +24,7 @@ template <class Op>
 bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& h0,
                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
 #ifndef LLTM_EXT_STABLE_ABI
-  if (!input.defined() || !h0.defined() || !input.is_cuda() || h0.dim() != 2) return false;
+  if (!input.defined() || !h0.defined() || !op.loads_eights(input) || h0.dim() != 2) return false;
   if (algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
   const auto hidden = h0.sym_size(1).maybe_as_int();

@@ -171,6 +171,7 @@ inline at::Tensor rows_of_keep(const Direction& d) {
 //     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
 //     keeps_in_fused_kernels();       // whether its fused kernels take Direction::keep
 //     has_fused_kernels_of_double();  // whether some of them take float64
+//     loads_eights(input);            // whether fused kernels on its device load units by eights
 //     zeros_stay();                   // whether a unit of zeros stays so, forward and backward
 //     ...                 // the launches of tensors/launch.h
 //   };

@@ -43,6 +43,7 @@ struct BuiltInOp {
   // runs the same formula as a user's cell (lltm_ext.cells).
   static constexpr bool keeps_in_fused_kernels() { return false; }
   static constexpr bool has_fused_kernels_of_double() { return false; }
+  static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
   static constexpr bool zeros_stay() { return true; }
   // Whether Op::CpuLayer runs some of its sequences (lstm/lstm_onednn.h).
   static constexpr bool has_cpu_layer() { return false; }
