@@ -61,10 +61,11 @@ $(INSTALLED): $(TOOLS) $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation ".[test,demo,bench]"
 	@touch $@
 
+# In isolation, as for someone who installs the sdist: pip downloads torch and the compiler again, for the build only.
 $(WHEEL): $(TOOLS) $(SOURCES)
 	@echo "== dist: the sdist, and the wheel from it"
 	rm -rf dist && $(BIN)/python setup.py -q sdist
-	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist dist/*.tar.gz
+	SOURCE_DATE_EPOCH=315532800 $(BIN)/pip wheel -q --no-deps -w dist dist/*.tar.gz
 	$(BIN)/python tools/check_wheel.py dist/*.whl
 	@touch $@
 

@@ -1,13 +1,17 @@
 """LSTM, GRU and RNN in the place of torch's: each habit of its users, torch's layer and ours side by side."""
 
 import io
+import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
-from op_suite import Make, assert_all_near, assert_near
+from op_suite import Make, assert_all_near, assert_near, sum_of_squares
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_map
 
 import lltm_ext
 
@@ -62,6 +66,58 @@ def taggers(name, Model=Tagger, **options):
     theirs, ours = (Model(layer) for layer in pair(name, **options))
     ours.load_state_dict(theirs.state_dict())
     return theirs.eval(), ours.eval()
+
+
+# ---- What torch tests its modules with -------------------------------------------------------------------
+
+# In another process, because the import freezes torch's flags.
+SAVE_CALLS = """
+import sys, torch
+from torch.testing._internal.common_modules import module_db
+calls = {}
+for info in module_db:
+    if info.module_cls in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        options = dict(device="cpu", dtype=torch.float64, requires_grad=False, training=True)
+        calls[info.module_cls.__name__] = [
+            (call.constructor_input.kwargs, call.forward_input.args)
+            for call in info.module_inputs_func(info, **options)
+        ]
+torch.save(calls, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def calls_of_torchs_tests(tmp_path_factory):
+    """By the class's name, (options of the layer, arguments of the call)."""
+    file = tmp_path_factory.mktemp("calls") / "calls.pt"
+    subprocess.run([sys.executable, "-c", SAVE_CALLS, file], check=True, capture_output=True)
+    return torch.load(file)
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_the_calls_that_torch_tests_its_modules_with(calls_of_torchs_tests, name, dtype, training, device):
+    """Outputs, states and gradients; after pickling too, and in float64."""
+    assert len(calls_of_torchs_tests[name]) >= 16
+    for options, given in calls_of_torchs_tests[name]:
+        args = tree_map(lambda x: x.to(device, dtype), given)
+        theirs, ours = pair(name, device=device, dtype=dtype, **options)
+        assert_same_call(theirs.train(training), ours.train(training), args)
+        assert_same_call(theirs, pickle.loads(pickle.dumps(ours)), args)
+        args = tree_map(torch.Tensor.double, args)
+        assert_same_call(theirs.double(), ours.double(), args)
+
+
+def assert_same_call(theirs, ours, args):
+    expected, found = (tensors_of(layer(*args)) for layer in (theirs, ours))
+    bound = 1e-12 if found[0].dtype == torch.float64 else 1e-5
+    assert_all_near(found, expected, bound)
+    gradients = (
+        torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))
+        for layer, outputs in ((ours, found), (theirs, expected))
+    )
+    assert_all_near(*gradients, 10 * bound)
 
 
 # ---- Gradients and weights -------------------------------------------------------------------------------
