@@ -1,6 +1,6 @@
 # Each target makes what it needs and repeats nothing that is done.
 # Needed beforehand: Python >= 3.10, a C++ compiler and make. The CUDA compiler comes from PyPI with torch.
-# Some of the tests: make test PYTEST="tests/test_relu.py". Without those that build: make test PYTEST="-m 'not packaging'".
+# Some of the tests: make test PYTEST="tests/test_relu.py".
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 COMPILER ?= $(shell sed -n 's/^TOOLKIT = //p' lltm_ext/_version.py)
@@ -12,15 +12,23 @@ PLATFORM ?= auto
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
+LINT := .venv/.lint
 INSTALLED := .venv/.installed
+INSTALLED_WHEEL := .venv/.installed-wheel
+# Two at a time, the tests of a file one after the other, and the files in the order of tests/conftest.py.
+TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test demo docs bench wheel wheels lint
+.PHONY: test test-all demo docs bench wheel wheels lint
 
 test: $(INSTALLED)
-	$(BIN)/pytest $(PYTEST)
+	$(TEST) -m "not packaging and not compiles" $(PYTEST)
+	@echo "Left out: the tests that compile or install. All tests, with the wheel for all GPUs: make test-all"
+
+test-all: $(INSTALLED_WHEEL)
+	$(TEST) $(PYTEST)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py
@@ -41,7 +49,7 @@ wheel: $(WHEEL)
 wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
 	$(BIN)/python tools/wheels.py publish $(WHEELHOUSE)
 
-lint: $(TOOLS)
+lint: $(LINT)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 	$(BIN)/python tools/stubs.py --check
 	find src include examples/cpp tests/emulation -name '*.h' -o -name '*.c*' | xargs $(BIN)/clang-format --dry-run -Werror
@@ -50,26 +58,37 @@ lint: $(TOOLS)
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 $(TOOLS): pyproject.toml
-	@echo "== .venv: torch, the CUDA compiler and tools (the first time: some 3 GB to download)"
+	@echo "== .venv: torch and the CUDA compiler (the first time: some 3 GB to download)"
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/pip install -q $(TORCH) $(COMPILER) --group build --group lint --group wheels
+	$(BIN)/pip install -q $(TORCH) $(COMPILER) --group build
+	@touch $@
+
+$(LINT): $(TOOLS)
+	$(BIN)/pip install -q --group lint
 	@touch $@
 
 $(INSTALLED): $(TOOLS) $(SOURCES)
-	@echo "== lltm_ext: compiling what is new, and installing (the first time: minutes)"
-	$(BIN)/pip install -q --no-build-isolation ".[test,demo,bench]"
+	@echo "== lltm_ext: compiling for this machine what is new, and installing (the first time: two minutes)"
+	env $$($(BIN)/python tools/here.py) $(BIN)/pip install -q --no-build-isolation ".[test,demo,bench]"
+	@rm -f $(INSTALLED_WHEEL)
 	@touch $@
+
+$(INSTALLED_WHEEL): $(WHEEL)
+	$(BIN)/pip install -q --force-reinstall --no-deps dist/*.whl
+	$(BIN)/pip install -q "$$(echo ./dist/*.whl)[test,demo,bench]"
+	@touch $(INSTALLED) $@
 
 # In isolation, as for someone who installs the sdist: pip downloads torch and the compiler again, for the build only.
 $(WHEEL): $(TOOLS) $(SOURCES)
-	@echo "== dist: the sdist, and the wheel from it"
+	@echo "== dist: the sdist, and the wheel for all GPUs from it (the first time: ten minutes)"
 	rm -rf dist && $(BIN)/python setup.py -q sdist
 	SOURCE_DATE_EPOCH=315532800 $(BIN)/pip wheel -q --no-deps -w dist dist/*.tar.gz
 	$(BIN)/python tools/check_wheel.py dist/*.whl
 	@touch $@
 
 $(WHEELHOUSE)/.sdist: $(TOOLS) $(SOURCES)
+	$(BIN)/pip install -q --group wheels
 	rm -f $(WHEELHOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(WHEELHOUSE)
 	@touch $@
 

@@ -19,6 +19,8 @@ import lltm_ext
 from lltm_ext import _toolchain
 from lltm_ext.lltm import lltm_reference
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = Path(torch.__file__).parent
 

@@ -25,6 +25,8 @@ from lltm_ext._C import custom_cell as _C
 from lltm_ext._loop import run_loop
 from lltm_ext.recurrence import run
 
+pytestmark = pytest.mark.compiles
+
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_cell = pytest.mark.parametrize("name", CELLS)
 every_text = pytest.mark.parametrize("name", TEXTS)

@@ -41,6 +41,8 @@ from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._text import SEPARATOR
 from lltm_ext._to_initial import without_resets
 
+pytestmark = pytest.mark.compiles
+
 SOURCES = Path(__file__).parents[1] / "src"
 PACKED = [20, 20, 13, 9, 2, 1]
 

@@ -21,6 +21,8 @@ import torch
 
 from lltm_ext import _build, _probe, _record, _toolchain, jit
 
+pytestmark = pytest.mark.compiles
+
 PACKAGE = Path(_record.__file__).resolve().parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 BUILD_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_JIT", "TORCH_CUDA_ARCH_LIST")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from cell_examples import CELLS as FROM_PYTHON
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 PROGRAM = "persistent_kernels"
