@@ -21,7 +21,7 @@ WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test test-all demo docs bench wheel wheels lint
+.PHONY: test test-all fuzz demo docs bench wheel wheels lint
 
 test: $(INSTALLED)
 	$(TEST) -m "not packaging and not compiles" $(PYTEST)
@@ -29,6 +29,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED_WHEEL)
 	$(TEST) $(PYTEST)
+
+fuzz: $(INSTALLED)
+	$(BIN)/pytest tests/fuzz --examples=12500 $(PYTEST)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py

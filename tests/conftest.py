@@ -24,6 +24,10 @@ DEVICES = [
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--examples", type=int, default=300, help="random calls of each function in tests/fuzz")
+
+
 def pytest_generate_tests(metafunc):
     taken = {
         name for mark in metafunc.definition.iter_markers("parametrize") for name in mark.args[0].split(",")

@@ -871,7 +871,7 @@ class TestOnCuda:
             assert_near(outputs[0], softsign_reference(x.double()), FORWARD[torch.float32])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+@needs_nvrtc
 def test_ctrl_c_ends_the_wait_for_the_compiler(tmp_path):
     program = """
 import signal

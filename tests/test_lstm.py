@@ -112,7 +112,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 class TestLargeSequencesOnTheCPU:
-    """They run by oneDNN's layer, half types in float32; bfloat16 as it is where the CPU multiplies it."""
+    """They run by oneDNN's layer, half types in float32."""
 
     def run(self, dtype, reverse, bias, by_layer, create_graph=False):
         """Outputs and gradients (with ``create_graph`` of second order), and the names of the ops called."""

@@ -1,6 +1,5 @@
 // A sequence of the LSTM on the CPU by oneDNN's layer, which torch.nn.LSTM takes there too: forward, and a
-// Function with its backward. In float32, and in bfloat16 on CPUs with instructions for it. For few
-// small steps those of tensors/forward.h are faster.
+// Function with its backward. For few small steps those of tensors/forward.h are faster.
 #pragma once
 
 #include <ATen/Context.h>
@@ -22,18 +21,10 @@ struct OneDnnLstm {
 
   static bool takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes) {
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op
-    if (is_traced || !has_type(input.scalar_type()) || input.numel() == 0) return false;
-    if (d.states.scalar_type() != input.scalar_type()) return false;
+    if (is_traced || input.scalar_type() != at::kFloat || input.numel() == 0) return false;
     if (batch_sizes || d.keep.defined() || !at::globalContext().userEnabledMkldnn()) return false;
     const int64_t batch = d.h0.size(0), hidden = d.h0.size(1);
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;
-  }
-
-  static bool has_type(at::ScalarType type) {
-#ifdef __x86_64__
-    if (type == at::kBFloat16) return __builtin_cpu_supports("avx512bf16");
-#endif
-    return type == at::kFloat;
   }
 
   // A call of the layer takes some 30 us more of the host, a step of it less: on one core and on two the
@@ -99,12 +90,8 @@ struct OneDnnLstm {
       const bool reverse = ctx->saved_data["reverse"].toBool();
       if (at::GradMode::is_enabled()) {
         gradients = differentiable_gradients(
-            [&](variable_list x) {
-              const at::ScalarType type = x[0].scalar_type();
-              for (at::Tensor& each : x) each = in_float32(each);
-              variable_list outputs = Composed::composed(x, std::nullopt, reverse, at::Tensor());
-              for (at::Tensor& each : outputs) each = each.to(type);
-              return outputs;
+            [&](const variable_list& x) {
+              return Composed::composed(x, std::nullopt, reverse, at::Tensor());
             },
             inputs, grad_outputs);
       } else {

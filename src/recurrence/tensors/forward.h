@@ -222,6 +222,13 @@ struct ForwardOps {
 
 // ---- half types on the CPU
 
+// They are only storage there: products in float32 are faster, and more exact.
+inline bool is_half_on_cpu(const at::Tensor& x) {
+  return x.defined() && x.is_cpu() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
+}
+
+inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
+
 // (output, h_n, c_n) of run(input, direction) in float32, rounded to the dtypes of input and states.
 template <class Op, typename F>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, const at::Tensor& input,
@@ -273,17 +280,17 @@ struct BuiltInForward {
                                                                     const Direction& d,
                                                                     at::OptionalIntArrayRef batch_sizes,
                                                                     c10::string_view algorithm) {
+    if (is_half_on_cpu(input)) {
+      return run_in_float32(Op{}, input, d, batch_sizes, algorithm, [&](const auto& x, const auto& wide) {
+        return sequence_of(x, wide, batch_sizes, algorithm);
+      });
+    }
     if constexpr (Op::has_cpu_layer()) {
       if (cpu_layer_takes<Op>(input, d, batch_sizes, algorithm)) {
         const auto [output, h_n, c_n, workspace] =
             Op::CpuLayer::forward({input, d}, d.reverse, /*train=*/false);
         return {output, h_n, c_n};
       }
-    }
-    if (is_half_on_cpu(input)) {
-      return run_in_float32(Op{}, input, d, batch_sizes, algorithm, [&](const auto& x, const auto& wide) {
-        return sequence_of(x, wide, batch_sizes, algorithm);
-      });
     }
 #ifndef LLTM_EXT_STABLE_ABI
     if (adds_units(Op{}, input, d.h0, batch_sizes, algorithm)) {

@@ -100,13 +100,6 @@ inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
 
 inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
 
-// Half types are only storage there: products in float32 are faster, and more exact.
-inline bool is_half_on_cpu(const at::Tensor& x) {
-  return x.defined() && x.is_cpu() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
-}
-
-inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
-
 inline OptionalTensor if_defined(const at::Tensor& x) {
   return x.defined() ? OptionalTensor(x) : std::nullopt;
 }

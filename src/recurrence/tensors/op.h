@@ -293,19 +293,19 @@ struct SequenceOps {
     if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
       const Direction only = {
           h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
-      if constexpr (Op::has_cpu_layer()) {
-        if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
-          using Node = typename Op::CpuLayer::template Node<SequenceFunction>;
-          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, bias, reverse);
-          return {outputs[0], outputs[1], outputs[2]};
-        }
-      }
       if (is_half_on_cpu(input)) {
         return run_in_float32(Op{}, input, only, batch_sizes, algorithm,
                               [&](const at::Tensor& x, const Direction& d) {
                                 return sequence_autograd(x, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
                                                          batch_sizes, reverse, algorithm, keep);
                               });
+      }
+      if constexpr (Op::has_cpu_layer()) {
+        if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
+          using Node = typename Op::CpuLayer::template Node<SequenceFunction>;
+          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, bias, reverse);
+          return {outputs[0], outputs[1], outputs[2]};
+        }
       }
       if (adds_units(Op{}, input, h0, batch_sizes, algorithm)) {
         return run_with_added_units(Op{}, input, only, batch_sizes, algorithm, [&](const Direction& d) {

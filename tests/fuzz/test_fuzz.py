@@ -1,0 +1,19 @@
+"""Random calls of each public function (calls.py), each function in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALLS = Path(__file__).with_name("calls.py")
+OPS = ["sigmoid", "relu", "round", "binarize", "gemm", "lltm_cell", "lltm", "lstm"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_random_calls_equal_the_reference_or_are_refused_by_name(op, device, tmp_path, pytestconfig):
+    log, examples = tmp_path / "last_call", str(pytestconfig.getoption("--examples"))
+    command = [sys.executable, CALLS, "--op", op, "--examples", examples, "--device", device, "--log", log]
+    done = subprocess.run(command, capture_output=True, text=True)
+    last = log.read_text() if log.exists() else "no call"
+    assert done.returncode == 0, f"status {done.returncode}, the last call was {last}\n{done.stderr[-6000:]}"
