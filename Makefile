@@ -31,7 +31,7 @@ test-all: $(INSTALLED_WHEEL)
 	$(TEST) $(PYTEST)
 
 fuzz: $(INSTALLED)
-	$(BIN)/pytest tests/fuzz --examples=12500 $(PYTEST)
+	$(BIN)/pytest tests/fuzz --examples=10000 $(PYTEST)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py

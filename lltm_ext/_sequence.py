@@ -379,6 +379,8 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
     check_tensor(name, argument, x)
     if x.device != input.device:
         raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
+    if x.layout != torch.strided:
+        raise RuntimeError(f"{name}: expected {argument} of layout torch.strided, got {x.layout}")
     if x.is_complex():
         raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
     rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"

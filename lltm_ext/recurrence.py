@@ -516,7 +516,7 @@ def run(
         with torch.autocast(input.device.type, enabled=False):
             return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm, reset_to)
     given = (cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    to_initial = reset is not None and reset_to == "initial"
+    to_initial, packed = reset is not None and reset_to == "initial", batch_sizes is not None
     if not inputs and reset_to == "zeros" and kernels_check(cell, input, states, weight_hh, parameters):
         if reset is not None:
             check_step_input(cell.__name__, "reset", reset, input, 0)
@@ -524,11 +524,11 @@ def run(
             return kernels().run_kernels(*given, batch_sizes, is_reverse, algorithm)
         except Exception:
             try:
-                check_call(*given, algorithm, reset_to)  # names the argument that does not fit
+                check_call(*given, algorithm, reset_to, packed)  # names the argument that does not fit
             except Exception as named:
                 raise named from None
             raise
-    check_call(*given, algorithm, reset_to)
+    check_call(*given, algorithm, reset_to, packed)
     if by_loop(input, to_initial, algorithm):
         return run_loop(*given, batch_sizes, is_reverse, to_initial)
     if to_initial:
@@ -628,10 +628,13 @@ def check_call(
     reset: Any,
     algorithm: str,
     reset_to: str,
+    packed: bool = False,
 ) -> None:
-    """Raises for arguments that do not fit, as the built-in ops do."""
+    """Raises for arguments that do not fit, as the built-in ops do. ``packed``: if input has packed rows."""
     name = cell.__name__
     check_tensor(name, "input", input)
+    if input.layout != torch.strided:
+        raise RuntimeError(f"{name}: expected input of layout torch.strided, got {input.layout}")
     if input.dtype not in FLOATING:
         dtypes = "float16, bfloat16, float32 or float64"
         raise TypeError(f"{name}: expected input of dtype {dtypes}, got {dtype_name(input.dtype)}")
@@ -645,7 +648,7 @@ def check_call(
     state_dtypes = (input.dtype, compute_dtype(input.dtype))
     for argument, x in zip(cell.state_names[1:], states[1:], strict=True):
         check_like(name, argument, x, input, state_dtypes)
-    check_shapes(cell, input, states, tensors)
+    check_shapes(cell, input, states, tensors, packed)
     for argument, x in zip((*cell.inputs, "reset"), (*inputs, reset), strict=True):
         if argument != "reset" or x is not None:
             check_step_input(name, argument, x, input, states[0].shape[1])
@@ -683,7 +686,7 @@ def check_like(name: str, argument: str, x: Any, input: Tensor, dtypes: tuple[to
 
 
 def check_shapes(
-    cell: RecurrentCell, input: Tensor, states: list[Tensor], tensors: dict[str, Tensor]
+    cell: RecurrentCell, input: Tensor, states: list[Tensor], tensors: dict[str, Tensor], packed: bool
 ) -> None:
     name, h0 = cell.__name__, states[0]
 
@@ -693,10 +696,9 @@ def check_shapes(
                 f"{name}: expected {argument} of shape {meaning} = {list(expected)}, got {list(x.shape)}"
             )
 
-    if input.dim() not in (2, 3):  # 2 for packed rows
-        raise RuntimeError(
-            f"{name}: expected input of shape [length, batch, input_size], got {list(input.shape)}"
-        )
+    dims, meaning = (2, "[rows of all steps, input_size]") if packed else (3, "[length, batch, input_size]")
+    if input.dim() != dims:
+        raise RuntimeError(f"{name}: expected input of shape {meaning}, got {list(input.shape)}")
     if h0.dim() != 2:
         raise RuntimeError(f"{name}: expected h0 of shape [batch, hidden_size], got {list(h0.shape)}")
     batch, hidden = input.shape[1] if input.dim() == 3 else h0.shape[0], h0.shape[1]

@@ -25,7 +25,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--examples", type=int, default=300, help="random calls of each function in tests/fuzz")
+    parser.addoption("--examples", type=int, default=2000, help="random calls of each function in tests/fuzz")
 
 
 def pytest_generate_tests(metafunc):

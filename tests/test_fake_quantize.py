@@ -558,6 +558,18 @@ class TestRawBindings:
             _C.fake_quantize.forward(None, one, one, *RANGE)
 
 
+@pytest.mark.parametrize("shape,axis", [((0,), 0), ((3, 0), 1), ((0, 3), 0)])
+def test_no_channels_have_empty_gradients(shape, axis, device):
+    x = torch.ones(shape, device=device, requires_grad=True)
+    scale = torch.ones(0, device=device, requires_grad=True)
+    offset = torch.zeros(1, device=device, requires_grad=True)
+    for zero_point, wanted in ((0, [x, scale]), (offset, [x, scale, offset])):
+        y = lltm_ext.fake_quantize(x, scale, zero_point, -8, 7, axis=axis)
+        gradients = torch.autograd.grad(y.sum(), wanted)
+        assert [g.shape for g in gradients] == [w.shape for w in wanted]
+        assert not any(g.any() for g in gradients)
+
+
 @needs_cuda
 @pytest.mark.parametrize("learn", [False, True])
 def test_more_elements_than_an_int32_counts(learn):

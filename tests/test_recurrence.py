@@ -511,6 +511,17 @@ def changed(**changes):
 
 BAD_CALLS = {
     "no input": ({"input": lambda x: None}, TypeError, "input to be a Tensor, got NoneType"),
+    "2-D input": (
+        {"input": lambda x: x[0]},
+        RuntimeError,
+        r"input of shape \[length, batch, input_size\], got \[",
+    ),
+    "sparse input": ({"input": torch.Tensor.to_sparse}, RuntimeError, "input of layout torch.strided, got"),
+    "sparse input of a step": (
+        {"gap": torch.Tensor.to_sparse},
+        RuntimeError,
+        "gap of layout torch.strided, got torch.sparse_coo",
+    ),
     "integers": ({"input": torch.Tensor.long}, TypeError, "input of dtype float16, .* or float64, got int64"),
     "2-D weight_ih": (
         {"weight_ih": lambda x: x[0]},

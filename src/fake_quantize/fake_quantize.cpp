@@ -198,7 +198,7 @@ Tensor gradient_for(const Tensor& parameter, const Tensor& per_channel) {
   const at::ScalarType type =
       at::isFloatingType(parameter.scalar_type()) ? parameter.scalar_type() : per_channel.scalar_type();
   if (per_channel.is_meta()) return at::empty_symint(parameter.sym_sizes(), parameter.options().dtype(type));
-  const bool shared = parameter.numel() == 1 && per_channel.numel() > 1;
+  const bool shared = parameter.numel() == 1 && per_channel.numel() != 1;  // of no channels too
   return (shared ? per_channel.sum() : per_channel).to(parameter.device(), type).view(parameter.sizes());
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 CALLS = Path(__file__).with_name("calls.py")
-OPS = ["sigmoid", "relu", "round", "binarize", "gemm", "lltm_cell", "lltm", "lstm"]
+OPS = ["sigmoid", "relu", "round", "binarize", "gemm", "lltm_cell", "lltm", "lstm", "gru", "fake_quantize"]
 
 
 @pytest.mark.parametrize("op", OPS)
