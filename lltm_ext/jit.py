@@ -38,16 +38,16 @@ def build() -> Path:
     Raises:
         RuntimeError: if a build lacks something, a compiler fails or an op does not work; with what to do.
     """
-    with_cuda, architectures = _wanted()
+    with_cuda, architectures = wanted()
     folder = _cache() / _name(with_cuda, architectures)
     if not _is_complete(folder):
         with _lock(folder):
             if not _is_complete(folder):  # no other process has built it meanwhile
-                _build_new(folder, _environment(with_cuda, architectures))
+                _build_new(folder, environment_for(with_cuda, architectures))
     return folder
 
 
-def _wanted() -> tuple[bool, list[str]]:
+def wanted() -> tuple[bool, list[str]]:
     """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
@@ -102,7 +102,7 @@ def _lock(folder: Path) -> AbstractContextManager[Any]:
         ) from error
 
 
-def _environment(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
+def environment_for(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
     """The variables for _build.py. Raises a ToolchainError if something that a build needs is missing."""
     toolchain.check_host()
     if not with_cuda:

@@ -15,7 +15,7 @@ pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
 # The portable library lacks some ops, and these files build native modules.
 if _portable.in_use:
-    collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py"]
+    collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py", "fuzz"]
 
 DEVICES = [
     "cpu",

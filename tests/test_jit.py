@@ -185,7 +185,7 @@ def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(_toolchain, "gpus", lambda: gpus)
-    assert jit._wanted() == wanted
+    assert jit.wanted() == wanted
 
 
 @pytest.mark.parametrize(

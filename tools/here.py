@@ -1,14 +1,18 @@
-"""Prints the variable that makes a build for this machine: for its GPUs, or without one the CPU modules only.
+"""Prints the variables of a build for this machine, chosen as for a build at run time (lltm_ext/jit.py).
 
-Where the user has set one of the variables, it prints nothing. `make demo` and `make test` build so, because
-kernels for all GPUs take ten minutes.
+`make demo` and `make test` build so: kernels for all GPUs take minutes.
 """
 
-import os
+import sys
+from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import lltm_ext_cli
 
-if not {"LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST"} & os.environ.keys():
-    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    listed = ";".join(f"{major}.{minor}" for major, minor in sorted(capabilities))
-    print(f"TORCH_CUDA_ARCH_LIST={listed}" if listed else "LLTM_EXT_CUDA=0")
+lltm_ext_cli.find_package()  # its __init__ loads the modules, which are yet to be built
+from lltm_ext import jit  # noqa: E402
+
+variables = jit.environment_for(*jit.wanted())
+print(
+    *(f"{name}={variables[name]}" for name in ("LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST") if name in variables)
+)

@@ -68,12 +68,14 @@ Outputs custom_cell(const at::Tensor& input, const at::Tensor& h0, const at::Ten
                     string_view algorithm, string_view program) {
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
-  const CustomCellOp op = op_for(program, input);
-  if (adds_units(op, input, h0, batch_sizes, algorithm)) {
-    return run_with_added_units(op, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-      return custom_cell(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias, if_defined(d.parameters),
-                         if_defined(d.step_inputs), keep, batch_sizes, reverse, algorithm, program);
-    });
+  if (!is_in_eights(h0)) {  // asked first, because finding the program hashes its text
+    const CustomCellOp op = op_for(program, input);
+    if (adds_units(op, input, h0, batch_sizes, algorithm)) {
+      return run_with_added_units(op, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
+        return custom_cell(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias, if_defined(d.parameters),
+                           if_defined(d.step_inputs), keep, batch_sizes, reverse, algorithm, program);
+      });
+    }
   }
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
   return {y[0], y[1], y[2]};
@@ -207,15 +209,17 @@ Outputs custom_cell_autograd(const at::Tensor& input, const at::Tensor& h0, cons
                              at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                              string_view program) {
   if (any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters)) {
-    const CustomCellOp of = op_for(program, input);
-    if (adds_units(of, input, h0, batch_sizes, algorithm)) {
-      const Direction direction =
-          direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
-      return run_with_added_units(of, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-        return custom_cell_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
-                                    if_defined(d.parameters), if_defined(d.step_inputs), keep, batch_sizes,
-                                    reverse, algorithm, program);
-      });
+    if (!is_in_eights(h0)) {
+      const CustomCellOp of = op_for(program, input);
+      if (adds_units(of, input, h0, batch_sizes, algorithm)) {
+        const Direction direction =
+            direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+        return run_with_added_units(of, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
+          return custom_cell_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
+                                      if_defined(d.parameters), if_defined(d.step_inputs), keep, batch_sizes,
+                                      reverse, algorithm, program);
+        });
+      }
     }
     const variable_list y =
         CustomCellFunction::apply(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,

@@ -18,17 +18,27 @@ constexpr int64_t kUnitsTogether = 8;
 // Copies of weights and states take as long as some steps.
 constexpr int64_t kLeastSteps = 8;
 
+// Whether a hidden size is one that the fused kernels take, or a trace does not know it. A cheap first
+// question.
+inline bool is_in_eights(const at::Tensor& h0) {
+#ifndef LLTM_EXT_STABLE_ABI
+  if (!h0.defined() || h0.dim() != 2) return true;  // refused later
+  const auto hidden = h0.sym_size(1).maybe_as_int();
+  return !hidden || *hidden % kUnitsTogether == 0;
+#else
+  return true;
+#endif
+}
+
 // Whether a sequence runs with more units. Arguments that do not fit are refused later. In the portable
 // library none does: torch's stable ABI can't call constant_pad_nd.
 template <class Op>
 bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& h0,
                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
 #ifndef LLTM_EXT_STABLE_ABI
-  if (!input.defined() || !h0.defined() || !op.loads_eights(input) || h0.dim() != 2) return false;
+  if (is_in_eights(h0) || !input.defined() || !op.loads_eights(input)) return false;
   if (algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
-  const auto hidden = h0.sym_size(1).maybe_as_int();
-  if (!hidden || *hidden % kUnitsTogether == 0) return false;
   if (algorithm != "auto") return true;
   if (batch_sizes) return static_cast<int64_t>(batch_sizes->size()) >= kLeastSteps;
   const auto length = input.sym_size(0).maybe_as_int();
