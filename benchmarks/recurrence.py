@@ -318,6 +318,7 @@ def measure_first_call() -> Row:
                 subprocess.run(
                     [sys.executable, "-c", FIRST_CALL],
                     env={**os.environ, "LLTM_EXT_CACHE": cache + "/cache"},
+                    cwd=cache,  # -c imports from the working directory first, which may be the checkout
                     capture_output=True,
                     text=True,
                     check=True,

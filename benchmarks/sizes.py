@@ -17,7 +17,7 @@ PRECISIONS = ("float32", "ieee", "bfloat16", "float16")
 OURS = (LSTM, LLTM)
 KINDS = (*MODES, "peak")
 # What a shape may take: elements of h over all steps, and multiplications of its products with h.
-MOST_ELEMENTS, MOST_PRODUCTS = 2**27, 2**37
+MOST_ELEMENTS, MOST_PRODUCTS = 2**25, 2**35
 
 
 def shapes(small: bool) -> list[Shape]:

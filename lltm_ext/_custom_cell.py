@@ -21,7 +21,7 @@ from lltm_ext._library import (
     transforms_active,
     vmap_rows,
 )
-from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._loop import compute_dtype, run_loop, zero_state
 from lltm_ext._program import CELLS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def run_kernels(
     cell: RecurrentCell | ToInitial,
     input: Tensor,
-    states: Sequence[Tensor],
+    states: Sequence[Tensor | None],
     weight_ih: Tensor,
     weight_hh: Tensor | None,
     bias: Tensor | None,
@@ -48,7 +48,8 @@ def run_kernels(
     options = (batch_sizes, is_reverse, algorithm, cell.program)
     function = CustomCellFunction.apply if transforms_active() or has_tangents() else ops.custom_cell
     output, h_n, states_n, *_ = function(*arguments, *options)
-    return output, [h_n, *(states_n[i].to(x.dtype) for i, x in enumerate(states[1:]))]
+    others = zip(states_n.unbind(0), states[1:], strict=True)
+    return output, [h_n, *(y if x is None else y.to(x.dtype) for y, x in others)]
 
 
 def algorithm_of(
@@ -72,7 +73,7 @@ def algorithm_of(
 def op_arguments(
     cell: RecurrentCell | ToInitial,
     input: Tensor,
-    states: Sequence[Tensor],
+    states: Sequence[Tensor | None],
     weight_ih: Tensor,
     weight_hh: Tensor | None,
     bias: Tensor | None,
@@ -81,19 +82,20 @@ def op_arguments(
     reset: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
-    h0, *others = states
-    compute = compute_dtype(input.dtype)
+    h0, compute = states[0], compute_dtype(input.dtype)
+    others = [x for x in states[1:] if x is not None]
     if any(x.dtype != others[0].dtype for x in others[1:]):
         others = [x.to(compute) for x in others]
+    hidden = weight_ih.shape[0] // cell.gates
     return (
         input,
         h0,
-        stacked(others) if others else h0.new_empty(0, *h0.shape),
+        stacked(others) if others else None,
         weight_ih,
-        None if weight_hh is None else dense(weight_hh, h0.shape[1]),
+        None if weight_hh is None else dense(weight_hh, hidden),
         bias,
         stacked(parameters) if parameters else None,
-        torch.cat([planes(x, input, h0.shape[1]) for x in inputs], -1) if inputs else None,
+        torch.cat([planes(x, input, hidden) for x in inputs], -1) if inputs else None,
         None if reset is None else share_kept(reset, compute),
     )
 
@@ -121,10 +123,8 @@ def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
 
 
 def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a row keeps of its states at each step, as numbers."""
-    if reset.dtype == torch.bool:
-        return torch.where(reset, 0.0, 1.0).to(dtype)  # one launch
-    return 1 - reset.detach().to(dtype)
+    """What a row keeps of its states at each step: bool, or a number."""
+    return ~reset if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
 
 
 class CustomCellFunction(torch.autograd.Function):
@@ -184,8 +184,8 @@ class CustomCellFunction(torch.autograd.Function):
 
 def by_loop(
     input: Tensor,
-    h0: Tensor,
-    states: Tensor,
+    h0: Tensor | None,
+    states: Tensor | None,
     weight_ih: Tensor,
     weight_hh: Tensor | None,
     bias: Tensor | None,
@@ -199,6 +199,10 @@ def by_loop(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The dispatcher op by the loop of torch's ops."""
     cell = CELLS[program]
+    if h0 is None:
+        h0 = zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)
+    if states is None:
+        states = h0.new_zeros((len(cell.declared.states), *h0.shape))
     weights = (weight_ih, weight_hh, bias)
     of_cell = [] if parameters is None else list(parameters.unbind(0))
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.declared.inputs), -1))

@@ -124,6 +124,12 @@ def scaled(x: Tensor, share: Tensor) -> Tensor:
     return (x * share).masked_fill(share == 0, 0)
 
 
+def zero_state(input: Tensor, hidden_size: int, batch_sizes: list[int] | None) -> Tensor:
+    """An initial state of zeros [B, H] for a sequence of [T, B, I], or of packed rows."""
+    batch = input.shape[1] if batch_sizes is None else batch_sizes[0] if batch_sizes else 0
+    return input.new_zeros((batch, hidden_size))
+
+
 def first_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.shape[0] == rows else x[:rows]
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._library import differentiable_gradients, ops
-from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
+from lltm_ext._loop import zero_state
+from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
 from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.gemm import _Product
 from lltm_ext.lltm import _CellFunction
@@ -219,7 +220,7 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
         return tuple(
             y
             for tensors, reverse in directions
-            for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse)
+            for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse, None)
         )
 
     def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
@@ -286,14 +287,16 @@ def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
     return of_input, dense(weights), weights.new_empty(weights.shape[0]), of_h, of_cell
 
 
-def shape_sequence(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return input.new_empty(*input.shape[:-1], h0.shape[1]), dense(h0), dense(c0)
+def shape_sequence(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
+    h0, c0, _, weight_hh, *others = direction
+    hidden, batch_sizes = weight_hh.shape[1], others[1] if len(others) > 1 else None
+    states = (zero_state(input, hidden, batch_sizes) if x is None else dense(x) for x in (h0, c0))
+    return input.new_empty(*input.shape[:-1], hidden), *states
 
 
 def shape_sequence_forward(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
     """Followed by the gates and ``extra``, which has one value per unit for LLTM and LSTM."""
-    h0, _, _, weight_hh = direction[:4]
-    gates, extra = (input.new_empty(*input.shape[:-1], n) for n in (weight_hh.shape[0], h0.shape[1]))
+    gates, extra = (input.new_empty(*input.shape[:-1], n) for n in direction[3].shape)
     return *shape_sequence(input, *direction), gates, extra
 
 
@@ -301,7 +304,18 @@ def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -
     of_input, of_bias = needed
     rows = direction[3].shape[0] if of_bias else 0
     first = dense(input) if of_input else input.new_empty(0)
-    return first, *map(dense, direction[:4]), direction[3].new_empty(rows)
+    of_direction = (input.new_empty(0) if x is None else dense(x) for x in direction[:4])
+    return first, *of_direction, direction[3].new_empty(rows)
+
+
+def with_one_bias(function: Any) -> Kernel:
+    """The Function of a sequence op, which takes the sum of the op's biases."""
+    apply = apply_of(function)
+
+    def recorded(*args: Any) -> Any:
+        return apply(*args[:5], one_bias(args[5], args[10]), *args[6:10])
+
+    return recorded
 
 
 def shape_both(shapes: Callable[..., tuple[Tensor, ...]]) -> Kernel:
@@ -405,7 +419,7 @@ for _name, _unary in UNARY_OPS.items():
 
 for _name, _sequence in SEQUENCE_OPS.items():
     _both = f"{_name}_bidirectional"
-    define(_name, recording(_name, apply_of(_sequence.Function)), shape_sequence, casts=True)
+    define(_name, recording(_name, with_one_bias(_sequence.Function)), shape_sequence, casts=True)
     define(f"{_name}_forward", None, shape_sequence_forward)
     define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[14:16]))
     define(f"{_name}_algorithm", casts=True)

@@ -35,7 +35,7 @@ from lltm_ext._library import (
     vmap_loop,
     vmap_rows,
 )
-from lltm_ext._loop import kept
+from lltm_ext._loop import kept, zero_state
 
 State = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -70,7 +70,7 @@ class SequenceOp(NamedTuple):
     algorithm: AlgorithmFunction
     Function: Any  # the torch.autograd.Function, of the arguments of the dispatcher op
     gates: int
-    run: Callable[..., Outputs]  # (input, *direction, batch_sizes=, reverse=, algorithm=, reset=, reset_to=)
+    run: Callable[..., Outputs]  # of one direction
     run_both: Callable[..., list[Outputs]]  # (input, forward, reverse, batch_sizes)
 
 
@@ -182,9 +182,11 @@ def sequence_function(
     """
     forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    def by_reference(input: Tensor, h0: Tensor, c0: Tensor, *args: Any) -> Outputs:
+    def by_reference(input: Tensor, h0: Tensor | None, c0: Tensor | None, *args: Any) -> Outputs:
         """By the reference: all steps at once, or step by step if the number of rows changes."""
         *weights, batch_sizes, reverse, keep = args
+        hidden = weights[1].shape[1]
+        h0, c0 = (zero_state(input, hidden, batch_sizes) if x is None else x for x in (h0, c0))
         reset = keep if keep is None else ~keep if keep.dtype == torch.bool else 1 - keep
         if batch_sizes is None:
             if reverse:
@@ -200,7 +202,7 @@ def sequence_function(
             rows, (h, c) = reference(step[None], (h0[:n], c0[:n]), *weights, reset=now)
             h0, c0 = torch.cat([h, h0[n:]]), torch.cat([c, c0[n:]])
             outputs.append(rows[0])
-        return torch.cat(outputs[order]) if outputs else input.new_zeros(0, h0.shape[1]), h0, c0
+        return torch.cat(outputs[order]) if outputs else input.new_zeros(0, hidden), h0, c0
 
     class SequenceFunction(torch.autograd.Function):
         """``(output, h_n, c_n, gates, extra)``, the last two for backward."""
@@ -241,14 +243,15 @@ def sequence_function(
                 found = differentiable_gradients(lambda *x: by_reference(*x, *how, keep), inputs, grads)
                 return (*found, *nothing)
             saved = (*inputs[:5], output, gates, extra)
-            of_input, of_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-            first, *others, last = backward_op(*grads, *saved, *how, ctx.algorithm, of_input, of_bias, keep)
-            return (first if of_input else None, *others, last if of_bias else None, *nothing)
+            needed = ctx.needs_input_grad[:6]
+            found = backward_op(*grads, *saved, *how, ctx.algorithm, needed[0], needed[5], keep)
+            return (*(x if is_needed else None for x, is_needed in zip(found, needed, strict=True)), *nothing)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
             row = 1 if args[6] is None else 0  # without batch_sizes the length is the first dimension
-            rows = {0: row, 1: 0, 2: 0} | ({9: row} if args[9:] and args[9] is not None else {})
+            places = {0: row, 1: 0, 2: 0, 9: row}
+            rows = {i: dim for i, dim in places.items() if i < len(args) and args[i] is not None}
             rule = vmap_rows(SequenceFunction.apply, rows, (row, 0, 0, row, row), counts=6)
             return rule(info, in_dims, *args)
 
@@ -261,24 +264,30 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
 
     def run(
         input: Tensor,
-        *direction: Tensor | None,
+        h0: Tensor | None,
+        c0: Tensor | None,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias: Tensor | None = None,
+        bias_hh: Tensor | None = None,
+        *,
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
         reset: Any = None,
         reset_to: str = "zeros",
     ) -> Outputs:
-        as_cell = reset_to == "initial" or (input.is_cuda and not _portable.in_use)
-        if reset is not None and as_cell:
-            return run_as_cell(name, input, direction, reset, batch_sizes, reverse, algorithm, reset_to)
+        tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm)
+        if reset is not None and (reset_to == "initial" or (input.is_cuda and not _portable.in_use)):
+            return run_as_cell(name, *tensors, one_bias(bias, bias_hh), reset, *how, reset_to)
         keep = None if reset is None else share_kept(name, reset, input)
-        how = (batch_sizes, reverse, algorithm, keep)
-        return function.apply(input, *direction, *how)[:3] if has_tangents() else op(input, *direction, *how)
+        call = transformed if has_tangents() else op
+        return call(*tensors, bias, *how, keep, bias_hh)
 
     def transformed(
         input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
+        h0: Tensor | None,
+        c0: Tensor | None,
         weight_ih: Tensor,
         weight_hh: Tensor,
         bias: Tensor | None = None,
@@ -286,9 +295,10 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         reverse: bool = False,
         algorithm: str = "auto",
         keep: Tensor | None = None,
+        bias_hh: Tensor | None = None,
     ) -> Outputs:
-        how = (batch_sizes, reverse, algorithm, keep)
-        return function.apply(input, h0, c0, weight_ih, weight_hh, bias, *how)[:3]
+        tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm, keep)
+        return function.apply(*tensors, one_bias(bias, bias_hh), *how)[:3]
 
     under_transforms(name, transformed)
     backward = f"{name}_backward"
@@ -299,7 +309,11 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
 def run_as_cell(
     name: str,
     input: Tensor,
-    direction: tuple[Any, ...],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
     reset: Tensor,
     batch_sizes: list[int] | None,
     reverse: bool,
@@ -310,7 +324,6 @@ def run_as_cell(
     from lltm_ext import cells
     from lltm_ext.recurrence import run
 
-    h0, c0, weight_ih, weight_hh, bias = direction
     weights, how = (weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm)
     cell = getattr(cells, name)
     output, (h_n, c_n) = run(cell, input, [h0, c0], *weights, [], [], reset, *how, reset_to=reset_to)
@@ -505,6 +518,10 @@ class SequenceLayer(nn.Module):
         """(weight_ih, weight_hh, bias)"""
         raise NotImplementedError
 
+    def _own_parameters_of(self, layer: int, direction: int) -> Sequence[Tensor | None]:
+        """The same, or the two biases whose sum that is."""
+        return self._parameters_of(layer, direction)
+
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         """Raises for an input with another number of dimensions, or of another input_size."""
         raise NotImplementedError
@@ -513,24 +530,29 @@ class SequenceLayer(nn.Module):
         self,
         layer: int,
         input: Tensor,
-        states: list[tuple[Tensor, ...]],
+        states: list[tuple[Tensor | None, ...]],
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> Sequence[tuple[Tensor, ...]]:
-        """(output, *states) of each direction. ``states`` are its initial ones."""
-        directions = [(*states[i], *self._parameters_of(layer, i)) for i in range(self._directions)]
+        """(output, *states) of each direction. ``states`` are its initial ones, None for zeros."""
         if self.bidirectional and steps.resets[0] is None:
+            parameters = [self._parameters_of(layer, i) for i in range(2)]
+            if states[0][0] is None:
+                zeros = zero_state(input, self.hidden_size, batch_sizes)
+                states = [(zeros, zeros)] * 2
+            directions = [(*states[i], *parameters[i]) for i in range(2)]
             return self._op.run_both(input, *directions, batch_sizes)
         return [
             self._op.run(
                 input,
-                *direction,
+                *states[i],
+                *self._own_parameters_of(layer, i),
                 batch_sizes=batch_sizes,
                 reverse=i == 1,
-                reset=reset,
+                reset=steps.resets[i],
                 reset_to=steps.reset_to,
             )
-            for i, (direction, reset) in enumerate(zip(directions, steps.resets, strict=False))
+            for i in range(self._directions)
         ]
 
     def forward(
@@ -667,9 +689,9 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
+        initial: list[tuple[Tensor | None, ...]]
         if states is None:
-            zeros = input.new_zeros((batch, self.hidden_size))
-            initial = [(zeros,) * len(self._state_names)] * self._slices
+            initial = [(None,) * len(self._state_names)] * self._slices
         else:
             initial = [tuple([x[i] for x in states]) for i in range(self._slices)]
         final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
@@ -788,8 +810,7 @@ class TorchLayer(SequenceLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
-        reset: Tensor | PackedSequence | None = None,
+        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         return self._call(input, hx, reset, reset_to)
@@ -843,7 +864,7 @@ class TorchLayer(SequenceLayer):
             self._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
             self._has_expanded_weights = any(type(w).__name__ == "ExpandedWeight" for w in weights)
 
-    def _own_parameters_of(self, layer: int, direction: int) -> list[Tensor]:
+    def _own_parameters_of(self, layer: int, direction: int) -> list[Any]:
         """weight_ih, weight_hh and, if the layer has them, bias_ih and bias_hh."""
         number = 4 if self.bias else 2
         first = (layer * self._directions + direction) * number
@@ -948,6 +969,11 @@ def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
     A gradient that is scaled in place would change the other one too.
     """
     return torch.sub(bias_ih, bias_hh, alpha=-1)
+
+
+def one_bias(bias: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:
+    """What a bias and, if there is one, a second one add to the gates."""
+    return bias if bias_hh is None else sum_of_biases(bias, bias_hh)  # type: ignore[arg-type]
 
 
 def at_next_step(reset: Tensor, batch_sizes: list[int] | None, is_reverse: bool = False) -> Tensor:

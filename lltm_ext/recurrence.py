@@ -16,7 +16,7 @@ from lltm_ext import _portable
 from lltm_ext._declaration import Declaration, arguments_of, call, check_names, is_name
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
-from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._loop import compute_dtype, run_loop, zero_state
 from lltm_ext._program import program_of
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._text import Text, Written
@@ -488,7 +488,7 @@ class RecurrentCell:
 def run(
     cell: RecurrentCell,
     input: Any,
-    states: list[Tensor],
+    states: Sequence[Any],
     weight_ih: Any,
     weight_hh: Any,
     bias: Any,
@@ -505,40 +505,65 @@ def run(
     Args:
         input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
             holds for ``inputs`` and ``reset``.
-        states: h0 and the other states, each [B, H].
+        states: h0 and the other states, each [B, H]; all may be None for zeros.
         parameters, inputs: in the cell's order.
         is_reverse: whether the last step is the first to be computed. A reset precedes its step in the order
             of computation.
     """
-    dtype = autocast_dtype(input)
-    if dtype is not None:
-        arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
-        with torch.autocast(input.device.type, enabled=False):
-            return run(cell, *arguments, inputs, reset, batch_sizes, is_reverse, algorithm, reset_to)
-    given = (cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    to_initial, packed = reset is not None and reset_to == "initial", batch_sizes is not None
-    if not inputs and reset_to == "zeros" and kernels_check(cell, input, states, weight_hh, parameters):
+    dtype, to_initial, packed = (
+        autocast_dtype(input),
+        reset is not None and reset_to == "initial",
+        batch_sizes is not None,
+    )
+    others, how = (
+        (weight_ih, weight_hh, bias, parameters, inputs, reset),
+        (batch_sizes, is_reverse, algorithm),
+    )
+    is_plain = dtype is None and not inputs and reset_to == "zeros"
+    if is_plain and kernels_check(cell, input, states, weight_hh, parameters):
         if reset is not None:
             check_step_input(cell.__name__, "reset", reset, input, 0)
         try:
-            return kernels().run_kernels(*given, batch_sizes, is_reverse, algorithm)
+            return kernels().run_kernels(cell, input, states, *others, *how)
         except Exception:
+            states = or_zeros(cell, input, states, weight_ih, batch_sizes)
             try:
-                check_call(*given, algorithm, reset_to, packed)  # names the argument that does not fit
+                check_call(
+                    cell, input, states, *others, algorithm, reset_to, packed
+                )  # names what does not fit
             except Exception as named:
                 raise named from None
             raise
+    states = or_zeros(cell, input, states, weight_ih, batch_sizes)
+    if dtype is not None:
+        arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
+        with torch.autocast(input.device.type, enabled=False):
+            return run(cell, *arguments, inputs, reset, *how, reset_to)
+    given = (cell, input, states, *others)
     check_call(*given, algorithm, reset_to, packed)
     if by_loop(input, to_initial, algorithm):
         return run_loop(*given, batch_sizes, is_reverse, to_initial)
     if to_initial:
         given = without_resets(*given, batch_sizes, is_reverse)
-    output, final = kernels().run_kernels(*given, batch_sizes, is_reverse, algorithm)
+    output, final = kernels().run_kernels(*given, *how)
     return output, final[: len(states)]
 
 
+def or_zeros(
+    cell: RecurrentCell,
+    input: Tensor,
+    states: Sequence[Any],
+    weight_ih: Tensor,
+    batch_sizes: list[int] | None,
+) -> list[Any]:
+    """The states, zeros for those that are None."""
+    if states[0] is not None:
+        return list(states)
+    return [zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)] * len(states)
+
+
 def kernels_check(
-    cell: RecurrentCell, input: Any, states: list[Tensor], weight_hh: Any, parameters: list[Any]
+    cell: RecurrentCell, input: Any, states: Sequence[Any], weight_hh: Any, parameters: list[Any]
 ) -> bool:
     """Whether the dispatcher op refuses all that :func:`check_call` does, but for resets and step inputs.
 
@@ -550,7 +575,7 @@ def kernels_check(
     if weight_hh is not None and not cell.recurrent:
         return False
     dtypes = (input.dtype, compute_dtype(input.dtype))
-    return all(x.dtype in dtypes for x in states[1:]) and all(
+    return all(x is None or x.dtype in dtypes for x in states[1:]) and all(
         isinstance(x, Tensor) and x.dtype == input.dtype for x in parameters
     )
 

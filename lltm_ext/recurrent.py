@@ -39,7 +39,7 @@ class RecurrentLayer(SequenceLayer):
         self,
         layer: int,
         input: Tensor,
-        states: list[tuple[Tensor, ...]],
+        states: list[tuple[Tensor | None, ...]],
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> Sequence[tuple[Tensor, ...]]:

@@ -34,7 +34,7 @@ class LayerOfTorch(TorchLayer, RecurrentLayer):
         if not exact or not input.is_cpu or input.numel() == 0 or is_special:
             return super()._run(input, states, batch, batch_sizes, steps)
         given = (*(states or ()), *self._flat_weights)
-        if any(not x.is_cpu or x.dtype != input.dtype for x in given):  # to be named
+        if any(x is not None and (not x.is_cpu or x.dtype != input.dtype) for x in given):  # to be named
             return super()._run(input, states, batch, batch_sizes, steps)
         h0 = states[0] if states else input.new_zeros((self._slices, batch, self.hidden_size))
         sizes = [] if batch_sizes is None else [torch.tensor(batch_sizes, device="cpu")]
@@ -65,8 +65,8 @@ class GRU(LayerOfTorch, nn.GRU):
             return weight_ih, weight_hh, None, weight_ih.new_zeros(self.hidden_size)
         # The candidate's second bias is inside the product with the reset gate.
         bias_ih, bias_hh = (bias.split([2 * self.hidden_size, self.hidden_size]) for bias in biases)
-        bias = torch.cat([sum_of_biases(bias_ih[0], bias_hh[0]), bias_ih[1]])
-        return weight_ih, weight_hh, bias, bias_hh[1]
+        of_gates = sum_of_biases(bias_ih[0], bias_hh[0])
+        return weight_ih, weight_hh, torch.cat([of_gates, bias_ih[1]]), bias_hh[1]
 
 
 class RNN(LayerOfTorch, nn.RNN):

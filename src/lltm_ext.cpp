@@ -10,11 +10,12 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 
 // The signature of the dispatcher ops lltm and lstm.
-using Sequence = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                                const at::Tensor&, const at::Tensor&,
+using Sequence = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const OptionalTensor&,
+                                                                const OptionalTensor&, const at::Tensor&,
                                                                 const at::Tensor&, const OptionalTensor&,
                                                                 at::OptionalIntArrayRef, bool,
-                                                                std::string_view, const OptionalTensor&);
+                                                                std::string_view, const OptionalTensor&,
+                                                                const OptionalTensor&);
 
 std::tuple<at::Tensor, State> call_sequence(const c10::TypedOperatorHandle<Sequence>& op,
                                             const at::Tensor& input, const State& hx,
@@ -22,7 +23,8 @@ std::tuple<at::Tensor, State> call_sequence(const c10::TypedOperatorHandle<Seque
                                             const OptionalTensor& bias, std::string_view algorithm) {
   const auto& [h0, c0] = hx;
   auto [output, h_n, c_n] = op.call(input, h0, c0, weight_ih, weight_hh, bias, /*batch_sizes=*/std::nullopt,
-                                    /*reverse=*/false, algorithm, /*keep=*/std::nullopt);
+                                    /*reverse=*/false, algorithm, /*keep=*/std::nullopt,
+                                    /*bias_hh=*/std::nullopt);
   return {output, {h_n, c_n}};
 }
 

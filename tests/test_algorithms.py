@@ -175,7 +175,9 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
             room = room and hidden <= 512
     else:
         groups = chip.multi_processor_count // -(-hidden // 16)
-        room = hidden <= 2048 and dtype != torch.float32 and not is_packed and batch <= 8 * groups
+        one_tile = not is_packed and batch <= 8 * groups
+        several = CAPABILITY == (9, 0) and batch <= 320 * groups
+        room = hidden <= 2048 and dtype != torch.float32 and (one_tile or several)
     return None if room else f"has no room on this GPU for hidden_size = {hidden} and batch = {batch}"
 
 
@@ -343,12 +345,88 @@ def test_few_steps_of_such_sizes_run_one_by_one(op):
 
 @needs_cuda
 @ops
+@pytest.mark.parametrize("hidden", [1, 7, 20, 33, 75, 96])
+@pytest.mark.parametrize("length", [1, 9])
+def test_small_float32_layers_of_any_hidden_size_run_in_one_launch(op, hidden, length):
+    call = op.call(Make(torch.float32, "cuda"), length, 5, hidden)
+    if CAPABILITY == (9, 0):
+        assert op.plan(*call.args) == "cluster"
+    results_of(op, op.loop, call).assert_near(torch.float32)
+
+
+@needs_cuda
+@ops
 @types
 def test_both_directions_of_a_hidden_size_that_is_no_multiple_of_8(op, dtype):
     call = op.bidirectional_call(Make(dtype, "cuda"), 9, 5, 100)
     outputs, expected = call.run(op.bidirectional), call.run(op.one_by_one)
     assert all(x.is_contiguous() for x in outputs)
     assert_all_near(outputs, [x.double() for x in expected], FORWARD[dtype])
+
+
+# ---- No initial states, two biases -----------------------------------------------------------------------
+
+GIVEN = {"h0 and c0": (), "c0": (1,), "h0": (2,), "neither": (1, 2)}  # and the positions of the others
+
+
+@ops
+@types
+@pytest.mark.parametrize("lacking", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("sizes", [None, [9, 7, 7, 1]], ids=["dense", "packed"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@runs
+def test_a_sequence_without_initial_states_starts_from_zeros(
+    op, dtype, device, algorithm, lacking, sizes, reverse
+):
+    if sizes and algorithm == "cluster":
+        pytest.skip("cluster takes no packed sequences")
+    make = Make(dtype, device)
+    call = op.call(make, 4, 9, 72, sizes=sizes)
+    zeros = [torch.zeros_like(x) if i in lacking else x for i, x in enumerate(call.args)]
+    without = [None if i in lacking else x for i, x in enumerate(call.args)]
+    f = functools.partial(op, sizes=sizes, reverse=reverse, algorithm=algorithm)
+    # Gradients of the final states too, and none of them.
+    for used in ((0, 1, 2), (0,)):
+        found, expected = [], []
+        for results, arguments in ((found, without), (expected, zeros)):
+            inputs = [x if x is None else x.detach().requires_grad_() for x in arguments]
+            outputs = f(*inputs)
+            wanted = [x for i, x in enumerate(inputs) if i not in lacking]
+            grad_outputs = cotangents([outputs[i] for i in used])
+            gradients = torch.autograd.grad([outputs[i] for i in used], wanted, grad_outputs)
+            results += [x.detach() for x in outputs] + list(gradients)
+        with torch.no_grad():
+            found += f(*without)
+            expected += f(*zeros)
+        assert [x.dtype for x in found] == [x.dtype for x in expected]
+        assert_all_near(found, [x.double() for x in expected], FORWARD[dtype])
+
+
+@pytest.mark.parametrize("hidden", [72, 20])
+@types
+@runs
+def test_two_biases_are_as_their_sum_and_have_gradients_of_their_own(dtype, device, algorithm, hidden):
+    op, make = OPS["lstm"], Make(dtype, device)
+    *tensors, bias = op.call(make, 4, 9, hidden).args
+    biases = [bias.detach().requires_grad_(), make(4 * hidden).requires_grad_()]
+    how = (None, False, algorithm, None)
+    outputs = torch.ops.lltm_ext.lstm(*tensors, biases[0], *how, biases[1])
+    found = torch.autograd.grad(outputs[0], biases, torch.ones_like(outputs[0]))
+    total = (biases[0] + biases[1]).detach().requires_grad_()
+    expected = op(*tensors, total, algorithm=algorithm)
+    (gradient,) = torch.autograd.grad(expected[0], total, torch.ones_like(expected[0]))
+    assert_all_near(outputs, [x.double() for x in expected], FORWARD[dtype])
+    assert_all_near(found, [gradient.double()] * 2, BACKWARD[dtype])
+    assert found[0].data_ptr() != found[1].data_ptr()
+    with torch.no_grad():
+        again = torch.ops.lltm_ext.lstm(*tensors, biases[0], *how, biases[1])
+    assert_all_near(again, [x.double() for x in expected], FORWARD[dtype])
+
+
+def test_a_second_bias_that_does_not_fit_is_named():
+    *tensors, bias = OPS["lstm"].call(Make(torch.float32, "cpu"), 2, 3, 8).args
+    with pytest.raises(RuntimeError, match=r"^lstm: expected bias_hh of shape of bias = \[32\], got \[31\]"):
+        torch.ops.lltm_ext.lstm(*tensors, bias, None, False, "auto", None, bias[:-1])
 
 
 @contextlib.contextmanager
@@ -1040,11 +1118,9 @@ def test_the_cpu_refuses_persistent_algorithms(op, dtype, algorithm):
 def test_an_algorithm_that_cannot_run_is_refused_with_the_reason(op, algorithm):
     for dtype, hidden, batch in (
         (DOUBLE, 64, 9),
-        (torch.float32, 12, 9),
-        (torch.float16, 4, 9),
         (torch.float32, 1032, 9),
         (torch.float16, 2056, 1),
-        (torch.bfloat16, 2048, 130),
+        (torch.bfloat16, 2048, 330),
     ):
         reason = why_not(algorithm, dtype, hidden, batch, gates=op.gates)
         assert reason
@@ -1121,9 +1197,9 @@ def test_auto_runs_everything(op, dtype, device):
     for length, batch, hidden in ((3, 9, 64), (2, 3, 5), (1, 1, 1), (2, 130, 24), (0, 3, 8), (3, 0, 8)):
         call = op.call(Make(dtype, device), length, batch, hidden, input_size=3)
         name = op.plan(*call.args)
-        assert name in (
-            ALGORITHMS if device == "cuda" and dtype != DOUBLE and hidden % 8 == 0 else ["stepwise"]
-        )
+        # Blocks of one row take any number of units.
+        is_fused = device == "cuda" and (dtype == torch.float32 or (dtype != DOUBLE and hidden % 8 == 0))
+        assert name in (ALGORITHMS if is_fused else ["stepwise"])
         outputs = call.run(op)
         assert_same_bits(call.run(functools.partial(op, algorithm=name)), outputs)
         assert_all_near(outputs, call.map(torch.Tensor.double).run(op.loop), FORWARD[dtype])
@@ -1145,11 +1221,17 @@ def forward_and_backward(f, call):
 
 
 FUSED, POINTWISE = "recurrence_fused_step_kernel", "recurrence_pointwise_{}_kernel"
+FEW_ROWS = "recurrence_few_rows_kernel"
 
 
 def may_be_fused(dtype, hidden, sizes):
     """Whether a step may be one kernel: of half types on Hopper, where all steps have the same rows."""
     return CAPABILITY == (9, 0) and dtype.itemsize == 2 and hidden % 8 == 0 and sizes is None
+
+
+def has_few_rows(dtype, hidden, batch):
+    """Whether a stepwise sequence runs by the fused steps of few rows."""
+    return dtype == torch.float32 and batch <= 16 and hidden % 4 == 0
 
 
 @needs_cuda
@@ -1172,6 +1254,8 @@ def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_ker
             planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
             if planned != "stepwise":
                 allowed = [f"recurrence_persistent_{direction}_kernel"]
+            elif has_few_rows(dtype, hidden, batch):
+                allowed = [FEW_ROWS]
             else:
                 allowed = [POINTWISE.format(direction)] + may_be_fused(dtype, hidden, sizes) * [FUSED]
             cases.append((allowed, f"{algorithm}, {hidden=}, {batch=}, {sizes=}, {direction}: {planned}"))
@@ -1203,6 +1287,38 @@ def test_a_step_is_fused_where_that_is_faster(op, dtype, hidden, batch, sizes, f
     functions = forward_and_backward(f, call)
     for direction, kernels in zip(functions, kernels_of(functions.values()), strict=True):
         assert set(recurrence_kernels(kernels)) == {expected.format(direction)}
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("sizes", [None, [11, 11, 9, 9, 2, 1]], ids=["dense", "packed"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("hidden", [4, 60, 100, 772, 1024, 1540, 2048])
+def test_steps_of_few_rows_equal_the_loop(op, hidden, reverse, sizes):
+    """Blocks with all their units and some without, K that is a multiple of what a warp takes, or not."""
+    make = Make(torch.float32, "cuda")
+    weights = op.weights(make, hidden)
+    for batch in (1, 2, 4, 5, 8, 11, 16) if sizes is None else (11,):
+        call = op.call_with(make, 5, batch, weights, sizes=sizes)
+        assert_equals_loop(op, call, "stepwise", f"{batch=}", sizes=sizes, reverse=reverse)
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("batch,hidden", [(1, 1536), (4, 2048), (9, 772), (16, 1024)])
+def test_five_runs_of_steps_of_few_rows_give_the_same_bits(op, batch, hidden):
+    call = op.call(Make(torch.float32, "cuda"), 30, batch, hidden)
+    assert_same_bits_five_times(functools.partial(op, algorithm="stepwise"), call)
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("batch,hidden,few", [(16, 1536, True), (17, 1536, False), (3, 1538, False)])
+def test_steps_of_few_rows_are_one_kernel(op, batch, hidden, few, profiler_sees_kernels):
+    call = op.call(Make(torch.float32, "cuda"), 3, batch, hidden)
+    functions = forward_and_backward(functools.partial(op, algorithm="stepwise"), call)
+    for direction, kernels in zip(functions, kernels_of(functions.values()), strict=True):
+        assert set(recurrence_kernels(kernels)) == {FEW_ROWS if few else POINTWISE.format(direction)}
 
 
 @needs_cuda

@@ -1,6 +1,7 @@
 """Own cells on CUDA: their kernels against the loop of torch's ops, by every algorithm."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -119,6 +120,19 @@ def test_every_algorithm_equals_the_loop(name, algorithm, dtype):
     skip_unless_possible(example, algorithm)
     assert example.algorithm(algorithm) == algorithm
     example.check(dtype, algorithm=algorithm)
+
+
+@needs_cuda
+@every_cell
+@both_resets
+@pytest.mark.parametrize("sizes", [None, [11, 11, 9, 4, 1]], ids=["dense", "packed"])
+def test_steps_of_few_rows_and_of_more_equal_the_loop(name, reset_to, sizes):
+    for batch, hidden in ((1, 260), (5, 100), (11, 68), (17, 68)) if sizes is None else ((11, 132),):
+        for reset in (False, True):
+            example = Example(
+                name, torch.float32, 5, batch, hidden, sizes=sizes, reset=reset, reset_to=reset_to
+            )
+            example.check(torch.float32, algorithm="stepwise")
 
 
 @needs_cuda
@@ -527,6 +541,16 @@ def test_fused_steps_compile_for_hopper(name):
         kinds.append((False, 128))
     for backward, rows in kinds:
         assert len(_C.compile(cell.program, torch.bfloat16, backward, -1, "sm_90a", rows)) > 1000
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_120"])
+@pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
+def test_steps_of_few_rows_compile(name, architecture):
+    for backward, rows in itertools.product((False, True), (1, 4, 8, 16)):
+        assert (
+            len(_C.compile(CELLS[name].program, torch.float32, backward, -1, architecture, few_rows=rows))
+            > 1000
+        )
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])

@@ -191,7 +191,7 @@ def test_an_operand_that_is_none_is_named(requires_grad):
     for op, arguments, name in (
         (torch.ops.lltm_ext.gemm, (a, None), "gemm: expected b"),
         (torch.ops.lltm_ext.lltm_cell, (a, None, None, a, a), "lltm_cell: expected weights"),
-        (torch.ops.lltm_ext.lltm, (a[None], a, None, a, a), "lltm: expected c0"),
+        (torch.ops.lltm_ext.lltm, (a[None], a, a, None, a), "lltm: expected weight_ih"),
     ):
         with pytest.raises(TypeError, match=f"^{name} to be a Tensor, got None"):
             op(*arguments)

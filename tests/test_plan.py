@@ -34,9 +34,10 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups, grid.rows,
-                plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
-                variant.one_row, plan.independent, plan.fused_step.rows, plan.fused_step.split_k);
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
+                grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.one_row,
+                plan.independent, plan.fused_step.rows, plan.fused_step.split_k, plan.few_rows.rows,
+                plan.few_rows.units, plan.few_rows.split_k);
   }
 }
 """
@@ -81,6 +82,7 @@ class Plan(NamedTuple):
     one_row: bool  # a block
     independent: bool  # one kernel runs all steps of units without a product
     fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
+    few_rows: tuple[int, int, int]  # rows, units and split-K; zeros if a step is not one of few rows
 
 
 def encode(
@@ -103,12 +105,11 @@ def encode(
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, *fused_step = line.split(
-        "|"
-    )
+    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, *tiles = line.split("|")
     sizes = int(members), int(groups), int(rows)
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
-    return Plan(algorithm, *sizes, why_not, *flags, tuple(map(int, fused_step)))
+    fused_step, few_rows = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
+    return Plan(algorithm, *sizes, why_not, *flags, fused_step, few_rows)
 
 
 def problems(**more):
@@ -187,6 +188,18 @@ def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
     for more in ({"size": 8}, {"hidden": 12}, {"chip": T4}, {"batch": 0}, {"hidden": 4096}, {"batch": 10**6}):
         (found,) = plan({"hidden": 64, "batch": 8, **more})
         assert (found.algorithm, found.why_not) == ("stepwise", ""), more
+
+
+def test_blocks_of_one_row_take_any_number_of_units(plan):
+    for backward in (False, True):
+        odd, half, large = plan(
+            *(
+                {"hidden": h, "batch": 8, "size": size, "backward": backward}
+                for h, size in ((75, 4), (75, 2), (100, 4))
+            )
+        )
+        assert odd.one_row
+        assert half.algorithm == large.algorithm == "stepwise"  # with units added they run in one launch
 
 
 @pytest.mark.parametrize(
@@ -336,7 +349,7 @@ def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
 def test_two_sequences_run_one_after_the_other(plan, problem):
     """No kernel runs both, not even a fused step."""
     (found,) = plan({**problem, "sequences": 2})
-    assert (found.algorithm, found.fused_step) == ("stepwise", (0, 0))
+    assert (found.algorithm, found.fused_step, found.few_rows) == ("stepwise", (0, 0), (0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -413,6 +426,68 @@ def test_no_other_algorithm_runs_units_without_a_product(plan):
         assert found.why_not == "takes cells with a product of h, got one without"
 
 
+@pytest.mark.parametrize(
+    "hidden,batch,backward,more,tile",
+    [
+        (1024, 1, False, {}, (1, 8, 2)),
+        (1024, 2, False, {}, (4, 8, 2)),
+        (1536, 5, False, {}, (8, 12, 1)),
+        (2048, 16, False, {}, (16, 16, 1)),
+        (4096, 16, False, {}, (16, 16, 1)),  # two blocks for each multiprocessor
+        (1024, 16, True, {}, (16, 8, 8)),
+        (2048, 16, True, {}, (16, 16, 4)),
+        (768, 9, True, {"dense": False}, (16, 6, 8)),
+        (68, 3, False, {"gates": 3}, (4, 1, 2)),
+        (4, 1, True, {"chip": T4}, (1, 1, 1)),
+        (1024, 1, True, {"chip": T4}, (1, 26, 2)),
+        (512, 16, True, {"chip": T4}, (16, 13, 4)),
+        (512, 16, True, {"chip": L4}, (16, 9, 4)),
+        (64, 16, True, {"chip": (75, 64, False, 64 << 10)}, (16, 1, 4)),  # shared memory for no more parts
+        (512, 8, False, {"gates": 64}, (8, 1, 1)),
+        (512, 8, False, {"gates": 65}, (0, 0, 0)),
+    ],
+)
+def test_the_tile_and_split_k_of_a_step_of_few_rows(plan, hidden, batch, backward, more, tile):
+    problem = {"size": 4, "gates": 4, "algorithm": "stepwise", **more}
+    (found,) = plan({"hidden": hidden, "batch": batch, "backward": backward, **problem})
+    assert found.few_rows == tile
+
+
+@directions
+def test_steps_of_few_rows_cover_all_units_and_fit_a_block(plan, backward):
+    sizes = [(hidden, gates) for hidden in (4, 60, 512, 1000, 2044, 6000) for gates in (1, 3, 4, 5, 9, 24)]
+    asked = [
+        {"hidden": hidden, "gates": gates, "batch": 8, "size": 4, "backward": backward, "chip": chip}
+        for hidden, gates in sizes
+        for chip in (H200, A100, L4, T4)
+    ]
+    for problem, found in zip(asked, plan(*({**p, "algorithm": "stepwise"} for p in asked)), strict=True):
+        rows, units, split_k = found.few_rows
+        warps = -(-units * (1 if backward else problem["gates"]) // 8) * split_k
+        assert rows == 8 and 1 <= warps <= 8, problem
+        assert split_k * 12 << 10 <= problem["chip"][3], problem
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"size": 2},
+        {"size": 8},
+        {"hidden": 1022},
+        {"batch": 17},
+        {"batch": 9, "tf32": True},
+        {"batch": 0},
+        {"recurrent": False},
+    ],
+    ids=str,
+)
+def test_other_steps_are_not_of_few_rows(plan, more):
+    problem = {"hidden": 1024, "batch": 8, "size": 4, "algorithm": "stepwise"}
+    few, found = (plan({**problem, **m})[0] for m in ({}, more))
+    assert few.few_rows != (0, 0, 0)
+    assert found.few_rows == (0, 0, 0)
+
+
 def test_only_stepwise_plans_have_a_fused_step(plan):
     for found in plan(*problems()):
-        assert found.algorithm == "stepwise" or found.fused_step == (0, 0)
+        assert found.algorithm == "stepwise" or (found.fused_step, found.few_rows) == ((0, 0), (0, 0, 0))

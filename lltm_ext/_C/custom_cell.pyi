@@ -8,6 +8,7 @@ def source(
     fused_rows: int = 0,
     keeps: bool = False,
     independent_units: int = 0,
+    few_rows: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -18,5 +19,6 @@ def compile(
     fused_rows: int = 0,
     keeps: bool = False,
     independent_units: int = 0,
+    few_rows: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...

@@ -60,6 +60,9 @@ class AutocastInputs {
   std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& x) const {
     return x ? std::optional(at::autocast::cached_cast(dtype_, *x, device_)) : std::nullopt;
   }
+  std::optional<at::Tensor> cell(const std::optional<at::Tensor>& x) const {
+    return x ? std::optional(cell(*x)) : std::nullopt;
+  }
   // A cell state keeps its dtype, best float32, unless that is the other half type.
   at::Tensor cell(const at::Tensor& x) const {
     const bool half = x.defined() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);

@@ -1,5 +1,5 @@
-// PTX instructions by name, of compute capability 8.0 and later: relaxed accesses, a named barrier, mma.sync.
-// common/hopper/ptx.cuh has Hopper's.
+// PTX instructions by name, of compute capability 8.0 and later: relaxed accesses, cp.async, a named barrier,
+// mma.sync. common/hopper/ptx.cuh has Hopper's.
 #pragma once
 
 #include "common/portable.h"
@@ -28,8 +28,22 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
                : "memory");
 }
 
+// to += x, without waiting for either.
+__device__ __forceinline__ void red_add_gpu(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(to), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+
+// 16 bytes that no other thread of the multiprocessor reads, so they leave L1 to others.
+__device__ __forceinline__ float4 ld_once(const float* address) {
+  float4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(address));
+  return x;
 }
 
 // The same address of shared memory, in a register. Without this the compiler computes where shared memory
@@ -38,6 +52,76 @@ __device__ __forceinline__ float* in_register(float* shared) {
   auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("" : "+r"(address));
   return static_cast<float*>(__cvta_shared_to_generic(address));
+}
+
+// ---- cp.async
+
+// Copies the first `valid` of BYTES bytes and clears the others; with `valid` 0 it reads nothing. Both
+// addresses are multiples of BYTES, which is 4, 8 or 16. Synchronous before sm_80.
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid) {
+#if __CUDA_ARCH__ >= 800
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
+                 "r"(valid)
+                 : "memory");
+  }
+#else
+  struct alignas(BYTES) Bytes {
+    uint16_t pair[BYTES / 2];
+  };
+  Bytes bytes = {};
+  if (valid == BYTES) {
+    bytes = *static_cast<const Bytes*>(global);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BYTES / 2; ++i) {
+      if (i < valid / 2) bytes.pair[i] = static_cast<const uint16_t*>(global)[i];
+    }
+  }
+  *static_cast<Bytes*>(shared) = bytes;
+#endif
+}
+
+// The same if `when`, by predicate instead of a branch; else `shared` keeps its value.
+template <int BYTES>
+__device__ __forceinline__ void cp_async_if(bool when, void* shared, const void* global, int valid) {
+#if __CUDA_ARCH__ >= 800
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile(
+        "{\n .reg .pred when;\n setp.ne.b32 when, %3, 0;\n"
+        " @when cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to),
+        "l"(global), "r"(valid), "r"(static_cast<int>(when))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n .reg .pred when;\n setp.ne.b32 when, %4, 0;\n"
+        " @when cp.async.ca.shared.global [%0], [%1], %2, %3;\n}" ::"r"(to),
+        "l"(global), "n"(BYTES), "r"(valid), "r"(static_cast<int>(when))
+        : "memory");
+  }
+#else
+  if (when) cp_async<BYTES>(shared, global, valid);
+#endif
+}
+
+__device__ __forceinline__ void cp_async_commit_group() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// Waits until at most GROUPS of this thread's groups are pending.
+template <int GROUPS>
+__device__ __forceinline__ void cp_async_wait_group() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+#endif
 }
 
 // ---- barriers

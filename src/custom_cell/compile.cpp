@@ -33,6 +33,8 @@ LLTM_EMBED(unit_forward_cuh, "recurrence/independent/forward.cuh");
 LLTM_EMBED(unit_backward_cuh, "recurrence/independent/backward.cuh");
 LLTM_EMBED(step_h, "recurrence/step/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
+LLTM_EMBED(few_rows_shape_h, "recurrence/step/few_rows_shape.h");
+LLTM_EMBED(few_rows_cuh, "recurrence/step/few_rows.cuh");
 LLTM_EMBED(fused_shape_h, "recurrence/step/fused_shape.h");
 LLTM_EMBED(fused_arguments_h, "recurrence/step/fused_arguments.h");
 LLTM_EMBED(fused_hopper_cuh, "recurrence/step/fused_hopper.cuh");
@@ -44,15 +46,15 @@ namespace {
 // The engine's, which the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,      types_h,        vec_cuh,          math_h,
-    fast_math_cuh,   ptx_cuh,        launch_cuh,       tensor_map_h,
-    sizes_h,         hopper_ptx_cuh, pipeline_cuh,     split_cuh,
-    cell_h,          to_initial_h,   variants_h,       shape_h,
-    pair_cuh,        product_cuh,    exchange_cuh,     block_cuh,
-    steps_cuh,       one_row_cuh,    forward_cuh,      backward_cuh,
-    unit_shape_h,    unit_steps_cuh, unit_forward_cuh, unit_backward_cuh,
-    step_h,          pointwise_cuh,  fused_shape_h,    fused_arguments_h,
-    fused_hopper_cuh
+    portable_h,       types_h,          vec_cuh,          math_h,
+    fast_math_cuh,    ptx_cuh,          launch_cuh,       tensor_map_h,
+    sizes_h,          hopper_ptx_cuh,   pipeline_cuh,     split_cuh,
+    cell_h,           to_initial_h,     variants_h,       shape_h,
+    pair_cuh,         product_cuh,      exchange_cuh,     block_cuh,
+    steps_cuh,        one_row_cuh,      forward_cuh,      backward_cuh,
+    unit_shape_h,     unit_steps_cuh,   unit_forward_cuh, unit_backward_cuh,
+    step_h,           pointwise_cuh,    fused_shape_h,    fused_arguments_h,
+    fused_hopper_cuh, few_rows_shape_h, few_rows_cuh
 #endif
 };
 

@@ -22,22 +22,20 @@ using c10::string_view;
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // output, h_n, states_n
 
-at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
-
-// The arguments of all ops. Shapes: input [T, B, I], or packed rows [N, I] with their batch_sizes; h0 [B, H];
-// states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G * H]; parameters [P, H]; step_inputs
-// [T, B, K * H] or [N, K * H]; keep [T, B] or [N].
+// The arguments of all ops; without h0 or states they are zeros. Shapes: input [T, B, I], or packed rows [N,
+// I] with their batch_sizes; h0 [B, H]; states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G
+// * H]; parameters [P, H]; step_inputs [T, B, K * H] or [N, K * H]; keep [T, B] or [N].
 constexpr const char* kSchema =
-    "Tensor input, Tensor h0, Tensor states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
+    "Tensor input, Tensor? h0, Tensor? states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
     "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
     "str program";
 
-Direction direction_of(const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+Direction direction_of(const OptionalTensor& h0, const OptionalTensor& states, const at::Tensor& weight_ih,
                        const OptionalTensor& weight_hh, const OptionalTensor& bias,
                        const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                        const OptionalTensor& keep, bool reverse) {
-  return {h0,
-          states,
+  return {or_undefined(h0),
+          or_undefined(states),
           weight_ih,
           or_undefined(weight_hh),
           bias,
@@ -61,19 +59,20 @@ variable_list run_forward(const at::Tensor& input, const Direction& direction,
 }
 
 // (output [T, B, H], h_n [B, H], states_n [S, B, H])
-Outputs custom_cell(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
+Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
                     const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
                     const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                     const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes, bool reverse,
                     string_view algorithm, string_view program) {
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
-  if (!is_in_eights(h0)) {  // asked first, because finding the program hashes its text
+  if (!is_in_eights(direction.weight_hh)) {  // asked first, because finding the program hashes its text
     const CustomCellOp op = op_for(program, input);
-    if (adds_units(op, input, h0, batch_sizes, algorithm)) {
+    if (adds_units(op, input, direction.weight_hh, batch_sizes, algorithm)) {
       return run_with_added_units(op, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-        return custom_cell(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias, if_defined(d.parameters),
-                           if_defined(d.step_inputs), keep, batch_sizes, reverse, algorithm, program);
+        return custom_cell(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
+                           if_defined(d.parameters), if_defined(d.step_inputs), keep, batch_sizes, reverse,
+                           algorithm, program);
       });
     }
   }
@@ -84,10 +83,10 @@ Outputs custom_cell(const at::Tensor& input, const at::Tensor& h0, const at::Ten
 // As above, and for the backward (gates [T, B, G * H], extra [T, B, E * H], h [T, B, H] of every step, or
 // [T, B, 0] if that is the output).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
-    const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
-    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
-    const OptionalTensor& step_inputs, const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
-    bool reverse, string_view algorithm, string_view program) {
+    const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
+    const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
+    const OptionalTensor& parameters, const OptionalTensor& step_inputs, const OptionalTensor& keep,
+    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program) {
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
@@ -99,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 variable_list custom_cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
                                    const OptionalTensor& grad_states_n, const at::Tensor& h,
                                    const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
-                                   const at::Tensor& h0, const at::Tensor& states,
+                                   const OptionalTensor& h0, const OptionalTensor& states,
                                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                                    const OptionalTensor& bias, const OptionalTensor& parameters,
                                    const OptionalTensor& step_inputs, const OptionalTensor& keep,
@@ -119,21 +118,23 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
 }
 
 // The algorithm that a call would take.
-std::string custom_cell_algorithm(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
-                                  const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                                  const OptionalTensor& bias, const OptionalTensor& parameters,
-                                  const OptionalTensor& step_inputs, const OptionalTensor& keep,
-                                  at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                                  string_view program, bool backward) {
+std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor& h0,
+                                  const OptionalTensor& states, const at::Tensor& weight_ih,
+                                  const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                                  const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                                  const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+                                  bool reverse, string_view algorithm, string_view program, bool backward) {
   const CustomCellOp op = op_for(program, input);
   const std::string name = op.name();
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
   check_inputs(op, name.c_str(), input, direction, batch_sizes, algorithm);
   const KernelGuard guard(input);
-  const int64_t hidden = hidden_of_kernels(op, input, h0, batch_sizes, algorithm);
+  const SequenceSizes sizes(op.shape(), input, direction, batch_sizes);
+  const int64_t hidden =
+      hidden_of_kernels(op, input, sizes.hidden, direction.weight_hh, batch_sizes, algorithm);
   return name_of(
-      plan_for(op, name.c_str(), input, h0.size(0), hidden, !batch_sizes, backward, algorithm).algorithm);
+      plan_for(op, name.c_str(), input, sizes.batch, hidden, !batch_sizes, backward, algorithm).algorithm);
 }
 
 // ---- autograd
@@ -142,19 +143,21 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
   static constexpr size_t kArguments = 13, kDifferentiable = 7, kTensors = 9;
 
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                               const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
-                               const OptionalTensor& weight_hh, const OptionalTensor& bias,
-                               const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                               const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes, bool reverse,
-                               string_view algorithm, string_view program) {
+                               const OptionalTensor& h0, const OptionalTensor& states,
+                               const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                               const OptionalTensor& bias, const OptionalTensor& parameters,
+                               const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                               at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                               string_view program) {
     static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [output, h_n, states_n, gates, extra, h] =
         op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
                 reverse, algorithm, program);
-    ctx->save_for_backward({input, h0, states, weight_ih, or_undefined(weight_hh), or_undefined(bias),
-                            or_undefined(parameters), or_undefined(step_inputs), or_undefined(keep),
-                            CellProgram::get(program).shape.outputs_state() ? h : output, gates, extra});
+    ctx->save_for_backward({input, or_undefined(h0), or_undefined(states), weight_ih, or_undefined(weight_hh),
+                            or_undefined(bias), or_undefined(parameters), or_undefined(step_inputs),
+                            or_undefined(keep), CellProgram::get(program).shape.outputs_state() ? h : output,
+                            gates, extra});
     ctx->set_materialize_grads(false);
     if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
     ctx->saved_data["reverse"] = reverse;
@@ -178,9 +181,9 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
     if (at::GradMode::is_enabled()) {
       static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
       const auto composed = [&](const variable_list& y) -> variable_list {
-        const auto [output, h_n, states_n] =
-            by_loop.call(y[0], y[1], y[2], y[3], if_defined(y[4]), if_defined(y[5]), if_defined(y[6]),
-                         if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse, algorithm, program);
+        const auto [output, h_n, states_n] = by_loop.call(
+            y[0], if_defined(y[1]), if_defined(y[2]), y[3], if_defined(y[4]), if_defined(y[5]),
+            if_defined(y[6]), if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse, algorithm, program);
         return {output, h_n, states_n};
       };
       gradients = differentiable_gradients(composed, variable_list(x.begin(), x.begin() + kDifferentiable),
@@ -192,9 +195,9 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const variable_list found =
         op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
-                x[kTensors], x[kTensors + 1], x[kTensors + 2], x[0], x[1], x[2], x[3], if_defined(x[4]),
-                if_defined(x[5]), if_defined(x[6]), if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse,
-                algorithm, program, needs(0), needs(5));
+                x[kTensors], x[kTensors + 1], x[kTensors + 2], x[0], if_defined(x[1]), if_defined(x[2]), x[3],
+                if_defined(x[4]), if_defined(x[5]), if_defined(x[6]), if_defined(x[7]), if_defined(x[8]),
+                batch_sizes, reverse, algorithm, program, needs(0), needs(5));
     for (size_t i = 0; i < kDifferentiable; ++i) {
       if (needs(i)) gradients[i] = found[i];
     }
@@ -202,22 +205,22 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
   }
 };
 
-Outputs custom_cell_autograd(const at::Tensor& input, const at::Tensor& h0, const at::Tensor& states,
+Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
                              const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                              const OptionalTensor& bias, const OptionalTensor& parameters,
                              const OptionalTensor& step_inputs, const OptionalTensor& keep,
                              at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                              string_view program) {
   if (any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters)) {
-    if (!is_in_eights(h0)) {
+    if (!is_in_eights(or_undefined(weight_hh))) {
       const CustomCellOp of = op_for(program, input);
-      if (adds_units(of, input, h0, batch_sizes, algorithm)) {
+      if (adds_units(of, input, *weight_hh, batch_sizes, algorithm)) {
         const Direction direction =
             direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
         return run_with_added_units(of, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-          return custom_cell_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
-                                      if_defined(d.parameters), if_defined(d.step_inputs), keep, batch_sizes,
-                                      reverse, algorithm, program);
+          return custom_cell_autograd(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh,
+                                      d.bias, if_defined(d.parameters), if_defined(d.step_inputs), keep,
+                                      batch_sizes, reverse, algorithm, program);
         });
       }
     }
@@ -236,16 +239,19 @@ Outputs custom_cell_autograd(const at::Tensor& input, const at::Tensor& h0, cons
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, bool keeps, int independent_units) {
-  return CellProgram::get(program).source({type, backward, variant, fused_rows, keeps, independent_units});
+                   int fused_rows, bool keeps, int independent_units, int few_rows) {
+  return CellProgram::get(program).source(
+      {type, backward, variant, fused_rows, keeps, independent_units, few_rows});
 }
 
 py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                         const std::string& architecture, int fused_rows, bool keeps, int independent_units) {
+                         const std::string& architecture, int fused_rows, bool keeps, int independent_units,
+                         int few_rows) {
   const auto binary = [&] {
     const py::gil_scoped_release no_gil;
     return compile_cell(CellProgram::get(program),
-                        {type, backward, variant, fused_rows, keeps, independent_units}, architecture);
+                        {type, backward, variant, fused_rows, keeps, independent_units, few_rows},
+                        architecture);
   };
   return py::bytes(binary());
 }
@@ -276,10 +282,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false,
-        py::arg("independent_units") = 0);
+        py::arg("independent_units") = 0, py::arg("few_rows") = 0);
   m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
-        py::arg("keeps") = false, py::arg("independent_units") = 0);
+        py::arg("keeps") = false, py::arg("independent_units") = 0, py::arg("few_rows") = 0);
   m.def("compilations", compilations);
 }
 #endif

@@ -8,6 +8,7 @@
 #include "common/device.h"
 #include "common/runtime/kernels.h"
 #include "recurrence/independent/launch.h"
+#include "recurrence/step/few_rows_launch.h"
 #include "recurrence/step/fused_launch.h"
 #endif
 
@@ -66,6 +67,12 @@ class CustomCellOp {
       which.independent_units = independent_units(sequences.of[0].hidden);
       return run_independent_units(load_cell_kernel(program_, which), sequences.of[0], stream);
     }
+    if constexpr (std::is_same_v<T, float>) {
+      if (plan.few_rows.rows > 0) {
+        which.few_rows = plan.few_rows.rows;
+        return launch_few_rows(which, sequences.of[0], plan.few_rows, stream);
+      }
+    }
     if constexpr (std::is_same_v<T, double>) {
       return cudaErrorNotSupported;  // no other plan is fused
     } else {
@@ -101,6 +108,16 @@ class CustomCellOp {
 
  private:
 #ifdef LLTM_EXT_WITH_CUDA
+  template <class Arguments>
+  cudaError_t launch_few_rows(const CellKernel& which, const Arguments& sequence, const FewRowsTile& tile,
+                              cudaStream_t stream) const {
+    DeviceInfo device;
+    const cudaError_t error = device_info(device);
+    if (error != cudaSuccess) return error;
+    return run_few_rows_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
+                              /*programmatic=*/device.compute_capability >= 90, stream);
+  }
+
   // May begin before the matrix product that it reads has ended.
   template <class Step>
   cudaError_t launch_step(const CellKernel& which, const Step& step, cudaStream_t stream) const {

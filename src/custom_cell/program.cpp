@@ -39,6 +39,14 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
+  if (kernel.is_few_rows()) {
+    return {"step/few_rows.cuh",
+            c10::str("const __grid_constant__ Sequence", direction,
+                     "Arguments<T> args, int step, const FewRowsTile tile"),
+            "FewRowsShape::kMostThreads, 2",
+            c10::str("run_few_rows<FewRowsKernel<FewRows", direction, "<Cell>, ", kernel.few_rows,
+                     ">>(args, step, tile)")};
+  }
   if (kernel.is_persistent()) {
     const std::string config = c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ",
                                         kernel.backward ? "true" : "false", ", ", keeps, ">");

@@ -15,7 +15,7 @@
 namespace lltm_ext {
 
 // A kernel of a cell: a persistent one of a variant, that of fused steps with tiles of some rows, that of
-// independent units, or that of a pointwise step.
+// fused steps of few rows, that of independent units, or that of a pointwise step.
 struct CellKernel {
   at::ScalarType type;
   bool backward;
@@ -23,11 +23,15 @@ struct CellKernel {
   int fused_rows = 0;         // of fused steps
   bool keeps = false;         // whether rows may keep only a share of their states; the first two kinds ask
   int independent_units = 0;  // of a thread
+  int few_rows = 0;           // most rows of a step
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
+  bool is_few_rows() const { return few_rows > 0; }
   bool is_independent() const { return independent_units > 0; }
-  auto key() const { return std::make_tuple(type, backward, variant, fused_rows, keeps, independent_units); }
+  auto key() const {
+    return std::make_tuple(type, backward, variant, fused_rows, keeps, independent_units, few_rows);
+  }
 };
 
 struct CellProgram {

@@ -1,4 +1,4 @@
-// PTX instructions by name: cp.async, ldmatrix, mma.sync.
+// PTX instructions by name: ldmatrix, mma.sync.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,75 +6,9 @@
 
 #include <cstdint>
 
+#include "common/ptx.cuh"
+
 namespace lltm_ext {
-
-// Copies the first `valid` of BYTES bytes and clears the others; with `valid` 0 it reads nothing. Both
-// addresses are multiples of BYTES, which is 4, 8 or 16. Synchronous before sm_80.
-template <int BYTES>
-__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid) {
-#if __CUDA_ARCH__ >= 800
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
-                 "r"(valid)
-                 : "memory");
-  }
-#else
-  struct alignas(BYTES) Bytes {
-    uint16_t pair[BYTES / 2];
-  };
-  Bytes bytes = {};
-  if (valid == BYTES) {
-    bytes = *static_cast<const Bytes*>(global);
-  } else {
-#pragma unroll
-    for (int i = 0; i < BYTES / 2; ++i) {
-      if (i < valid / 2) bytes.pair[i] = static_cast<const uint16_t*>(global)[i];
-    }
-  }
-  *static_cast<Bytes*>(shared) = bytes;
-#endif
-}
-
-// The same if `when`, by predicate instead of a branch; else `shared` keeps its value.
-template <int BYTES>
-__device__ __forceinline__ void cp_async_if(bool when, void* shared, const void* global, int valid) {
-#if __CUDA_ARCH__ >= 800
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (BYTES == 16) {
-    asm volatile(
-        "{\n .reg .pred when;\n setp.ne.b32 when, %3, 0;\n"
-        " @when cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to),
-        "l"(global), "r"(valid), "r"(static_cast<int>(when))
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n .reg .pred when;\n setp.ne.b32 when, %4, 0;\n"
-        " @when cp.async.ca.shared.global [%0], [%1], %2, %3;\n}" ::"r"(to),
-        "l"(global), "n"(BYTES), "r"(valid), "r"(static_cast<int>(when))
-        : "memory");
-  }
-#else
-  if (when) cp_async<BYTES>(shared, global, valid);
-#endif
-}
-
-__device__ __forceinline__ void cp_async_commit_group() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;");
-#endif
-}
-
-// Waits until at most GROUPS of this thread's groups are pending.
-template <int GROUPS>
-__device__ __forceinline__ void cp_async_wait_group() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-#endif
-}
 
 // Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i. Each
 // lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or of column lane / 4

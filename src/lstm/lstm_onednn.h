@@ -23,7 +23,7 @@ struct OneDnnLstm {
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op
     if (is_traced || input.scalar_type() != at::kFloat || input.numel() == 0) return false;
     if (batch_sizes || d.keep.defined() || !at::globalContext().userEnabledMkldnn()) return false;
-    const int64_t batch = d.h0.size(0), hidden = d.h0.size(1);
+    const int64_t batch = input.size(1), hidden = d.weight_hh.size(1);
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;
   }
 
@@ -37,13 +37,19 @@ struct OneDnnLstm {
 
     Inputs(const at::Tensor& input, const Direction& d)
         : input(input.contiguous()),
-          h0(d.h0.contiguous()),
-          c0(d.states.contiguous()),
+          h0(or_zeros(d.h0, input, d)),
+          c0(or_zeros(d.states, input, d)),
           weight_ih(d.weight_ih.contiguous()),
           weight_hh(d.weight_hh.contiguous()),
           bias(d.bias ? d.bias->contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
           second_bias(at::zeros_like(bias)) {}
     int64_t hidden() const { return h0.size(1); }
+
+   private:
+    static at::Tensor or_zeros(const at::Tensor& x, const at::Tensor& input, const Direction& d) {
+      if (x.defined()) return x.contiguous();
+      return at::zeros({input.size(1), d.weight_hh.size(1)}, input.options());
+    }
   };
 
   // (output, h_n, c_n, workspace)
@@ -71,13 +77,14 @@ struct OneDnnLstm {
   template <class Composed>
   struct Node : torch::autograd::Function<Node<Composed>> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                                 const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-                                 const at::Tensor& weight_hh, const OptionalTensor& bias, bool reverse) {
+                                 const OptionalTensor& h0, const OptionalTensor& c0,
+                                 const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                                 const OptionalTensor& bias, bool reverse) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const Direction d = {h0, c0, weight_ih, weight_hh, bias, reverse};
+      const Direction d = {or_undefined(h0), or_undefined(c0), weight_ih, weight_hh, bias, reverse};
       auto [output, h_n, c_n, workspace] = OneDnnLstm::forward({input, d}, reverse, /*train=*/true);
       ctx->save_for_backward(
-          {input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, h_n, c_n, workspace});
+          {input, d.h0, d.states, weight_ih, weight_hh, or_undefined(bias), output, h_n, c_n, workspace});
       ctx->set_materialize_grads(false);
       ctx->saved_data["reverse"] = reverse;
       return {output, h_n.clone(), c_n.clone()};  // what is saved must not change when a caller's does

@@ -119,23 +119,25 @@ struct SequenceForwardArguments {
   StepOrder steps;
   int hidden;
   bool save;             // whether to leave in `gates` and `extra` what backward needs
+  bool narrow_states;    // whether states0 and states_n have values of T, not of A
   const T* weight;       // [G * H, H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
   const A* keep;         // [N] what a row takes of h and its states into a step, or null for all of them
-  const T* h0;           // [B, H]
-  const A* states0;      // [S, B, H]
+  const T* h0;           // [B, H], or null for zeros
+  const void* states0;   // [S, B, H], or null for zeros
   T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
   T* extra;              // [N, E, H] the other saved values
   T* output;             // [N, H] h of every step
   T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
   T* h_n;                // [B, H]
-  A* states_n;           // [S, B, H]
+  void* states_n;        // [S, B, H]
 };
 static_assert(sizeof(SequenceForwardArguments<float>) == 128);
 
 // The arguments of kernels that run steps [begin, end) backward. The gradient of h after these steps is the
 // sum of grad_h and, if the cell reads h, grad_own_h: what reached it through weights and without them.
+// The gradients after the last step can be zeros that are not in memory.
 template <typename T>
 struct SequenceBackwardArguments {
   using A = acc_t<T>;
@@ -143,6 +145,7 @@ struct SequenceBackwardArguments {
   int begin, end;
   int64_t first_row, rows;  // of these steps
   int hidden;
+  bool from_zeros;       // whether grad_h, grad_own_h and grad_states are only written, and zeros before
   const T* weight_t;     // [H, G * H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]

@@ -8,6 +8,7 @@
 
 #include "common/device.h"
 #include "recurrence/persistent/shape.h"
+#include "recurrence/step/few_rows_shape.h"
 #include "recurrence/step/fused_shape.h"
 
 namespace lltm_ext {
@@ -17,10 +18,13 @@ struct Plan {
   int variant = -1;  // of a persistent kernel, its index in kHalfVariants or kFloatVariants
   GroupGrid grid = {};
   FusedStepTile fused_step = {};  // of a stepwise plan
+  FewRowsTile few_rows = {};      // of a stepwise plan
   bool independent = false;       // of a stepwise plan: one kernel runs all steps of units without a product
   std::string why_not;            // why the requested algorithm can't run
 
-  bool is_fused() const { return algorithm != Algorithm::kStepwise || fused_step.split_k > 0 || independent; }
+  bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || few_rows.rows > 0; }
+  // Whether one launch does. The states are then in registers between steps.
+  bool runs_all_steps() const { return algorithm != Algorithm::kStepwise || independent; }
 };
 
 struct Problem {
@@ -52,6 +56,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
+  if (!v.one_row && p.hidden % 8 != 0) return false;
   if (v.one_row && shape.resident_blocks() == 0) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
@@ -99,7 +104,9 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
   // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
-  const int tiles = p.element_size > 2 ? 4 : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);
+  // In IEEE float32 a backward step of few units and many rows is slow: a product of little work.
+  const int of_floats = !p.tf32 && v.chunks == 1 && p.backward ? 8 : 4;
+  const int tiles = p.element_size > 2 ? of_floats : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);
   return grid.rows <= kRowTile * tiles;
 }
 
@@ -146,6 +153,27 @@ inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device)
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 
+// Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
+// same operands, so fewer blocks read less. The warps that a block's columns leave over split K.
+inline FewRowsTile few_rows_tile(const Problem& p, const DeviceInfo& device) {
+  if (p.element_size != 4 || !p.cell.recurrent || p.sequences > 1) return {};
+  // Tensor cores are faster from there on.
+  const int most_rows = p.tf32 ? kMostFewRows / 2 : kMostFewRows;
+  if (p.batch == 0 || p.batch > most_rows || p.hidden == 0 || p.hidden % 4 != 0) return {};
+  FewRowsShape shape = {p.backward ? 1 : p.cell.gates, {}};
+  const int most_units = FewRowsShape::kMostColumns / shape.products;
+  const int64_t k = p.backward ? p.cell.gates * p.hidden : p.hidden;
+  if (most_units == 0 || k > INT32_MAX / kMostFewRows) return {};
+  const int64_t waves = tiles_of(p.hidden, int64_t{most_units} * device.multiprocessors);
+  FewRowsTile& tile = shape.tile;
+  tile.rows = *std::lower_bound(std::begin(kFewRows), std::end(kFewRows), static_cast<int>(p.batch));
+  tile.units = static_cast<int>(tiles_of(p.hidden, waves * device.multiprocessors));
+  tile.split_k = static_cast<int>(
+      std::min<int64_t>(FewRowsShape::kMostWarps / shape.column_tiles(), tiles_of(k, FewRowsShape::kDepth)));
+  while (tile.split_k > 1 && shape.shared_bytes() > device.shared_bytes) --tile.split_k;
+  return tile;
+}
+
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -167,6 +195,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
   plan.fused_step = plan_detail::fused_step_tile(problem, device);
+  plan.few_rows = plan_detail::few_rows_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (requested == Algorithm::kStepwise) return plan;
@@ -189,8 +218,8 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       return;
     }
   };
-  const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden % 8 == 0 &&
-                        problem.hidden > 0 && problem.batch > 0 && device.compute_capability >= 80;
+  const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden > 0 &&
+                        problem.batch > 0 && device.compute_capability >= 80;
   if (possible) problem.element_size == 2 ? choose(kHalfVariants) : choose(kFloatVariants);
   if (requested != Algorithm::kAuto && plan.algorithm != requested) {
     plan.why_not = plan_detail::why_not(problem, device, requested);

@@ -1,5 +1,6 @@
 // Compares the recurrence kernels that run many steps, on the CPU (cuda_on_cpu.h), with a loop over the steps
-// in double: the persistent kernels, and for a cell without a product of h those of independent units.
+// in double: the persistent kernels, and for a cell without a product of h those of independent units. Also
+// the kernels of fused steps of few rows, a launch a step.
 //
 //   persistent_kernels CELL
 //
@@ -18,17 +19,19 @@
 #include "recurrence/independent/forward.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
+#include "recurrence/plan.h"
+#include "recurrence/step/few_rows.cuh"
 
 namespace lltm_ext {
 namespace {
 
 using Values = std::vector<double>;
 
-// In place of a variant: the kernels of independent units.
-constexpr int kIndependent = -1;
+// In place of a variant: the kernels of independent units, and those of few rows.
+constexpr int kIndependent = -1, kFewRowsSteps = -2;
 template <typename T, int kVariant>
 constexpr PersistentVariant variant_of() {
-  if constexpr (kVariant != kIndependent) return variants_of<T>()[kVariant];
+  if constexpr (kVariant >= 0) return variants_of<T>()[kVariant];
   return {};
 }
 
@@ -40,6 +43,8 @@ struct Case {
   bool reverse;
   std::vector<int> rows_of_steps;  // of a packed sequence; empty if every step has the whole batch
   bool save = true;                // for backward, which runs then
+  bool from_zeros = false;         // without memory: h0, states0 and the gradients after the last step
+  int multiprocessors = 3;         // for which a step of few rows is planned
 };
 
 // The rows of a case's steps.
@@ -127,7 +132,9 @@ struct Inputs {
   Values weight, parameters, step_inputs, keep, h0, states0, gates;
   Values grad_output, grad_h_n, grad_states_n;
 
-  Inputs(const CellShape& cell, const Case& c, int64_t rows, bool keeps, double (*round)(double)) {
+  // `round_state`: where the states that a caller gives and gets are in memory.
+  Inputs(const CellShape& cell, const Case& c, int64_t rows, bool keeps, double (*round)(double),
+         double (*round_state)(double)) {
     Random random;
     const size_t hidden = c.hidden, of_batch = c.batch * hidden, of_rows = rows * hidden;
     // Without a product of h, the reference multiplies by zeros.
@@ -137,11 +144,13 @@ struct Inputs {
     step_inputs = random.values(cell.step_inputs * of_rows, 0.5, 0.5, round);
     keep = keeps ? random.shares(rows) : Values(rows, 1);
     h0 = random.values(of_batch, 0, 0.5, round);
-    states0 = random.values(cell.states * of_batch, 0.6, 0.4, rounded<float>);
+    states0 = random.values(cell.states * of_batch, 0.6, 0.4, round_state);
     gates = random.values(cell.gates * of_rows, 0, 1, round);
     grad_output = random.values(of_rows, 0, 1, round);
     grad_h_n = random.values(of_batch, 0, 1, round);
     grad_states_n = random.values(cell.states * of_batch, 0, 1, rounded<float>);
+    if (!c.from_zeros) return;
+    for (Values* x : {&h0, &states0, &grad_h_n, &grad_states_n}) x->assign(x->size(), 0);
   }
 };
 
@@ -341,8 +350,12 @@ class Kernels {
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
 
  public:
+  // The type of the states that a caller gives and gets: either may be.
+  static constexpr bool kNarrowStates = sizeof(T) == 2 && !kKeeps;
+  using State = std::conditional_t<kNarrowStates, T, acc_t<T>>;
+
   Array<T> gates, extra, output, state_output, h_n;
-  Array<acc_t<T>> states_n;
+  Array<State> states_n;
   Array<T> grad_gates, grad_projections, grad_h;
   Array<acc_t<T>> grad_own_h, grad_states, grad_sums;
 
@@ -356,19 +369,21 @@ class Kernels {
         h0_(narrowed<T>(inputs.h0)),
         grad_output_(narrowed<T>(inputs.grad_output)),
         keep_(narrowed<acc_t<T>>(inputs.keep)),
-        states0_(narrowed<acc_t<T>>(inputs.states0)) {
+        states0_(narrowed<State>(inputs.states0)) {
     const size_t rows = steps.rows(), hidden = c.hidden;
     gates = narrowed<T>(inputs.gates);
     extra = unwritten<T>(rows * kExtra * hidden);
     output = unwritten<T>(rows * hidden);
     if (kShape.outputs_state()) state_output = output;
     h_n = unwritten<T>(c.batch * hidden);
-    states_n = unwritten<acc_t<T>>(states0_.size());
+    states_n = unwritten<State>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);
     if (Cell::kSeparate) grad_projections = grad_gates;
-    grad_h = narrowed<T>(inputs.grad_h_n);
+    grad_h = c.from_zeros ? unwritten<T>(c.batch * hidden) : narrowed<T>(inputs.grad_h_n);
+    if (Cell::kReadsH && c.from_zeros) grad_own_h = unwritten<acc_t<T>>(c.batch * hidden);
     if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
-    grad_states = narrowed<acc_t<T>>(inputs.grad_states_n);
+    grad_states =
+        c.from_zeros ? unwritten<acc_t<T>>(states0_.size()) : narrowed<acc_t<T>>(inputs.grad_states_n);
     grad_sums.resize(c.batch * kShape.sums() * hidden);
   }
 
@@ -376,12 +391,13 @@ class Kernels {
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
+                                                   kNarrowStates,
                                                    weight_.data(),
                                                    parameters_.data(),
                                                    step_inputs_.data(),
                                                    kKeeps ? keep_.data() : nullptr,
-                                                   h0_.data(),
-                                                   states0_.data(),
+                                                   c_.from_zeros ? nullptr : h0_.data(),
+                                                   c_.from_zeros ? nullptr : states0_.data(),
                                                    gates.data(),
                                                    extra.data(),
                                                    output.data(),
@@ -390,6 +406,8 @@ class Kernels {
                                                    states_n.data()};
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentForward>(arguments);
+    } else if constexpr (kVariant == kFewRowsSteps) {
+      for (int step = 0; step < c_.length; ++step) launch_few_rows<FewRowsForward<Cell>>(arguments, step);
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
       launch<Config, ForwardSteps<Config>>(arguments);
@@ -402,6 +420,7 @@ class Kernels {
     const auto [first_row, rows] = steps_.range(begin, end);
     const size_t first = first_row * kGates * c_.hidden;
     SequenceBackwardArguments<T> arguments = {steps_.order(), begin, end, first_row, rows, c_.hidden};
+    arguments.from_zeros = c_.from_zeros && end == c_.length;
     arguments.weight_t = weight_t_.data();
     arguments.parameters = parameters_.data();
     arguments.step_inputs = step_inputs_.data();
@@ -417,6 +436,10 @@ class Kernels {
     arguments.grad_sums = grad_sums.data();
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentBackward>(arguments);
+    } else if constexpr (kVariant == kFewRowsSteps) {
+      for (int step = end - 1; step >= begin - 1; --step) {
+        launch_few_rows<FewRowsBackward<Cell>>(arguments, step);
+      }
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
       launch<Config, BackwardSteps<Config>>(arguments);
@@ -501,10 +524,42 @@ class Kernels {
     });
   }
 
+  template <class Step, class Arguments>
+  void launch_few_rows(const Arguments& arguments, int step) const {
+    constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
+    const DeviceInfo device = {80, c_.multiprocessors, false, c_.multiprocessors, 99 << 10};
+    const FewRowsTile tile =
+        plan_detail::few_rows_tile({kShape, c_.hidden, c_.batch, true, kBackward, sizeof(T)}, device);
+    switch (tile.rows) {
+      case 1:
+        return launch_few_rows_kernel<FewRowsKernel<Step, 1>>(arguments, step, tile);
+      case 4:
+        return launch_few_rows_kernel<FewRowsKernel<Step, 4>>(arguments, step, tile);
+      case 8:
+        return launch_few_rows_kernel<FewRowsKernel<Step, 8>>(arguments, step, tile);
+      case 16:
+        return launch_few_rows_kernel<FewRowsKernel<Step, 16>>(arguments, step, tile);
+      default:
+        cuda_on_cpu::fail("There is no plan for few rows");
+    }
+  }
+  template <class Kernel, class Arguments>
+  void launch_few_rows_kernel(const Arguments& arguments, int step, const FewRowsTile& tile) const {
+    const FewRowsShape shape = {Kernel::kProducts, tile};
+    const cuda_on_cpu::Grid grid = {(c_.hidden + tile.units - 1) / tile.units, shape.threads(), 1,
+                                    static_cast<size_t>(shape.shared_bytes())};
+    cuda_on_cpu::run(grid, [&] {
+      auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
+      Kernel(arguments, step, tile, shared).run();
+    });
+    prefetched.clear();
+  }
+
   const Case& c_;
   const Steps& steps_;
   const Array<T> weight_, weight_t_, parameters_, step_inputs_, h0_, grad_output_;
-  const Array<acc_t<T>> keep_, states0_;
+  const Array<acc_t<T>> keep_;
+  const Array<State> states0_;
 };
 
 // ---- the comparison
@@ -536,9 +591,12 @@ std::string name_of(const Case& c, int variant, bool keeps) {
                            : sizeof(T) == 4            ? "float32"
                            : std::is_same_v<T, __half> ? "float16"
                                                        : "bfloat16";
-  return std::string(type) + (variant == kIndependent ? "" : " variant " + std::to_string(variant)) +
-         (c.rows_of_steps.empty() ? " dense" : " packed") + (c.reverse ? " reverse" : "") +
-         (keeps ? " keep" : "") + (c.save ? "" : " not saved");
+  const std::string kernel = variant == kIndependent    ? ""
+                             : variant == kFewRowsSteps ? " few rows"
+                                                        : " variant " + std::to_string(variant);
+  return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
+         (c.reverse ? " reverse" : "") + (keeps ? " keep" : "") + (c.save ? "" : " not saved") +
+         (c.from_zeros ? " from zeros" : "");
 }
 
 template <class Cell, typename T, int kVariant, bool kKeeps>
@@ -546,9 +604,11 @@ void check(const Case& c) {
   const Precision precision = precision_of<T>(variant_of<T, kVariant>().tf32);
   const Comparison compare = {name_of<T>(c, kVariant, kKeeps), precision.tolerance};
   const Steps steps(c);
-  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kKeeps, precision.value);
+  using KernelsOfCase = Kernels<Cell, T, kVariant, kKeeps>;
+  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kKeeps, precision.value,
+                      rounded<typename KernelsOfCase::State>);
   Reference<Cell> reference(c, steps, inputs, precision);
-  Kernels<Cell, T, kVariant, kKeeps> kernels(c, steps, inputs);
+  KernelsOfCase kernels(c, steps, inputs);
 
   reference.forward();
   kernels.forward();
@@ -577,30 +637,37 @@ void check_persistent() {
   const std::vector<int> of_12_rows = {12, 12, 9, 4, 1};
   // Template arguments: the variant, and whether rows keep only a share of their states. Every pair of them
   // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
-  // steps.
+  // steps, whether values are saved, whether initial states and last gradients are zeros without memory.
   // one row a block
   check<Cell, float, 0, false>({4, 2, 24, 1, true, {}});
+  check<Cell, float, 0, false>({4, 3, 21, 1, false, {}});
   check<Cell, float, 1, true>({5, 3, 40, 1, false, {}});
   check<Cell, float, 1, true>({6, 2, 64, 1, true, {}, /*save=*/false});
   check<Cell, float, 2, false>({11, 2, 72, 1, false, {}});
+  check<Cell, float, 2, false>({5, 2, 72, 1, false, {}, /*save=*/true, /*from_zeros=*/true});
   if constexpr (Cell::kGates <= 2) check<Cell, float, 3, false>({5, 2, 104, 1, false, {}});
   // a block that has all units
   check<Cell, float, 15, true>({5, 9, 40, 8, false, {}});
   check<Cell, float, 4, false>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
   check<Cell, __nv_bfloat16, 1, true>({4, 11, 72, 8, true, {}});
   // float32, one row tile
   check<Cell, float, 16, false>({11, 5, 24, 8, false, {}});
   check<Cell, float, 16, false>({3, 5, 24, 8, false, {}, /*save=*/false});
   check<Cell, float, 16, false>({4, 3, 24, 1, false, {}});
+  check<Cell, float, 16, false>({4, 3, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
   check<Cell, float, 17, true>({4, 11, 72, 8, true, {}});
   // any number of rows
-  check<Cell, float, 19, true>({4, 19, 40, 16, false, {}});
-  check<Cell, float, 19, true>({5, 12, 40, 16, false, of_12_rows});
-  check<Cell, float, 19, true>({5, 12, 40, 16, true, of_12_rows});
+  check<Cell, float, 19, true>({4, 19, 40, 16, true, {}});
+  check<Cell, float, 20, true>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 20, true>({4, 19, 40, 16, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 20, true>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 20, true>({5, 12, 40, 16, true, of_12_rows});
   // clusters
-  check<Cell, float, 21, true>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 21, true>({10, 10, 24, 8, true, {}});
+  check<Cell, float, 22, true>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 22, true>({10, 10, 24, 8, true, {}});
+  check<Cell, float, 22, true>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // TF32
   check<Cell, float, 5, false>({4, 11, 72, 8, false, {}});
   check<Cell, float, 7, true>({5, 11, 104, 8, true, {}});
@@ -611,6 +678,20 @@ void check_persistent() {
   check<Cell, __nv_bfloat16, 3, false>({4, 6, 136, 8, true, {}});
   check<Cell, __half, 6, true>({4, 6, 72, 8, false, {}});
   check<Cell, __half, 8, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+}
+
+// Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel
+// takes.
+template <class Cell>
+void check_few_rows() {
+  check<Cell, float, kFewRowsSteps, false>({4, 1, 68, 0, false, {}});
+  check<Cell, float, kFewRowsSteps, true>({4, 3, 36, 0, true, {}});
+  check<Cell, float, kFewRowsSteps, true>(
+      {3, 7, 140, 0, false, {}, /*save=*/true, /*from_zeros=*/false, /*multiprocessors=*/18});
+  check<Cell, float, kFewRowsSteps, false>({3, 16, 20, 0, true, {}});
+  check<Cell, float, kFewRowsSteps, false>({2, 9, 4, 0, false, {}, /*save=*/false});
+  check<Cell, float, kFewRowsSteps, true>({5, 12, 40, 0, false, {12, 12, 9, 4, 1}});
+  check<Cell, float, kFewRowsSteps, true>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
 }
 
 template <class Cell, typename T>
@@ -626,6 +707,8 @@ void check_independent() {
       }
     }
     check<Cell, T, kIndependent, true>({5, batch, hidden, 0, false, {}, /*save=*/false});
+    if (packed) return;
+    check<Cell, T, kIndependent, false>({5, batch, hidden, 0, false, {}, /*save=*/true, /*from_zeros=*/true});
   };
   check_sizes(5, 24, {});  // a pair of units a thread, less than a block
   check_sizes(3, 67, {});  // one unit a thread, four blocks
@@ -637,6 +720,7 @@ template <class Cell>
 void check_all() {
   if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();
+    check_few_rows<Cell>();
   } else {
     check_independent<Cell, float>();
     check_independent<Cell, double>();

@@ -22,7 +22,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
     if (!Base::exists()) return;
     const typename Base::Range range = Base::steps_of_row(args_.begin, args_.end);
     if (range.begin >= range.end) return;  // the row's gradients stay what they are
-    load_carried();
+    if (!args_.from_zeros) load_carried();
     Base::template for_steps<Inputs>(
         range.end - range.begin, [&](int n, Inputs& inputs) { load_inputs(range.end - 1 - n, inputs); },
         [&](int n, const Inputs& inputs) { step(range.end - 1 - n, inputs); });
@@ -119,7 +119,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
   }
 
   const SequenceBackwardArguments<T>& args_;
-  A grad_h_[kUnits], grad_states_[kUnits][at_least_one(kStates)];  // after the step to come
+  A grad_h_[kUnits] = {}, grad_states_[kUnits][at_least_one(kStates)] = {};  // after the step to come
   A sums_[kUnits][kSums] = {};
 };
 

@@ -17,23 +17,36 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
 
   __device__ void run() {
     if (!Base::exists()) return;
-    Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h_[u]; });
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) {
-      Base::load(state(args_.states0, s), [&](int u) -> A& { return states_[u][s]; });
-    }
+    load_initial();
     const typename Base::Range range = Base::steps_of_row(0, args_.steps.length);
     Base::template for_steps<Inputs>(
         range.end - range.begin, [&](int n, Inputs& inputs) { load_inputs(range.begin + n, inputs); },
         [&](int n, const Inputs& inputs) { step(range.begin + n, inputs); });
     Base::store(plane(args_.h_n, row_, 1, 0), [&](int u) { return h_[u]; });
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) {
-      Base::store(state(args_.states_n, s), [&](int u) { return states_[u][s]; });
-    }
+    args_.narrow_states ? store_states(static_cast<T*>(args_.states_n))
+                        : store_states(static_cast<A*>(args_.states_n));
   }
 
  private:
+  __device__ void load_initial() {
+    if (args_.h0) Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h_[u]; });
+    if (!args_.states0) return;
+    args_.narrow_states ? load_states(static_cast<const T*>(args_.states0))
+                        : load_states(static_cast<const A*>(args_.states0));
+  }
+  template <typename X>
+  __device__ void load_states(const X* states) {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      Base::load(state(states, s), [&](int u) -> A& { return states_[u][s]; });
+    }
+  }
+  template <typename X>
+  __device__ void store_states(X* states) const {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) Base::store(state(states, s), [&](int u) { return states_[u][s]; });
+  }
+
   struct Inputs {
     Values projections[kGates], steps[at_least_one(kStepInputs)];
     A keep;
@@ -85,7 +98,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   }
 
   const SequenceForwardArguments<T>& args_;
-  A h_[kUnits], states_[kUnits][at_least_one(kStates)];
+  A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
 
 }  // namespace lltm_ext

@@ -101,6 +101,7 @@ class PersistentBackward
   };
 
   __device__ __forceinline__ const T* first_h() const { return nullptr; }  // no product at first
+  __device__ __forceinline__ const float* first_keep() const { return nullptr; }
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
     const int64_t first = args_.steps.at(args_.end - 1).first;
     to_next_ = args_.steps.reverse ? args_.steps.batch : -args_.steps.batch;
@@ -118,10 +119,11 @@ class PersistentBackward
 #pragma unroll
       for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
+      load(inputs_[i], p.inputs);
+      if (args_.from_zeros) continue;
       load_grad_states(p.grad_states, p.at);
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
       if (Cell::kReadsH) p.grad_h = add(p.grad_h, read_pair(args_.grad_own_h + p.at).widen());
-      load(inputs_[i], p.inputs);
     }
     return {nullptr, 0, false, map_.element, map_.g};
   }
@@ -144,8 +146,8 @@ class PersistentBackward
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
   }
 
-  // Moves on to the next step, if there is one.
-  __device__ __forceinline__ void prepare_pair(int i, bool has_next) {
+  // Moves on to the next step, if any are left.
+  __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
     if constexpr (Config::kKeeps) keep_gradients(p.keep, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
@@ -153,7 +155,7 @@ class PersistentBackward
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
     p.grad_gates += to_next_ * kGates * hidden_;
     p.inputs.move(to_next_, hidden_);
-    if (p.exists && has_next) load(inputs_[i], p.inputs);
+    if (p.exists && left > 0) load(inputs_[i], p.inputs);
   }
 
   // The gradients of the states before the first step.
@@ -177,11 +179,14 @@ class PersistentBackward
   __device__ __forceinline__ void load_carried() {
     Base::for_all_pairs([&](int i, int b) {
       const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
-      States grad_states;
-      load_grad_states(grad_states, at);
+      States grad_states = {};
+      if (!args_.from_zeros) load_grad_states(grad_states, at);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
-      if (Cell::kReadsH) carried(i, b, kStates) = read_pair(args_.grad_own_h + at).widen();
+      if constexpr (Cell::kReadsH) {
+        carried(i, b, kStates) =
+            args_.from_zeros ? make_float2(0, 0) : read_pair(args_.grad_own_h + at).widen();
+      }
     });
   }
   __device__ __forceinline__ void store_carried() {
@@ -226,7 +231,12 @@ class PersistentBackward
       const int b = row(i, tile), j = unit(i);
       if (!has_pair(i, b)) continue;
       T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
-      float2 grad_h = b < previous.count ? Base::total(sums, 0, i) : read_pair(stored).widen();
+      float2 grad_h = make_float2(0, 0);
+      if (b < previous.count) {
+        grad_h = Base::total(sums, 0, i);
+      } else if (!args_.from_zeros) {
+        grad_h = read_pair(stored).widen();
+      }
       if constexpr (Config::kKeeps) {
         if (b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
       }
@@ -302,8 +312,8 @@ class PersistentBackward
   __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      Base::exchange(address + gate * hidden_, grads[0].product(gate), grads[1].product(gate), exists, i,
-                     gate);
+      const float2 x = make_float2(grads[0].product(gate), grads[1].product(gate));
+      Base::exchange(address + gate * hidden_, x, x, exists, i, gate);
     }
   }
   // Those of the projections, if they are not those of the products.

@@ -2,10 +2,12 @@
 // backward. Three implementations of one interface; the kernels are templates over them.
 //
 // A block processes one row tile of one step after another. For each it calls
-//   begin(h)         once, before the first: h [rows, H] before the first step, or null for zeros
+//   begin(h, keep)   once, before the first: h [rows, H] before the first step, or null for zeros, and what
+//                    each row keeps of it, or null for all
 //   start(source)    to issue the first loads, if that makes sense
 //   load(...)        to wait for a lane's vectors of its row
-//   store(...)       to write two adjacent values to memory and stage them for the group
+//   store(...)       to write two adjacent values to memory and stage them, or what a row keeps of them, for
+//                    the group
 //   send()           to send the staged values; all threads call it together
 //   advance()        at the end
 #pragma once
@@ -44,14 +46,21 @@ struct ExchangeBuffer {
       reinterpret_cast<uint4*>(data)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // Takes h [rows, hidden], or leaves zeros if it is null. A kernel's first step reads it from here as all
-  // others do: a branch to global memory in the loop makes the compiler wait there for the loads of the next
-  // step's inputs, which are in flight.
-  __device__ void set(const T* h, int rows, int hidden) const {
+  // Takes what rows keep of h [rows, hidden], or leaves zeros if it is null. A kernel's first step reads it
+  // from here as all others do: a branch to global memory in the loop makes the compiler wait there for the
+  // loads of the next step's inputs, which are in flight.
+  __device__ void set(const T* h, const float* keep, int rows, int hidden) const {
+    struct alignas(16) Vector {
+      T values[16 / sizeof(T)];
+    };
     __syncthreads();
     const int vectors = hidden * static_cast<int>(sizeof(T)) / 16;
     for (int i = threadIdx.x; h && i < rows * vectors; i += kBlockThreads) {
-      reinterpret_cast<uint4*>(at(i / vectors, 0))[i % vectors] = reinterpret_cast<const uint4*>(h)[i];
+      Vector x = reinterpret_cast<const Vector*>(h)[i];
+      if (keep) {
+        for (T& value : x.values) value = narrow<T>(keep_share(keep[i / vectors], widen(value)));
+      }
+      reinterpret_cast<Vector*>(at(i / vectors, 0))[i % vectors] = x;
     }
     __syncthreads();
   }
@@ -104,7 +113,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
         sharing_warp_(kSharingWarps == 1 ? 0 : threadIdx.x / 32 / kKSlices),
         k_slice_(threadIdx.x / 32 % kKSlices),
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
-  __device__ void begin(const T*) {}
+  __device__ void begin(const T*, const float*) {}
   __device__ void send() {}
   __device__ void advance() {}
   __device__ void finish() {}
@@ -139,8 +148,8 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
     }
   }
 
-  __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int, int, int) {
-    const Pair<T> pair = Pair<T>::of(a, b);
+  __device__ __forceinline__ void store(T* address, float2 x, float2, bool stored, int, int, int) {
+    const Pair<T> pair = Pair<T>::of(x.x, x.y);
     if (stored) st_relaxed_gpu(address, *reinterpret_cast<const typename Pair<T>::Word*>(&pair));
   }
 
@@ -217,8 +226,8 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
     if (threadIdx.x == 0) expect(1);
   }
   // The first step waits as all others do.
-  __device__ void begin(const T* h) {
-    first_.set(h, group_.rows, group_.hidden);
+  __device__ void begin(const T* h, const float* keep) {
+    first_.set(h, keep, group_.rows, group_.hidden);
     if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
   __device__ void start(const RowSource<T>&) {}
@@ -233,12 +242,12 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
     Buffer{first_.data + (step_ & 1) * Buffer::kBytes}.read(vectors, input, source);
   }
 
-  __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
+  __device__ __forceinline__ void store(T* address, float2 x, float2 sent, bool stored, int row, int input,
                                         int unit) {
-    const Pair<T> pair = Pair<T>::of(a, b);
     if (!stored) return;
-    *reinterpret_cast<Pair<T>*>(staging_ + ((row * kInputs + input) * kUnits + unit) * sizeof(T)) = pair;
-    *reinterpret_cast<Pair<T>*>(address) = pair;
+    char* const staged = staging_ + ((row * kInputs + input) * kUnits + unit) * sizeof(T);
+    write_pair(reinterpret_cast<T*>(staged), sent.x, sent.y);
+    write_pair(address, x.x, x.y);
   }
 
   // A warp sends to one block at a time, maybe with other warps: packets to one destination travel together.
@@ -300,7 +309,7 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
   __device__ StateExchange(char* shared, const Group& group) : buffer_{shared}, group_(group) {
     buffer_.clear();
   }
-  __device__ void begin(const T* h) { buffer_.set(h, group_.rows, group_.hidden); }
+  __device__ void begin(const T* h, const float* keep) { buffer_.set(h, keep, group_.rows, group_.hidden); }
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}
   __device__ void advance() { __syncthreads(); }
@@ -312,11 +321,11 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
     buffer_.read(vectors, input, source);
   }
 
-  __device__ __forceinline__ void store(T* address, float a, float b, bool stored, int row, int input,
+  __device__ __forceinline__ void store(T* address, float2 x, float2 sent, bool stored, int row, int input,
                                         int unit) {
     if (!stored) return;
-    write_pair(buffer_.at(row, input) + unit, a, b);
-    write_pair(address, a, b);
+    write_pair(buffer_.at(row, input) + unit, sent.x, sent.y);
+    write_pair(address, x.x, x.y);
   }
 
  private:

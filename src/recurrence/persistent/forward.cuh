@@ -38,6 +38,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
  private:
   static constexpr bool kSendsLastStep = false;
+  // Whether blocks send what the next step takes of h, and keep so of the states. The cell has nothing to
+  // scale then before it can begin. Through L2 they send the output itself.
+  static constexpr bool kSendsKept = Config::kKeeps && !Config::kAnyRows && !Exchange::kThroughL2;
 
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
@@ -49,7 +52,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // What a pair reads in a step, and where it is.
   struct Inputs {
     Pair<T> projections[kGates], steps[kStepInputs];
-    float keep;
+    float keep;  // into this step, or if kSendsKept into the next one
   };
   struct Addresses {
     T *gates, *extra, *output;
@@ -86,7 +89,15 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     Saved saved;
   };
 
-  __device__ __forceinline__ const T* first_h() const { return args_.h0 + map_.first_row * hidden_; }
+  __device__ __forceinline__ const T* first_h() const {
+    return args_.h0 ? args_.h0 + map_.first_row * hidden_ : nullptr;
+  }
+  __device__ __forceinline__ const float* first_keep() const {
+    return kSendsKept && steps() > 0 ? args_.keep + args_.steps.at(0).first + map_.first_row : nullptr;
+  }
+  __device__ __forceinline__ float2 first_h(int64_t at) const {
+    return args_.h0 ? read_pair(args_.h0 + at).widen() : make_float2(0, 0);
+  }
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
     const int64_t first = args_.steps.at(0).first;
     to_next_ = args_.steps.reverse ? -args_.steps.batch : args_.steps.batch;
@@ -100,15 +111,22 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       p.at = static_cast<int64_t>(b) * hidden_ + j;
       p.to = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
-      if (Cell::kReadsH) p.h = p.exists ? read_pair(args_.h0 + p.at).widen() : make_float2(0, 0);
-      if (p.exists && steps() > 0) load(inputs_[i], p.to);
+      if (Cell::kReadsH) p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
+      if (!p.exists || steps() == 0) continue;
+      if constexpr (kSendsKept) {
+        keep_pair(p, *p.to.keep);
+        if (steps() > 1) p.to.keep += to_next_;
+      }
+      load(inputs_[i], p.to);
     }
-    return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element,
-            lane_row < map_.end_row ? map_.vectors : 0, false, map_.element, map_.g};
+    vectors_ = lane_row < map_.end_row ? map_.vectors : 0;
+    return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element, args_.h0 ? vectors_ : 0,
+            false, map_.element, map_.g};
   }
 
   __device__ __forceinline__ RowSource<T> next_source(RowSource<T> source) {
     source.row = states_;
+    source.vectors = vectors_;
     source.exchanged = true;
     states_ += to_next_ * hidden_;
     return source;
@@ -117,16 +135,25 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
-    Base::exchange(p.to.output, p.h.x, p.h.y, p.exists, i, 0);
+    const float2 sent = kSendsKept ? Base::kept(inputs_[i].keep, p.h) : p.h;
+    Base::exchange(p.to.output, p.h, sent, p.exists, i, 0);
   }
 
-  // Saves the step's values and moves on to the next step, if there is one.
-  __device__ __forceinline__ void prepare_pair(int i, bool has_next) {
+  // Saves the step's values and moves on to the next step, if any are left.
+  __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
     if (p.exists) store_state_output(p.to, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
-    if (p.exists && has_next) load(inputs_[i], p.to);
+    if constexpr (kSendsKept) {
+      if (left > 0) keep_pair(p, inputs_[i].keep);
+      if (left == 1) p.to.keep -= to_next_;  // no step follows the next one
+    }
+    if (p.exists && left > 0) load(inputs_[i], p.to);
+  }
+  __device__ __forceinline__ static void keep_pair(OneTilePair& p, float share) {
+    Base::keep(share, p.states);
+    p.h = Base::kept(share, p.h);
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -147,7 +174,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       load_states(states, at, true);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
-      if (Cell::kReadsH) carried(i, b, kStates) = read_pair(args_.h0 + at).widen();
+      if (Cell::kReadsH) carried(i, b, kStates) = first_h(at);
     });
   }
   __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last
@@ -168,8 +195,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     const bool exchanged = b < min(map_.end_row, previous.count);
     const T* row = exchanged ? args_.output + (previous.first + b) * hidden_
                              : args_.h0 + static_cast<int64_t>(b) * hidden_;
-    return {row + map_.element, b < min(map_.end_row, current.count) ? map_.vectors : 0, exchanged,
-            map_.element, b - map_.first_row};
+    const bool has_row = b < min(map_.end_row, current.count) && (exchanged || args_.h0);
+    return {row + map_.element, has_row ? map_.vectors : 0, exchanged, map_.element, b - map_.first_row};
   }
 
   __device__ __forceinline__ void step_rows(const float* sums, const StepRows&, const StepRows& current,
@@ -185,7 +212,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       const float2 old_h = Cell::kReadsH ? carried(i, b, kStates) : make_float2(0, 0);
       const float2 h = run_cell(sums, i, states, old_h, saved);
       const Addresses to = addresses(current.first + b, j);
-      Base::exchange(to.output, h.x, h.y, true, i, 0);
+      Base::exchange(to.output, h, h, true, i, 0);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = h;
@@ -200,15 +227,18 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void load_states(States& states, int64_t at, bool exists) const {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      const float* const from = args_.states0 + Base::state_at(s, at, args_.steps.batch);
-      states[s] = exists ? read_pair(from).widen() : make_float2(0, 0);
+      states[s] = make_float2(0, 0);
+      if (!exists || !args_.states0) continue;
+      states[s] =
+          read_state_pair<T>(args_.states0, Base::state_at(s, at, args_.steps.batch), args_.narrow_states);
     }
   }
   __device__ __forceinline__ void store_last(int64_t at, float2 h, const States& states) const {
     write_pair(args_.h_n + at, h.x, h.y);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      write_pair(args_.states_n + Base::state_at(s, at, args_.steps.batch), states[s].x, states[s].y);
+      write_state_pair<T>(args_.states_n, Base::state_at(s, at, args_.steps.batch), args_.narrow_states,
+                          states[s]);
     }
   }
 
@@ -227,7 +257,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float2 products[kGates];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
-    if constexpr (Config::kKeeps) {
+    if constexpr (Config::kKeeps && !kSendsKept) {
       Base::keep(inputs_[i].keep, products);
       Base::keep(inputs_[i].keep, states);
       old_h = Base::kept(inputs_[i].keep, old_h);
@@ -267,7 +297,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   const Arguments& args_;
   const bool saves_ = args_.save;
   int64_t to_next_;  // rows to the next step's
-  const T* states_;  // the lane's row of the exchanged states
+  const T* states_;  // the lane's row of the exchanged states, and its vectors there
+  int vectors_;
   OneTilePair pairs_[kPairs];
   Inputs inputs_[kPairs];  // of the tile to come
 };

@@ -60,6 +60,9 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
       return launch_fused_steps<Cell>(sequences.of[0], plan.fused_step, stream);
     }
   }
+  if constexpr (std::is_same_v<T, float>) {
+    if (plan.few_rows.rows > 0) return launch_few_rows_steps<Cell>(sequences.of[0], plan.few_rows, stream);
+  }
   const auto kernel = kernels.at(plan.variant);
   return launch_persistent(reinterpret_cast<const void*>(kernel), kCellShape<Cell>, sequences, plan, stream);
 }

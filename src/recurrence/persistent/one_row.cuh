@@ -1,5 +1,6 @@
 // The persistent kernels of small layers in float32: a block has all units and one row of the batch. Nothing
-// is exchanged between blocks, no row of a tile is empty, and a step has one barrier.
+// is exchanged between blocks, no row of a tile is empty, and a step has one barrier. They take any number of
+// units.
 //
 // Four lanes share a unit. Each multiplies a quarter of K by the weights that it holds in registers, they add
 // up their sums, and all four compute the cell.
@@ -48,18 +49,18 @@ class OneRow {
     return plane(base, int64_t{state} * batch_ + row_, 1, 0);
   }
 
-  // row(gate) is where the unit's weights of a gate are.
+  // row(gate) is where the unit's weights of a gate are: at a multiple of 16 bytes, or not.
   template <class Row>
   __device__ __forceinline__ void load_weights(Row&& row) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const int k = 4 * (v * kLanesOfUnit + lane_);
-        weights_[gate][v] = {0, 0, 0, 0};
-        if (exists() && k < hidden_) {
-          weights_[gate][v] = *reinterpret_cast<const float4*>(row(gate) + k);
-        }
+        const float* const from = row(gate) + 4 * (v * kLanesOfUnit + lane_);
+        const auto value = [&](int i) {
+          return exists() && 4 * (v * kLanesOfUnit + lane_) + i < hidden_ ? from[i] : 0;
+        };
+        weights_[gate][v] = {value(0), value(1), value(2), value(3)};
       }
     }
   }
@@ -189,9 +190,14 @@ class OneRowForward : OneRow<Config> {
     float h = 0, states[at_least_one(kStates)] = {};
     Inputs next;
     if (exists()) {
-      h = *state(args_.h0, 0);
+      if (args_.h0) h = *state(args_.h0, 0);
+      const auto* const states0 = static_cast<const float*>(args_.states0);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) states[s] = *state(args_.states0, s);
+      for (int s = 0; s < kStates; ++s) states[s] = states0 ? *state(states0, s) : 0;
+      if constexpr (Config::kKeeps) {
+        keep(*at.keep, h, states);
+        if (steps > 1) at.keep += to_next;
+      }
       load(next, at);
     }
     auto buffers = Base::buffers();
@@ -204,24 +210,26 @@ class OneRowForward : OneRow<Config> {
       const Inputs current = next;
       const Addresses here = at;
       at.move(to_next, hidden_);
+      if (Config::kKeeps && n + 2 == steps) at.keep -= to_next;  // no step follows the next one
       if (exists() && n + 1 < steps) load(next, at);
       h = run_cell(current, products, h, states, saved);
-      if (stores()) *buffers.to = h;
+      if (stores()) *buffers.to = Config::kKeeps ? keep_share(current.keep, h) : h;
       buffers.swap();
       __syncthreads();
       if (stores()) store(here, h, states, saved);
+      if (Config::kKeeps && n + 1 < steps) keep(current.keep, h, states);
       if (n + kStepsAhead < steps) prefetcher.fetch_next(to_next);
     }
     if (!stores()) return;
     *state(args_.h_n, 0) = h;
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) *state(args_.states_n, s) = states[s];
+    for (int s = 0; s < kStates; ++s) *state(static_cast<float*>(args_.states_n), s) = states[s];
   }
 
  private:
   // What a step reads, and where it is.
   struct Inputs {
-    float projections[kGates], steps[kStepInputs], keep;
+    float projections[kGates], steps[kStepInputs], keep;  // keep: into the next step
   };
   struct Addresses {
     float *gates, *extra, *output, *state_output;
@@ -251,16 +259,16 @@ class OneRowForward : OneRow<Config> {
     if constexpr (Config::kKeeps) inputs.keep = *at.keep;
   }
 
-  __device__ __forceinline__ float run_cell(const Inputs& inputs, float (&products)[kGates], float old_h,
-                                            float (&states)[at_least_one(kStates)],
+  // What the row takes into the next step.
+  __device__ __forceinline__ static void keep(float share, float& h, float (&states)[at_least_one(kStates)]) {
+    h = keep_share(share, h);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) states[s] = keep_share(share, states[s]);
+  }
+
+  __device__ __forceinline__ float run_cell(const Inputs& inputs, const float (&products)[kGates],
+                                            float old_h, float (&states)[at_least_one(kStates)],
                                             float (&saved)[at_least_one(Cell::kSaved)]) {
-    if constexpr (Config::kKeeps) {
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) products[gate] = keep_share(inputs.keep, products[gate]);
-#pragma unroll
-      for (int s = 0; s < kStates; ++s) states[s] = keep_share(inputs.keep, states[s]);
-      old_h = keep_share(inputs.keep, old_h);
-    }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       if constexpr (Cell::kSeparate) {
@@ -319,10 +327,7 @@ class OneRowBackward : OneRow<Config> {
     Addresses at = addresses(args_.steps.at(args_.end - 1).first + row_);
     Inputs next;
     if (exists()) {
-      own_ = *state(args_.grad_h, 0);
-      if constexpr (Cell::kReadsH) own_ += *state(args_.grad_own_h, 0);
-#pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[s] = *state(args_.grad_states, s);
+      if (!args_.from_zeros) load_carried();
       load(next, at);
     }
     auto buffers = Base::buffers();
@@ -350,6 +355,13 @@ class OneRowBackward : OneRow<Config> {
   }
 
  private:
+  __device__ __forceinline__ void load_carried() {
+    own_ = *state(args_.grad_h, 0);
+    if constexpr (Cell::kReadsH) own_ += *state(args_.grad_own_h, 0);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) grad_states_[s] = *state(args_.grad_states, s);
+  }
+
   // What a step reads, and where it is.
   struct Inputs {
     float saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output, keep;

@@ -82,4 +82,16 @@ __device__ __forceinline__ void write_pair(T* address, float a, float b) {
   *reinterpret_cast<Pair<T>*>(address) = Pair<T>::of(a, b);
 }
 
+// A pair of the states that a caller gives or gets: of T or, unless `narrow`, of float.
+template <typename T>
+__device__ __forceinline__ float2 read_state_pair(const void* states, int64_t at, bool narrow) {
+  if (narrow) return read_pair(static_cast<const T*>(states) + at).widen();
+  return read_pair(static_cast<const float*>(states) + at).widen();
+}
+template <typename T>
+__device__ __forceinline__ void write_state_pair(void* states, int64_t at, bool narrow, float2 x) {
+  if (narrow) return write_pair(static_cast<T*>(states) + at, x.x, x.y);
+  write_pair(static_cast<float*>(states) + at, x.x, x.y);
+}
+
 }  // namespace lltm_ext

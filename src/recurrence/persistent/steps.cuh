@@ -58,8 +58,8 @@ class PersistentSteps {
   __device__ __forceinline__ float2 total(const float* sums, int out, int i) const {
     return Sums::total(sums, out, map_.pair_row(i), map_.pair_unit(i));
   }
-  __device__ __forceinline__ void exchange(T* address, float a, float b, bool exists, int i, int input) {
-    exchange_.store(address, a, b, exists, map_.pair_row(i), input, map_.pair_unit(i));
+  __device__ __forceinline__ void exchange(T* address, float2 x, float2 sent, bool exists, int i, int input) {
+    exchange_.store(address, x, sent, exists, map_.pair_row(i), input, map_.pair_unit(i));
   }
 
   // What a pair in row b carries, in shared memory if a group may have several tiles: the states and, if the
@@ -166,7 +166,7 @@ class PersistentSteps {
     Derived& self = derived();
     const int steps = self.steps();  // in a register, as all that a step needs: each load waits
     RowSource<T> source = self.begin_one_tile();
-    exchange_.begin(self.first_h());
+    exchange_.begin(self.first_h(), self.first_keep());
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
     for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile(n & 1, source);
@@ -178,7 +178,7 @@ class PersistentSteps {
       if (Derived::kSendsLastStep || n + 1 < steps) exchange_.send();
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        if (map_.warp_has_pair(i)) self.prepare_pair(i, n + 1 < steps);
+        if (map_.warp_has_pair(i)) self.prepare_pair(i, steps - 1 - n);
       }
       if (n + kStepsAhead < steps) prefetcher_.fetch_next(self.to_next_, map_.end_row);
       exchange_.advance();

@@ -26,6 +26,7 @@ constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kGrid, false, 1, 4, true},    {Algorithm::kGrid, false, 2, 8, true},
     {Algorithm::kGrid, false, 1, 8},          {Algorithm::kCluster, false, 4, 8},
     {Algorithm::kGrid, true, 2, 4},           {Algorithm::kGrid, true, 2, 8},
+    {Algorithm::kGrid, true, 1, 8, true},
 };
 constexpr PersistentVariant kFloatVariants[] = {
     // IEEE, no slower than TF32 for few units
@@ -50,6 +51,7 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kGrid, false, 1, 2, true},
     {Algorithm::kGrid, false, 1, 4, true},
     {Algorithm::kGrid, false, 1, 8, true},
+    {Algorithm::kGrid, true, 1, 1, true},
     {Algorithm::kGrid, true, 1, 4},
     {Algorithm::kGrid, true, 1, 8},
     {Algorithm::kCluster, false, 1, 2},

@@ -100,7 +100,8 @@ struct FusedForwardStep {
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
-        states[i] = load((step == 0 ? s.states0 : s.states_n) + state_at(s, i, state));
+        const void* const states_before = step == 0 ? s.states0 : s.states_n;
+        states[i] = load(static_cast<const float*>(states_before) + state_at(s, i, state));
       }
       if constexpr (Cell::kReadsH) {
         h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
@@ -167,7 +168,9 @@ struct FusedForwardStep {
       for (int i = 0; i < Cell::kSaved; ++i) saved[i][e] = kept[i];
     }
 #pragma unroll
-    for (int i = 0; i < kStates; ++i) store(s.states_n + state_at(s, i, state), states[i]);
+    for (int i = 0; i < kStates; ++i) {
+      store(static_cast<float*>(s.states_n) + state_at(s, i, state), states[i]);
+    }
     store(s.output + at * s.hidden + unit, h);
     if constexpr (Cell::kOutputState >= 0) {
       store(s.state_output + at * s.hidden + unit, states[Cell::kOutputState]);

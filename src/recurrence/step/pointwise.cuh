@@ -85,6 +85,30 @@ cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream) {
                        /*programmatic=*/false, stream, rows);
 }
 
+// A block has some columns, and each row of its threads every kPointwiseRows-th row.
+template <typename T>
+__global__ void __launch_bounds__(kPointwiseThreads) sum_rows_kernel(const SumRowsArguments<T> rows) {
+  using A = acc_t<T>;
+  const int column = threadIdx.x % kPointwiseUnits, row = threadIdx.x / kPointwiseUnits;
+  const int64_t j = int64_t{blockIdx.x} * kPointwiseUnits + column;
+  A sum = 0;
+  for (int64_t b = row; b < rows.rows && j < rows.columns; b += kPointwiseRows) {
+    sum += rows.x[b * rows.stride + j];
+  }
+  __shared__ A sums[kPointwiseRows][kPointwiseUnits];
+  sums[row][column] = sum;
+  __syncthreads();
+  if (row > 0 || j >= rows.columns) return;
+  for (int r = 1; r < kPointwiseRows; ++r) sum += sums[r][column];
+  rows.y[j] = narrow<T>(sum);
+}
+
+template <typename T>
+cudaError_t sum_rows(const SumRowsArguments<T>& rows, cudaStream_t stream) {
+  return launch_kernel(sum_rows_kernel<T>, dim3(pointwise_columns(rows.columns)), dim3(kPointwiseThreads),
+                       /*shared_bytes=*/0, /*programmatic=*/false, stream, rows);
+}
+
 template <auto* kKernel, class Step>
 cudaError_t launch_pointwise_step(const Step& step, bool sums_rows, cudaStream_t stream) {
   int capability = 0;
@@ -113,9 +137,10 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepForwardArguments<T, C>&, cudaStream_t); \
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepBackwardArguments<T, C, Extra>&,        \
                                                        cudaStream_t);
-#define INSTANTIATE_KEEP_ROWS(T) \
-  template cudaError_t lltm_ext::keep_rows(const KeepRowsArguments<T>&, cudaStream_t);
+#define INSTANTIATE_ROWS(T)                                                            \
+  template cudaError_t lltm_ext::keep_rows(const KeepRowsArguments<T>&, cudaStream_t); \
+  template cudaError_t lltm_ext::sum_rows(const SumRowsArguments<T>&, cudaStream_t);
 // For the steps of sequences.
 #define INSTANTIATE_RECURRENCE_STEP(Cell, T) \
   INSTANTIATE_STEP(Cell, T, acc_t<T>, T)     \
-  INSTANTIATE_KEEP_ROWS(T)
+  INSTANTIATE_ROWS(T)

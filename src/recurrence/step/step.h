@@ -21,7 +21,9 @@ struct Gates {
   int64_t row, gate;  // strides
 
   // [B, G, H] and [G, B, H] in memory.
-  static Gates in_rows(T* data, int64_t gates, int64_t hidden) { return {data, gates * hidden, hidden}; }
+  LLTM_HOST_DEVICE static Gates in_rows(T* data, int64_t gates, int64_t hidden) {
+    return {data, gates * hidden, hidden};
+  }
   static Gates stacked(T* data, int64_t batch, int64_t hidden) { return {data, hidden, batch * hidden}; }
 
   LLTM_HOST_DEVICE T& at(int64_t b, int g, int64_t j) const { return data[b * row + g * gate + j]; }
@@ -49,7 +51,8 @@ struct StepForwardArguments {
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
-  T* h;             // [B, H] the new state; of a cell that reads it, the old one before
+  const T* old_h;   // [B, H] of a cell that reads it
+  T* h;             // [B, H] the new state; may be old_h
   T* output;        // [B, H] a second copy of it, or null
   T* state_output;  // [B, H] a copy of the new state kOutputState, if the cell has one
   Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
@@ -91,9 +94,20 @@ struct KeepRowsArguments {
   T* y;
 };
 
+// y [columns] becomes the sum of the rows of x [rows, columns], in a fixed order. CUDA only.
+template <typename T>
+struct SumRowsArguments {
+  int64_t rows, columns;
+  int64_t stride;  // from a row of x to the next
+  const acc_t<T>* x;
+  T* y;
+};
+
 #ifdef LLTM_EXT_WITH_CUDA
 template <typename T>
 cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream);
+template <typename T>
+cudaError_t sum_rows(const SumRowsArguments<T>& rows, cudaStream_t stream);
 template <class Cell, typename T, typename C>
 cudaError_t recurrence_step(const StepForwardArguments<T, C>& step, cudaStream_t stream);
 template <class Cell, typename T, typename C, typename Extra>
@@ -133,7 +147,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   const acc_t<T> share = share_of(s.keep, b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_step_constants<Cell>(s, b, j, in);
-  if constexpr (Cell::kReadsH) in.h = keep_share(share, widen(s.h[at]));
+  if constexpr (Cell::kReadsH) in.h = keep_share(share, widen(s.old_h[at]));
   for (int i = 0; i < Cell::kStates; ++i) {
     states[i] = keep_share(share, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
   }
@@ -148,14 +162,14 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
 }
 
-// The same, with projections and products from memory.
+// The same, with projections from memory, given only the products.
 template <class Cell, class Math, typename T, typename C>
-LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
+LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                                const acc_t<T> (&products)[Cell::kGates]) {
   CellInputs<Cell, acc_t<T>> in;
+  const acc_t<T> share = share_of(s.keep, b);
   for (int g = 0; g < Cell::kGates; ++g) {
-    const acc_t<T> product =
-        s.product ? keep_share(share_of(s.keep, b), s.product[(b * Cell::kGates + g) * s.hidden + j])
-                  : acc_t<T>(0);
+    const acc_t<T> product = keep_share(share, products[g]);
     in.x[g] = widen(s.gates.at(b, g, j));
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
@@ -166,22 +180,30 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   step_unit<Cell, Math>(s, b, j, in);
 }
 
-// Unit j of row b backward: computes the gradients of what its cell reads, and stores those of its states in
-// grad_old_states, unless it is null.
+// The same, with the products from memory too.
+template <class Cell, class Math, typename T, typename C>
+LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
+  acc_t<T> products[Cell::kGates];
+  for (int g = 0; g < Cell::kGates; ++g) {
+    products[g] = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
+  }
+  step_unit<Cell, Math>(s, b, j, products);
+}
+
+// Unit j of row b backward, given the gradient of its h from the next step's products: computes the gradients
+// of what its cell reads, and stores those of its states in grad_old_states, unless it is null.
 template <class Cell, class Math, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
-                                CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {
+                                acc_t<T> grad_h, CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
   CellInputs<Cell, acc_t<T>> in;
   load_step_constants<Cell>(s, b, j, in);
-  acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)],
-      grad_h = Cell::kOutputState < 0 ? s.grad_output.at(b, j) : acc_t<T>(0);
+  acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)];
   for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
-  if constexpr (Cell::kOutputState >= 0) grad_states[Cell::kOutputState] += s.grad_output.at(b, j);
+  gradient_of_output<Cell>(grad_h, grad_states) += s.grad_output.at(b, j);
   for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
-  if (s.grad_h) grad_h += widen(s.grad_h[at]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
   const acc_t<T> share = share_of(s.keep, b);
@@ -191,19 +213,30 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   }
 }
 
+// The same, with that gradient from memory.
+template <class Cell, class Math, typename T, typename C, typename Extra>
+LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
+                                CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {
+  const acc_t<T> grad_h = s.grad_h ? widen(s.grad_h[b * s.hidden + j]) : acc_t<T>(0);
+  step_unit<Cell, Math>(s, b, j, grad_h, grads, grad_old_states);
+}
+
 // Stores the gradients of unit j of row b, and adds those that are summed over rows.
 template <class Cell, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void store_gradients(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
                                       const CellGradients<Cell, acc_t<T>>& grads) {
-  for (int g = 0; g < Cell::kGates; ++g) {
+  constexpr int kGates = Cell::kGates, kSums = kCellShape<Cell>.sums();
+  acc_t<T>* const to = s.grad_sums ? s.grad_sums + b * kSums * s.hidden + j : nullptr;
+  acc_t<T> sums[kSums] = {};  // loaded together, before the first store
+  for (int i = 0; i < kSums && to; ++i) sums[i] = to[i * s.hidden];
+  for (int g = 0; g < kGates; ++g) {
     s.grad_gates.at(b, g, j) = narrow<T>(grads.product(g));
     if constexpr (Cell::kSeparate) s.grad_projections.at(b, g, j) = narrow<T>(grads.x[g]);
   }
-  if (!s.grad_sums) return;
-  constexpr int kSums = kCellShape<Cell>.sums();
-  acc_t<T>* const sums = s.grad_sums + b * kSums * s.hidden + j;
-  for (int g = 0; g < Cell::kGates; ++g) sums[g * s.hidden] += grads.x[g];
-  for (int p = 0; p < Cell::kParameters; ++p) sums[(Cell::kGates + p) * s.hidden] += grads.parameters[p];
+  if (!to) return;
+  for (int g = 0; g < kGates; ++g) to[g * s.hidden] = sums[g] + grads.x[g];
+  for (int p = 0; p < Cell::kParameters; ++p)
+    to[(kGates + p) * s.hidden] = sums[kGates + p] + grads.parameters[p];
 }
 
 }  // namespace lltm_ext

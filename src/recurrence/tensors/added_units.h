@@ -1,4 +1,4 @@
-// Hidden sizes that are no multiple of 8 on CUDA. The fused kernels load units by eights, so such a sequence
+// Hidden sizes that are no multiple of 8 on CUDA. Most fused kernels load units by eights, so such a sequence
 // runs with some units more. Their weights and states are zero, so they stay zero, and no other unit sees
 // them.
 #pragma once
@@ -9,7 +9,7 @@
 
 #include <tuple>
 
-#include "recurrence/tensors/inputs.h"
+#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 
@@ -20,29 +20,39 @@ constexpr int64_t kLeastSteps = 8;
 
 // Whether a hidden size is one that the fused kernels take, or a trace does not know it. A cheap first
 // question.
-inline bool is_in_eights(const at::Tensor& h0) {
+inline bool is_in_eights(const at::Tensor& weight_hh) {
 #ifndef LLTM_EXT_STABLE_ABI
-  if (!h0.defined() || h0.dim() != 2) return true;  // refused later
-  const auto hidden = h0.sym_size(1).maybe_as_int();
+  if (!weight_hh.defined() || weight_hh.dim() != 2) return true;  // refused later
+  const auto hidden = weight_hh.sym_size(1).maybe_as_int();
   return !hidden || *hidden % kUnitsTogether == 0;
 #else
   return true;
 #endif
 }
 
+// Whether a persistent kernel takes all steps of a dense sequence as they are, forward, and so backward.
+template <class Op>
+bool has_kernels_of(const Op& op, const at::Tensor& input, int64_t hidden) {
+  const c10::DeviceGuard device(input.device());
+  return plan_for(op, op.name().c_str(), input, input.size(1), hidden, /*dense=*/true, /*backward=*/false,
+                  "auto")
+      .runs_all_steps();
+}
+
 // Whether a sequence runs with more units. Arguments that do not fit are refused later. In the portable
 // library none does: torch's stable ABI can't call constant_pad_nd.
 template <class Op>
-bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& h0,
+bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_hh,
                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
 #ifndef LLTM_EXT_STABLE_ABI
-  if (is_in_eights(h0) || !input.defined() || !op.loads_eights(input)) return false;
+  if (is_in_eights(weight_hh) || !input.defined() || !op.loads_eights(input)) return false;
   if (algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
   if (algorithm != "auto") return true;
   if (batch_sizes) return static_cast<int64_t>(batch_sizes->size()) >= kLeastSteps;
   const auto length = input.sym_size(0).maybe_as_int();
-  return !length || *length >= kLeastSteps;  // a trace may not know it
+  if (length && *length < kLeastSteps) return false;  // a trace may not know it
+  return is_wrapper(input) || input.dim() != 3 || !has_kernels_of(op, input, weight_hh.size(1));
 #else
   return false;
 #endif
@@ -52,22 +62,21 @@ bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& h0,
 template <class Op>
 bool both_add_units(const Op& op, const at::Tensor& input, at::TensorList forward_direction,
                     at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  return !forward_direction.empty() && adds_units(op, input, forward_direction[0], batch_sizes, algorithm);
+  return forward_direction.size() > 3 && adds_units(op, input, forward_direction[3], batch_sizes, algorithm);
 }
 
 // The hidden size that kernels see.
 template <class Op>
-int64_t hidden_of_kernels(const Op& op, const at::Tensor& input, const at::Tensor& h0,
+int64_t hidden_of_kernels(const Op& op, const at::Tensor& input, int64_t hidden, const at::Tensor& weight_hh,
                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  const int64_t hidden = h0.size(1);
-  if (!adds_units(op, input, h0, batch_sizes, algorithm)) return hidden;
+  if (!adds_units(op, input, weight_hh, batch_sizes, algorithm)) return hidden;
   return (hidden / kUnitsTogether + 1) * kUnitsTogether;
 }
 
 #ifndef LLTM_EXT_STABLE_ABI
 // The direction with the units added.
 inline Direction with_added_units(const CellShape& shape, const Direction& d) {
-  const int64_t hidden = d.h0.size(1), added = kUnitsTogether - hidden % kUnitsTogether;
+  const int64_t hidden = d.weight_hh.size(1), added = kUnitsTogether - hidden % kUnitsTogether;
   const auto padded = [&](const at::Tensor& x) {  // [..., H]
     return x.defined() ? at::constant_pad_nd(x, {0, added}) : x;
   };
@@ -99,7 +108,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_with_added_units(const Op& op
                                                                     at::OptionalIntArrayRef batch_sizes,
                                                                     c10::string_view algorithm, F&& run) {
   check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
-  const int64_t hidden = d.h0.size(1);
+  const int64_t hidden = d.weight_hh.size(1);
   const auto [output, h_n, states_n] = run(with_added_units(op.shape(), d));
   return {without_added_units(output, hidden), without_added_units(h_n, hidden),
           without_added_units(states_n, hidden)};

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -44,7 +45,7 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
 }
 
 // gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
-// the share of it that the row kept).
+// the share of it that the row kept). Without h0, which only dense sequences lack, it is zeros.
 inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                                    const at::Tensor& output, const at::Tensor& h0, const at::Tensor& keep,
                                    const std::vector<RowRange>& steps, const Chunk& chunk) {
@@ -55,7 +56,7 @@ inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, c
   };
   std::vector<Run> runs;
   const auto add = [&](int64_t row, const at::Tensor& source, int64_t source_row, int64_t rows) {
-    if (rows == 0) return;
+    if (rows == 0 || !source.defined()) return;
     if (!runs.empty() && runs.back().source == &source && runs.back().row + runs.back().rows == row &&
         runs.back().source_row + runs.back().rows == source_row) {
       runs.back().rows += rows;
@@ -74,7 +75,8 @@ inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, c
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
   if (keep.defined()) {
-    const at::Tensor kept_h = at::empty({grad_gates.size(0), h0.size(1)}, h0.options());
+    const at::Tensor kept_h = at::empty({grad_gates.size(0), output.size(1)}, output.options());
+    if (!h0.defined()) kept_h.zero_();
     for (size_t i = 0; i < runs.size(); ++i) {
       const auto [row, source, source_row, rows] = runs[i];
       keep_rows(kept_h.narrow(0, row, rows), sources[i], keep.narrow(0, chunk.begin + row, rows));
@@ -105,7 +107,8 @@ struct BackwardOps {
     at::Tensor output, gates, extra;  // as the forward left them; output: h of every step
   };
 
-  void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input, const Direction& d) const {
+  void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input, const Direction& d,
+                             at::OptionalIntArrayRef batch_sizes) const {
     const auto& [grad_output, grad_h_n, grad_states_n, output, gates, extra] = given;
     const std::string full_name = op.name() + "_backward";
     const char* name_of_op = full_name.c_str();
@@ -118,19 +121,23 @@ struct BackwardOps {
       check_same_dtype(name_of_op, name, x, dtype);
       check_shape(name_of_op, name, x, shape, meaning);
     };
-    TORCH_CHECK(input.dim() >= 2 && d.h0.dim() == 2, full_name,
-                ": expected input of 2 or 3 and h0 of 2 dimensions, got ", input.sym_sizes(), " and ",
-                d.h0.sym_sizes());
+    TORCH_CHECK(input.dim() >= 2 && d.weight_ih.defined() && d.weight_ih.dim() == 2 &&
+                    (!d.h0.defined() || d.h0.dim() == 2),
+                full_name,
+                ": expected input of 2 or 3, h0 and weight_ih of 2 dimensions, got input of shape ",
+                input.sym_sizes());
     const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
-    const c10::SymInt hidden = d.h0.sym_size(1);
+    const c10::SymInt hidden = hidden_of(shape, d);
+    const c10::SymInt batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
     check("output", output, type, rows_of(hidden), "[..., hidden_size]");
     check("gates", gates, type, rows_of(gates_of_unit * hidden), "[..., gates*hidden_size]");
     check("extra", extra, type, rows_of(extra_of_unit * hidden), "[..., extra*hidden_size]");
     if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
-    if (grad_h_n) check("grad_h_n", *grad_h_n, type, d.h0.sym_sizes(), "[batch, hidden_size]");
+    if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
     if (!grad_states_n) return;
     const std::string name = op.stacked_states() ? "grad_states_n" : "grad_c_n";
-    check(name.c_str(), *grad_states_n, d.states.scalar_type(), states_sizes(op, d.h0.sym_size(0), hidden),
+    const at::ScalarType states_type = d.states.defined() ? d.states.scalar_type() : type;
+    check(name.c_str(), *grad_states_n, states_type, states_sizes(op, batch, hidden),
           op.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   }
 
@@ -139,11 +146,13 @@ struct BackwardOps {
     const Direction& inputs;
     OptionalTensor grad_output;
     at::Tensor output, gates, extra;  // their rows
+    at::Tensor h0;                    // undefined for zeros before a dense sequence
     std::vector<RowRange> steps;
     std::vector<Chunk> chunks;
     // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
-    // states.
+    // states. They start as zeros, which have not been written if `are_unset`.
     at::Tensor grad_h, grad_own_h, grad_states;
+    bool are_unset;
     at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
     at::Tensor parameters, step_inputs, keep;               // aligned; rows
@@ -157,29 +166,41 @@ struct BackwardOps {
           output(flatten_rows(given.output)),
           gates(aligned(flatten_rows(given.gates))),
           extra(aligned(flatten_rows(given.extra))),
+          h0(inputs.h0),
           steps(sizes.steps(inputs.reverse)),
           chunks(chunks_of(steps, output.size(0))),
           parameters(aligned(inputs.parameters)),
           step_inputs(aligned(inputs.step_inputs)),
           keep(rows_of_keep(inputs)) {
-      grad_h = at::zeros({sizes.batch, sizes.hidden}, inputs.h0.options());
-      if (given.grad_h_n) grad_h.copy_(*given.grad_h_n);
-      // In one piece of memory, because its launch is what takes time in a fill.
-      const bool has_sums = bias_needs_grad || shape.parameters > 0;
-      const int64_t units = grad_h.numel(), of_states = inputs.states.numel(),
-                    of_own_h = shape.reads_h ? units : 0, of_sums = has_sums ? units * shape.sums() : 0;
-      const at::Tensor zeros = at::zeros({of_states + of_own_h + of_sums},
-                                         input.options().dtype(at::toOpMathType(input.scalar_type())));
-      grad_states = zeros.narrow(0, 0, of_states).view(inputs.states.sizes());
-      if (given.grad_states_n) grad_states.copy_(*given.grad_states_n);
-      if (shape.reads_h) grad_own_h = zeros.narrow(0, of_states, of_own_h).view(grad_h.sizes());
-      if (has_sums) {
-        grad_sums =
-            zeros.narrow(0, of_states + of_own_h, of_sums).view({sizes.batch, shape.sums() * sizes.hidden});
+      if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
+      const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+      grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
+      grad_states = at::empty({shape.states, sizes.batch, sizes.hidden}, options);
+      if (shape.reads_h) grad_own_h = at::empty({sizes.batch, sizes.hidden}, options);
+      are_unset = !sizes.batch_sizes && !given.grad_h_n && !given.grad_states_n;
+      if (!are_unset) {
+        set_values(grad_h, or_undefined(given.grad_h_n));
+        if (grad_own_h.defined()) grad_own_h.zero_();
+        if (given.grad_states_n) {
+          grad_states.view(given.grad_states_n->sizes()).copy_(*given.grad_states_n);
+        } else {
+          grad_states.zero_();
+        }
+      }
+      if (bias_needs_grad || shape.parameters > 0) {
+        grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
       }
       if (input_needs_grad) {
         grad_input = empty_contiguous(input);
         if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
+      }
+    }
+
+    // For steps that are computed one by one.
+    void write_zeros() {
+      if (!std::exchange(are_unset, false)) return;
+      for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
+        if (x.defined()) x.zero_();
       }
     }
 
@@ -211,6 +232,7 @@ struct BackwardOps {
   // A pointwise kernel and a matrix product a step.
   void run_stepwise(const DirectionChunk& part) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
+    direction.write_zeros();
     const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
                      &grad_states = direction.grad_states;
     const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
@@ -272,7 +294,10 @@ struct BackwardOps {
                      c10::string_view algorithm) const {
     const at::Tensor& like = parts[0].direction.gates;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
-    for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
+    for (const DirectionChunk& part : parts) {
+      part.direction.prepare_for_fused();
+      if (!plan.runs_all_steps()) part.direction.write_zeros();
+    }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
       const auto& [direction, chunk, grad_gates, grad_projections] = parts[i];
@@ -283,6 +308,7 @@ struct BackwardOps {
           .first_row = chunk.begin,
           .rows = chunk.end - chunk.begin,
           .hidden = static_cast<int>(sizes.hidden),
+          .from_zeros = direction.are_unset,
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
@@ -298,10 +324,12 @@ struct BackwardOps {
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
       };
     };
-    return try_launch_fused<Op>(
+    const bool ran = try_launch_fused<Op>(
         "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
           return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
         });
+    for (const DirectionChunk& part : parts) part.direction.are_unset &= !ran;
+    return ran;
   }
 
   // The matrix products with a chunk's gradients.
@@ -312,8 +340,8 @@ struct BackwardOps {
     matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
                                input_rows.narrow(0, chunk.begin, count));
     if (shape.recurrent) {
-      add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output,
-                             direction.inputs.h0, direction.keep, direction.steps, chunk);
+      add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
+                             direction.keep, direction.steps, chunk);
     }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
@@ -330,13 +358,13 @@ struct BackwardOps {
                                        bool input_needs_grad, bool bias_needs_grad) const {
     const std::string name = op.name();
     for (size_t i = 0; i < directions.size(); ++i) {
-      check_backward_inputs(given[i], input, directions[i]);
+      check_backward_inputs(given[i], input, directions[i], batch_sizes);
       check_inputs(op, name.c_str(), input, directions[i], batch_sizes, algorithm);
     }
     check_same_sizes(name, directions);
     if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
     const KernelGuard guard(input);
-    const SequenceSizes sizes(input, directions, batch_sizes);
+    const SequenceSizes sizes(shape, input, directions[0], batch_sizes);
     const at::Tensor input_rows = flatten_rows(input);
     std::vector<DirectionGradients> gradients;
     size_t chunk_count = 0;
@@ -359,23 +387,24 @@ struct BackwardOps {
       for (const DirectionChunk& part : parts) add_products(part, input_rows);
     }
     std::vector<Gradients> results;
-    for (const DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
+    for (DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
     return results;
   }
 
-  Gradients finished(const DirectionGradients& g, bool bias_needs_grad) const {
+  Gradients finished(DirectionGradients& g, bool bias_needs_grad) const {
     const Direction& d = g.inputs;
+    g.write_zeros();  // if there were no steps
     Gradients result = {.input = g.grad_input,
-                        .h0 = g.grad_h,
-                        .states = g.grad_states.to(d.states.scalar_type()),
                         .weight_ih = or_zeros(g.grad_weight_ih, d.weight_ih),
                         .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};
-    if (shape.reads_h) result.h0 = (g.grad_h + g.grad_own_h).to(d.h0.scalar_type());
+    if (d.h0.defined()) {
+      result.h0 = shape.reads_h ? (g.grad_h + g.grad_own_h).to(g.grad_h.scalar_type()) : g.grad_h;
+    }
+    if (d.states.defined()) result.states = g.grad_states.view(d.states.sizes()).to(d.states.scalar_type());
     if (!g.grad_sums.defined()) return result;
     const int64_t hidden = g.grad_h.size(1);
     const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in memory of its own
-      const at::Tensor part = g.grad_sums.narrow(1, first * hidden, count * hidden);
-      return part.sum(0).to(d.h0.scalar_type());
+      return sum_of_rows(g.grad_sums.narrow(1, first * hidden, count * hidden), g.grad_h);
     };
     if (bias_needs_grad) result.bias = sums(0, gates_of_unit);
     if (shape.parameters > 0) {
@@ -388,9 +417,9 @@ struct BackwardOps {
                                        bool bias_needs_grad) const {
     std::vector<Gradients> results;
     for (const Direction& d : directions) {
-      Gradients g = {.h0 = empty_contiguous(d.h0),
-                     .states = empty_contiguous(d.states),
-                     .weight_ih = empty_contiguous(d.weight_ih)};
+      Gradients g = {.weight_ih = empty_contiguous(d.weight_ih)};
+      if (d.h0.defined()) g.h0 = empty_contiguous(d.h0);
+      if (d.states.defined()) g.states = empty_contiguous(d.states);
       if (input_needs_grad) g.input = empty_contiguous(input);
       if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
       if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
@@ -406,8 +435,8 @@ template <class Op>
 struct BuiltInBackward {
   using Inputs = typename BackwardOps<Op>::BackwardInputs;
 
-  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; grad_input
-  // and grad_bias are empty unless they are needed.
+  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; those of
+  // input and bias are empty unless they are needed, those of initial states unless these are given.
   static variable_list run(const at::Tensor& input, Directions directions, at::ArrayRef<Inputs> given,
                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                            bool input_needs_grad, bool bias_needs_grad) {
@@ -417,19 +446,19 @@ struct BuiltInBackward {
     variable_list results;
     for (const Gradients& g : BackwardOps<Op>{}.check_and_run(input, directions, given, batch_sizes,
                                                               algorithm, input_needs_grad, bias_needs_grad)) {
-      append(results, {or_empty(g.input), g.h0, g.states, g.weight_ih, g.weight_hh, or_empty(g.bias)});
+      append(results, {or_empty(g.input), or_empty(g.h0), or_empty(g.states), g.weight_ih, g.weight_hh,
+                       or_empty(g.bias)});
     }
     return results;
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
       const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const at::Tensor& output, const at::Tensor& gates, const at::Tensor& extra,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm, bool input_needs_grad,
-      bool bias_needs_grad, const OptionalTensor& keep) {
-    const Direction only = {
-        h0, c0, weight_ih, weight_hh, std::nullopt, reverse, {}, {}, keep.value_or(at::Tensor())};
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const at::Tensor& output,
+      const at::Tensor& gates, const at::Tensor& extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
+      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad, const OptionalTensor& keep) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, std::nullopt, reverse, keep, {});
     const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
     const variable_list g =
         run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);

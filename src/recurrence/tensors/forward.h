@@ -34,23 +34,28 @@ struct ForwardOps {
                                    at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                                    bool save) const {
     const KernelGuard guard(input);
-    const SequenceSizes sizes(input, directions, batch_sizes);
+    const SequenceSizes sizes(shape, input, directions[0], batch_sizes);
     std::vector<Outputs> outs;
-    for (const Direction& d : directions) outs.push_back(before_first_step(input, d, save));
+    for (const Direction& d : directions) outs.push_back(before_first_step(input, d, sizes, save));
     if (outs[0].output.numel() > 0) {
       run_steps(directions, outs, sizes, algorithm, save);
     } else {
-      for (size_t i = 0; i < outs.size(); ++i) copy_initial_states(outs[i], directions[i]);
-    }
-    for (size_t i = 0; i < outs.size(); ++i) {
-      outs[i].states_n = outs[i].states_n.to(directions[i].states.scalar_type());
+      for (size_t i = 0; i < outs.size(); ++i) {
+        set_values(outs[i].h_n, directions[i].h0);
+        set_values(outs[i].states_n, directions[i].states);
+      }
     }
     return outs;
   }
 
-  // states_n in the type in which they accumulate.
-  Outputs before_first_step(const at::Tensor& input, const Direction& d, bool save) const {
-    const int64_t hidden = d.h0.size(1);
+  // The type of the final states, which is that of the initial ones.
+  static at::ScalarType states_type(const at::Tensor& input, const Direction& d) {
+    return d.states.defined() ? d.states.scalar_type() : input.scalar_type();
+  }
+
+  Outputs before_first_step(const at::Tensor& input, const Direction& d, const SequenceSizes& sizes,
+                            bool save) const {
+    const int64_t hidden = sizes.hidden;
     Outputs out;
     out.output = empty_like_input(input, hidden);
     if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
@@ -58,14 +63,23 @@ struct ForwardOps {
                     .affine(flatten_rows(input), d.weight_ih.t(), d.bias)
                     .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
-    out.h_n = at::empty(d.h0.sizes(), input.options());
-    out.states_n = at::empty(d.states.sizes(), input.options().dtype(at::toOpMathType(input.scalar_type())));
+    out.h_n = at::empty({sizes.batch, hidden}, input.options());
+    out.states_n =
+        at::empty_symint(states_sizes(op, sizes.batch, hidden), input.options().dtype(states_type(input, d)));
     return out;
   }
 
-  static void copy_initial_states(const Outputs& out, const Direction& d) {
-    out.h_n.copy_(d.h0);
-    out.states_n.copy_(d.states);
+  // The initial states in memory of the type in which they accumulate: that of states_n, if it has this type.
+  static at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
+    const at::ScalarType type = at::toOpMathType(out.h_n.scalar_type());
+    const bool has_type = out.states_n.scalar_type() == type;
+    const at::Tensor states =
+        has_type ? out.states_n : at::empty(out.states_n.sizes(), out.states_n.options().dtype(type));
+    set_values(states, d.states);
+    return states;
+  }
+  static void finish_states(const Outputs& out, const at::Tensor& states) {
+    if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
   }
 
   // All directions in one launch if they fit, else one after the other.
@@ -84,11 +98,11 @@ struct ForwardOps {
     }
   }
 
-  // A matrix product and a pointwise kernel a step. h_n and states_n hold the states of the current step.
+  // A matrix product and a pointwise kernel a step. h_n and `states` hold the states of the current step.
   void run_stepwise(const Outputs& out, const Direction& d, const std::vector<RowRange>& steps,
                     bool save) const {
-    copy_initial_states(out, d);
-    const at::Tensor &h = out.h_n, &states = out.states_n;
+    set_values(out.h_n, d.h0);
+    const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
                      step_inputs = contiguous_or_none(d.step_inputs), keep = rows_of_keep(d);
@@ -130,6 +144,7 @@ struct ForwardOps {
                    .old_states = pointer<acc_t<T>>(states),
                    .new_states = mutable_pointer<acc_t<T>>(states),
                    .state_stride = batch * hidden,
+                   .old_h = pointer<T>(h),
                    .h = mutable_pointer<T>(h),
                    .output = mutable_pointer<T>(out.output) + first_row * hidden,
                    .state_output = shape.outputs_state()
@@ -141,17 +156,26 @@ struct ForwardOps {
                return op.step(step, stream...);
              });
     }
+    finish_states(out, states);
   }
 
   // As try_launch_fused.
   bool try_run_fused(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                      const Plan& plan, c10::string_view algorithm, bool save) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
-    std::vector<at::Tensor> weights, h0, states0, parameters, step_inputs, keep;
-    for (const Direction& d : directions) {
+    std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, keep;
+    for (size_t i = 0; i < directions.size(); ++i) {
+      const Direction& d = directions[i];
       weights.push_back(aligned(d.weight_hh));
       h0.push_back(aligned(d.h0));
-      states0.push_back(aligned(d.states.to(outs[0].states_n.scalar_type())));
+      if (plan.runs_all_steps()) {
+        states0.push_back(aligned(d.states));
+        states_n.push_back(outs[i].states_n);
+      } else {  // fused steps have all states in memory
+        if (!d.h0.defined()) h0.back() = at::zeros(outs[i].h_n.sizes(), outs[i].h_n.options());
+        states0.push_back(accumulating_states(outs[i], d));
+        states_n.push_back(states0.back());
+      }
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
       keep.push_back(rows_of_keep(d));
@@ -163,26 +187,30 @@ struct ForwardOps {
           .steps = sizes.order(directions[i].reverse, first_rows),
           .hidden = static_cast<int>(sizes.hidden),
           .save = save,
+          .narrow_states = sizeof(T) < sizeof(acc_t<T>) && states_n[i].scalar_type() == out.h_n.scalar_type(),
           .weight = pointer<T>(weights[i]),
           .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(step_inputs[i]),
           .keep = pointer<acc_t<T>>(keep[i]),
           .h0 = pointer<T>(h0[i]),
-          .states0 = pointer<acc_t<T>>(states0[i]),
+          .states0 = pointer<void>(states0[i]),
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
           .state_output = mutable_pointer<T>(out.state_output),
           .h_n = mutable_pointer<T>(out.h_n),
-          .states_n = mutable_pointer<acc_t<T>>(out.states_n),
+          .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    return try_launch_fused<Op>("recurrence_forward", outs[0].output, plan, algorithm, directions.size(),
-                                [&](auto type, auto stream) {
-                                  auto sequences = per_direction(type, directions.size(), arguments_of);
-                                  sequences.rows = outs[0].output.numel() / sizes.hidden;
-                                  return op.launch(sequences, plan, stream);
-                                });
+    const bool ran = try_launch_fused<Op>("recurrence_forward", outs[0].output, plan, algorithm,
+                                          directions.size(), [&](auto type, auto stream) {
+                                            auto sequences =
+                                                per_direction(type, directions.size(), arguments_of);
+                                            sequences.rows = outs[0].output.numel() / sizes.hidden;
+                                            return op.launch(sequences, plan, stream);
+                                          });
+    for (size_t i = 0; ran && i < outs.size(); ++i) finish_states(outs[i], states_n[i]);
+    return ran;
   }
 
   // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}, and h
@@ -193,7 +221,7 @@ struct ForwardOps {
     const std::string name = op.name();
     for (const Direction& d : directions) check_inputs(op, name.c_str(), input, d, batch_sizes, algorithm);
     check_same_sizes(name, directions);
-    const auto outs = input.is_meta() ? meta_forward(input, directions)
+    const auto outs = input.is_meta() ? meta_forward(input, directions, batch_sizes)
                                       : run_forward(input, directions, batch_sizes, algorithm, save);
     variable_list outputs;
     for (const Outputs& out : outs) {
@@ -205,13 +233,16 @@ struct ForwardOps {
     return outputs;
   }
 
-  std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions) const {
+  std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions,
+                                    at::OptionalIntArrayRef batch_sizes) const {
     std::vector<Outputs> outs;
     for (const Direction& d : directions) {
-      const c10::SymInt hidden = d.h0.sym_size(1);
+      const c10::SymInt hidden = hidden_of(shape, d),
+                        batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
       outs.push_back({.output = empty_like_input(input, hidden),
-                      .h_n = empty_contiguous(d.h0),
-                      .states_n = empty_contiguous(d.states),
+                      .h_n = at::empty_symint({batch, hidden}, input.options()),
+                      .states_n = at::empty_symint(states_sizes(op, batch, hidden),
+                                                   input.options().dtype(states_type(input, d))),
                       .gates = empty_like_input(input, gates * hidden),
                       .extra = empty_like_input(input, extra * hidden)});
       if (shape.outputs_state()) outs.back().state_output = empty_like_input(input, hidden);
@@ -245,7 +276,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
                           .keep = d.keep};
   const auto [output, h_n, c_n] = run(in_float32(input), wide);
   const at::ScalarType type = input.scalar_type();
-  return {output.to(type), h_n.to(type), c_n.to(d.states.scalar_type())};
+  return {output.to(type), h_n.to(type), c_n.to(d.states.defined() ? d.states.scalar_type() : type)};
 }
 
 // ---- the dispatcher ops of a built-in cell
@@ -269,10 +300,11 @@ struct BuiltInForward {
 
   // (output, h_n, c_n)
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, keep, bias_hh);
     return sequence_of(input, only, batch_sizes, algorithm);
   }
 
@@ -293,7 +325,7 @@ struct BuiltInForward {
       }
     }
 #ifndef LLTM_EXT_STABLE_ABI
-    if (adds_units(Op{}, input, d.h0, batch_sizes, algorithm)) {
+    if (adds_units(Op{}, input, d.weight_hh, batch_sizes, algorithm)) {
       return run_with_added_units(Op{}, input, d, batch_sizes, algorithm, [&](const Direction& wide) {
         return sequence_of(input, wide, batch_sizes, algorithm);
       });
@@ -305,10 +337,11 @@ struct BuiltInForward {
 
   // As above, and (gates, extra) for the backward.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_forward(
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
-    const Direction only = {h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, keep, bias_hh);
     const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/true);
     return {y[0], y[1], y[2], y[3], y[4]};
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
@@ -146,7 +147,8 @@ inline std::string gates_by(int64_t gates, const char* columns) {
 
 // The inputs that differ between a layer's directions.
 struct Direction {
-  at::Tensor h0, states, weight_ih, weight_hh;
+  at::Tensor h0, states;  // initial ones; undefined: zeros
+  at::Tensor weight_ih, weight_hh;
   OptionalTensor bias;
   bool reverse;
   at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
@@ -155,11 +157,54 @@ struct Direction {
 };
 using Directions = at::ArrayRef<Direction>;
 
+inline at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
+
+inline c10::SymInt hidden_of(const CellShape& shape, const Direction& d) {
+  return d.h0.defined() ? d.h0.sym_size(1) : d.weight_ih.sym_size(0) / shape.gates;
+}
+inline int64_t packed_batch_of(const Direction& d, at::IntArrayRef batch_sizes) {
+  return d.h0.defined() ? d.h0.size(0) : batch_sizes.empty() ? 0 : batch_sizes[0];
+}
+
+// What nn.LSTM's two biases add to the gates.
+inline OptionalTensor sum_of_biases(const OptionalTensor& bias_ih, const OptionalTensor& bias_hh) {
+  return bias_hh ? *bias_ih + *bias_hh : bias_ih;
+}
+
+inline void check_bias_hh(const char* op, const at::Tensor& bias_ih, const at::Tensor& bias_hh) {
+  check_strided(op, "bias", bias_ih);
+  check_same_device(op, "bias_hh", bias_hh, bias_ih);
+  check_same_dtype(op, "bias_hh", bias_hh, bias_ih.scalar_type());
+  check_shape(op, "bias_hh", bias_hh, bias_ih.sym_sizes(), "of bias");
+}
+
+// values = x, or zeros if x is undefined.
+inline void set_values(const at::Tensor& values, const at::Tensor& x) {
+  x.defined() ? values.copy_(x) : values.zero_();
+}
+
+// Of the arguments of a built-in cell's op. bias_hh is checked here, because only its sum with bias is kept.
+template <class Op>
+Direction direction_of(const Op& op, const OptionalTensor& h0, const OptionalTensor& c0,
+                       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+                       bool reverse, const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+  if (bias_hh) check_bias_hh(op.name().c_str(), or_undefined(bias), *bias_hh);
+  return {or_undefined(h0),
+          or_undefined(c0),
+          weight_ih,
+          weight_hh,
+          sum_of_biases(bias, bias_hh),
+          reverse,
+          {},
+          {},
+          or_undefined(keep)};
+}
+
 // [N], contiguous; on CUDA as numbers, for the kernels.
 inline at::Tensor rows_of_keep(const Direction& d) {
   if (!d.keep.defined()) return d.keep;
   const at::Tensor rows = d.keep.contiguous().view({d.keep.numel()});
-  return rows.is_cpu() ? rows : rows.to(at::toOpMathType(d.h0.scalar_type()));
+  return rows.is_cpu() ? rows : rows.to(at::toOpMathType(d.weight_ih.scalar_type()));
 }
 
 // What a cell is to the code that runs it on tensors:
@@ -197,20 +242,28 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
     check_same_dtype(op, name, x, input.scalar_type());
   };
   const char* const states = of.states_name();
-  check_like_input("h0", d.h0);
-  check_same_device(op, states, d.states, input);
-  check_cell_dtype(op, states, d.states, input);
+  if (d.h0.defined()) check_like_input("h0", d.h0);
+  if (d.states.defined()) {
+    check_same_device(op, states, d.states, input);
+    check_cell_dtype(op, states, d.states, input);
+  }
   check_like_input("weight_ih", d.weight_ih);
   if (shape.recurrent) check_like_input("weight_hh", d.weight_hh);
   if (d.bias) check_like_input("bias", *d.bias);
 
-  check_dim(op, "h0", d.h0, 2, "[batch, hidden_size]");
-  const c10::SymInt batch = batch_sizes ? d.h0.sym_size(0) : input.sym_size(1), hidden = d.h0.sym_size(1);
+  if (d.h0.defined()) check_dim(op, "h0", d.h0, 2, "[batch, hidden_size]");
+  if (!d.h0.defined()) {
+    check_dim(op, "weight_ih", d.weight_ih, 2, gates_by(shape.gates, ", input_size").c_str());
+  }
+  const c10::SymInt hidden = hidden_of(shape, d);
+  const c10::SymInt batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
   const auto check = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes,
                          const std::string& meaning) { check_shape(op, name, x, sizes, meaning.c_str()); };
-  check("h0", d.h0, {batch, hidden}, "[batch, hidden_size]");
-  check(states, d.states, states_sizes(of, batch, hidden),
-        of.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
+  if (d.h0.defined()) check("h0", d.h0, {batch, hidden}, "[batch, hidden_size]");
+  if (d.states.defined()) {
+    check(states, d.states, states_sizes(of, batch, hidden),
+          of.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
+  }
   const c10::SymInt rows = shape.gates * hidden;
   check("weight_ih", d.weight_ih, {rows, input.sym_size(-1)}, gates_by(shape.gates, ", input_size"));
   if (shape.recurrent)
@@ -232,7 +285,7 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
     }
     check("keep", d.keep, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
   }
-  if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, d.h0.size(0));
+  if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, packed_batch_of(d, *batch_sizes));
   algorithm_named(op, algorithm);
 }
 

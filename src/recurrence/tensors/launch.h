@@ -96,6 +96,7 @@ Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t bat
         plan.why_not = "can't be captured in a graph with a packed sequence";
       }
       plan.algorithm = Algorithm::kStepwise;
+      plan.few_rows = {};
       plan.independent = false;
     }
 #endif
@@ -110,10 +111,11 @@ struct SequenceSizes {
   int64_t length, batch, hidden;
   at::OptionalIntArrayRef batch_sizes;
 
-  SequenceSizes(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes)
+  SequenceSizes(const CellShape& shape, const at::Tensor& input, const Direction& d,
+                at::OptionalIntArrayRef batch_sizes)
       : length(length_of(input, batch_sizes)),
-        batch(directions[0].h0.size(0)),
-        hidden(directions[0].h0.size(1)),
+        batch(batch_sizes ? packed_batch_of(d, *batch_sizes) : input.size(1)),
+        hidden(d.weight_ih.size(0) / shape.gates),
         batch_sizes(batch_sizes) {}
   template <class Op>
   Plan plan(const Op& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
@@ -157,6 +159,25 @@ inline void keep_rows(const at::Tensor& y, const at::Tensor& x, const at::Tensor
     }
   });
 #endif
+}
+
+// The sum of the rows of x [rows, columns], in the type T of `like`.
+inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
+#ifdef LLTM_EXT_WITH_CUDA
+  if (x.is_cuda()) {
+    const at::Tensor sum = at::empty({x.size(1)}, like.options());
+    launch("sum_rows", sum, [&](auto type, auto... stream) {
+      using T = typename decltype(type)::type;
+      if constexpr (sizeof...(stream) > 0) {
+        const SumRowsArguments<T> arguments = {x.size(0), x.size(1), x.stride(0), pointer<acc_t<T>>(x),
+                                               mutable_pointer<T>(sum)};
+        return sum_rows(arguments, stream...);
+      }
+    });
+    return sum;
+  }
+#endif
+  return x.sum(0).to(like.scalar_type());
 }
 
 // arguments_of(type, i) for each direction i.

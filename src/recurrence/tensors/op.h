@@ -18,10 +18,15 @@
 //
 // Everything runs on a list of directions: one for a sequence, two for a bidirectional layer, which share the
 // input and run in one launch if the GPU has room for both.
+//
+// A sequence without h0 or c0 starts from zeros. bias_hh is a second bias, as nn.LSTM has it.
 #pragma once
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#ifndef LLTM_EXT_STABLE_ABI
+#include <ATen/ops/sub.h>
+#endif
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -54,7 +59,7 @@ struct SequenceOps {
     check_inputs(Op{}, op.c_str(), input, {h0, c0, weight_ih, weight_hh, bias, false}, batch_sizes,
                  algorithm);
     const KernelGuard guard(input);
-    const int64_t hidden = hidden_of_kernels(Op{}, input, h0, batch_sizes, algorithm);
+    const int64_t hidden = hidden_of_kernels(Op{}, input, h0.size(1), weight_hh, batch_sizes, algorithm);
     return name_of(
         plan_for(Op{}, op.c_str(), input, h0.size(0), hidden, !batch_sizes, backward, algorithm).algorithm);
   }
@@ -63,11 +68,12 @@ struct SequenceOps {
   // ---- autograd
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> call_sequence(
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
     static const auto op = find_op<decltype(Forward::sequence)>(qualified("").c_str());
-    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
+    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep, bias_hh);
   }
 
   static variable_list call_bidirectional(const at::Tensor& input, at::TensorList forward_direction,
@@ -85,19 +91,21 @@ struct SequenceOps {
   }
 
   struct SequenceFunction : torch::autograd::Function<SequenceFunction> {
-    static constexpr size_t kArguments = 10;
+    static constexpr size_t kArguments = 11, kBias = 5, kBiasHh = 10;
 
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                                 const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-                                 const at::Tensor& weight_hh, const OptionalTensor& bias,
-                                 at::OptionalIntArrayRef batch_sizes, bool reverse,
-                                 c10::string_view algorithm, const OptionalTensor& keep) {
+                                 const OptionalTensor& h0, const OptionalTensor& c0,
+                                 const at::Tensor& weight_ih, const at::Tensor& weight_hh,
+                                 const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
+                                 bool reverse, c10::string_view algorithm, const OptionalTensor& keep,
+                                 const OptionalTensor& bias_hh) {
       static const auto op = find_op<decltype(Forward::sequence_forward)>(qualified("_forward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       auto [output, h_n, c_n, gates, extra] =
-          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
-      ctx->save_for_backward({input, h0, c0, weight_ih, weight_hh, bias.value_or(at::Tensor()), output, gates,
-                              extra, keep.value_or(at::Tensor())});
+          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep, bias_hh);
+      ctx->save_for_backward({input, or_undefined(h0), or_undefined(c0), weight_ih, weight_hh,
+                              or_undefined(bias), output, gates, extra, or_undefined(keep),
+                              or_undefined(bias_hh)});
       ctx->set_materialize_grads(false);
       if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
       ctx->saved_data["reverse"] = reverse;
@@ -114,31 +122,46 @@ struct SequenceOps {
       const bool reverse = ctx->saved_data["reverse"].toBool(), input_needs_grad = saved[0].requires_grad();
       const std::string algorithm = ctx->saved_data["algorithm"].toStringRef();
       if (at::GradMode::is_enabled()) {
+        variable_list inputs(saved.begin(), saved.begin() + 6);
+        inputs.push_back(saved[kBiasHh]);
         gradients = differentiable_gradients(
-            [&](const variable_list& inputs) { return composed(inputs, batch_sizes, reverse, saved[9]); },
-            variable_list(saved.begin(), saved.begin() + 6), grad_outputs);
+            [&](const variable_list& x) { return composed(x, batch_sizes, reverse, saved[9]); }, inputs,
+            grad_outputs);
         gradients.resize(kArguments);
+        std::swap(gradients[6], gradients[kBiasHh]);
         return gradients;
       }
-      const bool bias_needs_grad = saved[5].defined() && saved[5].requires_grad();
+      const auto needs_grad = [](const at::Tensor& x) { return x.defined() && x.requires_grad(); };
+      const bool of_bias = needs_grad(saved[kBias]), of_bias_hh = needs_grad(saved[kBiasHh]);
       static const auto op = find_op<decltype(Backward::sequence_backward)>(qualified("_backward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) =
-          op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
-                  saved[0], saved[1], saved[2], saved[3], saved[4], saved[6], saved[7], saved[8], batch_sizes,
-                  reverse, algorithm, input_needs_grad, bias_needs_grad, if_defined(saved[9]));
-      if (!input_needs_grad) gradients[0] = at::Tensor();
-      if (!bias_needs_grad) gradients[5] = at::Tensor();
+      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]) = op.call(
+          if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]), saved[0],
+          if_defined(saved[1]), if_defined(saved[2]), saved[3], saved[4], saved[6], saved[7], saved[8],
+          batch_sizes, reverse, algorithm, input_needs_grad, of_bias || of_bias_hh, if_defined(saved[9]));
+      // Two biases have one gradient, but it may be scaled in place: each gets its own memory.
+      if (of_bias_hh) gradients[kBiasHh] = of_bias ? gradients[kBias].clone() : gradients[kBias];
+      for (const size_t i : {0, 1, 2, 5}) {
+        if (!needs_grad(saved[i])) gradients[i] = at::Tensor();
+      }
       return gradients;
     }
 
     // The sequence in torch's differentiable ops: {output, h_n, c_n}.
     static variable_list composed(const variable_list& inputs, at::OptionalIntArrayRef batch_sizes,
                                   bool reverse, const at::Tensor& keep) {
-      const at::Tensor &input = inputs[0], &weight_hh = inputs[4], &bias = inputs[5];
+      const at::Tensor &input = inputs[0], &weight_hh = inputs[4];
+      const int64_t hidden = weight_hh.size(1);
       at::Tensor h = inputs[1], c = inputs[2];
+      for (at::Tensor* state : {&h, &c}) {
+        if (state->defined()) continue;
+        const int64_t batch = batch_sizes ? (batch_sizes->empty() ? 0 : (*batch_sizes)[0]) : input.size(1);
+        *state = at::zeros({batch, hidden}, input.options());
+      }
       at::Tensor projection = flatten_rows(input).mm(inputs[3].t());
-      if (bias.defined()) projection = projection + bias;
+      for (size_t i = 5; i < inputs.size(); ++i) {
+        if (inputs[i].defined()) projection = projection + inputs[i];
+      }
       const at::Tensor shares = keep.defined() ? keep.reshape({projection.size(0)}) : keep;
       const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
         if (rows.size(0) == state.size(0)) return rows;
@@ -160,7 +183,7 @@ struct SequenceOps {
         c = replace_first_rows(c, new_cell);
       }
       if (reverse) std::reverse(outputs.begin(), outputs.end());
-      const auto sizes = sizes_like_input(input, h.size(1));
+      const auto sizes = sizes_like_input(input, hidden);
       const at::Tensor output =
           outputs.empty() ? at::zeros_symint(sizes, input.options()) : at::cat(outputs).view_symint(sizes);
       return {output, h, c};
@@ -250,7 +273,7 @@ struct SequenceOps {
       for (const Direction& d :
            checked_directions(Op{}, input, forward_direction, reverse_direction, batch_sizes, algorithm)) {
         const auto [output, h_n, c_n] = sequence_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh,
-                                                          d.bias, batch_sizes, d.reverse, algorithm, {});
+                                                          d.bias, batch_sizes, d.reverse, algorithm, {}, {});
         append(outputs, {output, h_n, c_n});
       }
       return outputs;
@@ -287,47 +310,54 @@ struct SequenceOps {
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autograd(
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
-    if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias)) {
-      const Direction only = {
-          h0, c0, weight_ih, weight_hh, bias, reverse, {}, {}, keep.value_or(at::Tensor())};
-      if (is_half_on_cpu(input)) {
-        return run_in_float32(Op{}, input, only, batch_sizes, algorithm,
-                              [&](const at::Tensor& x, const Direction& d) {
-                                return sequence_autograd(x, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias,
-                                                         batch_sizes, reverse, algorithm, keep);
-                              });
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+    if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias, bias_hh)) {
+      const auto run = [&](const at::Tensor& x, const Direction& d) {
+        return sequence_autograd(x, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
+                                 batch_sizes, reverse, algorithm, keep, std::nullopt);
+      };
+      const bool adds = adds_units(Op{}, input, weight_hh, batch_sizes, algorithm);
+      if (!adds && !input.is_cpu()) {
+        const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
+                                                              batch_sizes, reverse, algorithm, keep, bias_hh);
+        return {outputs[0], outputs[1], outputs[2]};
       }
+      // As a difference, because the gradients of a sum share their memory.
+      if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
+      const OptionalTensor sum = bias_hh ? at::sub(*bias, *bias_hh, -1) : bias;
+      const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, sum, reverse, keep, {});
+      if (is_half_on_cpu(input)) return run_in_float32(Op{}, input, only, batch_sizes, algorithm, run);
       if constexpr (Op::has_cpu_layer()) {
         if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
           using Node = typename Op::CpuLayer::template Node<SequenceFunction>;
-          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, bias, reverse);
+          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, sum, reverse);
           return {outputs[0], outputs[1], outputs[2]};
         }
       }
-      if (adds_units(Op{}, input, h0, batch_sizes, algorithm)) {
-        return run_with_added_units(Op{}, input, only, batch_sizes, algorithm, [&](const Direction& d) {
-          return sequence_autograd(input, d.h0, d.states, d.weight_ih, d.weight_hh, d.bias, batch_sizes,
-                                   reverse, algorithm, keep);
-        });
+      if (adds) {
+        return run_with_added_units(Op{}, input, only, batch_sizes, algorithm,
+                                    [&](const Direction& d) { return run(input, d); });
       }
-      const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
-                                                            batch_sizes, reverse, algorithm, keep);
+      const variable_list outputs = SequenceFunction::apply(
+          input, h0, c0, weight_ih, weight_hh, sum, batch_sizes, reverse, algorithm, keep, std::nullopt);
       return {outputs[0], outputs[1], outputs[2]};
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep);
+    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep,
+                         bias_hh);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_autocast(
-      const at::Tensor& input, const at::Tensor& h0, const at::Tensor& c0, const at::Tensor& weight_ih,
-      const at::Tensor& weight_hh, const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-      bool reverse, c10::string_view algorithm, const OptionalTensor& keep) {
+      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
+      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
+      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
     const AutocastInputs cast(input);
     return call_sequence(cast(input), cast(h0), cast.cell(c0), cast(weight_ih), cast(weight_hh), cast(bias),
-                         batch_sizes, reverse, algorithm, keep);
+                         batch_sizes, reverse, algorithm, keep, cast(bias_hh));
   }
 
   // Under autocast: the algorithm for the tensors that it casts.
@@ -347,22 +377,23 @@ struct SequenceOps {
   static std::string qualified(const char* suffix) { return "lltm_ext::" + op_name(suffix); }
 
   static void define(torch::Library& m) {
-    const std::string inputs = "Tensor input, Tensor h0, Tensor c0, Tensor weight_ih, Tensor weight_hh, ";
+    const std::string weights = "Tensor weight_ih, Tensor weight_hh, ",
+                      inputs = "Tensor input, Tensor? h0, Tensor? c0, " + weights;
     const auto def = [&](const char* suffix, const std::string& signature) {
       m.def((op_name(suffix) + signature).c_str(), {at::Tag::pt2_compliant_tag});
     };
     def("", "(" + inputs +
                 "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto', "
-                "Tensor? keep=None) -> (Tensor, Tensor, Tensor)");
+                "Tensor? keep=None, Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)");
     def("_forward", "(" + inputs +
-                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? keep=None) "
-                        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? keep=None, "
+                        "Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_backward", "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
                          "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, "
                          "str algorithm, bool input_needs_grad, bool bias_needs_grad, Tensor? keep=None) "
                          "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_algorithm",
-        "(" + inputs +
+        "(Tensor input, Tensor h0, Tensor c0, " + weights +
             "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) "
             "-> str");
     const std::string layer_inputs = "Tensor input, Tensor[] forward_direction, Tensor[] reverse_direction, ";

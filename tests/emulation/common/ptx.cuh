@@ -20,8 +20,22 @@ inline void st_relaxed_gpu(void* address, uint2 x) {
   cuda_on_cpu::note_progress();
 }
 
+inline void red_add_gpu(float* to, float x) { *to += x; }
+
 inline std::vector<const void*> prefetched;  // addresses
 inline void prefetch_global_l2(const void* address) { prefetched.push_back(address); }
+
+inline float4 ld_once(const float* address) { return *reinterpret_cast<const float4*>(address); }
+
+// Here a copy is done at once.
+template <int kBytes>
+void cp_async(void* shared, const void* global, int valid) {
+  std::memset(shared, 0, kBytes);
+  if (valid > 0) std::memcpy(shared, global, valid);
+}
+inline void cp_async_commit_group() {}
+template <int kGroups>
+void cp_async_wait_group() {}
 
 inline float* in_register(float* shared) { return shared; }
 
