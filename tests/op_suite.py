@@ -288,6 +288,15 @@ class OpSuite:
             plain, plain_gradients = forward_and_gradients(function, call)
             assert_same_bits(outputs + gradients, plain + plain_gradients)
 
+    def test_saved_tensors_may_be_kept_elsewhere(self, device):
+        """As save_on_cpu does: the backward gets other tensors of the same values."""
+        call = self.call(self.small, DOUBLE, device)
+        for function in (self.function, self.apply):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu().clone(), lambda x: x.to(device)):
+                outputs, gradients = forward_and_gradients(function, call)
+            plain, plain_gradients = forward_and_gradients(function, call)
+            assert_same_bits(outputs + gradients, plain + plain_gradients)
+
     def test_no_graph_is_recorded_without_need(self, device):
         call = self.call(self.small, DOUBLE, device)
         assert not any(y.requires_grad for y in call.run(self.function))

@@ -1,5 +1,6 @@
 """LSTM, GRU and RNN in the place of torch's: each habit of its users, torch's layer and ours side by side."""
 
+import inspect
 import io
 import pickle
 import subprocess
@@ -164,6 +165,28 @@ def test_a_plain_tensor_in_the_place_of_a_parameter_gets_the_gradient(name):
             output = layer(input)[0]
             found.append([output, *torch.autograd.grad(output.square().sum(), raw)])
     assert_all_near([*found[2], *found[3]], [*found[0], *found[1]], 1e-5)
+
+
+@names
+def test_a_parametrization_is_computed_once_a_call(name):
+    """In torch's layers four times, which spectral_norm's iteration counts."""
+
+    class Doubled(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            self.calls += 1
+            return 2 * weight
+
+    input, found = torch.randn(6, 4, INPUT), []
+    for layer in pair(name):
+        nn.utils.parametrize.register_parametrization(layer, "weight_hh_l0", Doubled())
+        found.append(layer(input)[0])
+    [doubled] = layer.parametrizations["weight_hh_l0"]
+    calls = doubled.calls
+    assert_near(layer(input)[0], found[0], 1e-6)
+    assert_near(found[1], found[0], 1e-6)
+    assert doubled.calls == calls + 1
 
 
 @names
@@ -400,6 +423,31 @@ def test_an_onnx_model_gives_the_same_numbers(name, dynamo, tmp_path):
 
 
 @names
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_layer_that_is_the_whole_onnx_model(name, dynamo, tmp_path):
+    """The exporter passes all defaults of forward, and those by position. Needs what the test above needs."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    _, ours = pair(name)
+    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "layer.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(ours.eval(), (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    found = [torch.from_numpy(y) for y in session.run(None, {"x": input.numpy()})]
+    assert_all_near(found, tensors_of(ours(input)), 1e-5)
+
+
+@names
+def test_the_defaults_of_a_call_may_be_given_by_position(name):
+    """As torch.onnx.export(..., dynamo=False) gives them."""
+    _, ours = pair(name)
+    input = torch.randn(6, 4, INPUT)
+    defaults = [p.default for p in inspect.signature(ours.forward).parameters.values()][1:]
+    assert_all_near(tensors_of(ours(input, *defaults)), tensors_of(ours(input)), 0)
+
+
+@names
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_gradients_of_each_sample_by_expanded_weights(name, bidirectional):
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
@@ -526,3 +574,37 @@ def test_torch_compile_leaves_the_layer_as_it_is(name, around, fresh_dynamo):
     assert not any("lltm_ext" in t or "lstm" in t or "gru" in t or "rnn" in t for t in targets), targets
     if not around:
         assert not graphs
+
+
+@names
+def test_torch_compile_compiles_a_model_no_more_often_than_with_torchs_layer(name, fresh_dynamo):
+    """Once for the first length, once for all others, whatever the layer does."""
+
+    class Model(Tagger):
+        def forward(self, x):
+            x = torch.tanh(2 * x)
+            return self.head(self.layer(x)[0])
+
+    counts = []
+    for model in taggers(name, Model):
+        torch._dynamo.reset()  # what it has learnt of the lengths
+        graphs = []
+        compiled = torch.compile(model, backend=lambda graph, _, graphs=graphs: graphs.append(graph) or graph)
+        counts.append([])
+        for length in (6, 4, 9, 5, 7, 8, 3, 10, 11, 12):
+            input = torch.randn(length, 2, INPUT)
+            assert_near(compiled(input), model(input), 1e-6)
+            counts[-1].append(len(graphs))
+    assert counts[1] == counts[0]
+    assert counts[1][0] > 0
+    assert counts[1][1] == counts[1][-1]
+
+
+@names
+def test_a_missing_bias_raises_what_torch_raises(name):
+    """A bias that is set to None."""
+    theirs, ours = pair(name)
+    for layer in (theirs, ours):
+        layer.bias_ih_l0 = None
+    theirs, ours = (error_of(layer, torch.zeros(6, 4, INPUT)) for layer in (theirs, ours))
+    assert isinstance(ours, type(theirs))
