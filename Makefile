@@ -17,11 +17,15 @@ INSTALLED := .venv/.installed
 INSTALLED_WHEEL := .venv/.installed-wheel
 # Two at a time, the tests of a file one after the other, and the files in the order of tests/conftest.py.
 TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# For make test-asan: libraries that must be loaded before Python's, and the tests of the ops.
+SANITIZERS = $(foreach library,asan ubsan stdc++,$(shell c++ -print-file-name=lib$(library).so))
+SANITIZED := $(patsubst %,tests/test_%.py,sanitizers no_storage written_tensors threads sigmoid relu round gemm \
+  fake_quantize stochastic_round lltm_cell lltm lstm reset recurrence recurrent cells)
 WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test test-all fuzz demo docs bench wheel wheels lint
+.PHONY: test test-all test-asan fuzz soak demo docs bench wheel wheels lint
 
 test: $(INSTALLED)
 	$(TEST) -m "not packaging and not compiles" $(PYTEST)
@@ -32,6 +36,18 @@ test-all: $(INSTALLED_WHEEL)
 
 fuzz: $(INSTALLED)
 	$(BIN)/pytest tests/fuzz --examples=10000 $(PYTEST)
+
+# The CPU code, instrumented. Without leaks, because Python itself leaks; without tests that trace more than they call,
+# or load cuDNN, which does not find its parts then: the sanitizer's dlopen does not look where the caller's RPATH says.
+test-asan: $(INSTALLED)
+	LLTM_EXT_CUDA=0 CXX=$(CURDIR)/tools/sanitized-c++ $(BIN)/python setup.py -q \
+	  build_py --build-lib build/sanitized build_ext --build-lib build/sanitized --build-temp build/sanitized-objects
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONPATH=$(CURDIR)/build/sanitized \
+	  $(TEST) -k "not compile and not opcheck and not export and not on_cuda" $(or $(PYTEST),$(SANITIZED))
+
+soak: $(INSTALLED)
+	$(BIN)/pytest tests/test_soak.py --soak-seconds=2000 -s $(PYTEST)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_lm.py

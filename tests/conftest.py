@@ -13,9 +13,15 @@ from lltm_ext import _portable
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
-# The portable library lacks some ops, and these files build native modules.
+# The portable library lacks some ops, and these files need them or build native modules.
 if _portable.in_use:
-    collect_ignore = [*(f"test_{op}.py" for op in _portable.LACKING), "test_cpp.py", "test_jit.py", "fuzz"]
+    collect_ignore = [
+        *(f"test_{op}.py" for op in _portable.LACKING),
+        "test_cpp.py",
+        "test_jit.py",
+        "test_releases.py",
+        "fuzz",
+    ]
 
 DEVICES = [
     "cpu",
@@ -26,6 +32,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 def pytest_addoption(parser):
     parser.addoption("--examples", type=int, default=2000, help="random calls of each function in tests/fuzz")
+    parser.addoption("--soak-seconds", type=float, default=10, help="of calls from threads, in test_soak.py")
 
 
 def pytest_generate_tests(metafunc):

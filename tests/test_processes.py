@@ -1,0 +1,81 @@
+"""Several processes: workers forked from one that has used the modules, first loads at the same time."""
+
+import subprocess
+import sys
+
+import torch
+from op_suite import assert_same_bits, needs_cuda
+
+import lltm_ext
+
+
+class Computed(torch.utils.data.Dataset):
+    """Items that a layer and an op compute, and their gradients."""
+
+    def __init__(self):
+        self.layer = lltm_ext.LLTM(3, 5)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        x = torch.full((40, 4, 3), 0.1 * i).requires_grad_()
+        y = lltm_ext.sigmoid(self.layer(x)[0])
+        return torch.stack([y.detach().sum(), torch.autograd.grad(y.sum(), x)[0].sum()])
+
+
+def items(**options):
+    return list(torch.utils.data.DataLoader(Computed(), batch_size=None, **options))
+
+
+def use(device):
+    """The modules, by as many threads as there are."""
+    large = torch.ones(1_000_000, device=device, requires_grad=True)
+    lltm_ext.sigmoid(large).sum().backward()
+    lltm_ext.LLTM(64, 64, device=device)(torch.ones(20, 64, 64, device=device))[0].sum().backward()
+
+
+def assert_forked_workers_compute_the_same():
+    torch.manual_seed(0)
+    expected = items()
+    torch.manual_seed(0)
+    assert_same_bits(items(num_workers=2, multiprocessing_context="fork", timeout=60), expected)
+
+
+def test_workers_forked_after_calls_compute_the_same():
+    use("cpu")
+    assert_forked_workers_compute_the_same()
+
+
+@needs_cuda
+def test_workers_forked_after_calls_on_a_gpu_compute_the_same_on_the_cpu():
+    use("cuda")
+    assert_forked_workers_compute_the_same()
+
+
+FIRST_USE = """
+import sys, torch
+print("ready", flush=True)
+sys.stdin.readline()
+import lltm_ext
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x = torch.ones(1, 1, 3, device=device)
+output, _ = lltm_ext.LLTM(3, 5, device=device)(x)
+print(output.isfinite().all().item(), lltm_ext.gemm(x[0], x[0].T).item())
+"""
+
+
+def test_processes_that_load_the_modules_at_the_same_time(tmp_path):
+    def start():
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-c", FIRST_USE], cwd=tmp_path, text=True, **pipes)
+
+    processes = [start() for _ in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"  # torch is imported: the rest takes all equally long
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        output, errors = process.communicate(timeout=300)
+        assert (process.returncode, output) == (0, "True 3.0\n"), errors
