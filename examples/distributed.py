@@ -196,15 +196,18 @@ def train(args: Any) -> None:
         print(f"checkpoint: {newest_checkpoint(args.out)}")
 
 
-def main() -> int:
+def main() -> None:
     args = arguments()
     torch.backends.cudnn.allow_tf32 = False  # float32 gives the same losses on any number of processes
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     train(args)
     # The model is freed by now: one in DDP that outlives the group may wait for gloo's threads for ever.
     dist.destroy_process_group()
-    return 0
+    # Without the shutdown of Python: FSDP2 keeps gloo's threads, and one that frees a tensor during a shutdown
+    # ends the process with SIGABRT (pytorch/pytorch#179291).
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
