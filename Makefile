@@ -9,6 +9,8 @@ COMPILER ?= $(shell sed -n 's/^TOOLKIT = //p' lltm_ext/_version.py)
 # One of them: make wheels WHEELS=3.12-torch2.11.
 WHEELS ?= $(shell sed -n '/"12\./d; s/.*"wheel": "\([^"]*\)".*/\1/p' tools/wheels.json)
 PLATFORM ?= auto
+# The torches that `make matrix` tries the portable wheel with.
+MATRIX ?= 2.10 2.11 2.12 2.13 2.14 2.15
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
@@ -25,7 +27,7 @@ WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test test-all test-asan fuzz soak demo docs bench wheel wheels lint
+.PHONY: test test-all test-asan fuzz soak demo docs bench wheel wheels matrix lint
 
 test: $(INSTALLED)
 	$(TEST) -m "not packaging and not compiles" $(PYTEST)
@@ -67,6 +69,9 @@ wheel: $(WHEEL)
 
 wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
 	$(BIN)/python tools/wheels.py publish $(WHEELHOUSE)
+
+matrix: $(WHEELHOUSE)/.portable-torch2.11
+	$(BIN)/python tools/matrix.py $(WHEELHOUSE)/*-py3-none-*.whl $(MATRIX)
 
 lint: $(LINT)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy

@@ -15,6 +15,8 @@ if not _is_program():  # the doctor must run where torch does not import
 
     from lltm_ext import cells as cells
     from lltm_ext.convert import *
+    from lltm_ext.elementwise import *
+    from lltm_ext.fake_quantize import *
     from lltm_ext.gemm import *
     from lltm_ext.lltm import *
     from lltm_ext.lstm import *
@@ -24,14 +26,10 @@ if not _is_program():  # the doctor must run where torch does not import
     from lltm_ext.rnn import *
     from lltm_ext.round import *
     from lltm_ext.sigmoid import *
+    from lltm_ext.stochastic_round import *
 
-    if _portable.in_use:  # without the ops below, which raise an error that explains it
+    if _portable.in_use:  # after the ops, whose rules it registers
         from lltm_ext import _portable_rules as _portable_rules
-    else:
-        from lltm_ext import _custom_cell as _custom_cell
-        from lltm_ext.elementwise import *
-        from lltm_ext.fake_quantize import *
-        from lltm_ext.stochastic_round import *
 
     __all__ = sorted(
         ["__version__", "cells"]

@@ -1,6 +1,6 @@
 """How the portable library is compiled: `LLTM_EXT_PORTABLE=1 pip wheel .` (_portable.py describes it).
 
-All ops except those of _portable.LACKING, in one shared library on torch's stable C ABI. CUDA's runtime is
+All ops except those of _portable.IN_PYTHON, in one shared library on torch's stable C ABI. CUDA's runtime is
 linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
 folder of the include path maps each torch header that they include to src/stable/torch.h.
 
@@ -22,8 +22,10 @@ INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 
 def sources(src: Path, cuda: bool) -> list[str]:
-    ops = sorted(set(_build.ops(src)) - set(_portable.LACKING))
-    return [file for op in ops for file in _build.sources(src, op, cuda)]
+    ops = sorted(set(_build.ops(src)) - set(_portable.IN_PYTHON))
+    return list(
+        dict.fromkeys(file for op in ops for file in _build.sources(src, op, cuda))
+    )  # some share files
 
 
 def replace_torch_headers(src: Path, folder: Path) -> None:
@@ -54,6 +56,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
+    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # as in _build.module
     # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
     # Not everything that torch's build would link.

@@ -17,6 +17,7 @@ from torch import Tensor
 Binding = Callable[..., Any]
 
 ops = torch.ops.lltm_ext
+FLOATING = "float16, bfloat16, float32 or float64"
 
 
 def gemm_into(c: Tensor, a: Tensor, b: Tensor) -> None:
@@ -60,7 +61,17 @@ COMPOSED: dict[str, Binding] = {
     "round.backward": lambda grad_output: grad_output,
     "lltm.forward": cell_forward,
     "lltm.backward": cell_backward,
+    "fake_quantize.forward": ops.fake_quantize_with_mask,
+    "fake_quantize.backward": lambda grad_output, mask: ops.fake_quantize_mask_backward(
+        grad_output, mask, grad_output.stride()
+    ),
+    "fake_quantize.backward_learnable": ops.fake_quantize_backward,
+    "stochastic_round.forward": lambda input, dtype, generator=None: ops.stochastic_round(
+        input, dtype, generator=generator
+    ),
+    "stochastic_round.backward": lambda grad_output: grad_output.float(),
 }
+NEEDS_NO_CHECK = ("scale", "zero_point", "mask")  # of a kind that every argument has
 
 
 def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
@@ -73,9 +84,26 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
         if name.startswith("call_"):
             yield name, getattr(ops, name.removeprefix("call_"))
             continue
+        if name in ("call", "source", "compile", "compilations"):
+            yield name, of_compiler(op, name)
+            continue
         default = {"forward": op, "backward": f"{op}_backward"}.get(name, name)
         function = COMPOSED.get(f"{op}.{name}") or getattr(ops, default)
         yield name, raw(f"{op}.{name}", function, node.args.args)
+
+
+def of_compiler(op: str, name: str) -> Binding:
+    """Of an op whose kernels are compiled at run time."""
+    function = getattr(ops, op if name == "call" else f"{op}_{name}")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            found = function(*args, **kwargs)
+        except RuntimeError as error:
+            raise typed(error) from None
+        return bytes(found.tolist()) if name == "compile" else found
+
+    return call
 
 
 def raw(op: str, function: Binding, arguments: list[ast.arg]) -> Binding:
@@ -87,6 +115,8 @@ def raw(op: str, function: Binding, arguments: list[ast.arg]) -> Binding:
         given = dict(zip(types, args, strict=False))
         for name, annotation in types.items():
             x = given.get(name, kwargs.get(name))
+            if name in NEEDS_NO_CHECK:
+                continue
             if annotation == "Tensor" or (annotation == "Tensor | None" and x is not None):
                 check_input(op, name, x)
         try:
@@ -99,6 +129,16 @@ def raw(op: str, function: Binding, arguments: list[ast.arg]) -> Binding:
     return call
 
 
+# ---- errors
+
+
+def typed(error: RuntimeError) -> BaseException:
+    """The error with its type, which the stable ABI puts into the message of a RuntimeError."""
+    kind, _, message = str(error).partition(": ")
+    kinds = {"TypeError": TypeError, "ValueError": ValueError, "KeyboardInterrupt": KeyboardInterrupt}
+    return kinds[kind](message) if kind in kinds else error
+
+
 # ---- the checks of src/common/checks.h
 
 
@@ -107,16 +147,19 @@ def check_input(op: str, name: str, x: Any) -> None:
         raise TypeError(
             f"{op}(): incompatible function arguments: expected {name} to be a Tensor, got {type(x).__name__}"
         )
+    check_device(op, name, x)
+    if not x.is_contiguous():
+        raise RuntimeError(f"{op}: expected {name} to be contiguous, got strides {list(x.stride())}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{op}: expected {name} of dtype {FLOATING}, got {dtype_name(x)}")
+
+
+def check_device(op: str, name: str, x: Tensor) -> None:
     if x.layout != torch.strided:
         layout = str(x.layout).removeprefix("torch.").removesuffix("_coo").title().replace("_", "")
         raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got {layout}")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise RuntimeError(f"{op}: expected {name} on a CPU or CUDA device, got {x.device}")
-    if not x.is_contiguous():
-        raise RuntimeError(f"{op}: expected {name} to be contiguous, got strides {list(x.stride())}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        expected = "float16, bfloat16, float32 or float64"
-        raise TypeError(f"{op}: expected {name} of dtype {expected}, got {dtype_name(x)}")
 
 
 def check_like(name: str, x: Tensor, like: Tensor, shape: list[int]) -> Tensor:
@@ -129,5 +172,5 @@ def check_like(name: str, x: Tensor, like: Tensor, shape: list[int]) -> Tensor:
     return x
 
 
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def dtype_name(x: Tensor | torch.dtype) -> str:
+    return str(x.dtype if isinstance(x, Tensor) else x).removeprefix("torch.")

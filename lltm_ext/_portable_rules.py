@@ -7,20 +7,28 @@ tensors. Its derivative is the ``torch.autograd.Function`` that torch.func's tra
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._library import differentiable_gradients, ops
 from lltm_ext._loop import zero_state
+from lltm_ext._portable_bindings import FLOATING, check_device, dtype_name, typed
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
+from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
+from lltm_ext.elementwise import ElementwiseBackwardFunction, ElementwiseFunction, formula_of
+from lltm_ext.fake_quantize import FakeQuantizeFunction
 from lltm_ext.gemm import _Product
 from lltm_ext.lltm import _CellFunction
+from lltm_ext.stochastic_round import StochasticRoundFunction, stochastic_round_reference
 
 Kernel = Callable[..., Any]
 
@@ -28,21 +36,11 @@ _library = torch.library.Library("lltm_ext", "IMPL")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
-_ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
 
 
 def arguments_of(name: str) -> Any:
     """The arguments of the op, as its schema declares them."""
     return getattr(ops, name).default._schema.arguments
-
-
-# ---- errors
-
-
-def typed(error: RuntimeError) -> Exception:
-    """The error with its type, which the stable ABI puts into the message of a RuntimeError."""
-    kind, _, message = str(error).partition(": ")
-    return _ERRORS[kind](message) if kind in _ERRORS else error
 
 
 # ---- autograd
@@ -114,6 +112,23 @@ def check_in_place(x: Tensor) -> None:
         raise RuntimeError(f"a {what} Variable that requires grad is being used in an in-place operation.")
 
 
+def check_written(op: str, name: str, x: Tensor) -> None:
+    """What the library cannot see of a tensor that is written."""
+    if x.is_inference() and not x.is_meta and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op}: expected {name} not to be an inference tensor, because it is written outside inference "
+            "mode; clone it first"
+        )
+    if x.is_quantized:
+        raise TypeError(f"{op}: expected {name} of dtype {FLOATING}, got {dtype_name(x)}")
+    is_lazy = x.is_neg() or x.is_conj()
+    if is_lazy and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise RuntimeError(
+            f"{op}: expected {name} with memory for each element, because it is written, got strides "
+            f"{list(x.stride())} of sizes {list(x.shape)}; clone it first"
+        )
+
+
 def in_place(name: str, op: UnaryOp) -> Kernel:
     """``<name>_`` with the gradient of ``name``."""
     function: Any = op.Function
@@ -130,6 +145,7 @@ def in_place(name: str, op: UnaryOp) -> Kernel:
         backward = staticmethod(function.backward)
 
     def kernel(input: Tensor, *args: Any) -> None:
+        check_written(name, "input", input)
         if needs_grad(input):
             check_in_place(input)
             InPlace.apply(input, *args)
@@ -144,6 +160,7 @@ def writing_out(name: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> None:
         if needs_grad(*args):
             raise RuntimeError(f"{name}: with out= there is no gradient, but an argument requires it")
+        check_written(name, "out", args[-1])
         below_autograd(f"{name}_out", *args)
         note_change(args[-1])
 
@@ -157,6 +174,7 @@ def on_lazy(name: str) -> None:
         plain = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in args]
         written = -1 if name.endswith("_out") else 0
         target, result = args[written], plain[written]
+        check_written(name.removesuffix("_out").removesuffix("_"), "out" if written else "input", target)
         getattr(ops, name)(*plain)
         if target is not result:
             target.resize_(result.shape)
@@ -175,8 +193,69 @@ def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str
     return grad, grad.sum(tuple(range(grad.dim() - 1)))
 
 
+def elementwise(inputs: Sequence[Tensor], scalars: Sequence[float], program: str) -> Tensor:
+    result: Tensor = ElementwiseFunction.apply(formula_of(program), tuple(scalars), *inputs)
+    return result
+
+
+def elementwise_backward(
+    grad: Tensor, used: Sequence[Tensor], scalars: Any, program: str, wanted: Any
+) -> list[list[Tensor]]:
+    return [[*ElementwiseBackwardFunction.apply(formula_of(program), scalars, wanted, grad, *used)]]
+
+
+class MaskFunction(torch.autograd.Function):
+    """fake_quantize_with_mask, and the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        output, mask = below_autograd("fake_quantize_with_mask", *args)
+        ctx.mark_non_differentiable(mask)
+        ctx.set_materialize_grads(False)
+        ctx.strides = output.stride()
+        ctx.save_for_backward(mask)
+        return output, mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        found = (
+            grad if grad is None else ops.fake_quantize_mask_backward(grad, *ctx.saved_tensors, ctx.strides)
+        )
+        return found, None, None, None, None, None
+
+
+class MaskBackwardFunction(torch.autograd.Function):
+    """Linear in the gradient, so it is also its own double backward."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, mask: Tensor, strides: Sequence[int]) -> Tensor:
+        ctx.strides = strides
+        ctx.save_for_backward(mask)
+        found: Tensor = below_autograd("fake_quantize_mask_backward", grad, mask, strides)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ops.fake_quantize_mask_backward(grad, *ctx.saved_tensors, ctx.strides), None, None
+
+
+def fake_quantize(input: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Any:
+    """Saves one bit per element if only the input needs a gradient."""
+    if needs_grad(scale, zero_point):
+        return apply_of(FakeQuantizeFunction)(input, scale, zero_point, *rest)
+    return ops.fake_quantize_with_mask(input, scale, zero_point, *rest[:-1])
+
+
+def fake_quantize_with_mask(input: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Any:
+    if needs_grad(scale, zero_point):
+        raise RuntimeError(
+            "fake_quantize_with_mask: there is no gradient for scale and zero_point, but one requires it"
+        )
+    return apply_of(MaskFunction)(input, scale, zero_point, *rest)
+
+
 def bidirectional(name: str, op: SequenceOp) -> Kernel:
-    """Both directions of a layer, side by side in one launch where that is faster."""
+    """Both directions of a layer: on the CPU one after the other, on CUDA in one launch if they fit."""
     forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
 
     class BothFunction(torch.autograd.Function):
@@ -223,7 +302,17 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
             for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse, None)
         )
 
+    of_one = sequence(name, op)
+
     def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
+        if input.is_cpu:
+            check_on_meta(f"{name}_bidirectional", (input, forward, reverse, *how))
+            sizes, algorithm = how
+            results = (
+                of_one(input, *(*tensors, None)[:5], sizes, is_reverse, algorithm, None, None)[:3]
+                for tensors, is_reverse in ((forward, False), (reverse, True))
+            )
+            return [list(itertools.chain(*results))]
         return [list(BothFunction.apply(1 + len(forward), *how, input, *forward, *reverse))]
 
     return recorded
@@ -308,14 +397,56 @@ def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -
     return first, *of_direction, direction[3].new_empty(rows)
 
 
-def with_one_bias(function: Any) -> Kernel:
-    """The Function of a sequence op, which takes the sum of the op's biases."""
-    apply = apply_of(function)
+def sequence(name: str, op: SequenceOp) -> Kernel:
+    """The op's Function, which takes the sum of the biases. On the CPU half types are computed in float32."""
+    apply = apply_of(op.Function)
 
     def recorded(*args: Any) -> Any:
-        return apply(*args[:5], one_bias(args[5], args[10]), *args[6:10])
+        input, c0 = args[0], args[2]
+        tensors = (*args[:5], one_bias(args[5], args[10]))
+        if not input.is_cpu or input.dtype not in (torch.float16, torch.bfloat16):
+            return apply(*tensors, *args[6:10])
+        check_on_meta(name, args)
+        output, h_n, c_n, *_ = apply(*(x if x is None else x.float() for x in tensors), *args[6:10])
+        dtype = input.dtype
+        return output.to(dtype), h_n.to(dtype), c_n.to(dtype if c0 is None else c0.dtype)
 
     return recorded
+
+
+def shape_cell(input: Tensor, h0: Tensor | None, states: Tensor | None, weight_ih: Tensor, *args: Any) -> Any:
+    """The outputs of a user's cell, with those for the backward."""
+    gates, count, saved, *_, output_state, _ = map(int, args[-1].split(SEPARATOR)[1].split(","))
+    hidden = weight_ih.shape[0] // gates
+    h_n = zero_state(input, hidden, args[-4]) if h0 is None else dense(h0)
+    states_n = h_n.new_empty(count, *h_n.shape) if states is None else dense(states)
+    of_steps = (hidden, gates * hidden, max(saved - gates, 0) * hidden, 0 if output_state < 0 else hidden)
+    output, *rest = (input.new_empty(*input.shape[:-1], n) for n in of_steps)
+    return output, h_n, states_n, *rest
+
+
+def shape_cell_gradients(*args: Any) -> list[Tensor]:
+    """Empty where not needed, or where the cell has none."""
+    inputs, (of_input, of_bias) = args[6:13], args[-2:]
+    needed = (of_input, True, True, True, True, of_bias, True)
+    return [
+        dense(x) if wanted and x is not None else inputs[0].new_empty(0)
+        for x, wanted in zip(inputs, needed, strict=True)
+    ]
+
+
+def shape_elementwise(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """As the first dense operand of the result's sizes, or else the first operand of these sizes."""
+    operands = [x.to(dtype) for x in operands]
+    sizes = torch.broadcast_shapes(*(x.shape for x in operands))
+    results = [(torch.empty_like(x), x) for x in operands if x.shape == sizes]
+    of_dense = (y for y, x in results if y.stride() == x.stride())
+    return next(of_dense, results[0][0] if results else operands[0].new_empty(sizes))
+
+
+def shape_from_formula(inputs: Sequence[Tensor], *args: Any) -> Tensor:
+    deciding = [x for x in inputs if x.dim() > 0] or inputs
+    return shape_elementwise(inputs, functools.reduce(torch.promote_types, (x.dtype for x in deciding)))
 
 
 def shape_both(shapes: Callable[..., tuple[Tensor, ...]]) -> Kernel:
@@ -341,12 +472,16 @@ def meta(x: Any) -> Any:
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
     """Raises unless all tensors are on one device, which meta tensors do not show."""
+    op, names = name.removesuffix("_out"), [argument.name for argument in arguments_of(name)]
+    if name == "elementwise":
+        formula = formula_of(args[-1])
+        op, names, args = formula.name, list(formula.tensors), args[0]
     first = next(tensors_of(args))
-    for argument, x in zip(arguments_of(name), args, strict=False):
-        if isinstance(x, Tensor) and x.device != first.device:
-            raise RuntimeError(
-                f"{name.removesuffix('_out')}: expected {argument.name} on {first.device}, got {x.device}"
-            )
+    for argument, x in zip(names, args, strict=False):
+        if not isinstance(x, Tensor) or x.device == first.device:
+            continue
+        if argument not in ("scale", "zero_point") or x.dim() > 0 or x.device.type != "cpu":
+            raise RuntimeError(f"{op}: expected {argument} on {first.device}, got {x.device}")
 
 
 def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
@@ -354,14 +489,14 @@ def check_on_meta(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None 
     # Imported here because it imports sympy, which takes half a second. Tracing has imported it already.
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
+    # The library cannot see symbolic sizes; it checks them when it runs.
+    if not any(has_free_symbols(x) for x in tensors_of(args)):
+        try:
+            with temporarily_clear_interpreter_stack(), _disable_current_modes():
+                getattr(torch.ops.lltm_ext_checks, name)(*meta(args), **(kwargs or {}))
+        except RuntimeError as error:
+            raise typed(error) from None
     check_devices(name, args)
-    if any(has_free_symbols(x) for x in tensors_of(args)):
-        return  # the library cannot see symbolic sizes; it checks them when it runs
-    try:
-        with _disable_current_modes():
-            getattr(torch.ops.lltm_ext_checks, name)(*meta(args), **(kwargs or {}))
-    except RuntimeError as error:
-        raise typed(error) from None
 
 
 # ---- torch's settings
@@ -375,6 +510,37 @@ def rnn_allows_tf32() -> bool:
 _own = torch.library.Library("lltm_ext", "FRAGMENT")
 _own.define("rnn_allows_tf32() -> bool")
 _own.impl("rnn_allows_tf32", rnn_allows_tf32, "CompositeExplicitAutograd")
+
+
+# ---- what needs torch's random generators
+
+
+def stochastic_round(input: Tensor, dtype: torch.dtype, *, generator: Any = None) -> Tensor:
+    """In torch's ops, as the reference."""
+    check_stochastic_round(input, dtype)
+    if generator is not None and generator.device.type != input.device.type:
+        raise RuntimeError(
+            f"stochastic_round: expected a generator on {input.device}, got one on {generator.device}"
+        )
+    down, up, probability = stochastic_round_reference(input, dtype)
+    drawn = torch.empty_like(input, dtype=torch.float64).uniform_(generator=generator)
+    return torch.empty_like(input, dtype=dtype).copy_(torch.where(drawn < probability, up, down))
+
+
+def check_stochastic_round(input: Tensor, dtype: torch.dtype) -> None:
+    check_device("stochastic_round", "input", input)
+    if input.dtype != torch.float32:
+        raise TypeError(f"stochastic_round: expected input of dtype float32, got {dtype_name(input)}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"stochastic_round: expected dtype float16 or bfloat16, got {dtype_name(dtype)}")
+
+
+_own.define(
+    "stochastic_round(Tensor input, ScalarType dtype, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
+)
+_own.impl("stochastic_round", stochastic_round, "CompositeExplicitAutograd")
+_own.impl("stochastic_round", recording("stochastic_round", apply_of(StochasticRoundFunction)), "Autograd")
 
 
 # ---- the ops
@@ -419,7 +585,7 @@ for _name, _unary in UNARY_OPS.items():
 
 for _name, _sequence in SEQUENCE_OPS.items():
     _both = f"{_name}_bidirectional"
-    define(_name, recording(_name, with_one_bias(_sequence.Function)), shape_sequence, casts=True)
+    define(_name, recording(_name, sequence(_name, _sequence)), shape_sequence, casts=True)
     define(f"{_name}_forward", None, shape_sequence_forward)
     define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[14:16]))
     define(f"{_name}_algorithm", casts=True)
@@ -451,3 +617,45 @@ define(
     lambda input, weights, bias, h, c: (dense(h), dense(c), h.new_empty(3, *h.shape)),
 )
 define("lltm_cell_backward", None, shape_cell_backward)
+
+define("fake_quantize", recording("fake_quantize", fake_quantize), of_first)
+_name = "fake_quantize_with_mask"
+define(
+    _name,
+    recording(_name, fake_quantize_with_mask),
+    lambda input, *args: (
+        torch.empty_like(input),
+        input.new_empty((input.numel() + 7) // 8, dtype=torch.uint8),
+    ),
+)
+_name = "fake_quantize_mask_backward"
+define(
+    _name,
+    recording(_name, apply_of(MaskBackwardFunction)),
+    lambda grad, mask, strides: torch.empty_strided(
+        grad.shape, strides, dtype=grad.dtype, device=grad.device
+    ),
+)
+define(
+    "fake_quantize_backward",
+    None,
+    lambda grad, input, scale, zero_point, *args: (
+        torch.empty_like(input),
+        *(dense(x if x.is_floating_point() else x.to(input.dtype)) for x in (scale, zero_point)),
+    ),
+)
+define("elementwise", recording("elementwise", elementwise), shape_from_formula)
+define(
+    "elementwise_backward",
+    recording("elementwise_backward", elementwise_backward),
+    lambda grad, used, scalars, program, wanted: [
+        shape_elementwise([grad, *used], grad.dtype) for _ in wanted
+    ],
+)
+define(
+    "custom_cell", recording("custom_cell", apply_of(CustomCellFunction)), lambda *args: shape_cell(*args)[:3]
+)
+define("custom_cell_forward", None, shape_cell)
+define("custom_cell_backward", None, shape_cell_gradients)
+define("custom_cell_algorithm")
+on_autocast("stochastic_round", casts=False)

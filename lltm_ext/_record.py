@@ -57,7 +57,7 @@ def use(folder: Path | str) -> None:
 
 
 def modules_fit(torch: ModuleType) -> bool:
-    """Whether there are native modules for this torch; the portable library lacks ops."""
+    """Whether there are native modules for this torch."""
     return FILE.is_file() and "portable" not in read() and _problem(read(), torch) is None
 
 

@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 import lltm_ext
-from lltm_ext import _portable, _record, _toolchain
+from lltm_ext import _record, _toolchain
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._sequence import SEQUENCE_OPS
 from lltm_ext._unary import UNARY_OPS
+from lltm_ext.fake_quantize import fake_quantize_reference
 from lltm_ext.gemm import gemm_reference
 from lltm_ext.lltm import lltm_cell_reference
-
-if not _portable.in_use:  # it lacks both
-    from lltm_ext.fake_quantize import fake_quantize_reference
-    from lltm_ext.stochastic_round import stochastic_round_reference
+from lltm_ext.stochastic_round import stochastic_round_reference
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALVES)
@@ -72,9 +70,8 @@ class Check(NamedTuple):
 
 def checks() -> Iterator[Check]:
     yield from of_elementwise_ops()
-    if not _portable.in_use:
-        yield made_at_run_time()
-        yield from of_quantizers()
+    yield made_at_run_time()
+    yield from of_quantizers()
     yield from of_gemm()
     yield compare("lltm_cell", lltm_cell_reference, cell_inputs)
     for name, op in SEQUENCE_OPS.items():

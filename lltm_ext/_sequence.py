@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lltm_ext import _portable
 from lltm_ext._library import (
     WrongDtype,
     WrongStates,
@@ -278,7 +277,7 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         reset_to: str = "zeros",
     ) -> Outputs:
         tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm)
-        if reset is not None and (reset_to == "initial" or (input.is_cuda and not _portable.in_use)):
+        if reset is not None and (reset_to == "initial" or input.is_cuda):
             return run_as_cell(name, *tensors, one_bias(bias, bias_hh), reset, *how, reset_to)
         keep = None if reset is None else share_kept(name, reset, input)
         call = transformed if has_tangents() else op

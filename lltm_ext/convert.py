@@ -11,7 +11,6 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lltm_ext import _portable
 from lltm_ext.lstm import LSTM
 from lltm_ext.rnn import GRU, RNN
 
@@ -31,7 +30,6 @@ def from_torch(model: Model) -> Model:
     around the model. These layers stay as they are:
 
     - those of a subclass of torch's, which may have a forward of its own
-    - GRU and RNN, with the portable library, which lacks their kernels
     - those of a scripted model, whose code is fixed
 
     Args:
@@ -45,7 +43,7 @@ def from_torch(model: Model) -> Model:
     """
     _check_module("from_torch", model)
     for module in model.modules():
-        if _is_replaceable(module):
+        if _own_class(module) in FROM_TORCH:
             _convert(module, FROM_TORCH)
     return model
 
@@ -81,11 +79,6 @@ def to_torch(model: Model) -> Model:
         if _own_class(module) in TO_TORCH:
             _convert(module, TO_TORCH)
     return model
-
-
-def _is_replaceable(module: nn.Module) -> bool:
-    """Whether a module is a layer of torch, and the layer here can do all that it can."""
-    return _own_class(module) in FROM_TORCH and (isinstance(module, nn.LSTM) or not _portable.in_use)
 
 
 def _needs_lltm_ext(cls: type) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ class Elementwise:
                 )
             return self.cpu(*self._values(args, kwargs))
         if transforms_active() or has_tangents():
-            return ElementwiseFunction.apply(self, tuple(scalars), *tensors)
+            return ElementwiseFunction.apply(formula_of(self.program), tuple(scalars), *tensors)
         if torch.compiler.is_compiling() or overridden(tensors):
             return ops.elementwise(tensors, scalars, self.program)
         return _C.call(tensors, scalars, self.program)
@@ -222,11 +223,40 @@ def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(p for p in (*tensors, "output") if p in named)
 
 
+class Formula(NamedTuple):
+    """What a program says of its derivatives."""
+
+    name: str
+    tensors: tuple[str, ...]
+    uses: dict[str, tuple[str, ...]]  # of each tensor with a gradient: the operands that this reads
+    program: str
+
+    def used_by(self, tensors: Iterable[str]) -> set[str]:
+        """The operands that the gradients of these tensors read."""
+        tensors = tuple(tensors)
+        for p in tensors:
+            if p not in self.uses:
+                raise RuntimeError(
+                    f"{self.name}: a gradient with respect to {p} is required, "
+                    f"but its backward has no formula for {p}"
+                )
+        return {operand for p in tensors for operand in self.uses[p]}
+
+
+@functools.lru_cache
+def formula_of(program: str) -> Formula:
+    name, tensors, _, _, *gradients = program.split(SEPARATOR)
+    uses = zip(
+        gradients[::3], (tuple(filter(None, names.split(","))) for names in gradients[1::3]), strict=True
+    )
+    return Formula(name, tuple(tensors.split(",")), dict(uses), program)
+
+
 class ElementwiseFunction(torch.autograd.Function):
     """``ElementwiseFunction.apply(op, scalars, *tensors)``: the op under transforms and with tangents."""
 
     @staticmethod
-    def forward(op: Elementwise, scalars: tuple[float, ...], *tensors: Tensor) -> Tensor:
+    def forward(op: Formula, scalars: tuple[float, ...], *tensors: Tensor) -> Tensor:
         return ops.elementwise(tensors, scalars, op.program)
 
     @staticmethod
@@ -234,14 +264,11 @@ class ElementwiseFunction(torch.autograd.Function):
         ctx.op, ctx.scalars, *tensors = inputs
         ctx.shapes = [x.shape for x in tensors]
         ctx.dtypes = [x.dtype for x in tensors]
-        for p, needed in zip(ctx.op.tensors, ctx.needs_input_grad[2:], strict=True):
-            if needed and p not in ctx.op.uses:
-                raise RuntimeError(
-                    f"{ctx.op.__name__}: a gradient with respect to {p} is required, "
-                    f"but its backward has no formula for {p}"
-                )
+        names = ctx.op.tensors
+        used = ctx.op.used_by(itertools.compress(names, ctx.needs_input_grad[2:]))
+        operands = zip((*names, "output"), (*tensors, output), strict=True)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, output)
+        ctx.save_for_backward(*(x if p in used else None for p, x in operands))
         ctx.save_for_forward(*tensors, output)
 
     @staticmethod
@@ -253,7 +280,7 @@ class ElementwiseFunction(torch.autograd.Function):
                 continue
             if p not in op.uses:
                 raise RuntimeError(
-                    f"{op.__name__}: a jvp with respect to {p} is required, but its backward has no formula "
+                    f"{op.name}: a jvp with respect to {p} is required, but its backward has no formula "
                     f"for {p}"
                 )
             operands = [x for name, x in saved.items() if name in op.uses[p]]
@@ -267,7 +294,7 @@ class ElementwiseFunction(torch.autograd.Function):
             return (None,) * (2 + len(ctx.op.tensors))
         names = ctx.op.tensors
         wanted = [i for i in range(len(names)) if ctx.needs_input_grad[2 + i]]
-        used = {operand for i in wanted for operand in ctx.op.uses[names[i]]}
+        used = ctx.op.used_by([names[i] for i in wanted])
         operands = [x for p, x in zip((*names, "output"), ctx.saved_tensors, strict=True) if p in used]
         found = ElementwiseBackwardFunction.apply(ctx.op, ctx.scalars, tuple(wanted), grad_output, *operands)
         gradients: list[Tensor | None] = [None] * len(names)
@@ -276,7 +303,7 @@ class ElementwiseFunction(torch.autograd.Function):
         return None, None, *gradients
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], op: Elementwise, scalars: Any, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Formula, scalars: Any, *tensors: Tensor) -> Any:
         return ElementwiseFunction.apply(op, scalars, *batched(in_dims[2:], tensors)), 0
 
 
@@ -285,13 +312,13 @@ class ElementwiseBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        op: Elementwise, scalars: tuple[float, ...], wanted: tuple[int, ...], grad: Tensor, *used: Tensor
+        op: Formula, scalars: tuple[float, ...], wanted: tuple[int, ...], grad: Tensor, *used: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple(ops.elementwise_backward(grad, used, scalars, op.program, wanted))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0].__name__
+        ctx.name = inputs[0].name
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

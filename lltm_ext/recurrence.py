@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext import _portable
+from lltm_ext._custom_cell import algorithm_of, run_kernels
 from lltm_ext._declaration import Declaration, arguments_of, call, check_names, is_name
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
@@ -326,11 +326,11 @@ class RecurrentCell:
         arguments = arguments if dtype is None else lowered(dtype, *arguments)
         check_call(self, *arguments, inputs, reset, algorithm, reset_to)
         to_initial = reset is not None and reset_to == "initial"
-        if by_loop(input, to_initial, algorithm):
+        if by_loop(input):
             return "stepwise"
         given = (self, *arguments, inputs, reset)
         given = without_resets(*given) if to_initial else given
-        return kernels().algorithm_of(*given, algorithm, backward)
+        return algorithm_of(*given, algorithm, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -524,7 +524,7 @@ def run(
         if reset is not None:
             check_step_input(cell.__name__, "reset", reset, input, 0)
         try:
-            return kernels().run_kernels(cell, input, states, *others, *how)
+            return run_kernels(cell, input, states, *others, *how)
         except Exception:
             states = or_zeros(cell, input, states, weight_ih, batch_sizes)
             try:
@@ -541,11 +541,11 @@ def run(
             return run(cell, *arguments, inputs, reset, *how, reset_to)
     given = (cell, input, states, *others)
     check_call(*given, algorithm, reset_to, packed)
-    if by_loop(input, to_initial, algorithm):
+    if by_loop(input):
         return run_loop(*given, batch_sizes, is_reverse, to_initial)
     if to_initial:
         given = without_resets(*given, batch_sizes, is_reverse)
-    output, final = kernels().run_kernels(*given, *how)
+    output, final = run_kernels(*given, *how)
     return output, final[: len(states)]
 
 
@@ -580,21 +580,9 @@ def kernels_check(
     )
 
 
-def by_loop(input: Tensor, to_initial: bool, algorithm: str) -> bool:
-    """Whether a call runs in the loop of torch's ops.
-
-    On CUDA that is so for resets to the initial states in the portable library, because `lltm` and `lstm`
-    take them too.
-    """
-    in_portable = to_initial and _portable.in_use and algorithm in ("auto", "stepwise")
-    return not input.is_cuda or in_portable
-
-
-def kernels() -> Any:
-    """What runs cells on CUDA. Not imported at the top: the portable library does not have it."""
-    from lltm_ext import _custom_cell
-
-    return _custom_cell
+def by_loop(input: Tensor) -> bool:
+    """Whether a call runs in the loop of torch's ops."""
+    return not input.is_cuda
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:

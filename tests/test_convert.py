@@ -14,14 +14,13 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
-from lltm_ext import _portable, cells
+from lltm_ext import cells
 
 HIDDEN = 5
 OURS = {nn.LSTM: lltm_ext.LSTM, nn.GRU: lltm_ext.GRU, nn.RNN: lltm_ext.RNN}
-LAYERS = [nn.LSTM] if _portable.in_use else list(OURS)
 FORMS = ["batched", "unbatched", "packed"]
 
-layers = pytest.mark.parametrize("Layer", LAYERS, ids=lambda Layer: Layer.__name__)
+layers = pytest.mark.parametrize("Layer", OURS, ids=lambda Layer: Layer.__name__)
 
 
 class TwoPlaces(nn.Module):
@@ -110,7 +109,6 @@ def test_a_batch_first_layer_stays_so(Layer, device):
     assert_same_results(results(lltm_ext.from_torch(layer), input), expected)
 
 
-@pytest.mark.skipif(_portable.in_use, reason="from_torch leaves RNN")
 def test_an_rnn_keeps_its_nonlinearity(device):
     layer = nn.RNN(INPUT, HIDDEN, nonlinearity="relu", device=device, dtype=DOUBLE)
     input = values(6, 3, INPUT, device=device)
@@ -262,12 +260,6 @@ def test_a_layer_with_a_projection_computes_the_same():
     layer = lltm_ext.from_torch(copy.deepcopy(peer))
     assert type(layer) is lltm_ext.LSTM
     torch.testing.assert_close(layer(input), peer(input), rtol=0, atol=0)
-
-
-def test_gru_and_rnn_stay_with_the_portable_library(monkeypatch):
-    monkeypatch.setattr(_portable, "in_use", True)
-    model = lltm_ext.from_torch(nn.ModuleList([Layer(INPUT, HIDDEN) for Layer in OURS]))
-    assert [type(layer) for layer in model] == [lltm_ext.LSTM, nn.GRU, nn.RNN]
 
 
 def test_a_scripted_model_stays():

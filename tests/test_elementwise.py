@@ -38,7 +38,7 @@ from op_suite import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
-from lltm_ext import _C
+from lltm_ext import _C, _portable
 
 BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
@@ -176,6 +176,7 @@ def test_a_bad_program_is_refused():
         torch.ops.lltm_ext.elementwise([x], [], softsign.program)
 
 
+@pytest.mark.skipif(_portable.in_use, reason="the portable library is one for all ops")
 def test_the_native_module_runs_a_program_without_the_python_package():
     """As in a C++ program that loads an exported one."""
     code = (

@@ -310,7 +310,6 @@ class TestGemm(SmoothSuite):
         with pytest.raises(exception, match=f"^gemm: expected {message}"):
             lltm_ext.gemm(*operands(Make(), 4, 3, 5), out=out)
 
-    @pytest.mark.skipif(_portable.in_use, reason="the stable ABI cannot recognise an inference tensor")
     def test_an_inference_tensor_is_written_in_inference_mode_only(self, device):
         a, b = operands(Make(device=device), 4, 3, 5)
         with torch.inference_mode():

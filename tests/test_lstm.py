@@ -37,6 +37,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
+from lltm_ext import _portable
 from lltm_ext.lstm import _SequenceFunction, lstm_reference
 
 
@@ -111,6 +112,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.skipif(_portable.in_use, reason="the portable library does not call oneDNN's layer")
 class TestLargeSequencesOnTheCPU:
     """They run by oneDNN's layer, half types in float32."""
 

@@ -790,26 +790,6 @@ class TestSdist:
         assert built == set()
 
 
-ASK_FOR_WHAT_IT_LACKS = """
-import lltm_ext
-from lltm_ext._portable import LACKING
-for op, why in LACKING.items():
-    for ask in (
-        lambda: getattr(lltm_ext, op),
-        lambda: getattr(lltm_ext._C, op),
-        lambda: exec(f"from lltm_ext import {op}"),
-    ):
-        try:
-            ask()
-        except ImportError as error:
-            assert f"lacks {op}, because {why}" in str(error), error
-            assert "export LLTM_EXT_JIT=1" in str(error), error
-        else:
-            raise AssertionError(f"{op} was found")
-print(*LACKING)
-"""
-
-
 @pytest.fixture(scope="module")
 def portable_wheel(target: Target) -> Path:
     """Without kernels, which take minutes."""
@@ -853,10 +833,6 @@ class TestPortable:
         assert (found["record"]["portable"], found["record"]["python"]) == (True, "any")
         assert found["imports"] == {"torch": None, "lltm_ext": None}
         assert found["calls"] and set(found["calls"].values()) == {None}
-
-    def test_what_it_lacks_is_reported_with_the_reason(self, with_portable: Target) -> None:
-        done = run(with_portable.python, "-c", ASK_FOR_WHAT_IT_LACKS, cwd=with_portable.folder)
-        assert done.stdout.split() == ["custom_cell", "elementwise", "fake_quantize", "stochastic_round"]
 
 
 @pytest.mark.packaging

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
-from lltm_ext import _portable, cells
+from lltm_ext import cells
 from lltm_ext._sequence import at_next_step
 
 FUNCTIONS = {"lltm": (lltm_ext.lltm, 3), "lstm": (lltm_ext.lstm, 4)}
@@ -443,17 +443,15 @@ class OwnOps(TorchDispatchMode):
 
 
 @every_layer
-def test_kernels_run_resets_to_the_initial_states_on_cuda(name, monkeypatch):
-    """An op for each direction. The portable library has none, and runs the steps by torch's ops."""
+def test_kernels_run_resets_to_the_initial_states_on_cuda(name):
+    """An op for each direction."""
     with FakeTensorMode(), torch.no_grad():
         layer = EVERY_LAYER[name](5, 16, bidirectional=True, device="cuda")
         input, reset = torch.empty(7, 4, 5, device="cuda"), torch.empty(7, 4, device="cuda").bool()
-        for in_portable, expected in ((False, ["custom_cell"] * 2), (True, [])):
-            monkeypatch.setattr(_portable, "in_use", in_portable)
-            with OwnOps() as ran:
-                output, _ = layer(input, reset=reset, reset_to="initial")
-            assert ran.names == expected
-            assert output.shape == (7, 4, 32)
+        with OwnOps() as ran:
+            output, _ = layer(input, reset=reset, reset_to="initial")
+        assert ran.names == ["custom_cell"] * 2
+        assert output.shape == (7, 4, 32)
 
 
 @pytest.mark.parametrize("sizes", [None, [3, 3, 2, 1, 1]], ids=["padded", "packed"])

@@ -7,6 +7,8 @@
 
 #include "common/library.h"
 
+#ifndef LLTM_EXT_STABLE_ABI  // in the portable build these calls are in Python
+
 namespace lltm_ext {
 
 // `function` is any function with the op's signature.
@@ -24,3 +26,5 @@ auto call_below_autograd(const char* name, const Arguments&... arguments) {
 }
 
 }  // namespace lltm_ext
+
+#endif

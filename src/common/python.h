@@ -5,4 +5,20 @@
 #ifdef TORCH_EXTENSION_NAME
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+
+namespace lltm_ext {
+
+// The function, which runs without the GIL. The string that it returns is bytes in Python.
+template <typename... Args>
+auto returning_bytes(std::string (*function)(Args...)) {
+  return [function](Args... args) {
+    const auto call = [&] {
+      const py::gil_scoped_release no_gil;
+      return function(args...);
+    };
+    return py::bytes(call());
+  };
+}
+
+}  // namespace lltm_ext
 #endif

@@ -66,6 +66,7 @@ Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const Opt
                     string_view algorithm, string_view program) {
   const Direction direction =
       direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+#ifndef LLTM_EXT_STABLE_ABI
   if (!is_in_eights(direction.weight_hh)) {  // asked first, because finding the program hashes its text
     const CustomCellOp op = op_for(program, input);
     if (adds_units(op, input, direction.weight_hh, batch_sizes, algorithm)) {
@@ -76,6 +77,7 @@ Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const Opt
       });
     }
   }
+#endif
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
   return {y[0], y[1], y[2]};
 }
@@ -137,6 +139,7 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
       plan_for(op, name.c_str(), input, sizes.batch, hidden, !batch_sizes, backward, algorithm).algorithm);
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 // ---- autograd
 
 struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
@@ -235,7 +238,8 @@ Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, 
                  reverse, algorithm, program);
 }
 
-#ifdef TORCH_EXTENSION_NAME
+#endif
+
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
@@ -244,18 +248,13 @@ std::string source(const std::string& program, at::ScalarType type, bool backwar
       {type, backward, variant, fused_rows, keeps, independent_units, few_rows});
 }
 
-py::bytes compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                         const std::string& architecture, int fused_rows, bool keeps, int independent_units,
-                         int few_rows) {
-  const auto binary = [&] {
-    const py::gil_scoped_release no_gil;
-    return compile_cell(CellProgram::get(program),
-                        {type, backward, variant, fused_rows, keeps, independent_units, few_rows},
-                        architecture);
-  };
-  return py::bytes(binary());
+std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
+                           const std::string& architecture, int fused_rows, bool keeps, int independent_units,
+                           int few_rows) {
+  return compile_cell(CellProgram::get(program),
+                      {type, backward, variant, fused_rows, keeps, independent_units, few_rows},
+                      architecture);
 }
-#endif
 
 }  // namespace
 
@@ -272,10 +271,22 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
   def("custom_cell_algorithm", "", ", bool backward) -> str");
   implement<custom_cell>(m, "custom_cell");
-  implement_autograd(m, "custom_cell", custom_cell_autograd);
   implement<custom_cell_forward>(m, "custom_cell_forward");
   implement<custom_cell_backward>(m, "custom_cell_backward");
   implement<custom_cell_algorithm>(m, "custom_cell_algorithm");
+#ifdef LLTM_EXT_STABLE_ABI
+  const std::string kernel =
+      ", int fused_rows=0, bool keeps=False, int independent_units=0, int few_rows=0) -> ";
+  m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str").c_str(), {});
+  m.def(("custom_cell_compile(str program, ScalarType dtype, bool backward, int variant, str architecture" + kernel +
+         "Tensor").c_str(), {});
+  m.def("custom_cell_compilations() -> int", {});
+  implement<source>(m, "custom_cell_source");
+  implement<at::AsTensor<compile_binary>::call>(m, "custom_cell_compile");
+  implement<compilations>(m, "custom_cell_compilations");
+#else
+  implement_autograd(m, "custom_cell", custom_cell_autograd);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME
@@ -283,7 +294,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false,
         py::arg("independent_units") = 0, py::arg("few_rows") = 0);
-  m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
+  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
         py::arg("keeps") = false, py::arg("independent_units") = 0, py::arg("few_rows") = 0);
   m.def("compilations", compilations);

@@ -21,11 +21,8 @@
 namespace lltm_ext {
 namespace {
 
-using Context = torch::autograd::AutogradContext;
 using Tensors = std::vector<at::Tensor>;
 using c10::string_view;
-
-constexpr const char *kForward = "lltm_ext::elementwise", *kBackward = "lltm_ext::elementwise_backward";
 
 void check_operand(const std::string& op, const std::string& name, const at::Tensor& x,
                    const at::Tensor& first) {
@@ -144,7 +141,12 @@ Tensors elementwise_backward(const at::Tensor& grad_output, at::TensorList used,
   return gradients;
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 // ---- Autograd
+
+using Context = torch::autograd::AutogradContext;
+
+constexpr const char *kForward = "lltm_ext::elementwise", *kBackward = "lltm_ext::elementwise_backward";
 
 bool list_needs_grad(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
@@ -236,29 +238,26 @@ Tensors elementwise_backward_autograd(const at::Tensor& grad_output, at::TensorL
   }
   return call_below_autograd<elementwise_backward>(kBackward, grad_output, used, scalars, text, wanted);
 }
+#endif
 
-#ifdef TORCH_EXTENSION_NAME
 // ---- Raw bindings
-
-// The dispatcher op. Called from Python, it takes half of the host time of torch.ops.
-at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
-  return call_op<elementwise>(kForward, at::TensorList(inputs), at::ArrayRef<double>(scalars), text);
-}
 
 std::string source(const std::string& text, at::ScalarType type, const std::vector<int64_t>& wanted) {
   const Program& program = Program::get(text);
   return program.source(type, wanted.empty() ? 0 : mask_of(program, wanted));
 }
 
-py::bytes compile_binary(const std::string& text, at::ScalarType type, const std::string& architecture,
-                         const std::vector<int64_t>& wanted) {
-  const auto binary = [&] {
-    const py::gil_scoped_release no_gil;
-    const Program& program = Program::get(text);
-    const GradMask mask = wanted.empty() ? 0 : mask_of(program, wanted);
-    return compile_program(program, type, mask, architecture);
-  };
-  return py::bytes(binary());
+std::string compile_binary(const std::string& text, at::ScalarType type, const std::string& architecture,
+                           const std::vector<int64_t>& wanted) {
+  const Program& program = Program::get(text);
+  const GradMask mask = wanted.empty() ? 0 : mask_of(program, wanted);
+  return compile_program(program, type, mask, architecture);
+}
+
+#ifdef TORCH_EXTENSION_NAME
+// The dispatcher op. Called from Python, it takes half of the host time of torch.ops.
+at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
+  return call_op<elementwise>(kForward, at::TensorList(inputs), at::ArrayRef<double>(scalars), text);
 }
 #endif
 
@@ -272,9 +271,19 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "-> Tensor[]",
       tags);
   implement<elementwise>(m, "elementwise");
-  implement_autograd(m, "elementwise", elementwise_autograd);
   implement<elementwise_backward>(m, "elementwise_backward");
+#ifdef LLTM_EXT_STABLE_ABI
+  m.def("elementwise_source(str program, ScalarType dtype, int[] wanted=[]) -> str", tags);
+  m.def("elementwise_compile(str program, ScalarType dtype, str architecture, int[] wanted=[]) -> Tensor",
+        tags);
+  m.def("elementwise_compilations() -> int", tags);
+  implement<source>(m, "elementwise_source");
+  implement<at::AsTensor<compile_binary>::call>(m, "elementwise_compile");
+  implement<compilations>(m, "elementwise_compilations");
+#else
+  implement_autograd(m, "elementwise", elementwise_autograd);
   implement_autograd(m, "elementwise_backward", elementwise_backward_autograd);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME
@@ -283,7 +292,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("program"));
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("wanted") = std::vector<int64_t>());
-  m.def("compile", torch::wrap_pybind_function(compile_binary), py::arg("program"), py::arg("dtype"),
+  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"), py::arg("dtype"),
         py::arg("architecture"), py::arg("wanted") = std::vector<int64_t>());
   m.def("compilations", compilations);
 }

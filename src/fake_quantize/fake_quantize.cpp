@@ -22,15 +22,9 @@ namespace lltm_ext {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 using Axis = std::optional<int64_t>;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-constexpr const char *kForward = "lltm_ext::fake_quantize", *kWithMask = "lltm_ext::fake_quantize_with_mask",
-                     *kMaskBackward = "lltm_ext::fake_quantize_mask_backward",
-                     *kBackward = "lltm_ext::fake_quantize_backward";
 
 // ---- Checks
 
@@ -39,6 +33,10 @@ void check_parameter(const char* op, const char* name, const Tensor& x, const Te
   // The host reads a number without synchronization, so it may be on the CPU in a call on CUDA tensors.
   const bool is_number = x.is_cpu() && x.dim() == 0;
   if (!is_number) check_same_device(op, name, x, input);
+}
+
+bool is_floating(at::ScalarType type) {  // of those that a parameter may have
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
 }
 
 // Returns the input's channel dimension, or none if scale and zero point have one element.
@@ -68,9 +66,9 @@ Axis check(const char* op, const Tensor& input, const Tensor& scale, const Tenso
   if (scale.scalar_type() != at::kFloat) check_same_dtype(op, "scale", scale, input.scalar_type());
   check_parameter(op, "zero_point", zero_point, input);
   const at::ScalarType type = zero_point.scalar_type();
-  TORCH_CHECK_TYPE(
-      type == at::kInt || type == at::kLong || (at::isFloatingType(type) && c10::elementSize(type) > 1), op,
-      ": expected zero_point of dtype int32, int64 or floating, got ", c10::getDtypeNames(type).first);
+  TORCH_CHECK_TYPE(type == at::kInt || type == at::kLong || is_floating(type), op,
+                   ": expected zero_point of dtype int32, int64 or floating, got ",
+                   c10::getDtypeNames(type).first);
   TORCH_CHECK_VALUE(quant_min <= quant_max, op,
                     ": expected quant_min not above quant_max, got quant_min = ", quant_min,
                     ", quant_max = ", quant_max);
@@ -196,7 +194,7 @@ ReductionPlan plan_for(const Tensor& x, const ChannelLayout& layout) {
 // The channels' gradients in the parameter's shape, and in its dtype if that is floating.
 Tensor gradient_for(const Tensor& parameter, const Tensor& per_channel) {
   const at::ScalarType type =
-      at::isFloatingType(parameter.scalar_type()) ? parameter.scalar_type() : per_channel.scalar_type();
+      is_floating(parameter.scalar_type()) ? parameter.scalar_type() : per_channel.scalar_type();
   if (per_channel.is_meta()) return at::empty_symint(parameter.sym_sizes(), parameter.options().dtype(type));
   const bool shared = parameter.numel() == 1 && per_channel.numel() != 1;  // of no channels too
   return (shared ? per_channel.sum() : per_channel).to(parameter.device(), type).view(parameter.sizes());
@@ -244,7 +242,15 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
   return {grad_input, gradient_for(scale, grad_scale), gradient_for(zero_point, grad_zero_point)};
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
 // ---- Autograd
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char *kForward = "lltm_ext::fake_quantize", *kWithMask = "lltm_ext::fake_quantize_with_mask",
+                     *kMaskBackward = "lltm_ext::fake_quantize_mask_backward",
+                     *kBackward = "lltm_ext::fake_quantize_backward";
 
 // In torch's differentiable ops, for the double backward. The straight-through gradient is that of input +
 // scale * (level - input / scale) with the difference held constant.
@@ -376,6 +382,7 @@ Tensor mask_backward_autograd(const Tensor& grad_output, const Tensor& mask, c10
   }
   return call_below_autograd<mask_backward>(kMaskBackward, grad_output, mask, strides);
 }
+#endif
 
 }  // namespace
 
@@ -398,9 +405,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<forward_with_mask>(m, "fake_quantize_with_mask");
   implement<mask_backward>(m, "fake_quantize_mask_backward");
   implement<backward>(m, "fake_quantize_backward");
+#ifndef LLTM_EXT_STABLE_ABI
   implement_autograd(m, "fake_quantize", forward_autograd);
   implement_autograd(m, "fake_quantize_with_mask", forward_with_mask_autograd);
   implement_autograd(m, "fake_quantize_mask_backward", mask_backward_autograd);
+#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

@@ -13,6 +13,7 @@ struct ArrayRef : ::c10::HeaderOnlyArrayRef<T> {
   ArrayRef slice(size_t first, size_t count) const { return Base::slice(first, count); }
   ArrayRef slice(size_t first) const { return Base::slice(first); }
   friend bool operator==(ArrayRef a, ArrayRef b) { return a.equals(b); }
+  friend bool operator!=(ArrayRef a, ArrayRef b) { return !a.equals(b); }
 };
 
 }  // namespace stable_torch

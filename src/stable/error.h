@@ -2,6 +2,7 @@
 // into RuntimeErrors. So other types are a prefix of the message, which lltm_ext/_portable_rules.py removes.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/device.h>
 #include <torch/headeronly/core/DeviceType.h>
 #include <torch/headeronly/core/Layout.h>
@@ -10,7 +11,9 @@
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "stable/array_ref.h"
 
@@ -61,16 +64,31 @@ inline void print(std::ostream& out, ArrayRef<int64_t> x) {
   out << ']';
 }
 
+using Error = std::runtime_error;
+
 template <typename... Parts>
-[[noreturn]] void raise(const char* type, const Parts&... parts) {
-  std::ostringstream message;
-  message << type;
-  (print(message, parts), ...);
-  throw std::runtime_error(message.str());
+std::string str(const Parts&... parts) {
+  std::ostringstream text;
+  (print(text, parts), ...);
+  return text.str();
+}
+
+template <typename... Parts>
+[[noreturn]] void raise(const Parts&... parts) {
+  throw Error(str(parts...));
+}
+
+inline std::string Join(const char* separator, const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : separator) + part;
+  return text;
 }
 
 }  // namespace stable_torch
 
+#define TORCH_WARN_ONCE(...)                                                                                 \
+  [[maybe_unused]] static const bool warned =                                                                \
+      (aoti_torch_warn(__func__, __FILE__, __LINE__, ::stable_torch::str(__VA_ARGS__).c_str()), true)
 #define LLTM_EXT_STABLE_CHECK(condition, type, ...)             \
   do {                                                          \
     if (!(condition)) ::stable_torch::raise(type, __VA_ARGS__); \

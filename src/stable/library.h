@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "stable/tensor.h"
+#include "stable/ops.h"
 
 namespace stable_torch {
 
@@ -38,6 +38,19 @@ class Library {
     Stable definitions, kernels;
   };
   Namespace ops_, checks_;
+};
+
+// A function that returns a string of bytes, which the dispatcher's strings can't have: as a tensor of them.
+template <auto function>
+struct AsTensor;
+template <typename... Args, std::string (*function)(Args...)>
+struct AsTensor<function> {
+  static Tensor call(Args... args) {
+    const std::string bytes = function(args...);
+    const Tensor tensor = empty({static_cast<int64_t>(bytes.size())}, kByte);
+    std::copy(bytes.begin(), bytes.end(), tensor.mutable_data_ptr<char>());
+    return tensor;
+  }
 };
 
 namespace autograd {

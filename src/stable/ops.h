@@ -52,6 +52,12 @@ inline Tensor empty(IntArrayRef sizes, const TensorOptions& options) {
 }
 inline Tensor empty_symint(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options); }
 
+inline Tensor empty_strided_symint(IntArrayRef sizes, IntArrayRef strides, const TensorOptions& options) {
+  return call_op<Tensor>("aten::empty_strided", "", sizes, strides, std::optional(options.scalar_type),
+                         std::optional<Layout>(), std::optional(options.device),
+                         std::optional(options.pinned));
+}
+
 inline Tensor zeros(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options).zero_(); }
 
 inline Tensor empty_like(const Tensor& x, std::optional<MemoryFormat> format = std::nullopt) {
@@ -148,6 +154,17 @@ inline cublasHandle_t getCurrentCUDABlasHandle() {
   TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+
+#define C10_CUDA_CHECK(call)                                                                        \
+  do {                                                                                              \
+    const cudaError_t error = call;                                                                 \
+    TORCH_CHECK(error == cudaSuccess, "lltm_ext: " #call " failed: ", cudaGetErrorString(error)); \
+  } while (false)
 #define TORCH_CUDABLAS_CHECK(call) TORCH_CHECK((call) == CUBLAS_STATUS_SUCCESS, #call " failed")
 
 inline const cudaDeviceProp* getDeviceProperties(int device) {
@@ -235,7 +252,34 @@ inline MemOverlapStatus get_overlap_status(const Tensor& a, const Tensor& b) {
   return a_last <= b_first || b_last <= a_first ? MemOverlapStatus::No : MemOverlapStatus::Partial;
 }
 
+// The sizes to which both can be broadcast.
+inline DimVector infer_size_symdimvector(IntArrayRef a, IntArrayRef b) {
+  if (a.size() < b.size()) std::swap(a, b);
+  DimVector sizes(a.begin(), a.end());
+  const size_t more = a.size() - b.size();
+  for (size_t d = 0; d < b.size(); ++d) {
+    int64_t& size = sizes[more + d];
+    TORCH_CHECK(size == b[d] || size == 1 || b[d] == 1, "sizes ", a, " and ", b, " differ");
+    if (size == 1) size = b[d];
+  }
+  return sizes;
+}
+
 namespace native {
+// Of floating-point tensors, of which those with dimensions decide.
+inline ScalarType result_type(TensorList tensors) {
+  std::optional<ScalarType> type;
+  for (const bool with_dims : {true, false}) {
+    if (type) break;
+    for (const Tensor& x : tensors) {
+      if ((x.dim() > 0) != with_dims || type == x.scalar_type()) continue;
+      const bool is_double = x.scalar_type() == kDouble || type == kDouble;
+      type = !type ? x.scalar_type() : is_double ? kDouble : kFloat;
+    }
+  }
+  return *type;
+}
+
 inline void resize_output_symint(const Tensor& x, IntArrayRef sizes) {
   if (x.sizes() == sizes) return;
   call_op<Tensor>("aten::resize_", "", x, sizes, std::optional<MemoryFormat>());
@@ -259,6 +303,7 @@ class TensorIterator {
   }
 
   int ndim() const { return static_cast<int>(shape_.size()); }
+  int ntensors() const { return static_cast<int>(operands_.size()); }
   const DimVector& shape() const { return shape_; }
   const DimVector& strides(int operand) const { return strides_[operand]; }  // in bytes
   int64_t element_size(int operand) const { return static_cast<int64_t>(operands_[operand].element_size()); }

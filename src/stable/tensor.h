@@ -30,7 +30,7 @@ using std::string_view;
 using ::torch::headeronly::MemoryFormat;
 using ::torch::stable::Device;
 
-constexpr ScalarType kByte = ScalarType::Byte, kLong = ScalarType::Long, kFloat = ScalarType::Float,
+constexpr ScalarType kByte = ScalarType::Byte, kInt = ScalarType::Int, kLong = ScalarType::Long, kFloat = ScalarType::Float,
                      kDouble = ScalarType::Double, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16,
                      kBool = ScalarType::Bool, kComplexFloat = ScalarType::ComplexFloat,
                      kComplexDouble = ScalarType::ComplexDouble;
@@ -44,6 +44,7 @@ using OptionalIntArrayRef = std::optional<IntArrayRef>;
 using SymInt = int64_t;
 using DimVector = std::vector<int64_t>;
 using SymDimVector = DimVector;
+using DeviceIndex = int;
 
 struct TensorOptions {
   ScalarType scalar_type;
@@ -80,9 +81,11 @@ class Tensor {
   int64_t size(int64_t d) const { return handle_->size(d); }
   int64_t stride(int64_t d) const { return handle_->stride(d); }
   int64_t sym_size(int64_t d) const { return size(d); }
+  int64_t sym_numel() const { return numel(); }
   IntArrayRef sizes() const { return handle_->sizes(); }
   IntArrayRef strides() const { return handle_->strides(); }
   IntArrayRef sym_sizes() const { return sizes(); }
+  IntArrayRef sym_strides() const { return strides(); }
   ScalarType scalar_type() const { return handle_->scalar_type(); }
   size_t element_size() const { return handle_->element_size(); }
   Device device() const { return handle_->device(); }
@@ -134,10 +137,17 @@ class Tensor {
     return call("aten::to", "dtype", type, /*non_blocking=*/false, /*copy=*/false,
                 std::optional<MemoryFormat>());
   }
-  Tensor to(Device device, bool non_blocking) const {
-    return call("aten::to", "device", device, scalar_type(), non_blocking, /*copy=*/false,
+  Tensor to(Device device, ScalarType type, bool non_blocking = false) const {
+    return call("aten::to", "device", device, type, non_blocking, /*copy=*/false,
                 std::optional<MemoryFormat>());
   }
+  Tensor to(Device device, bool non_blocking) const { return to(device, scalar_type(), non_blocking); }
+  // Of a CPU tensor of one element.
+  template <typename T>
+  T item() const {
+    return *to(::c10::CppTypeToScalarType<T>::value).template const_data_ptr<T>();
+  }
+  Tensor sum() const { return call("aten::sum", "", std::optional<ScalarType>()); }
   Tensor sum(IntArrayRef dims, bool keepdim = false) const {
     return call("aten::sum", "dim_IntList", std::optional(dims), keepdim, std::optional<ScalarType>());
   }

@@ -3,13 +3,13 @@
 #include "common/runtime/cache.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -17,7 +17,17 @@
 namespace lltm_ext {
 namespace {
 
-std::string checksum(const std::string& text) { return c10::sha1(text).str(); }
+// FNV-1a of 128 bits, in hexadecimal.
+std::string checksum(const std::string& text) {
+  using Uint128 = unsigned __int128;
+  constexpr Uint128 kPrime = (Uint128(1) << 88) + 0x13b;
+  Uint128 hash = Uint128(0x6c62272e07bb0142) << 64 | 0x62b821756295c58d;
+  for (const unsigned char c : text) hash = (hash ^ c) * kPrime;
+  char digits[33];
+  std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(hash >> 64),
+                static_cast<unsigned long long>(hash));
+  return digits;
+}
 
 std::string folder_path() {
   const std::pair<const char*, const char*> candidates[] = {

@@ -6,7 +6,6 @@
 
 #ifdef LLTM_EXT_WITH_CUDA
 
-#include <ATen/Context.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <signal.h>
@@ -18,6 +17,17 @@
 
 #include "common/python.h"
 #include "common/runtime/cache.h"
+
+extern "C" {
+bool aoti_torch_grad_mode_is_enabled();  // of libtorch, in whose folder NVRTC is looked for
+#ifdef LLTM_EXT_STABLE_ABI
+// Of any Python, if one is running.
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int);
+__attribute__((weak)) int PyErr_CheckSignals();
+__attribute__((weak)) void PyErr_Clear();
+#endif
+}
 
 #endif
 
@@ -78,7 +88,7 @@ class Nvrtc {
     const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
     if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
     const std::string error = dlerror();
-    const std::string stubs = folder_of(reinterpret_cast<void*>(&at::globalContext)) + "libcaffe2_nvrtc.so";
+    const std::string stubs = folder_of(reinterpret_cast<void*>(&aoti_torch_grad_mode_is_enabled)) + "libcaffe2_nvrtc.so";
     if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
     TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
   }
@@ -141,6 +151,13 @@ void check_interrupt() {
 #ifdef TORCH_EXTENSION_NAME
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+#elif defined(LLTM_EXT_STABLE_ABI)
+  if (!PyErr_CheckSignals) return;  // no Python
+  const int gil = PyGILState_Ensure();
+  const bool interrupted = PyErr_CheckSignals() != 0;
+  if (interrupted) PyErr_Clear();
+  PyGILState_Release(gil);
+  TORCH_CHECK(!interrupted, "KeyboardInterrupt: ");  // lltm_ext/_portable_bindings.py raises that one
 #endif
 }
 

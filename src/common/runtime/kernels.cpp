@@ -2,9 +2,23 @@
 #include "common/runtime/kernels.h"
 
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 namespace lltm_ext {
+
+namespace {
+
+// cudaLibraryLoadData is refused during the capture of a graph in this thread's usual mode.
+class AllowDuringCapture {
+ public:
+  AllowDuringCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~AllowDuringCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowDuringCapture(const AllowDuringCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
+};
+
+}  // namespace
 
 std::string architecture_of(c10::DeviceIndex device) {
   int major, minor;
@@ -14,7 +28,7 @@ std::string architecture_of(c10::DeviceIndex device) {
 }
 
 std::vector<cudaKernel_t> load_kernels(const std::string& binary, const std::vector<std::string>& names) {
-  const c10::cuda::CUDAStreamCaptureModeGuard allow_during_capture(cudaStreamCaptureModeRelaxed);
+  const AllowDuringCapture allow_during_capture;
   cudaLibrary_t library;
   C10_CUDA_CHECK(cudaLibraryLoadData(&library, binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
   std::vector<cudaKernel_t> kernels;
