@@ -334,6 +334,45 @@ class TestGemm(SmoothSuite):
             others = torch.arange(len(a), device=device) != 7
             assert_same_bits([c[others]], [good[others]])
 
+    @activations
+    @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+    def test_large_products_of_half_types_on_the_cpu(self, half, activation):
+        """By oneDNN, where the CPU has instructions for them. NaN and infinity as in small products."""
+        sizes, make = (130, 96, 100), Make(half)
+        for call in (
+            with_bias(*sizes, activation=activation)(make),
+            Call(make(2, 65, 96, scale=0.1), make(96, 100), activation=activation),
+            Call(transposed(make(130, 96, scale=0.1)), transposed(make(96, 120)), activation=activation),
+        ):
+            found, gradients = forward_and_gradients(lltm_ext.gemm, call)
+            with torch.no_grad():
+                only = call.run(lltm_ext.gemm)
+            exact_call = call.map(torch.Tensor.double)
+            exact, expected = forward_and_gradients(gemm_reference, exact_call, cotangents(found))
+            assert_all_near([*found, *only], [*exact, *exact], FORWARD[half])
+            assert_all_near(gradients, expected, BACKWARD[half])
+        a, b = operands(Make(half), *sizes)
+        out = torch.empty(130, 100, dtype=half)
+        a[7, 3], a[9, 3], b[3] = torch.nan, torch.inf, b[3].abs() + 0.1
+        c = lltm_ext.gemm(a, b, activation=activation, out=out)
+        expected = gemm_reference(a.double(), b.double(), activation=activation)
+        assert torch.equal(c.isnan(), expected.isnan())
+        torch.testing.assert_close(c[9], expected[9].to(half), equal_nan=True)
+
+    @pytest.mark.skipif(_portable.in_use, reason="the portable library does not call oneDNN")
+    def test_onednn_multiplies_half_types_for_which_the_cpu_has_instructions(self):
+        supported = {
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        }
+        for half, expected in supported.items():
+            a, b = operands(Make(half), 128, 128, 128)
+            with torch.profiler.profile() as profiler:
+                lltm_ext.gemm(a, b)
+                lltm_ext.gemm(a[:8], b)
+            names = [event.name for event in profiler.events()]
+            assert names.count("mkldnn::_linear_pointwise") == int(expected)
+
     def test_out_may_be_a_lazily_negated_view(self, device):
         a, b = operands(Make(device=device), 4, 3, 5)
         out = torch.zeros(4, 5, dtype=torch.complex64, device=device).conj().imag

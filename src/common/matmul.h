@@ -9,7 +9,6 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -20,6 +19,9 @@
 #include <map>
 #include <optional>
 
+#ifndef LLTM_EXT_STABLE_ABI
+#include "common/onednn.h"
+#endif
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Exceptions.h>
@@ -41,17 +43,6 @@ inline at::Tensor mm_with_dtype(at::ScalarType type, const at::Tensor& a, const 
   return at::mm(a, b, type);
 }
 #else
-using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
-                                const std::optional<at::Tensor>& bias, c10::string_view activation,
-                                c10::List<std::optional<at::Scalar>> scalars,
-                                std::optional<c10::string_view> algorithm);
-
-inline std::optional<c10::TypedOperatorHandle<OneDnnLinear>> find_onednn_linear() {
-  const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  if (!op) return std::nullopt;
-  return op->typed<OneDnnLinear>();
-}
-
 inline bool onednn_is_faster(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_cpu() || a.scalar_type() != at::kFloat || !at::globalContext().userEnabledMkldnn()) return false;
   // MKL reads large weights slowly for few rows.
@@ -65,9 +56,7 @@ inline bool onednn_is_faster(const at::Tensor& a, const at::Tensor& b) {
 // contiguous.
 inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias = std::nullopt) {
-  static const auto linear = find_onednn_linear();
-  if (!linear || !onednn_is_faster(a, b)) return {};
-  return linear->call(a, b.t(), bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  return onednn_is_faster(a, b) ? onednn_linear(a, b, bias) : at::Tensor();
 }
 
 // For what neither oneDNN nor cuBLAS supports.

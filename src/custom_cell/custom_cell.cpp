@@ -277,9 +277,13 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef LLTM_EXT_STABLE_ABI
   const std::string kernel =
       ", int fused_rows=0, bool keeps=False, int independent_units=0, int few_rows=0) -> ";
-  m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str").c_str(), {});
-  m.def(("custom_cell_compile(str program, ScalarType dtype, bool backward, int variant, str architecture" + kernel +
-         "Tensor").c_str(), {});
+  m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
+            .c_str(),
+        {});
+  m.def(("custom_cell_compile(str program, ScalarType dtype, bool backward, int variant, str architecture" +
+         kernel + "Tensor")
+            .c_str(),
+        {});
   m.def("custom_cell_compilations() -> int", {});
   implement<source>(m, "custom_cell_source");
   implement<at::AsTensor<compile_binary>::call>(m, "custom_cell_compile");
@@ -294,9 +298,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false,
         py::arg("independent_units") = 0, py::arg("few_rows") = 0);
-  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("architecture"), py::arg("fused_rows") = 0,
-        py::arg("keeps") = false, py::arg("independent_units") = 0, py::arg("few_rows") = 0);
+  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
+        py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
+        py::arg("fused_rows") = 0, py::arg("keeps") = false, py::arg("independent_units") = 0,
+        py::arg("few_rows") = 0);
   m.def("compilations", compilations);
 }
 #endif

@@ -292,8 +292,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("program"));
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("wanted") = std::vector<int64_t>());
-  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"), py::arg("dtype"),
-        py::arg("architecture"), py::arg("wanted") = std::vector<int64_t>());
+  m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
+        py::arg("dtype"), py::arg("architecture"), py::arg("wanted") = std::vector<int64_t>());
   m.def("compilations", compilations);
 }
 #endif

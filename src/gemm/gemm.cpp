@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -24,6 +25,12 @@
 #include "common/checks.h"
 #include "common/elementwise.h"
 #include "common/library.h"
+#ifndef LLTM_EXT_STABLE_ABI
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/silu.h>
+
+#include "common/onednn.h"
+#endif
 #include "common/python.h"
 #include "common/vec.cuh"
 
@@ -199,6 +206,55 @@ void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& opti
   });
 }
 
+#ifndef LLTM_EXT_STABLE_ABI
+// ---- Half types on the CPU by oneDNN, where it has instructions for them: several times the rate of
+// gemm_cpu.cpp, which computes in float32.
+
+constexpr int64_t kLeastProducts = 1 << 20;  // multiply-adds; below, a call of torch takes longer
+
+struct OneDnnActivation {
+  Activation activation;
+  const char *name, *algorithm;
+};
+constexpr OneDnnActivation kOneDnnActivations[] = {
+    {Activation::kNone, "none", ""},
+    {Activation::kSigmoid, "sigmoid", ""},
+    {Activation::kTanh, "tanh", ""},
+    {Activation::kGeluTanh, "gelu", "tanh"},
+    {Activation::kSilu, "swish", ""},
+    // Its relu makes 0 of NaN, and its gelu NaN of infinity.
+    {Activation::kRelu, "none", ""},
+    {Activation::kGelu, "none", ""},
+};
+
+// torch's gelu makes NaN of infinity too.
+at::Tensor gelu_of(const at::Tensor& x) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  return at::gelu(x, "none").masked_fill_(x == kInfinity, kInfinity);
+}
+
+// activation(a @ b + bias) if oneDNN takes it, else undefined.
+at::Tensor onednn_gemm(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                       Activation activation) {
+  if (!a.is_cpu() || is_batch(b) || !onednn_multiplies(a.scalar_type())) return {};
+  if (!at::globalContext().userEnabledMkldnn() || a.numel() * b.size(1) < kLeastProducts) return {};
+  for (const OneDnnActivation& known : kOneDnnActivations) {
+    if (activation != known.activation) continue;
+    const at::Tensor c = onednn_linear(a, b, bias, known.name, known.algorithm);
+    if (activation == Activation::kRelu) return c.relu_();
+    return activation == Activation::kGelu ? gelu_of(c) : c;
+  }
+  return {};
+}
+
+// In torch's ops, of the rounded a @ b + bias. Undefined for the activations whose backward reads the output.
+at::Tensor apply(Activation activation, const at::Tensor& pre_activation) {
+  if (activation == Activation::kGelu) return gelu_of(pre_activation);
+  if (activation == Activation::kGeluTanh) return at::gelu(pre_activation, "tanh");
+  return activation == Activation::kSilu ? at::silu(pre_activation) : at::Tensor();
+}
+#endif
+
 // ---- The implementations.
 
 // Checks the arguments of all implementations.
@@ -214,6 +270,9 @@ at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTenso
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
+#ifndef LLTM_EXT_STABLE_ABI
+  if (at::Tensor c = onednn_gemm(a, b, optional_bias, options.activation); c.defined()) return c;
+#endif
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
   run(a, b, bias, options, c);
   return c;
@@ -227,6 +286,11 @@ std::tuple<at::Tensor, at::Tensor> forward_with_pre_activation(const at::Tensor&
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
+#ifndef LLTM_EXT_STABLE_ABI
+  if (const at::Tensor sums = onednn_gemm(a, b, optional_bias, Activation::kNone); sums.defined()) {
+    if (const at::Tensor c = apply(options.activation, sums); c.defined()) return {c, sums};
+  }
+#endif
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
   at::Tensor pre_activation = at::empty_like(c);
   run(a, b, bias, options, c, pre_activation);
@@ -242,6 +306,12 @@ void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor&
   check_writable("gemm", "out", out);
   check_no_overlap("gemm", "out", out);
   const KernelGuard guard(a);
+#ifndef LLTM_EXT_STABLE_ABI
+  if (const at::Tensor c = onednn_gemm(a, b, optional_bias, options.activation); c.defined()) {
+    out.copy_(c);
+    return;
+  }
+#endif
   const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
   if (out.is_contiguous() && !overlaps) {
     run(a, b, bias, options, out);

@@ -86,8 +86,8 @@ inline std::string Join(const char* separator, const std::vector<std::string>& p
 
 }  // namespace stable_torch
 
-#define TORCH_WARN_ONCE(...)                                                                                 \
-  [[maybe_unused]] static const bool warned =                                                                \
+#define TORCH_WARN_ONCE(...)                  \
+  [[maybe_unused]] static const bool warned = \
       (aoti_torch_warn(__func__, __FILE__, __LINE__, ::stable_torch::str(__VA_ARGS__).c_str()), true)
 #define LLTM_EXT_STABLE_CHECK(condition, type, ...)             \
   do {                                                          \

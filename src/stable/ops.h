@@ -160,9 +160,9 @@ inline int current_device() {
   return device;
 }
 
-#define C10_CUDA_CHECK(call)                                                                        \
-  do {                                                                                              \
-    const cudaError_t error = call;                                                                 \
+#define C10_CUDA_CHECK(call)                                                                      \
+  do {                                                                                            \
+    const cudaError_t error = call;                                                               \
     TORCH_CHECK(error == cudaSuccess, "lltm_ext: " #call " failed: ", cudaGetErrorString(error)); \
   } while (false)
 #define TORCH_CUDABLAS_CHECK(call) TORCH_CHECK((call) == CUBLAS_STATUS_SUCCESS, #call " failed")

@@ -30,10 +30,10 @@ using std::string_view;
 using ::torch::headeronly::MemoryFormat;
 using ::torch::stable::Device;
 
-constexpr ScalarType kByte = ScalarType::Byte, kInt = ScalarType::Int, kLong = ScalarType::Long, kFloat = ScalarType::Float,
-                     kDouble = ScalarType::Double, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16,
-                     kBool = ScalarType::Bool, kComplexFloat = ScalarType::ComplexFloat,
-                     kComplexDouble = ScalarType::ComplexDouble;
+constexpr ScalarType kByte = ScalarType::Byte, kInt = ScalarType::Int, kLong = ScalarType::Long,
+                     kFloat = ScalarType::Float, kDouble = ScalarType::Double, kHalf = ScalarType::Half,
+                     kBFloat16 = ScalarType::BFloat16, kBool = ScalarType::Bool,
+                     kComplexFloat = ScalarType::ComplexFloat, kComplexDouble = ScalarType::ComplexDouble;
 constexpr Layout kStrided = Layout::Strided;
 
 // The stable ABI has no symbolic sizes. Python computes the shapes of traced graphs

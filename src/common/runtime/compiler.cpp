@@ -88,7 +88,8 @@ class Nvrtc {
     const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
     if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
     const std::string error = dlerror();
-    const std::string stubs = folder_of(reinterpret_cast<void*>(&aoti_torch_grad_mode_is_enabled)) + "libcaffe2_nvrtc.so";
+    const std::string stubs =
+        folder_of(reinterpret_cast<void*>(&aoti_torch_grad_mode_is_enabled)) + "libcaffe2_nvrtc.so";
     if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
     TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
   }
