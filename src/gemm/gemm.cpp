@@ -217,20 +217,20 @@ struct OneDnnActivation {
   const char *name, *algorithm;
 };
 constexpr OneDnnActivation kOneDnnActivations[] = {
-    {Activation::kNone, "none", ""},
-    {Activation::kSigmoid, "sigmoid", ""},
-    {Activation::kTanh, "tanh", ""},
+    {Activation::kNone, "none", ""},         {Activation::kRelu, "none", ""},  // its relu makes 0 of NaN
+    {Activation::kTanh, "tanh", ""},         {Activation::kSigmoid, "sigmoid", ""},
+    {Activation::kSilu, "swish", ""},        {Activation::kGelu, "gelu", "none"},
     {Activation::kGeluTanh, "gelu", "tanh"},
-    {Activation::kSilu, "swish", ""},
-    // Its relu makes 0 of NaN, and its gelu NaN of infinity.
-    {Activation::kRelu, "none", ""},
-    {Activation::kGelu, "none", ""},
 };
 
-// torch's gelu makes NaN of infinity too.
+// Whether some value is NaN, or some are infinities of both signs. One pass.
+bool may_have_nan(const at::Tensor& x) { return std::isnan(x.sum().item<double>()); }
+
+// Of a @ b + bias, rounded. torch's gelu makes NaN of infinity, as oneDNN's does.
 at::Tensor gelu_of(const at::Tensor& x) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  return at::gelu(x, "none").masked_fill_(x == kInfinity, kInfinity);
+  const at::Tensor y = at::gelu(x, "none");
+  return may_have_nan(y) ? y.masked_fill(x == kInfinity, kInfinity) : y;
 }
 
 // activation(a @ b + bias) if oneDNN takes it, else undefined.
@@ -242,7 +242,7 @@ at::Tensor onednn_gemm(const at::Tensor& a, const at::Tensor& b, const OptionalT
     if (activation != known.activation) continue;
     const at::Tensor c = onednn_linear(a, b, bias, known.name, known.algorithm);
     if (activation == Activation::kRelu) return c.relu_();
-    return activation == Activation::kGelu ? gelu_of(c) : c;
+    return activation == Activation::kGelu && may_have_nan(c) ? gelu_of(onednn_linear(a, b, bias)) : c;
   }
   return {};
 }
