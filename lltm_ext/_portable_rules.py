@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._library import differentiable_gradients, ops
-from lltm_ext._loop import zero_state
+from lltm_ext._loop import compute_dtype, zero_state
 from lltm_ext._portable_bindings import FLOATING, check_device, dtype_name, typed
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
 from lltm_ext._text import SEPARATOR
@@ -641,7 +641,10 @@ define(
     None,
     lambda grad, input, scale, zero_point, *args: (
         torch.empty_like(input),
-        *(dense(x if x.is_floating_point() else x.to(input.dtype)) for x in (scale, zero_point)),
+        *(
+            dense(x if x.is_floating_point() else x.to(compute_dtype(input.dtype)))
+            for x in (scale, zero_point)
+        ),
     ),
 )
 define("elementwise", recording("elementwise", elementwise), shape_from_formula)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 import lltm_ext
-from lltm_ext import __main__, _bench, _portable, _selftest
+from lltm_ext import __main__, _bench, _selftest
 
 CPU = torch.device("cpu")
 ONLY_ON_SOME_GPUS = ("elementwise, made now", ", cluster", ", grid")
-NATIVE_ONLY = pytest.mark.skipif(_portable.in_use, reason="the portable library lacks the op")
 
 
 def selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -64,7 +63,6 @@ def test_this_installation_passes(tmp_path: Path) -> None:
         assert passed == len(everywhere)
 
 
-@NATIVE_ONLY
 def test_what_can_not_run_is_listed(capsys: pytest.CaptureFixture[str], only: Callable[..., None]) -> None:
     only("elementwise, made now", "lltm, grid", "lstm, grid")
     status, text = selftest(capsys)
@@ -131,7 +129,6 @@ def test_a_wrong_op_fails(
     assert "\n0 passed, 4 failed, 0 can't run here, " in text
 
 
-@NATIVE_ONLY
 def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
 ) -> None:
