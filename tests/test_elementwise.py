@@ -349,9 +349,10 @@ def test_an_entry_that_is_a_link_or_folder_is_not_followed(cache, tmp_path):
     assert compilations(lambda: compiled(relu)) == 1
 
 
-def assert_not_cached(reason, folder):
+def assert_not_cached(reason, folder, before=""):
     """A new process that compiles twice compiles each time, and warns once with the reason."""
     code = (
+        f"{before}\n"
         "import warnings, torch, lltm_ext\n"
         "from lltm_ext import _C\n"
         "op = lltm_ext.elementwise('T f(T x)', 'return x;')\n"
@@ -368,7 +369,7 @@ def assert_not_cached(reason, folder):
     assert done.returncode == 0, done.stderr
     # The portable library warns in C++, so not through Python's warnings.
     warned = done.stderr if _portable.in_use else done.stdout
-    assert warned.count("not cached") == 1, warned
+    assert warned.count("lltm_ext: ") == 1, warned
     assert reason in warned
 
 
@@ -380,6 +381,17 @@ def test_a_folder_that_others_could_write_is_not_used(tmp_path):
         folder.chmod(mode)
         assert_not_cached(f"{folder} can be written by other users (chmod 700 fixes this)", folder)
         assert list(folder.iterdir()) == []
+
+
+@needs_nvrtc
+def test_a_full_disk_leaves_no_entry(tmp_path):
+    """As on one, a write stops in the middle: here at the largest size of a file."""
+    folder = tmp_path / "cache"
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    assert_not_cached(
+        f"cannot write a compiled op to the cache {folder}: File too large", folder, before=full
+    )
+    assert list(folder.iterdir()) == []
 
 
 @needs_nvrtc
