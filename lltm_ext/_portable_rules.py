@@ -254,8 +254,12 @@ def fake_quantize_with_mask(input: Tensor, scale: Tensor, zero_point: Tensor, *r
     return apply_of(MaskFunction)(input, scale, zero_point, *rest)
 
 
+def is_half_on_cpu(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def bidirectional(name: str, op: SequenceOp) -> Kernel:
-    """Both directions of a layer: on the CPU one after the other, on CUDA in one launch if they fit."""
+    """Both directions of a layer, side by side in one launch where that is faster."""
     forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
 
     class BothFunction(torch.autograd.Function):
@@ -305,7 +309,7 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
     of_one = sequence(name, op)
 
     def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
-        if input.is_cpu:
+        if is_half_on_cpu(input):
             check_on_meta(f"{name}_bidirectional", (input, forward, reverse, *how))
             sizes, algorithm = how
             results = (
@@ -404,7 +408,7 @@ def sequence(name: str, op: SequenceOp) -> Kernel:
     def recorded(*args: Any) -> Any:
         input, c0 = args[0], args[2]
         tensors = (*args[:5], one_bias(args[5], args[10]))
-        if not input.is_cpu or input.dtype not in (torch.float16, torch.bfloat16):
+        if not is_half_on_cpu(input):
             return apply(*tensors, *args[6:10])
         check_on_meta(name, args)
         output, h_n, c_n, *_ = apply(*(x if x is None else x.float() for x in tensors), *args[6:10])

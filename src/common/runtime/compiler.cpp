@@ -83,11 +83,16 @@ class Nvrtc {
     dlopen((folder_of(reinterpret_cast<void*>(version)) + name).c_str(), RTLD_NOW);
   }
 
-  // torch has usually loaded its NVRTC. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
+  // torch has usually loaded its NVRTC: of the CUDA that this is built with or, for the portable library, of
+  // the one before. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
   static void* open() {
-    const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
-    if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
-    const std::string error = dlerror();
+    constexpr int kMajor = CUDART_VERSION / 1000;
+    std::string error;
+    for (const int major : {kMajor, kMajor - 1}) {
+      const std::string name = "libnvrtc.so." + std::to_string(major);
+      if (void* const library = dlopen(name.c_str(), RTLD_NOW)) return library;
+      if (error.empty()) error = dlerror();
+    }
     const std::string stubs =
         folder_of(reinterpret_cast<void*>(&aoti_torch_grad_mode_is_enabled)) + "libcaffe2_nvrtc.so";
     if (void* const library = dlopen(stubs.c_str(), RTLD_NOW)) return library;
