@@ -20,7 +20,7 @@ from wheels import ROOT, environment, fail, run
 PAGE = ROOT / "docs/matrix.md"
 FILES = (
     *("sigmoid", "relu", "round", "gemm", "fake_quantize", "stochastic_round", "elementwise", "lltm_cell"),
-    *("lltm", "lstm", "reset", "recurrence", "recurrent", "cells", "convert", "portable", "dispatcher"),
+    *("lltm", "lstm", "recurrence", "cells", "dispatcher"),
 )
 # In torch.compile and torch.export the versions differ most, and the tests take longest.
 OPTIONS = ("-q", "-n", "2", "--dist", "loadfile", "-m", "not packaging and not compiles")
