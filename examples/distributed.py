@@ -203,8 +203,8 @@ def main() -> None:
     train(args)
     # The model is freed by now: one in DDP that outlives the group may wait for gloo's threads for ever.
     dist.destroy_process_group()
-    # Without the shutdown of Python: FSDP2 keeps gloo's threads, and one that frees a tensor during a shutdown
-    # ends the process with SIGABRT (pytorch/pytorch#179291).
+    # Without Python's shutdown: FSDP2 keeps gloo's threads, and one that frees a tensor meanwhile ends the
+    # process with SIGABRT (pytorch/pytorch#179291).
     sys.stdout.flush()
     os._exit(0)
 
