@@ -72,8 +72,10 @@ def main() -> None:
     args = parser.parse_args()
     if not args.wheel.is_file():
         fail(f"{args.wheel} is no file")
-    rows = [row(args.wheel.resolve(), torch, args.python) for torch in args.torch]
-    PAGE.write_text(HEAD + "".join(rows))
+    rows: list[str] = []
+    for torch in args.torch:
+        rows.append(row(args.wheel.resolve(), torch, args.python))
+        PAGE.write_text(HEAD + "".join(rows))
     print(PAGE.read_text())
 
 
