@@ -75,7 +75,7 @@ def main() -> None:
     rows: list[str] = []
     for torch in args.torch:
         rows.append(row(args.wheel.resolve(), torch, args.python))
-        PAGE.write_text(HEAD + "".join(rows))
+        PAGE.write_text(HEAD + "".join(sorted(rows)))
     print(PAGE.read_text())
 
 
