@@ -261,7 +261,7 @@ def test_a_compile_error_shows_the_signature(cache):
         compiled(lltm_ext.elementwise("T f(T int)", "return 1;"))
 
 
-@pytest.mark.skipif(BUILT_WITH_CUDA, reason="for a build without CUDA")
+@pytest.mark.skipif(lltm_ext._record.read()["cuda"] is not None, reason="for a build without CUDA")
 def test_a_build_without_cuda_says_so():
     with pytest.raises(RuntimeError, match="built without CUDA"):
         compiled(relu)
@@ -367,8 +367,8 @@ def assert_not_cached(reason, folder, before=""):
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ELSEWHERE, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    # The portable library warns in C++, so not through Python's warnings.
-    warned = done.stderr if _portable.in_use else done.stdout
+    # The portable library warns in C++, which only newer versions of torch make Python's warnings.
+    warned = done.stdout + (done.stderr if _portable.in_use else "")
     assert warned.count("lltm_ext: ") == 1, warned
     assert reason in warned
 

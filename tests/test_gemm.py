@@ -342,6 +342,7 @@ class TestGemm(SmoothSuite):
         for call in (
             with_bias(*sizes, activation=activation)(make),
             Call(make(2, 65, 96, scale=0.1), make(96, 100), activation=activation),
+            Call(make(130, 96, scale=0.1), make(1, 96, 100), activation=activation),
             Call(transposed(make(130, 96, scale=0.1)), transposed(make(96, 120)), activation=activation),
         ):
             found, gradients = forward_and_gradients(lltm_ext.gemm, call)

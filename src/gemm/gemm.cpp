@@ -236,7 +236,7 @@ at::Tensor gelu_of(const at::Tensor& x) {
 // activation(a @ b + bias) if oneDNN takes it, else undefined.
 at::Tensor onednn_gemm(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                        Activation activation) {
-  if (!a.is_cpu() || is_batch(b) || !onednn_multiplies(a.scalar_type())) return {};
+  if (!a.is_cpu() || b.dim() != 2 || !onednn_multiplies(a.scalar_type())) return {};
   if (!at::globalContext().userEnabledMkldnn() || a.numel() * b.size(1) < kLeastProducts) return {};
   for (const OneDnnActivation& known : kOneDnnActivations) {
     if (activation != known.activation) continue;
