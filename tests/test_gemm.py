@@ -474,9 +474,19 @@ class TestGemm(SmoothSuite):
         assert c.numel() * c.element_size() <= extra < a.numel() * a.element_size()
 
 
-# [M, K] @ [K, N] for every kernel of any device: few rows, few tiles with split-K, one round of tiles, many
-# rounds, a long K, and operands that TMA cannot load.
+# [M, K] @ [K, N] for every kernel of any device: short sums, few results, few rows, few tiles with split-K, one
+# round of tiles, many rounds, a long K, and operands that TMA cannot load.
 SHAPES = {
+    "one element": (1, 3, 1),
+    "one element, long K": (1, 9001, 1),
+    "vector": (773, 10_482, 1),
+    "short sums": (2000, 8, 1000),
+    "short sums, odd": (701, 3, 1501),
+    "outer product": (781, 1, 7486),
+    "few results": (19, 77, 14),
+    "few results, long K": (10, 10_397, 31),
+    "few columns": (5000, 600, 20),
+    "2 rows, odd": (2, 2713, 13_087),
     "1 row": (1, 1000, 520),
     "8 rows": (8, 512, 11_008),
     "13 rows": (13, 4096, 264),
@@ -520,7 +530,18 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, DOUBLE])
 @pytest.mark.parametrize(
-    "sizes", [(8, 264, 520), (50, 264, 520), (136, 2048, 136), (136, 16_384, 136), (264, 136, 520)], ids=str
+    "sizes",
+    [
+        (8, 264, 520),
+        (50, 264, 520),
+        (136, 2048, 136),
+        (136, 16_384, 136),
+        (264, 136, 520),
+        (3, 5, 7),
+        (301, 999, 205),
+        (4, 5001, 3),
+    ],
+    ids=str,
 )
 def test_every_kernel_supports_batches(sizes, dtype):
     make = Make(dtype, "cuda")
@@ -555,7 +576,17 @@ def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
 @needs_cuda
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize(
-    "sizes", [(8, 264, 520), (136, 2048, 136), (264, 136, 520), (136, 20_000, 264), (601, 72, 605)], ids=str
+    "sizes",
+    [
+        (8, 264, 520),
+        (136, 2048, 136),
+        (264, 136, 520),
+        (136, 20_000, 264),
+        (601, 72, 605),
+        (9, 5, 7),
+        (5, 20_001, 9),
+    ],
+    ids=str,
 )
 def test_every_kernel_saves_what_backward_needs(sizes, activation):
     make = Make(torch.bfloat16, "cuda")
@@ -688,6 +719,30 @@ def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, dev
     bound = {"ieee": 4 * torchs, "bf16x6": 2 * torchs, "bf16x9": 1.2 * torchs, "tf32": 1e-3}[precision]
     assert error_of(product, a, b) <= bound
     assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [product])
+
+
+@needs_cuda
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("sizes", [(1024, 1024, 1024), (2048, 32, 2048), (1, 1, 1000)], ids=str)
+def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
+    make = Make(torch.float32, "cuda")
+    a, b = operands(make, *sizes)
+    if layout[0] == "T":
+        a = transposed(a)
+    if layout[1] == "T":
+        b = transposed(b)
+    exact = a.double() @ b.double()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        torchs = torch.matmul(a, b)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    product = lltm_ext.gemm(a, b, precision="tf32")
+    if sizes[0] > 1:  # of one product torch's is exact
+        assert error_of(product, a, b) <= 1.1 * error_of(torchs, a, b)
+    # Operands cut off would be 2^-11.5 too small on average, and each product twice as much.
+    too_large = ((product.double() - exact) * exact.sign()).sum() / exact.abs().sum()
+    assert abs(too_large) < 2e-5
 
 
 @devices

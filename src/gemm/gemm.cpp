@@ -128,55 +128,12 @@ at::Tensor as_one_matrix(const at::Tensor& x) {
   return mergeable ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
 }
 
-#if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
-// Whether TMA can load x: rows, or columns, that start at multiples of 16 bytes.
-bool is_tma_aligned(const at::Tensor& x) {
-  const auto fits = [&](int64_t row_dim, int64_t column_dim) {
-    const auto multiple = [&](int64_t dim) { return x.size(dim) == 1 || x.stride(dim) % 8 == 0; };
-    const bool repeats_a_row = x.size(row_dim) > 1 && x.stride(row_dim) == 0;
-    return x.stride(column_dim) == 1 && multiple(row_dim) && !repeats_a_row &&
-           (x.dim() == 2 || multiple(0)) && is_vec_aligned(x.const_data_ptr());
-  };
-  return fits(-2, -1) || fits(-1, -2);
-}
-
-// x, or a copy of it that TMA can load.
-at::Tensor tma_aligned(const at::Tensor& x) {
-  if (is_tma_aligned(x)) return x;
-  const bool transposed = x.stride(-2) == 1;
-  const at::Tensor rows = transposed ? x.mT() : x;
-  at::DimVector sizes(rows.sizes().begin(), rows.sizes().end());
-  sizes.back() = (sizes.back() + 7) / 8 * 8;
-  const at::Tensor copy = at::empty(sizes, x.options()).narrow(-1, 0, rows.size(-1));
-  copy.copy_(rows);
-  return transposed ? copy.mT() : copy;
-}
-
-// A copy takes 4 us plus 2 ps per element; the kernel for any layout takes 60 fs more per product.
-bool should_align(const at::Tensor& a, const at::Tensor& b) {
-  if (a.element_size() != 2) return false;
-  const cudaDeviceProp* device = at::cuda::getDeviceProperties(a.get_device());
-  if (device->major != 9 || device->minor != 0) return false;
-  double copies = 0;
-  for (const at::Tensor& x : {a, b}) copies += is_tma_aligned(x) ? 0 : 4e-6 + 2e-12 * x.numel();
-  const double products =
-      static_cast<double>(a.numel()) * b.size(-1) * (is_batch(b) && !is_batch(a) ? b.size(0) : 1);
-  return copies > 0 && copies < 60e-15 * products;
-}
-#endif
-
 // c = activation(a @ b + bias), for checked arguments and a contiguous c. pre_activation, if defined, gets a
 // @ b + bias.
 void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& options, const at::Tensor& c,
          const at::Tensor& pre_activation = {}) {
   if (c.is_meta() || c.numel() == 0) return;
   if (!is_batch(b)) a = as_one_matrix(a);
-#if defined(LLTM_EXT_WITH_CUDA) && defined(LLTM_EXT_SM90A)
-  if (a.is_cuda() && a.numel() > 0 && should_align(a, b)) {
-    a = tma_aligned(a);
-    b = tma_aligned(b);
-  }
-#endif
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     GemmArgs<T> args;

@@ -160,17 +160,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   extern __shared__ __align__(128) double ring[];  // kStages slices of a and b
 
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsAcross * WM, warp_column = warp % Tile::kWarpsAcross * WN;
   const TilePosition at = position(tiles, BM, BN);
-  OperandTile<double> a = rows_of_a(args, at, BM), b = columns_of_b(args, at, BN);
+  const KRange range = range_of_k(args.k, BK, tiles, at);
+  OperandTile<double> a = rows_of_a(args, at, BM, range.begin), b = columns_of_b(args, at, BN, range.begin);
   a.data += SliceA::offset(a, vectors_a);
   b.data += SliceB::offset(b, vectors_b);
 
   const auto next = [](int stage) {
     return stage == (kStages - 1) * Ring::kStage ? 0 : stage + Ring::kStage;
   };
-  int64_t left = args.k;  // to copy
+  int64_t left = range.size;  // to copy
   int filling = 0, stage = 0;
   const auto copy_a = [&] {
     if (left > 0) SliceA::copy(ring + filling, a, vectors_a, left);
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
 
   double sum[kRowBlocks][kColumnBlocks][2][4] = {};
 #pragma unroll 1
-  for (int64_t k = 0; k < args.k; k += BK) {
+  for (int64_t k = 0; k < range.size; k += BK) {
 #pragma unroll
     for (int i = 0; i < BK; i += 16) {
 #pragma unroll
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         if (i == 0 && r == 1) copy_b();
         // The branch keeps the compiler from moving the last products before the barrier: the tensor core
         // executes them while the next slice's first fragments are loaded.
-        if (last && next_k == 0 && k + BK < args.k) {
+        if (last && next_k == 0 && k + BK < range.size) {
           cp_async_wait_group<kStages - 2>();
           __syncthreads();  // the next slice is here, and all warps have loaded this one
           stage = next(stage);
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     }
   }
 
-  griddepcontrol_launch_dependents();
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
   for (int part = 0; part < BM / WM; ++part) {
@@ -251,20 +252,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       }
     }
     __syncthreads();
-    write_staged<WM, BN, Tile::kThreads>(args, at, part * WM, ring);
+    write_staged<WM, BN, Tile::kThreads>(args, tiles, at, part * WM, ring);
   }
 }
 
-template <class Tile>
-cudaError_t launch_double(const GemmArgs<double>& args, bool programmatic, cudaStream_t stream) {
+template <int BM, int BN, int BK, int WM, int WN, int STAGES, int BLOCKS, bool HOPPER>
+cudaError_t launch_tile(DoubleTile<BM, BN, BK, WM, WN, STAGES, BLOCKS, HOPPER> tile,
+                        const GemmArgs<double>& args, int splits, bool programmatic, bool,
+                        cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
+    using Tile = decltype(tile);
     const auto kernel = gemm_double_kernel<Tile, a_k_major, b_k_major>;
     constexpr int kShared = DoubleRing<Tile, a_k_major, b_k_major>::kBytes;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (error != cudaSuccess) return error;
-    return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, kShared, programmatic,
-                        stream, args, has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+    return launch_tiles(kernel, tiles_of(args, BM, BN, splits), Tile::kThreads, kShared, programmatic, stream,
+                        args, has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
   });
 }
 

@@ -30,6 +30,8 @@ struct FfmaTile {
   static constexpr bool kHopper = HOPPER;
   static constexpr int kGroupThreads = BM / TM * (BN / TN);
   static constexpr int kThreads = GROUPS * kGroupThreads;
+  // In how many parts Hopper's specialised kernels copy a slice, spread over the FMAs; small tiles have none.
+  static constexpr int kParts = BLOCKS == 1 ? 4 : 1;
   // The padding keeps rows aligned to vectors, and lets 8 k by 4 elements (8 by 2 of float64) hit every bank
   // once.
   static constexpr int kPitchA = BM + V, kPitchB = BN + V;
@@ -217,8 +219,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   __shared__ TilePosition at;
   if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
   __syncthreads();
-  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
-  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  const KRange range = range_of_k(args.k, BK, tiles, at);
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM, range.begin), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN, range.begin), access_b);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
   const auto slice_b = [&](int stage) { return slice_a(stage) + BK * Tile::kPitchA; };
   // Waits until the next slice is here for all threads, and all threads are done with the one before it.
@@ -228,12 +233,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   };
 
   // Only the first slice may be short.
-  const int64_t slices = (args.k + BK - 1) / BK;
+  const int64_t slices = ceil_div(range.size, BK);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < slices) {
       if (i == 0) {
-        const int depth = static_cast<int>(args.k - (slices - 1) * BK);
+        const int depth = static_cast<int>(range.size - (slices - 1) * BK);
         a.copy_first(slice_a(i), depth);
         b.copy_first(slice_b(i), depth);
       } else {
@@ -289,7 +294,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       }
     }
     __syncthreads();
-    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, at, part * Tile::kPartRows, shared);
+    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, tiles, at, part * Tile::kPartRows,
+                                                               shared);
   }
 }
 
@@ -302,7 +308,8 @@ Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_
 }
 
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS = 1, typename T = typename Tile::T>
-cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, cudaStream_t stream) {
+cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, int splits, bool programmatic,
+                               cudaStream_t stream) {
   const auto kernel = gemm_ffma_kernel<Tile, ACCESS_A, ACCESS_B, PARTS>;
   constexpr int kDefaultLimit = (48 << 10) - 64;
   if constexpr (Tile::kBytes > kDefaultLimit) {
@@ -310,26 +317,34 @@ cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, cuda
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
     if (error != cudaSuccess) return error;
   }
-  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN), Tile::kThreads, Tile::kBytes,
-                      /*programmatic=*/false, stream, args, a, b);
+  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN, splits), Tile::kThreads, Tile::kBytes,
+                      programmatic, stream, args, a, b);
 }
 
-// PARTS: for Hopper's kernels, specialised by access (vectors, or dense along K); 0 for the general kernel
-// only.
-template <typename Tile, int PARTS = 0, typename T = typename Tile::T>
-cudaError_t launch_ffma(const GemmArgs<T>& args, cudaStream_t stream) {
+// hopper: use the kernels that are compiled for Hopper only, specialised by access (vectors, or dense along
+// K), if the tile has them.
+template <typename T, int BM, int BN, int BK, int TM, int TN, int GROUPS, int STAGES, int BLOCKS, bool HOPPER>
+cudaError_t launch_tile(FfmaTile<T, BM, BN, BK, TM, TN, GROUPS, STAGES, BLOCKS, HOPPER> tile,
+                        const GemmArgs<T>& args, int splits, bool programmatic, bool hopper,
+                        cudaStream_t stream) {
+  using Tile = decltype(tile);
   const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
   const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
-  if constexpr (PARTS > 0) {
+  if constexpr (Tile::kParts > 1) {
     constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;
-    const auto is = [&](Access x, Access y) { return a == x && b == y; };
-    if (is(kVectors, kVectors))
-      return launch_ffma_kernel<Tile, kVectors, kVectors, PARTS>(args, a, b, stream);
-    if (is(kVectors, kDenseK)) return launch_ffma_kernel<Tile, kVectors, kDenseK, PARTS>(args, a, b, stream);
-    if (is(kDenseK, kVectors)) return launch_ffma_kernel<Tile, kDenseK, kVectors, PARTS>(args, a, b, stream);
-    if (is(kDenseK, kDenseK)) return launch_ffma_kernel<Tile, kDenseK, kDenseK, PARTS>(args, a, b, stream);
+    const auto is = [&](Access x, Access y) { return hopper && a == x && b == y; };
+    const auto run = [&](auto x, auto y) {
+      return launch_ffma_kernel<Tile, x, y, Tile::kParts>(args, a, b, splits, programmatic, stream);
+    };
+    constexpr std::integral_constant<Access, kVectors> vectors;
+    constexpr std::integral_constant<Access, kDenseK> dense_k;
+    if (is(kVectors, kVectors)) return run(vectors, vectors);
+    if (is(kVectors, kDenseK)) return run(vectors, dense_k);
+    if (is(kDenseK, kVectors)) return run(dense_k, vectors);
+    if (is(kDenseK, kDenseK)) return run(dense_k, dense_k);
   }
-  return launch_ffma_kernel<Tile, Access::kAtRunTime, Access::kAtRunTime>(args, a, b, stream);
+  return launch_ffma_kernel<Tile, Access::kAtRunTime, Access::kAtRunTime>(args, a, b, splits, programmatic,
+                                                                          stream);
 }
 
 }  // namespace lltm_ext

@@ -1,5 +1,6 @@
 // gemm in half types on Hopper: which kernel of gemm_hopper.cuh or gemm_hopper_few_rows.cuh computes which
 // shape.
+#include "common/vec.cuh"
 #include "gemm/gemm_hopper.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_few_rows.cuh"
@@ -36,113 +37,104 @@ TmaOperand operand_b(const GemmArgs<T>& args) {
   return tma_operand(args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch);
 }
 
-// A tile shape, and how many blocks split K: one for the persistent kernel, more for a split-K kernel.
+// A tile shape and its times in microseconds, fitted to an H200. splits: the blocks of a cluster that split
+// K. pairs: clusters of two tiles, one below the other, share tiles of b.
 struct Tiling {
   int rows, columns, splits;
-  bool workspace = false;  // workspace split-K instead of cluster split-K
+  bool pairs;
+  double slice, launch, ends, store;  // slice: a tile of K; store: 10^6 bytes of c
 };
 
-constexpr Tiling kTilings[] = {{128, 256, 1}, {128, 128, 1}, {64, 128, 1}, {128, 64, 1}, {64, 64, 1},
-                               {128, 128, 2}, {128, 128, 4}, {128, 64, 2}, {128, 64, 4}, {128, 64, 8}};
+constexpr Tiling kTilings[] = {
+    {128, 256, 1, true, 0.571, 2.8, 1.0, 0.17},  {192, 192, 1, false, 0.641, 1.0, 5.0, 0.14},
+    {128, 192, 1, false, 0.427, 2.4, 1.0, 0.11}, {128, 128, 1, false, 0.325, 2.1, 1.0, 0.06},
+    {64, 128, 1, false, 0.25, 1.7, 1.0, 0.02},   {64, 64, 1, false, 0.184, 1.6, 0.76, 0},
+    {128, 128, 2, false, 0.327, 1.0, 7.3, 0.24}, {128, 128, 4, false, 0.315, 1.0, 5.8, 0.76},
+    {128, 64, 2, false, 0.271, 1.6, 3.0, 3.9},   {128, 64, 4, false, 0.263, 1.0, 3.6, 2.2},
+    {128, 64, 8, false, 0.231, 1.0, 3.8, 3.5},
+};
 
-// Estimated clocks, fitted to an H200: rounds of blocks, each with a mainloop, a prologue and an epilogue.
-// Small tiles wait for more bytes per product.
-inline int64_t estimated_clocks(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int64_t batch,
-                                int multiprocessors) {
-  const int64_t blocks =
-      int64_t{tiles_of(m, tiling.rows)} * tiles_of(n, tiling.columns) * batch * tiling.splits;
-  const int64_t rounds = (blocks + multiprocessors - 1) / multiprocessors;
-  const int area = tiling.rows * tiling.columns;
-  const int64_t mainloop_tile = area > 128 * 128    ? 1024
-                                : area == 128 * 128 ? 530
-                                : area == 128 * 64  ? 400
-                                                    : 300;
-  const bool short_ends = tiling.rows == 64 || (tiling.columns == 64 && tiling.splits > 1);
-  const int64_t reduction = tiling.workspace ? 12000 : tiling.splits > 1 ? 5500 : 0;
-  const int64_t ends = (tiling.columns == 256 ? 3000 : short_ends ? 1500 : 2000) + reduction;
-  return rounds * (int64_t{tiles_of(k, kTileK * tiling.splits)} * mainloop_tile + ends);
+// The blocks that run at once also wait for their operands from the L2 cache.
+inline double time_of(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int64_t batch,
+                      const DeviceInfo& device) {
+  constexpr double kBytesPerMicrosecond = 7.8e6;
+  const int height = tiling.pairs ? 2 : 1;
+  const int64_t blocks = int64_t{tiles_of(m, tiling.rows * height)} * height * tiles_of(n, tiling.columns) *
+                         batch * tiling.splits;
+  const int64_t places = tiling.splits > 2 ? device.cluster_multiprocessors : device.multiprocessors;
+  const int64_t bytes = std::min(blocks, places) * (tiling.rows + tiling.columns / height) * kSwizzleBytes;
+  const double slice = std::max(tiling.slice, static_cast<double>(bytes) / kBytesPerMicrosecond);
+  const double slices = tiles_of(k, kTileK * tiling.splits),
+               result = static_cast<double>(batch * m * n) * 2e-6;
+  return tiling.launch + static_cast<double>(ceil_div(blocks, places)) * (slices * slice + tiling.ends) +
+         tiling.store * result;
 }
 
-inline Tiling best_tiling(int64_t m, int64_t n, int64_t k, int64_t batch, int multiprocessors) {
-  const auto clocks = [&](const Tiling& tiling) {
-    return estimated_clocks(tiling, m, n, k, batch, multiprocessors);
-  };
+inline Tiling best_tiling(int64_t m, int64_t n, int64_t k, int64_t batch, const DeviceInfo& device) {
+  const auto time = [&](const Tiling& tiling) { return time_of(tiling, m, n, k, batch, device); };
   Tiling best = kTilings[0];
   for (const Tiling& tiling : kTilings) {
-    if (tiling.splits <= tiles_of(k, kTileK) && clocks(tiling) < clocks(best)) best = tiling;
+    if (tiling.splits <= tiles_of(k, kTileK) && time(tiling) < time(best)) best = tiling;
   }
-  // As many splits as there are multiprocessors for, less those that would not shorten the longest split.
-  const int64_t tiles = int64_t{tiles_of(m, 128)} * tiles_of(n, 128) * batch;
-  const int tiles_of_k = tiles_of(k, kTileK);
-  int splits = static_cast<int>(std::min<int64_t>(multiprocessors / tiles, tiles_of_k));
-  if (splits > 1) splits = tiles_of(tiles_of_k, tiles_of(tiles_of_k, splits));
-  const Tiling workspace = {128, 128, splits, true};
-  return splits > 1 && clocks(workspace) < clocks(best) ? workspace : best;
+  return best;
 }
 
 template <typename T, bool kMnMajorA, bool kMnMajorB>
 cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
-  const Tiling tiling = best_tiling(problem.m, problem.n, problem.k, problem.batch, device.multiprocessors);
-  const int64_t rows = tiles_of(problem.m, 128);
+  const Tiling tiling = best_tiling(problem.m, problem.n, problem.k, problem.batch, device);
   const auto persistent = [&](auto mainloop) {
     return launch_persistent<decltype(mainloop)>(problem, device.multiprocessors, stream);
   };
   const auto split_k = [&](auto mainloop) {
-    return launch_cluster_split_k<decltype(mainloop), false>(problem, tiling.splits, stream);
+    return launch_cluster_split_k<decltype(mainloop)>(problem, tiling.splits, stream);
   };
-  const auto workspace_split_k = [&](auto mainloop) {
-    return launch_workspace_split_k<decltype(mainloop)>(problem, tiling.splits, stream);
-  };
-  if (tiling.workspace) {
-    return rows % 2 == 0 ? workspace_split_k(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB, 2>())
-                         : workspace_split_k(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
-  }
   if (tiling.splits > 1) {
     return tiling.columns == 128 ? split_k(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>())
                                  : split_k(Mainloop<T, 128, 64, 8, kMnMajorA, kMnMajorB>());
   }
-  if (tiling.rows == 64) {
-    return tiling.columns == 64 ? persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>())
-                                : persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>());
+  switch (tiling.rows * tiling.columns) {
+    case 64 * 64:
+      return persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>());
+    case 64 * 128:
+      return persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>());
+    case 128 * 128:
+      return persistent(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
+    case 128 * 192:
+      return persistent(Mainloop<T, 128, 192, 4, kMnMajorA, kMnMajorB>());
+    case 192 * 192:
+      return persistent(Mainloop<T, 192, 192, 3, kMnMajorA, kMnMajorB>());
+    default:
+      return persistent(Mainloop<T, 128, 256, 4, kMnMajorA, kMnMajorB, 2>());
   }
-  if (tiling.columns == 64) return persistent(Mainloop<T, 128, 64, 8, kMnMajorA, kMnMajorB>());
-  if (tiling.columns == 128) return persistent(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
-  // Blocks that share tiles of b wait for each other. This pays if blocks have several tiles each and few
-  // clusters have a block without rows.
-  const int64_t tiles = rows * tiles_of(problem.n, 256) * problem.batch;
-  return tiles <= device.multiprocessors || (rows % 2 == 1 && rows < 16)
-             ? persistent(Mainloop<T, 128, 256, 4, kMnMajorA, kMnMajorB>())
-             : persistent(Mainloop<T, 128, 256, 4, kMnMajorA, kMnMajorB, 2>());
 }
 
 // As many splits as still run all blocks at once.
-template <class Mainloop, bool kSwapAB, typename T>
+template <class Mainloop, typename T>
 cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const int64_t tiles = problem.template scheduler<Mainloop>().total();
   int splits = 8;
   const auto room = [&] { return splits > 2 ? device.cluster_multiprocessors : device.multiprocessors; };
   while (splits > 1 && (tiles * splits > room() || splits > tiles_of(problem.k, kTileK))) splits /= 2;
-  return launch_cluster_split_k<Mainloop, kSwapAB>(problem, splits, stream);
+  return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }
 
-// Up to kFewRows rows of a fit one tile: as its columns with A and B swapped, or, above kFewColumns if both
-// operands are K-major, as its rows.
+// Up to kFewRows rows of a, or columns of b, fit one tile as its columns: the rows with A and B swapped.
+// Above kFewColumns, if both operands are K-major, the rows of a fit a tile as its rows.
 constexpr int kFewRows = 64, kFewColumns = 32;
 
-// With A and B swapped, the rows of a are the tile's columns. Reading the weights bounds the time, so a
-// multiprocessor has several blocks, each with many loads in flight.
+// One tile has all columns. Reading the other operand bounds the time, so a multiprocessor has several
+// blocks, each with many loads in flight.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_swap_ab(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_one_tile_column(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
-    return launch_few_tiles<decltype(mainloop), true>(problem, device, stream);
+    return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
   if constexpr (!kMnMajorB) {
     if (problem.n <= 8) return run(Mainloop<T, 64, 8, 6, kMnMajorA, false>());
     if (problem.n <= 16) return run(Mainloop<T, 64, 16, 6, kMnMajorA, false>());
     if (problem.n <= 32) return run(Mainloop<T, 64, 32, 6, kMnMajorA, false>());
   }
-  constexpr int kColumns = kMnMajorA || kMnMajorB ? kFewRows : kFewColumns;
-  return run(Mainloop<T, 64, kColumns, 6, kMnMajorA, kMnMajorB>());
+  return run(Mainloop<T, 64, kFewRows, 6, kMnMajorA, kMnMajorB>());
 }
 
 // One tile has all rows. One block a multiprocessor fills all of its shared memory with stages; the tile has
@@ -157,7 +149,7 @@ cudaError_t launch_one_tile_row(const Problem<T>& problem, const DeviceInfo& dev
     if (time(columns) <= time(best)) best = columns;
   }
   const auto run = [&](auto mainloop) {
-    return launch_few_tiles<decltype(mainloop), false>(problem, device, stream);
+    return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
   if (best == 32) return run(Mainloop<T, kFewRows, 32, 16, false, false>());
   if (best == 88) return run(Mainloop<T, kFewRows, 88, 10, false, false>());
@@ -201,35 +193,155 @@ cudaError_t launch_few_rows(const Problem<T>& problem, const DeviceInfo& device,
   return run(FewRowsKernel<T, 1, 4>(), tiles * 2 > device.multiprocessors * 3 ? 72 << 10 : 0);
 }
 
+// ---- Operands that TMA cannot address: copies of them, whose lines start at multiples of 16 bytes.
+
+// Copies an operand's lines: the rows of [lines, length] of each matrix.
+template <typename T>
+struct AlignedCopy {
+  const T* from;
+  T* to;
+  int64_t batch_stride, line_stride, stride;
+  uint32_t lines, length, chunks;  // chunks of 8 elements in a line of the copy
+  uint32_t total;                  // chunks of all matrices; 0 if there is nothing to copy
+  bool along_k;                    // whether lines are along K
+
+  int64_t bytes() const { return int64_t{total} * 16; }
+};
+
+constexpr int kCopyThreads = 256;
+
+template <typename T>
+__device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t block) {
+  const uint32_t i = block * kCopyThreads + threadIdx.x;
+  if (i >= x.total) return;
+  const uint32_t line = i / x.chunks, matrix = line / x.lines, element = i % x.chunks * 8;
+  const T* from =
+      x.from + matrix * x.batch_stride + (line - matrix * x.lines) * x.line_stride + element * x.stride;
+  Vec<T, 8> values;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values.data[j] = element + j < x.length ? from[j * x.stride] : narrow<T>(0.f);
+  *reinterpret_cast<Vec<T, 8>*>(x.to + int64_t{i} * 8) = values;
+}
+
+// Copies both operands. A pointer to either's arguments would put them in local memory.
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads)
+    gemm_align_kernel(const AlignedCopy<T> a, const AlignedCopy<T> b) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const uint32_t blocks_of_a = (a.total + kCopyThreads - 1) / kCopyThreads;
+  if (blockIdx.x < blocks_of_a) {
+    copy_chunk(a, blockIdx.x);
+  } else {
+    copy_chunk(b, blockIdx.x - blocks_of_a);
+  }
+}
+
+// Of an operand [rows, k]: a copy of nothing if TMA can address it. An operand of few rows is copied K-major,
+// because then there are faster kernels.
+template <typename T>
+AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int64_t rows, int64_t k,
+                            int64_t row_stride, int64_t k_stride, int64_t batch, bool k_major) {
+  if (operand.supported && !(k_major && operand.mn_major)) return {};
+  const bool along_k = k_major || rows == 1 || (k > 1 && k_stride <= row_stride);
+  const int64_t lines = along_k ? rows : k, length = along_k ? k : rows, chunks = ceil_div(length, 8);
+  const int64_t total = std::min<int64_t>(chunks * lines * (x.batch_stride == 0 ? 1 : batch), UINT32_MAX);
+  const auto narrow = [](int64_t i) { return static_cast<uint32_t>(i); };
+  return {x.data,
+          nullptr,
+          x.batch_stride,
+          along_k ? row_stride : k_stride,
+          along_k ? k_stride : row_stride,
+          narrow(lines),
+          narrow(length),
+          narrow(chunks),
+          narrow(total),
+          along_k};
+}
+
+template <typename T>
+AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
+  return aligned_copy(args.a, operand_a(args), args.m, args.k, args.a.row_stride, args.a.column_stride,
+                      args.batch, args.m <= kFewRows && args.m <= args.n);
+}
+template <typename T>
+AlignedCopy<T> copy_of_b(const GemmArgs<T>& args) {
+  return aligned_copy(args.b, operand_b(args), args.n, args.k, args.b.column_stride, args.b.row_stride,
+                      args.batch, args.n <= kFewRows && args.n < args.m);
+}
+
+// The product of the copies, whose memory is at the start of the workspace.
+template <typename T>
+cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
+  AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
+  const int64_t blocks = ceil_div(a.total, kCopyThreads) + ceil_div(b.total, kCopyThreads);
+  if (blocks == 0) return cudaSuccess;
+  T* to = static_cast<T*>(args.workspace);
+  const auto place = [&](AlignedCopy<T>& copy, Matrices<T>& x, int64_t& along_k, int64_t& across) {
+    if (copy.total == 0) return;
+    const int64_t line = int64_t{copy.chunks} * 8;
+    x.data = copy.to = to;
+    to += int64_t{copy.total} * 8;
+    if (x.batch_stride != 0) x.batch_stride = copy.lines * line;
+    along_k = copy.along_k ? 1 : line;
+    across = copy.along_k ? line : 1;
+  };
+  place(a, args.a, args.a.column_stride, args.a.row_stride);
+  place(b, args.b, args.b.row_stride, args.b.column_stride);
+  return launch_kernel(gemm_align_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kCopyThreads), 0,
+                       /*programmatic=*/true, stream, a, b);
+}
+
 }  // namespace hopper
 
 template <typename T>
 bool hopper_supports(const GemmArgs<T>& args) {
   using namespace hopper;
+  const auto fits = [](const AlignedCopy<T>& copy) { return copy.total < INT32_MAX / 2; };
   return args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
          // kernels count tiles in an int
          int64_t{tiles_of(args.n, 16)} * args.batch <= INT32_MAX / 2 / tiles_of(args.m, 64) &&
-         operand_a(args).supported && operand_b(args).supported;
+         fits(copy_of_a(args)) && fits(copy_of_b(args));
 }
 
 template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device) {
-  using namespace hopper;
-  if (args.m <= kFewRows) return 0;
-  const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device.multiprocessors);
-  using Tile = Mainloop<T, 128, 128, 6, false, false>;
-  return tiling.workspace ? workspace_split_k_bytes<Tile>(args.m, args.n, args.batch, tiling.splits) : 0;
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args) {
+  return hopper::copy_of_a(args).bytes() + hopper::copy_of_b(args).bytes();
 }
 
 template <typename T>
-cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cudaStream_t stream) {
+double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
+  constexpr double kCopyBytesPerMicrosecond = 2.9e6, kBytesPerMicrosecond = 7.5e6;
+  const int64_t copies = hopper_workspace_bytes(args);
+  const double copy = copies > 0 ? 1.5 + 2 * static_cast<double>(copies) / kCopyBytesPerMicrosecond : 0;
+  const int64_t few = std::min(args.m, args.n), many = std::max(args.m, args.n);
+  if (few > kFewRows) {
+    return copy + time_of(best_tiling(args.m, args.n, args.k, args.batch, device), args.m, args.n, args.k,
+                          args.batch, device);
+  }
+  const int64_t tiles = tiles_of(many, 64) * args.batch;
+  const int64_t splits = std::clamp<int64_t>(device.cluster_multiprocessors / tiles, 1, 8);
+  const double slices = static_cast<double>(ceil_div(tiles_of(args.k, kTileK), splits));
+  const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
+  return copy + 1.35 + rounds * (slices * 0.186 + 1.3) +
+         static_cast<double>(many * args.k * args.batch * sizeof(T)) / kBytesPerMicrosecond +
+         static_cast<double>(args.m * args.n * args.batch) * 8e-6;
+}
+
+template <typename T>
+cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, cudaStream_t stream) {
+  using namespace hopper;
+  GemmArgs<T> args = given;
+  const cudaError_t error = align(args, stream);
+  if (error != cudaSuccess) return error;
   TmaOperand a = operand_a(args), b = operand_b(args);
   const bool k_major = !a.mn_major && !b.mn_major;
   const bool few_rows = k_major && use_few_rows_kernel(args, device);
   const bool one_tile_row = k_major && args.m > kFewColumns && args.m <= kFewRows;
-  const bool swap_ab = args.m <= kFewRows && !few_rows && !one_tile_row;
+  const bool one_tile_column = !few_rows && !one_tile_row && std::min(args.m, args.n) <= kFewRows;
+  const bool swap_ab = one_tile_column && args.m <= args.n;
   if (swap_ab) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Problem<T> problem = {
@@ -239,13 +351,13 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cu
       swap_ab ? m : n,
       static_cast<int>(args.k),
       static_cast<int>(args.batch),
-      {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation},
-      args.workspace};
+      swap_ab,
+      {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation}};
   if (few_rows) return launch_few_rows(problem, device, stream);
   if (one_tile_row) return launch_one_tile_row(problem, device, stream);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return swap_ab ? launch_swap_ab<T, mn_major_a, mn_major_b>(problem, device, stream)
-                   : launch<T, mn_major_a, mn_major_b>(problem, device, stream);
+    return one_tile_column ? launch_one_tile_column<T, mn_major_a, mn_major_b>(problem, device, stream)
+                           : launch<T, mn_major_a, mn_major_b>(problem, device, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
@@ -253,9 +365,10 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cu
   return b.mn_major ? run(No(), Yes()) : run(No(), No());
 }
 
-#define INSTANTIATE(T)                                                            \
-  template bool hopper_supports(const GemmArgs<T>& args);                         \
-  template int64_t hopper_workspace_bytes(const GemmArgs<T>&, const DeviceInfo&); \
+#define INSTANTIATE(T)                                                \
+  template bool hopper_supports(const GemmArgs<T>& args);             \
+  template int64_t hopper_workspace_bytes(const GemmArgs<T>&);        \
+  template double hopper_time(const GemmArgs<T>&, const DeviceInfo&); \
   template cudaError_t gemm_on_hopper(const GemmArgs<T>&, const DeviceInfo&, cudaStream_t);
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)

@@ -7,15 +7,19 @@
 
 namespace lltm_ext {
 
-// Whether these kernels can compute it, on a device of compute capability 9.0. Half types: TMA must be able
-// to address the operands.
+// Whether these kernels can compute it, on a device of compute capability 9.0.
 template <typename T>
 bool hopper_supports(const GemmArgs<T>& args);
 bool hopper_supports(const GemmArgs<float>& args);
 
 template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device);
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo& device);
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args);
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args);
+
+// Estimated, in microseconds.
+template <typename T>
+double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device);
+double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device);
 
 template <typename T>
 cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cudaStream_t stream);

@@ -7,10 +7,12 @@
 // bf16x9 the product of the first parts dominates: it is added every 64 of K. The rounding errors of these
 // additions join the sum of the other eight products, which is added last.
 //
-// tf32: tensor cores read float32 and ignore its last 13 bits.
+// tf32: tensor cores read float32 and ignore its last 13 bits, so the operands are rounded to nearest first.
 #ifdef LLTM_EXT_SM90A
 #include "common/hopper/launch.h"
 #include "common/hopper/split.cuh"
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_mainloop.cuh"
@@ -24,9 +26,11 @@ constexpr int kPackRows = 32, kPackColumns = 64, kPackThreads = 256;
 
 struct PackArguments {
   const float* from;
+  void* to;
   int64_t batch_stride, row_stride, k_stride;
   int64_t rows, k, padded;  // padded: the stride of rows in the packed operand
   int64_t part_stride;
+  uint32_t row_blocks, column_blocks, blocks;  // blocks: of all matrices
 };
 
 __device__ __forceinline__ void store_parts(__nv_bfloat16* to, int64_t part_stride, float x, float y) {
@@ -44,16 +48,22 @@ __device__ __forceinline__ void store_parts(__nv_bfloat16* to, int64_t part_stri
   }
 }
 __device__ __forceinline__ void store_parts(float* to, int64_t, float x, float y) {
-  *reinterpret_cast<Vec<float, 2>*>(to) = {x, y};
+  *reinterpret_cast<Vec<float, 2>*>(to) = {__uint_as_float(cvt_rna_tf32(x)),
+                                           __uint_as_float(cvt_rna_tf32(y))};
 }
 
 // Goes through shared memory, so that both loads and stores are coalesced.
 template <typename T>
-__global__ void __launch_bounds__(kPackThreads) gemm_float_pack_kernel(const PackArguments x, T* to) {
-  __shared__ float tile[kPackRows][kPackColumns + 1];
-  const int64_t row = int64_t{blockIdx.x} * kPackRows, column = int64_t{blockIdx.y} * kPackColumns;
-  const float* from = x.from + blockIdx.z * x.batch_stride;
+__device__ __forceinline__ void pack_tile(const PackArguments& x, uint32_t block,
+                                          float (&tile)[kPackRows][kPackColumns + 1]) {
+  const uint32_t of_matrix = x.row_blocks * x.column_blocks;
+  const uint32_t matrix = block / of_matrix, in_matrix = block - matrix * of_matrix;
   const bool along_k = x.k_stride == 1;
+  // Blocks that run at the same time read neighbours in memory.
+  const int64_t row = int64_t{along_k ? in_matrix / x.column_blocks : in_matrix % x.row_blocks} * kPackRows,
+                column =
+                    int64_t{along_k ? in_matrix % x.column_blocks : in_matrix / x.row_blocks} * kPackColumns;
+  const float* from = x.from + matrix * x.batch_stride;
   constexpr int kPerThread = kPackRows * kPackColumns / kPackThreads;
   const auto place = [&](int i) {
     i = i * kPackThreads + threadIdx.x;
@@ -69,11 +79,25 @@ __global__ void __launch_bounds__(kPackThreads) gemm_float_pack_kernel(const Pac
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) tile[place(i).x][place(i).y] = value[i];
   __syncthreads();
-  to += blockIdx.z * x.rows * x.padded;
+  T* const to = static_cast<T*>(x.to) + matrix * x.rows * x.padded;
   for (int i = threadIdx.x; i < kPackRows * kPackColumns / 2; i += kPackThreads) {
     const int r = i / (kPackColumns / 2), n = i % (kPackColumns / 2) * 2;
     if (row + r >= x.rows || column + n >= x.padded) continue;
     store_parts(to + (row + r) * x.padded + column + n, x.part_stride, tile[r][n], tile[r][n + 1]);
+  }
+}
+
+// Packs both operands. A pointer to either's arguments would put them in local memory.
+template <typename T>
+__global__ void __launch_bounds__(kPackThreads)
+    gemm_float_pack_kernel(const PackArguments a, const PackArguments b) {
+  __shared__ float tile[kPackRows][kPackColumns + 1];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  if (blockIdx.x < a.blocks) {
+    pack_tile<T>(a, blockIdx.x, tile);
+  } else {
+    pack_tile<T>(b, blockIdx.x - a.blocks, tile);
   }
 }
 
@@ -129,7 +153,7 @@ struct FloatKernel {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters>();
+      setmaxnreg_dec<kProducerRegisters<kConsumers>>();
       if (threadIdx.x % 128 == 0) {
         for (int64_t i = first; i < scheduler.total(); i += step) {
           const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
@@ -145,7 +169,7 @@ struct FloatKernel {
       }
       __syncwarp();
     } else {
-      setmaxnreg_inc<kConsumerRegisters>();
+      setmaxnreg_inc<kConsumerRegisters<kConsumers>>();
       for (int64_t i = first; i < scheduler.total(); i += step) {
         const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
         float sum[kN / 2];
@@ -267,12 +291,9 @@ struct FloatOperand {
   static int64_t matrices_of(const Matrices<float>& x, const GemmArgs<float>& args) {
     return x.batch_stride == 0 ? 1 : args.batch;
   }
-
-  GlobalTensor k_major() const { return {x.data, k, rows, matrices, row_stride, x.batch_stride}; }
-  bool tma_loads() const { return (k_stride == 1 || k == 1) && tma_supports(k_major(), sizeof(float)); }
 };
 
-// How an operand is packed: no parts if TMA can load it as it is.
+// How an operand is packed.
 struct Packing {
   int parts, element_size;
   int64_t padded;
@@ -284,25 +305,30 @@ struct Packing {
 
 inline Packing packing_of(const FloatOperand& x, Precision precision) {
   if (precision != Precision::kTf32) return {3, sizeof(__nv_bfloat16), (x.k + 7) / 8 * 8};
-  return {x.tma_loads() ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
+  return {1, sizeof(float), (x.k + 3) / 4 * 4};
 }
 
-// Packs an operand into `to` if necessary, and returns the tensor to load.
-template <typename T>
-cudaError_t pack(const FloatOperand& x, const Packing& packing, void* to, cudaStream_t stream,
-                 GlobalTensor& tensor) {
-  if (packing.parts == 0) {
-    tensor = x.k_major();
-    return cudaSuccess;
-  }
-  tensor = {to, x.k, x.rows, packing.parts * x.matrices, packing.padded, x.rows * packing.padded};
-  const PackArguments args = {x.x.data,       x.x.batch_stride,
-                              x.row_stride,   x.k_stride,
-                              x.rows,         x.k,
-                              packing.padded, x.matrices * x.rows * packing.padded};
-  const dim3 grid(tiles_of(x.rows, kPackRows), tiles_of(packing.padded, kPackColumns), x.matrices);
-  gemm_float_pack_kernel<<<grid, kPackThreads, 0, stream>>>(args, static_cast<T*>(to));
-  return cudaGetLastError();
+inline int64_t pack_blocks(const FloatOperand& x, const Packing& packing) {
+  return x.matrices * ceil_div(x.rows, kPackRows) * ceil_div(packing.padded, kPackColumns);
+}
+
+inline PackArguments pack_arguments(const FloatOperand& x, const Packing& packing, void* to) {
+  return {x.x.data,
+          to,
+          x.x.batch_stride,
+          x.row_stride,
+          x.k_stride,
+          x.rows,
+          x.k,
+          packing.padded,
+          x.matrices * x.rows * packing.padded,
+          static_cast<uint32_t>(ceil_div(x.rows, kPackRows)),
+          static_cast<uint32_t>(ceil_div(packing.padded, kPackColumns)),
+          static_cast<uint32_t>(pack_blocks(x, packing))};
+}
+
+inline GlobalTensor packed(const FloatOperand& x, const Packing& packing, void* data) {
+  return {data, x.k, x.rows, packing.parts * x.matrices, packing.padded, x.rows * packing.padded};
 }
 
 template <class Mainloop, int kTerms>
@@ -327,10 +353,14 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
   const FloatOperand a = FloatOperand::a(args), b = FloatOperand::b(args);
   const Packing packing_a = packing_of(a, args.precision), packing_b = packing_of(b, args.precision);
   char* const workspace = static_cast<char*>(args.workspace);
-  GlobalTensor tensor_a, tensor_b;
-  cudaError_t error = pack<T>(a, packing_a, workspace, stream, tensor_a);
-  if (error == cudaSuccess) error = pack<T>(b, packing_b, workspace + packing_a.bytes(a), stream, tensor_b);
+  void* const to_b = workspace + packing_a.bytes(a);
+  const PackArguments pack_a = pack_arguments(a, packing_a, workspace),
+                      pack_b = pack_arguments(b, packing_b, to_b);
+  const cudaError_t error =
+      launch_kernel(gemm_float_pack_kernel<T>, dim3(pack_a.blocks + pack_b.blocks), dim3(kPackThreads), 0,
+                    /*programmatic=*/true, stream, pack_a, pack_b);
   if (error != cudaSuccess) return error;
+  const GlobalTensor tensor_a = packed(a, packing_a, workspace), tensor_b = packed(b, packing_b, to_b);
   const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
   const FloatArguments arguments = {args.bias,
                                     args.bias_stride,
@@ -371,18 +401,37 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
 }  // namespace hopper
 
 bool hopper_supports(const GemmArgs<float>& args) {
-  return args.precision != Precision::kIeee && args.m > 0 && args.n > 0 && args.k > 0 &&
-         std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= 65535 &&
-         args.k <= 65535 * 64;  // the packing kernel has a row of blocks for each 64 of K
+  using namespace hopper;
+  if (args.precision == Precision::kIeee || args.m <= 0 || args.n <= 0 || args.k <= 0) return false;
+  const FloatOperand a = FloatOperand::a(args), b = FloatOperand::b(args);
+  return std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= INT32_MAX / 8 &&
+         pack_blocks(a, packing_of(a, args.precision)) + pack_blocks(b, packing_of(b, args.precision)) <=
+             INT32_MAX;
 }
 
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo&) {
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args) {
   using namespace hopper;
   int64_t bytes = 0;
   for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
     bytes += packing_of(x, args.precision).bytes(x);
   }
   return bytes;
+}
+
+// IEEE products are as good as TF32's, and faster where packing takes the time. The other precisions are
+// asked for because they are more exact, or to save time in large products.
+double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device) {
+  using namespace hopper;
+  if (args.precision != Precision::kTf32) return 0;
+  constexpr double kPackBytesPerMicrosecond = 0.8e6, kSlice = 0.62, kEnds = 13,
+                   kNarrow = 0.42;  // of 128 columns
+  const double bytes = static_cast<double>(hopper_workspace_bytes(args));
+  const int64_t tiles = int64_t{tiles_of(args.m, 128)} * args.batch;
+  const double wide = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 256), device.multiprocessors)),
+               narrow = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 128), device.multiprocessors));
+  const double slices = static_cast<double>(tiles_of(args.k, kTileKOf<float>));
+  return 1.1 + 2 * bytes / kPackBytesPerMicrosecond +
+         std::min(wide, kNarrow * narrow) * (slices * kSlice + kEnds);
 }
 
 cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {

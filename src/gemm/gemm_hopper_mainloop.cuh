@@ -39,7 +39,11 @@ struct TileScheduler {
   }
 };
 
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+// A multiprocessor has 512 for a thread of each warpgroup.
+template <int kConsumers>
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+template <int kConsumers>
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
 // By all threads of a cluster, before any of them uses the pipeline.
 template <class Mainloop>

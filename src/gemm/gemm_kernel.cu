@@ -1,12 +1,18 @@
-// gemm on CUDA: which kernel computes what. float32: gemm_ffma.cuh. float64: gemm_double.cuh, or
-// gemm_ffma.cuh without tensor cores for it. Half types: gemm_hopper.cuh on Hopper, else gemm_tensor.cuh. The
-// order of additions is fixed, so the same call twice gives the same bits.
+// gemm on CUDA: which kernel computes what. Short sums and small results: gemm_direct.cuh. float32:
+// gemm_ffma.cuh. float64: gemm_double.cuh, or gemm_ffma.cuh without tensor cores for it. Half types:
+// gemm_hopper.cuh on Hopper, else gemm_tensor.cuh. The order of additions is fixed, so the same call twice
+// gives the same bits.
+#include <array>
+
 #include "common/device.cuh"
 #include "common/elementwise.cuh"
 #include "gemm/gemm_bias.cuh"
+#include "gemm/gemm_direct.cuh"
 #include "gemm/gemm_double.cuh"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
+#include "gemm/gemm_schedule.h"
+#include "gemm/gemm_split_k.cuh"
 #include "gemm/gemm_tensor.cuh"
 
 namespace lltm_ext {
@@ -19,75 +25,167 @@ cudaError_t query_device(DeviceInfo& device) {
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
 }
 
-// Large tiles read each operand less often, small ones make more blocks. So large ones are used where they
-// nearly fill the device.
+// ---- Tiles. Large ones read each operand less often, small ones make more blocks. In tiles of few elements
+// groups of threads split K. Flat and tall ones are for few rows or columns, where reading an operand takes
+// the time.
+
+template <class... Tile>
+struct TileList {};
+
+// Calls f with the tile at place i of a list.
+template <class... Tile, class F>
+cudaError_t with_tile(TileList<Tile...>, int i, const F& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  int place = 0;
+  (void)((place++ == i && (error = f(Tile()), true)) || ...);
+  return error;
+}
+
+template <class Tile>
+constexpr TileCost cost(double wait, double work, double ends, double store, double elements = 1) {
+  return {Tile::BM, Tile::BN, Tile::BK, Tile::kBlocksPerMultiprocessor, wait, work, ends, store, elements};
+}
+
+using Small32 = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
+using Flat32 = FfmaTile<float, 16, 128, 32, 4, 4, 1, 3, 3>;
+using Tall32 = FfmaTile<float, 256, 32, 32, 8, 4, 1, 3, 2>;
+using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
+using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
+using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
+using Tiles32 = TileList<Small32, Flat32, Tall32, Medium32, Large32, Narrow32>;  // Hopper's own last
+constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9), cost<Flat32>(0.73, 0.67, 1.9, 0.7),
+                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8),    cost<Medium32>(1.38, 1.35, 5.2, 0),
+                                 cost<Large32>(2.61, 2.61, 8.7, 0),     cost<Narrow32>(0.54, 0.54, 2.4, 0)};
+
+// Before Ampere there is less shared memory and no cp.async.
+using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
+using OlderTiles32 = TileList<Small32, Square32>;
+constexpr TileCost kOlderCosts32[] = {kCosts32[0], cost<Square32>(1.9, 1.7, 7, 0)};
+
+using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
+using Deep64 = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // more stages instead of room for a third block
+using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
+using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3>;
+using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
+using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
+constexpr TileCost kCosts64[] = {cost<Small64>(0.56, 0.338, 3.9, 1.3), cost<Deep64>(0.505, 0.322, 3.8, 2.3),
+                                 cost<Large64>(0.84, 0.614, 5.8, 3.1), cost<Flat64>(0.323, 0.216, 2.8, 0.6),
+                                 cost<Narrow64>(0.54, 0.54, 3.2, 0)};
+
+// Without tensor cores for float64.
+using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
+constexpr TileCost kPlainCosts64[] = {cost<Plain64>(10, 10, 3, 0)};
+
+using TilesHalf = TileList<TensorTile<64>, TensorTile<128>>;
+constexpr TileCost kCostsHalf[] = {cost<TensorTile<64>>(0.365, 0.232, 2.7, 1.0, 2.1),
+                                   cost<TensorTile<128>>(0.706, 0.499, 3.8, 2.8, 2.35)};
+
+using DirectTiles =
+    TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
+             DirectTile<1, 4, 1>, DirectTile<4, 1, 1>, DirectTile<4, 4, 1>>;
+constexpr DirectCost kDirectCosts[] = {{1, 1, 1, 8, 0.95, 0.4, 0.85, 1.2}, {1, 1, 4, 8, 0.9, 0.6, 0.6, 3},
+                                       {1, 1, 32, 8, 0.85, 0.65, 1.8, 10}, {1, 1, 128, 8, 1.4, 0.3, 2, 0.8},
+                                       {1, 4, 1, 4, 1.1, 0.4, 1.2, 0.6},   {4, 1, 1, 4, 1.3, 0.55, 0.9, 0.8},
+                                       {4, 4, 1, 4, 1.5, 0.65, 1.4, 0.5}};
+constexpr int kDirectCount = sizeof(kDirectCosts) / sizeof(kDirectCosts[0]);
+
+constexpr int kAmpere = 80, kHopper = 90;
+
+// How args are computed on a device by the kernels for all architectures: calls f(the list of tiles, the
+// table of their costs, how many of them are for it).
+template <typename T, class F>
+auto with_tiles_for(int compute_capability, const F& f) {
+  const bool hopper = compute_capability == kHopper;
+  if constexpr (sizeof(T) == 2) {
+    return f(TilesHalf(), kCostsHalf, 2);
+  } else if constexpr (sizeof(T) == 4) {
+    return compute_capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
+                                        : f(Tiles32(), kCosts32, hopper ? 6 : 5);
+  } else {
+    return has_double_tensor_cores(compute_capability) ? f(Tiles64(), kCosts64, hopper ? 5 : 4)
+                                                       : f(TileList<Plain64>(), kPlainCosts64, 1);
+  }
+}
+
+struct Choice {
+  Schedule schedule;
+  bool on_hopper;  // by gemm_hopper.cu or gemm_hopper_float.cu instead
+};
+
 template <typename T>
-bool fills(const DeviceInfo& device, const GemmArgs<T>& args, int tile_rows, int tile_columns) {
-  return args.m > tile_rows / 2 && args.n > tile_columns / 2 &&
-         tiles_of(args, tile_rows, tile_columns).total * 3 >= int64_t{device.multiprocessors} * 2;
+Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
+  const bool a_along_k = args.a.column_stride <= args.a.row_stride,
+             b_along_k = args.b.row_stride < args.b.column_stride;
+  const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
+  const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
+                           sizeof(acc_t<T>), a_along_k, b_along_k, vectors};
+  const Schedule schedule =
+      with_tiles_for<T>(device.compute_capability, [&](auto, const TileCost* costs, int count) {
+        return best_schedule(costs, count, kDirectCosts, kDirectCount, sizes, device.multiprocessors);
+      });
+#ifdef LLTM_EXT_SM90A
+  if constexpr (sizeof(T) <= 4) {
+    return {schedule, device.has_sm90a && hopper_supports(args) && hopper_time(args, device) < schedule.time};
+  }
+#endif
+  return {schedule, false};
 }
 
-// The relative time of tiles of this size: rounds of blocks times elements per round, times `slower`: how
-// much longer an element takes than in the largest tiles.
+// Choosing takes the host some microseconds, so choices are kept.
 template <typename T>
-double cost_of(const GemmArgs<T>& args, const DeviceInfo& device, int rows, int columns, double slower) {
-  const int64_t rounds = ceil_div(tiles_of(args, rows, columns).total, device.multiprocessors);
-  return static_cast<double>(rounds) * rows * columns * slower;
+Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
+  using Key = std::array<int64_t, 15>;
+  struct Kept {
+    Key key;
+    Choice choice;
+  };
+  thread_local std::array<Kept, 64> kept = {};
+  const auto misalignment = [](const void* data) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % 16);
+  };
+  const Matrices<T>&a = args.a, &b = args.b;
+  const Key key = {args.batch,
+                   args.m,
+                   args.n,
+                   args.k,
+                   a.batch_stride,
+                   a.row_stride,
+                   a.column_stride,
+                   b.batch_stride,
+                   b.row_stride,
+                   b.column_stride,
+                   misalignment(a.data),
+                   misalignment(b.data),
+                   static_cast<int64_t>(args.precision),
+                   device.compute_capability,
+                   device.multiprocessors};
+  uint64_t hash = 0;
+  for (const int64_t part : key) hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
+  Kept& place = kept[hash >> 58];
+  if (place.key != key) place = {key, choose(args, device)};
+  return place.choice;
 }
 
-constexpr int kAmpere = 80;  // before it: less shared memory and no cp.async
-
-// Larger tiles spend fewer instructions on loads; smaller ones balance the multiprocessors better. In tiles
-// of few elements groups of threads split K.
-cudaError_t launch_float32(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {
-  using Small = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
-  if (device.compute_capability < kAmpere) {
-    return fills(device, args, 128, 128)
-               ? launch_ffma<FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>>(args, stream)
-               : launch_ffma<Small>(args, stream);
-  }
-  constexpr int kParts = 4;
-  // One block per multiprocessor at most, each with enough threads.
-  using Narrow = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
-  if (device.compute_capability == 90 &&
-      tiles_of(args, Narrow::BM, Narrow::BN).total <= device.multiprocessors) {
-    return launch_ffma<Narrow, kParts>(args, stream);
-  }
-  const double large = cost_of(args, device, 256, 128, 1.0), medium = cost_of(args, device, 128, 64, 1.1),
-               small = cost_of(args, device, 64, 64, 1.35);
-  if (small < std::min(medium, large)) return launch_ffma<Small>(args, stream);
-  using Medium = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
-  using Large = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
-  if (device.compute_capability != 90) {
-    return medium < large ? launch_ffma<Medium>(args, stream) : launch_ffma<Large>(args, stream);
-  }
-  return medium < large ? launch_ffma<Medium, kParts>(args, stream)
-                        : launch_ffma<Large, kParts>(args, stream);
-}
-
-cudaError_t launch_float64(const GemmArgs<double>& args, const DeviceInfo& device, cudaStream_t stream) {
-  if (!has_double_tensor_cores(device.compute_capability)) {
-    return launch_ffma<FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>>(args, stream);
-  }
-  // Launches are programmatic only if all blocks run at once: else the next launch's blocks would take the
-  // place of this one's last round.
-  const bool programmatic = device.compute_capability >= 90;
-  // One warp for each quarter of a multiprocessor, and as many loads in flight as it needs.
-  using Narrow = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
-  if (device.compute_capability == 90 &&
-      tiles_of(args, Narrow::BM, Narrow::BN).total <= device.multiprocessors) {
-    return launch_double<Narrow>(args, programmatic, stream);
-  }
-  using Tall = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
-  using Small = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
-  // For at most two blocks per multiprocessor: more stages instead of room for a third.
-  using SmallAndDeep = DoubleTile<64, 64, 16, 32, 32, 4, 2>;
-  if (tiles_of(args, Tall::BM, Tall::BN).total >= int64_t{device.multiprocessors} * 32) {
-    return launch_double<Tall>(args, /*programmatic=*/false, stream);
-  }
-  return tiles_of(args, Small::BM, Small::BN).total <= int64_t{device.multiprocessors} * 2
-             ? launch_double<SmallAndDeep>(args, programmatic, stream)
-             : launch_double<Small>(args, /*programmatic=*/false, stream);
+// Launches are programmatic only if all blocks run at once: else the next launch's blocks would take the
+// place of this one's last round.
+template <typename T>
+cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, const DeviceInfo& device,
+                            cudaStream_t stream) {
+  const bool hopper = device.compute_capability == kHopper;
+  const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
+  const cudaError_t error =
+      with_tiles_for<T>(device.compute_capability, [&](auto tiles, const TileCost*, int count) {
+        if (schedule.tile >= count) {
+          return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
+            return launch_direct(tile, args, schedule.splits, programmatic, stream);
+          });
+        }
+        return with_tile(tiles, schedule.tile, [&](auto tile) {
+          return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
+        });
+      });
+  if (error != cudaSuccess || schedule.splits == 1) return error;
+  return launch_reduce(args, schedule.splits, programmatic, stream);
 }
 
 template <typename T>
@@ -95,31 +193,26 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
   DeviceInfo device;
   const cudaError_t error = query_device(device);
   if (error != cudaSuccess) return error;
+  const Choice choice = choice_for(args, device);
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (device.has_sm90a && hopper_supports(args)) return gemm_on_hopper(args, device, stream);
+    if (choice.on_hopper) return gemm_on_hopper(args, device, stream);
   }
 #endif
-  if constexpr (sizeof(T) == 2) {
-    return fills(device, args, 128, 128) ? launch_tensor<128>(args, stream) : launch_tensor<64>(args, stream);
-  } else if constexpr (sizeof(T) == 4) {
-    return launch_float32(args, device, stream);
-  } else {
-    return launch_float64(args, device, stream);
-  }
+  return launch_schedule(args, choice.schedule, device, stream);
 }
 
 template <typename T>
 int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
-#ifdef LLTM_EXT_SM90A
   DeviceInfo device;
+  if (query_device(device) != cudaSuccess) return 0;
+  const Choice choice = choice_for(args, device);
+#ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (current_device_info(device) == cudaSuccess && device.has_sm90a && hopper_supports(args)) {
-      return hopper_workspace_bytes(args, device);
-    }
+    if (choice.on_hopper) return hopper_workspace_bytes(args);
   }
 #endif
-  return 0;
+  return partial_sum_bytes(args, choice.schedule.splits);
 }
 
 template <typename T>

@@ -14,6 +14,12 @@ constexpr int kDepth = 32;
 constexpr int kStages = 3;
 constexpr int kTensorThreads = 128;
 
+template <int SIDE>
+struct TensorTile {
+  static constexpr int BM = SIDE, BN = SIDE, BK = kDepth;
+  static constexpr int kBlocksPerMultiprocessor = SIDE == 128 ? 2 : 3;
+};
+
 template <bool K_MAJOR, int SIDE>
 struct Slice {
   static constexpr int kLines = K_MAJOR ? SIDE : kDepth;
@@ -73,7 +79,7 @@ struct Slice {
 };
 
 template <typename T, int SIDE, bool A_K_MAJOR, bool B_K_MAJOR>
-__global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
+__global__ void __launch_bounds__(kTensorThreads, TensorTile<SIDE>::kBlocksPerMultiprocessor)
     gemm_tensor_kernel(const GemmArgs<T> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
   using SliceA = Slice<A_K_MAJOR, SIDE>;
   using SliceB = Slice<B_K_MAJOR, SIDE>;
@@ -83,24 +89,27 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
   static_assert(kStages * kStage * sizeof(T) >= kWarpSide * SIDE * sizeof(float));
   __shared__ __align__(128) T shared[kStages * kStage];
 
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / 2 * kWarpSide, warp_column = warp % 2 * kWarpSide;
 
   const TilePosition at = position(tiles, SIDE, SIDE);
-  OperandTile<T> a = rows_of_a(args, at, SIDE), b = columns_of_b(args, at, SIDE);
+  const KRange range = range_of_k(args.k, kDepth, tiles, at);
+  OperandTile<T> a = rows_of_a(args, at, SIDE, range.begin), b = columns_of_b(args, at, SIDE, range.begin);
   float sum[kRowBlocks][2 * kColumnBlocks][4] = {};
   int filling = 0, stage = 0;
   // Multiplies the slice at k and copies the one kPrefetch further. The first rounds, at negative k, only
   // copy.
   constexpr int kPrefetch = (kStages - 1) * kDepth;
-  for (int64_t k = -kPrefetch; k < args.k; k += kDepth) {
+  for (int64_t k = -kPrefetch; k < range.size; k += kDepth) {
     if (k >= 0) {
       cp_async_wait_group<kStages - 2>();
       __syncthreads();  // the slice at k is here, and no thread reads the one that the next copy overwrites
     }
-    if (k + kPrefetch < args.k) {
-      SliceA::copy(shared + filling * kStage, a, vectors_a, args.k - (k + kPrefetch));
-      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, args.k - (k + kPrefetch));
+    if (k + kPrefetch < range.size) {
+      SliceA::copy(shared + filling * kStage, a, vectors_a, range.size - (k + kPrefetch));
+      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, range.size - (k + kPrefetch));
       a.data += kDepth * a.k_stride;
       b.data += kDepth * b.k_stride;
     }
@@ -149,15 +158,16 @@ __global__ void __launch_bounds__(kTensorThreads, SIDE == 128 ? 2 : 3)
       }
     }
     __syncthreads();
-    write_staged<kWarpSide, SIDE, kTensorThreads>(args, at, part * kWarpSide, staged);
+    write_staged<kWarpSide, SIDE, kTensorThreads>(args, tiles, at, part * kWarpSide, staged);
   }
 }
 
 template <int SIDE, typename T>
-cudaError_t launch_tensor(const GemmArgs<T>& args, cudaStream_t stream) {
+cudaError_t launch_tile(TensorTile<SIDE>, const GemmArgs<T>& args, int splits, bool programmatic, bool,
+                        cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
-    return launch_tiles(gemm_tensor_kernel<T, SIDE, a_k_major, b_k_major>, tiles_of(args, SIDE, SIDE),
-                        kTensorThreads, /*shared_bytes=*/0, /*programmatic=*/false, stream, args,
+    return launch_tiles(gemm_tensor_kernel<T, SIDE, a_k_major, b_k_major>, tiles_of(args, SIDE, SIDE, splits),
+                        kTensorThreads, /*shared_bytes=*/0, programmatic, stream, args,
                         has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
   });
 }

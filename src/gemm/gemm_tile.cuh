@@ -12,33 +12,38 @@
 
 namespace lltm_ext {
 
-// ---- Tiles of c. One block computes one tile. Tiles are counted over the whole batch in 64 bits, so neither
-// the batch nor a side of a matrix meets the limits of a grid's dimensions.
+// ---- Tiles of c. One block computes one tile, or one of several parts of its K (split-K). Blocks are
+// counted over the whole batch in 64 bits, so neither the batch nor a side of a matrix meets the limits of a
+// grid's dimensions.
 
 struct Tiles {
   int64_t rows, columns;  // of one matrix
   int64_t total;          // of the batch
-  int64_t first = 0;      // the tile of block 0
+  int splits = 1;         // of K
+  int64_t first = 0;      // the number of block 0
+
+  int64_t blocks() const { return total * splits; }
 };
 
 struct TilePosition {
   int64_t matrix, row, column;  // the tile's first element in c
+  int split;
 };
 
 template <typename T>
-Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns) {
+Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns, int splits) {
   const int64_t rows = ceil_div(args.m, tile_rows), columns = ceil_div(args.n, tile_columns);
-  return {rows, columns, args.batch * rows * columns};
+  return {rows, columns, args.batch * rows * columns, splits};
 }
 
-// One block per tile, in several launches if a grid cannot have that many. access_a and access_b: how the
-// kernel loads the operands.
+// One launch, or several if a grid cannot have that many blocks. access_a and access_b: how the kernel loads
+// the operands.
 template <class F, typename T, typename Access>
 cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, bool programmatic,
                          cudaStream_t stream, const GemmArgs<T>& args, Access access_a, Access access_b) {
   cudaError_t error = cudaSuccess;
-  for (; tiles.first < tiles.total && error == cudaSuccess; tiles.first += INT32_MAX) {
-    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.total - tiles.first, INT32_MAX)));
+  for (; tiles.first < tiles.blocks() && error == cudaSuccess; tiles.first += INT32_MAX) {
+    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.blocks() - tiles.first, INT32_MAX)));
     error = launch_kernel(kernel, blocks, dim3(threads), shared_bytes, programmatic, stream, args, tiles,
                           access_a, access_b);
   }
@@ -49,14 +54,29 @@ cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, 
 // and columns of b in L2.
 __device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
   constexpr int64_t kBand = 8;
-  const int64_t tile = tiles.first + blockIdx.x;
+  const int64_t block = tiles.first + blockIdx.x, split = block / tiles.total;
+  const int64_t tile = block - split * tiles.total;
   const int64_t per_matrix = tiles.rows * tiles.columns;
   const int64_t matrix = tile / per_matrix;
   const int64_t index = tile - matrix * per_matrix;
   const int64_t band = index / (kBand * tiles.columns);
   const int64_t within = index - band * kBand * tiles.columns;
   const int64_t band_rows = min(kBand, tiles.rows - band * kBand);
-  return {matrix, (band * kBand + within % band_rows) * tile_rows, within / band_rows * tile_columns};
+  return {matrix, (band * kBand + within % band_rows) * tile_rows, within / band_rows * tile_columns,
+          static_cast<int>(split)};
+}
+
+// The part of K that a block multiplies, in whole slices of `depth`, but for K's end.
+struct KRange {
+  int64_t begin, size;
+};
+__device__ __forceinline__ KRange range_of_k(int64_t k, int depth, const Tiles& tiles,
+                                             const TilePosition& at) {
+  if (tiles.splits == 1) return {0, k};
+  const int64_t slices = ceil_div(k, depth);
+  const int64_t begin = slices * at.split / tiles.splits * depth,
+                end = min(slices * (at.split + 1) / tiles.splits * depth, k);
+  return {begin, end - begin};
 }
 
 // ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
@@ -74,19 +94,19 @@ __device__ __forceinline__ int clamp_to_int(int64_t x, int limit) {
 }
 
 template <typename T>
-__device__ __forceinline__ OperandTile<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at,
-                                                    int rows) {
+__device__ __forceinline__ OperandTile<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at, int rows,
+                                                    int64_t k) {
   const Matrices<T>& a = args.a;
-  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride, a.row_stride, a.column_stride,
-          clamp_to_int(args.m - at.row, rows)};
+  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + k * a.column_stride, a.row_stride,
+          a.column_stride, clamp_to_int(args.m - at.row, rows)};
 }
 
 template <typename T>
 __device__ __forceinline__ OperandTile<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at,
-                                                       int columns) {
+                                                       int columns, int64_t k) {
   const Matrices<T>& b = args.b;
-  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride, b.column_stride, b.row_stride,
-          clamp_to_int(args.n - at.column, columns)};
+  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + k * b.row_stride,
+          b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
 }
 
 // Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
@@ -126,8 +146,8 @@ __device__ __forceinline__ int staged_at(int row, int column) {
 }
 
 // Writes the first `valid` of V values, or all of them in one store if `vector`.
-template <typename T, int V>
-__device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int valid, bool vector) {
+template <typename T, int V, typename A>
+__device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, bool vector) {
   Vec<T, V> y;
 #pragma unroll
   for (int j = 0; j < V; ++j) y.data[j] = narrow<T>(x[j]);
@@ -141,11 +161,11 @@ __device__ __forceinline__ void write_vector(T* to, const acc_t<T> (&x)[V], int 
   }
 }
 
-// Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on. Called by all THREADS. SWIZZLE:
-// element j of a vector was staged at j ^ SWIZZLE.
+// Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
+// [splits, batch, m, n]. Called by all THREADS. SWIZZLE: element j of a vector was staged at j ^ SWIZZLE.
 template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, typename T>
-__device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const TilePosition& at, int first_row,
-                                             const acc_t<T>* staged) {
+__device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tiles& tiles,
+                                             const TilePosition& at, int first_row, const acc_t<T>* staged) {
   constexpr int V = kVecWidth<T>;
   const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
@@ -158,13 +178,19 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
     acc_t<T> x[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ SWIZZLE)];
+    const int64_t to = (at.matrix * args.m + row) * args.n + column;
+    if (tiles.splits > 1) {
+      acc_t<T>* const part =
+          static_cast<acc_t<T>*>(args.workspace) + at.split * args.batch * args.m * args.n + to;
+      write_vector(part, x, valid, args.n % V == 0);
+      continue;
+    }
     if (args.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
       }
     }
-    const int64_t to = (at.matrix * args.m + row) * args.n + column;
     if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors);
     activate(args.activation, x);
     write_vector(args.c + to, x, valid, vectors);

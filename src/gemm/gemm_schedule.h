@@ -1,0 +1,134 @@
+// Which kernel computes a product, with which tile of c a block, and how many blocks split K: the choice with
+// the least estimated time. The constants are microseconds on an H200, fitted to random sizes with splits of
+// all kinds (docs/design/gemm.md); other GPUs differ by a factor that hardly changes the choice.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/device.h"
+
+namespace lltm_ext {
+
+struct GemmSizes {
+  int64_t batch, m, n, k;
+  int bytes, sum_bytes;       // of an element, and of a partial sum
+  bool a_along_k, b_along_k;  // whether neighbours in memory are neighbours along K
+  bool vectors;               // whether lines of both operands are whole 16-byte vectors
+};
+
+// A kernel's tile, whose blocks copy slices of K to shared memory.
+struct TileCost {
+  int rows, columns, depth;  // depth: of a slice
+  int blocks;                // that a multiprocessor runs at once
+  double wait;               // for a slice, in a block that has a multiprocessor to itself
+  double work;               // for a slice, per block, in a multiprocessor that has all it can run
+  double ends;               // a block's launch, first slice and epilogue
+  double store;              // more for each further block of a multiprocessor
+  double elements = 1;       // by how much slices take longer if operands are copied element by element
+};
+
+// A thread's tile in the kernel without shared memory (gemm_direct.cuh).
+struct DirectCost {
+  int rows, columns, sharers, batch;  // batch: of K, loaded at once
+  double ends, wait, work, store;     // for 10^5 memory accesses of warps, and 10^6 bytes of c
+};
+
+struct Schedule {
+  int tile;    // its place among the tiles, then the direct ones
+  int splits;  // of K
+  double time;
+  bool one_round;  // whether all blocks run at once
+};
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of writing partial sums, and of the kernel that adds them.
+inline double time_of_sums(const GemmSizes& sizes, int64_t splits) {
+  constexpr double kSecondKernel = 2.0, kBytesPerMicrosecond = 5e6;
+  if (splits == 1) return 0;
+  const double bytes = static_cast<double>(sizes.batch * sizes.m * sizes.n * splits) * sizes.sum_bytes;
+  return kSecondKernel + 2 * bytes / kBytesPerMicrosecond;
+}
+
+// The time of a product whose tiles are multiplied in `splits` parts each.
+inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tiles, int64_t splits,
+                      int multiprocessors) {
+  constexpr double kLaunch = 1.5;
+  const int64_t slices = divide_up(divide_up(sizes.k, cost.depth), splits);
+  const double slower = sizes.vectors ? 1 : cost.elements;
+  const auto round = [&](int64_t blocks) {  // of a multiprocessor
+    const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
+    return static_cast<double>(slices) * slice + cost.ends - kLaunch +
+           cost.store * static_cast<double>(blocks - 1);
+  };
+  const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
+  double time = kLaunch + static_cast<double>(blocks / at_once) * round(cost.blocks);
+  if (blocks % at_once > 0) time += round(divide_up(blocks % at_once, multiprocessors));
+  return time + time_of_sums(sizes, splits);
+}
+
+// Memory accesses are counted in warps, and each counts more the more sectors of 32 bytes it touches.
+inline double time_of(const GemmSizes& sizes, const DirectCost& cost, int64_t splits) {
+  const auto sectors = [&](int64_t lanes, bool adjacent) {
+    return adjacent ? std::max(1.0, static_cast<double>(lanes * sizes.bytes) / 32)
+                    : static_cast<double>(lanes);
+  };
+  const int64_t groups = divide_up(sizes.n, cost.columns);
+  const int64_t threads = sizes.batch * divide_up(sizes.m, cost.rows) * groups * cost.sharers;
+  const int64_t k = divide_up(sizes.k, cost.sharers * splits), batches = divide_up(k, cost.batch);
+  const int64_t lanes = std::max(1, 32 / cost.sharers), across = std::min(lanes, groups),
+                down = std::max<int64_t>(1, lanes / across);
+  const bool vector = cost.columns > 1 && !sizes.b_along_k && sizes.n % cost.columns == 0;
+  const bool lines_in_a_sector = sizes.b_along_k && sizes.k * sizes.bytes <= 32;
+  double of_a = static_cast<double>(down),
+         of_b = sectors(across * (vector ? cost.columns : 1), !sizes.b_along_k || lines_in_a_sector);
+  if (cost.sharers > 1) {
+    of_a *= sectors(std::min(cost.sharers, 32), sizes.a_along_k);
+    of_b = static_cast<double>(across) * sectors(std::min(cost.sharers, 32), sizes.b_along_k);
+  }
+  const double accesses =
+      static_cast<double>(k) * (cost.rows * (1 + of_a / 8) + (vector ? 1 : cost.columns) * (1 + of_b / 8));
+  const double warps = static_cast<double>(divide_up(threads, 32) * splits);
+  const double result = static_cast<double>(sizes.batch * sizes.m * sizes.n) * sizes.bytes;
+  return cost.ends + cost.wait * static_cast<double>(batches) + cost.work * warps * accesses / 1e5 +
+         cost.store * result / 1e6 + time_of_sums(sizes, splits);
+}
+
+// A tile may be split so that its blocks fill each multiprocessor once, twice, and so on.
+inline Schedule best_schedule(const TileCost* tiles, int tile_count, const DirectCost* direct,
+                              int direct_count, const GemmSizes& sizes, int multiprocessors) {
+  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostSplits = 512;
+  Schedule best = {0, 1, -1, false};
+  const auto consider = [&](const Schedule& schedule) {
+    if (best.time < 0 || schedule.time < best.time) best = schedule;
+  };
+  const int64_t elements = sizes.batch * sizes.m * sizes.n, sum_bytes = elements * sizes.sum_bytes;
+  for (int i = 0; i < tile_count; ++i) {
+    const TileCost& cost = tiles[i];
+    const int64_t count = sizes.batch * divide_up(sizes.m, cost.rows) * divide_up(sizes.n, cost.columns);
+    const int64_t slices = divide_up(sizes.k, cost.depth);
+    const int64_t most = std::min({slices, kMostSumBytes / std::max<int64_t>(sum_bytes, 1), kMostSplits});
+    for (int filled = 0; filled <= cost.blocks; ++filled) {
+      int64_t splits = 1;
+      if (filled > 0)
+        splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
+      if (filled > 0 && splits < 2) continue;
+      if (splits > 1) splits = divide_up(slices, divide_up(slices, splits));  // as few as are as fast
+      consider({i, static_cast<int>(splits), time_of(sizes, cost, count, splits, multiprocessors),
+                count * splits <= int64_t{multiprocessors} * cost.blocks});
+    }
+  }
+  constexpr int64_t kMostDirectElements = int64_t{1} << 26;  // they fit a grid with 128 threads each
+  for (int i = 0; i < direct_count && elements <= kMostDirectElements; ++i) {
+    const int64_t most =
+        std::min({sizes.k / direct[i].batch, kMostSumBytes / std::max<int64_t>(sum_bytes, 1), int64_t{64}});
+    for (int64_t splits = 1; splits == 1 || splits <= most; splits *= 4) {
+      if (splits > 1 && direct[i].sharers > 1) break;
+      consider({tile_count + i, static_cast<int>(splits), time_of(sizes, direct[i], splits), true});
+    }
+  }
+  return best;
+}
+
+}  // namespace lltm_ext
