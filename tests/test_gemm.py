@@ -474,8 +474,8 @@ class TestGemm(SmoothSuite):
         assert c.numel() * c.element_size() <= extra < a.numel() * a.element_size()
 
 
-# [M, K] @ [K, N] for every kernel of any device: short sums, few results, few rows, few tiles with split-K, one
-# round of tiles, many rounds, a long K, and operands that TMA cannot load.
+# [M, K] @ [K, N] for every kernel of any device: short sums, few results, few rows, few tiles with split-K,
+# one round of tiles, many rounds, a long K, and operands that TMA cannot load.
 SHAPES = {
     "one element": (1, 3, 1),
     "one element, long K": (1, 9001, 1),

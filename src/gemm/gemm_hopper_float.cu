@@ -423,8 +423,8 @@ int64_t hopper_workspace_bytes(const GemmArgs<float>& args) {
 double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device) {
   using namespace hopper;
   if (args.precision != Precision::kTf32) return 0;
-  constexpr double kPackBytesPerMicrosecond = 0.8e6, kSlice = 0.62, kEnds = 13,
-                   kNarrow = 0.42;  // of 128 columns
+  constexpr double kPackBytesPerMicrosecond = 2.1e6, kSlice = 0.75, kEnds = 12.7,
+                   kNarrow = 0.35;  // of 128 columns
   const double bytes = static_cast<double>(hopper_workspace_bytes(args));
   const int64_t tiles = int64_t{tiles_of(args.m, 128)} * args.batch;
   const double wide = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 256), device.multiprocessors)),
