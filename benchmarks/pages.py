@@ -141,13 +141,29 @@ def short() -> str:
     return "".join([*rows[:2], chosen[0], halves, *chosen[1:]])
 
 
-PAGES = {"README.md": short, "docs/benchmarks.md": layers}
+def gemm_sizes() -> str:
+    """gemm at random sizes: the rate in parts of cuBLAS's."""
+    rows = load("gemm_sizes")
+    text = line("type", "geometric mean", "5th percentile", "median", "95th percentile", "slower")
+    text += "|---|---|---|---|---|---|\n"
+    for name in dict.fromkeys(row["type"] for row in rows):
+        ratios = sorted(row["ours / torch"] for row in rows if row["type"] == name)
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        at = [f"{ratios[len(ratios) * percent // 100]:.2f} x" for percent in (5, 50, 95)]
+        slower = sum(ratio < 1 for ratio in ratios)
+        text += line(name, f"{mean:.2f} x", *at, f"{slower} of {len(ratios)}")
+    return text
+
+
+# The tables of each page, in the order of their marks.
+PAGES = {"README.md": [short], "docs/benchmarks.md": [layers, gemm_sizes]}
 
 
 def updated(page: str) -> str:
-    """The text of a page, with today's table between its two marks."""
-    before, rest = (ROOT / page).read_text().split(BEGIN)
-    return before + BEGIN + PAGES[page]() + END + rest.split(END)[1]
+    """The text of a page, with today's tables between their marks."""
+    before, *parts = (ROOT / page).read_text().split(BEGIN)
+    tables = zip(PAGES[page], parts, strict=True)
+    return before + "".join(BEGIN + table() + END + part.split(END)[1] for table, part in tables)
 
 
 def write() -> None:

@@ -118,14 +118,14 @@ cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device
   return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }
 
-// Up to kFewRows rows of a, or columns of b, fit one tile as its columns: the rows with A and B swapped.
-// Above kFewColumns, if both operands are K-major, the rows of a fit a tile as its rows.
+// Up to kFewRows rows of a fit one tile: as its columns with A and B swapped, or, above kFewColumns if both
+// operands are K-major, as its rows.
 constexpr int kFewRows = 64, kFewColumns = 32;
 
-// One tile has all columns. Reading the other operand bounds the time, so a multiprocessor has several
-// blocks, each with many loads in flight.
+// With A and B swapped, the rows of a are the tile's columns. Reading the weights bounds the time, so a
+// multiprocessor has several blocks, each with many loads in flight.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_one_tile_column(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_swap_ab(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
     return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
@@ -237,8 +237,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
-// Of an operand [rows, k]: a copy of nothing if TMA can address it. An operand of few rows is copied K-major,
-// because then there are faster kernels.
+// Of an operand [rows, k]: a copy of nothing if TMA can address it.
 template <typename T>
 AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int64_t rows, int64_t k,
                             int64_t row_stride, int64_t k_stride, int64_t batch, bool k_major) {
@@ -260,14 +259,25 @@ AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int
 }
 
 template <typename T>
-AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
-  return aligned_copy(args.a, operand_a(args), args.m, args.k, args.a.row_stride, args.a.column_stride,
-                      args.batch, args.m <= kFewRows && args.m <= args.n);
-}
-template <typename T>
 AlignedCopy<T> copy_of_b(const GemmArgs<T>& args) {
   return aligned_copy(args.b, operand_b(args), args.n, args.k, args.b.column_stride, args.b.row_stride,
-                      args.batch, args.n <= kFewRows && args.n < args.m);
+                      args.batch, false);
+}
+
+// Whether TMA will find an operand, or its copy, K-major.
+template <typename T>
+bool is_k_major(const TmaOperand& operand, const AlignedCopy<T>& copy) {
+  return copy.total > 0 ? copy.along_k : !operand.mn_major;
+}
+
+// Few rows that multiply many K-major weights are copied K-major too, because then there are faster kernels.
+template <typename T>
+AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
+  constexpr int64_t kManyWeights = 1 << 23;
+  const bool k_major =
+      args.m <= kFewRows && args.n * args.k >= kManyWeights && is_k_major(operand_b(args), copy_of_b(args));
+  return aligned_copy(args.a, operand_a(args), args.m, args.k, args.a.row_stride, args.a.column_stride,
+                      args.batch, k_major);
 }
 
 // The product of the copies, whose memory is at the start of the workspace.
@@ -313,21 +323,25 @@ int64_t hopper_workspace_bytes(const GemmArgs<T>& args) {
 template <typename T>
 double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
-  constexpr double kCopyBytesPerMicrosecond = 2.9e6, kBytesPerMicrosecond = 7.5e6;
-  const int64_t copies = hopper_workspace_bytes(args);
-  const double copy = copies > 0 ? 1.5 + 2 * static_cast<double>(copies) / kCopyBytesPerMicrosecond : 0;
-  const int64_t few = std::min(args.m, args.n), many = std::max(args.m, args.n);
-  if (few > kFewRows) {
-    return copy + time_of(best_tiling(args.m, args.n, args.k, args.batch, device), args.m, args.n, args.k,
-                          args.batch, device);
+  const auto megabytes = [](int64_t elements) { return static_cast<double>(elements) * sizeof(T) / 1e6; };
+  const double copied = static_cast<double>(hopper_workspace_bytes(args)) / 1e6;
+  const double copy = copied > 0 ? 1.5 + 0.69 * copied : 0;
+  if (args.m > kFewRows) {
+    const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
+    return copy + time_of(tiling, args.m, args.n, args.k, args.batch, device);
   }
-  const int64_t tiles = tiles_of(many, 64) * args.batch;
+  const double weights = megabytes(args.n * args.k * args.batch);
+  const double ends = copy + megabytes(args.m * args.n * args.batch);
+  const double slices = tiles_of(args.k, kTileK);
+  if (is_k_major(operand_a(args), copy_of_a(args)) && is_k_major(operand_b(args), copy_of_b(args))) {
+    if (use_few_rows_kernel(args, device)) return ends + 1.75 + std::max(0.29 * weights, 0.03 * slices);
+    if (args.m > kFewColumns) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
+  }
+  const int64_t tiles = int64_t{tiles_of(args.n, 64)} * args.batch;
   const int64_t splits = std::clamp<int64_t>(device.cluster_multiprocessors / tiles, 1, 8);
-  const double slices = static_cast<double>(ceil_div(tiles_of(args.k, kTileK), splits));
   const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
-  return copy + 1.35 + rounds * (slices * 0.186 + 1.3) +
-         static_cast<double>(many * args.k * args.batch * sizeof(T)) / kBytesPerMicrosecond +
-         static_cast<double>(args.m * args.n * args.batch) * 8e-6;
+  const double split = splits > 1 ? 1.3 : 0;
+  return ends + 1.35 + 0.21 * weights + split + rounds * (0.13 * slices / splits + 0.7);
 }
 
 template <typename T>
@@ -340,8 +354,7 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   const bool k_major = !a.mn_major && !b.mn_major;
   const bool few_rows = k_major && use_few_rows_kernel(args, device);
   const bool one_tile_row = k_major && args.m > kFewColumns && args.m <= kFewRows;
-  const bool one_tile_column = !few_rows && !one_tile_row && std::min(args.m, args.n) <= kFewRows;
-  const bool swap_ab = one_tile_column && args.m <= args.n;
+  const bool swap_ab = args.m <= kFewRows && !few_rows && !one_tile_row;
   if (swap_ab) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Problem<T> problem = {
@@ -356,8 +369,8 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   if (few_rows) return launch_few_rows(problem, device, stream);
   if (one_tile_row) return launch_one_tile_row(problem, device, stream);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return one_tile_column ? launch_one_tile_column<T, mn_major_a, mn_major_b>(problem, device, stream)
-                           : launch<T, mn_major_a, mn_major_b>(problem, device, stream);
+    return swap_ab ? launch_swap_ab<T, mn_major_a, mn_major_b>(problem, device, stream)
+                   : launch<T, mn_major_a, mn_major_b>(problem, device, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;

@@ -1,6 +1,6 @@
 // Which kernel computes a product, with which tile of c a block, and how many blocks split K: the choice with
 // the least estimated time. The constants are microseconds on an H200, fitted to random sizes with splits of
-// all kinds (docs/design/gemm.md); other GPUs differ by a factor that hardly changes the choice.
+// all kinds (docs/design/gemm.md). They are not fitted to other GPUs.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct TileCost {
   double work;               // for a slice, per block, in a multiprocessor that has all it can run
   double ends;               // a block's launch, first slice and epilogue
   double store;              // more for each further block of a multiprocessor
-  double elements = 1;       // by how much slices take longer if operands are copied element by element
+  double elements = 1;       // by how much these take longer if operands are copied element by element
 };
 
 // A thread's tile in the kernel without shared memory (gemm_direct.cuh).
@@ -59,7 +59,7 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
   const double slower = sizes.vectors ? 1 : cost.elements;
   const auto round = [&](int64_t blocks) {  // of a multiprocessor
     const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
-    return static_cast<double>(slices) * slice + cost.ends - kLaunch +
+    return static_cast<double>(slices) * slice + slower * cost.ends - kLaunch +
            cost.store * static_cast<double>(blocks - 1);
   };
   const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;

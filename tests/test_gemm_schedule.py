@@ -1,0 +1,94 @@
+"""Which tile computes a product, and in how many parts: gemm_schedule.h, a header without torch or CUDA."""
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include "gemm/gemm_schedule.h"
+
+using namespace lltm_ext;
+
+// Each argument: batch,m,n,k. A small tile, a large one, and one thread for an element.
+int main(int count, char** questions) {
+  const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1}, {256, 128, 16, 1, 2.6, 2.6, 9, 0}};
+  const DirectCost direct[] = {{1, 1, 1, 8, 1, 0.4, 0.8, 1}};
+  for (int i = 1; i < count; ++i) {
+    long n[4];
+    char* at = questions[i];
+    for (long& value : n) value = std::strtol(at, &at, 10), ++at;
+    const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, true, false, true};
+    const Schedule found = best_schedule(tiles, 2, direct, 1, sizes, 132);
+    std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.one_round);
+  }
+}
+"""
+SMALL, LARGE, DIRECT = range(3)
+MOST_BYTES_OF_PARTIAL_SUMS = 64 << 20
+
+
+class Schedule(NamedTuple):
+    tile: int
+    splits: int
+    time: float
+    one_round: bool
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory):
+    """Chooses for many (batch, m, n, k) at once."""
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("schedule")
+    (folder / "schedule.cpp").write_text(PROGRAM)
+    command = [COMPILER, "-std=c++17", "-Wall", "-Werror", "-I", SOURCES, "schedule.cpp", "-o", "schedule"]
+    subprocess.run(command, cwd=folder, check=True)
+
+    def choose(*sizes):
+        lines = [",".join(map(str, each)) for each in sizes]
+        done = subprocess.run([folder / "schedule", *lines], capture_output=True, text=True, check=True)
+        parts = [line.split("|") for line in done.stdout.splitlines()]
+        return [Schedule(int(a), int(b), float(c), bool(int(d))) for a, b, c, d in parts]
+
+    return choose
+
+
+def test_large_products_take_large_tiles_in_one_part(schedule):
+    (found,) = schedule((1, 8192, 8192, 8192))
+    assert (found.tile, found.splits, found.one_round) == (LARGE, 1, False)
+
+
+def test_long_sums_of_few_results_are_split_over_the_multiprocessors(schedule):
+    (found,) = schedule((1, 60, 60, 16_384))
+    assert found.tile == SMALL
+    assert 100 <= found.splits <= 528
+    assert found.one_round
+
+
+def test_short_sums_of_few_results_take_a_thread_each(schedule):
+    (found,) = schedule((1, 30, 50, 8))
+    assert (found.tile, found.splits) == (DIRECT, 1)
+
+
+def test_partial_sums_stay_within_their_memory(schedule):
+    draw = random.Random(0)
+    sizes = [tuple(round(2 ** draw.uniform(0, 14)) for _ in range(4)) for _ in range(500)]
+    for (batch, m, n, k), found in zip(sizes, schedule(*sizes), strict=True):
+        assert 1 <= found.splits <= k
+        if found.splits > 1:
+            assert batch * m * n * found.splits * 4 <= MOST_BYTES_OF_PARTIAL_SUMS
+        assert found.time > 0
+
+
+def test_an_empty_sum_is_not_split(schedule):
+    (found,) = schedule((1, 5, 7, 0))
+    assert found.splits == 1
