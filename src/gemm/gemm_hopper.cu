@@ -223,10 +223,9 @@ __device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t blo
   *reinterpret_cast<Vec<T, 8>*>(x.to + int64_t{i} * 8) = values;
 }
 
-// Copies both operands. A pointer to either's arguments would put them in local memory.
+// A pointer to the arguments of either operand would put them in local memory.
 template <typename T>
-__global__ void __launch_bounds__(kCopyThreads)
-    gemm_align_kernel(const AlignedCopy<T> a, const AlignedCopy<T> b) {
+__device__ __forceinline__ void copy_operands(const AlignedCopy<T>& a, const AlignedCopy<T>& b) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const uint32_t blocks_of_a = (a.total + kCopyThreads - 1) / kCopyThreads;
@@ -235,6 +234,12 @@ __global__ void __launch_bounds__(kCopyThreads)
   } else {
     copy_chunk(b, blockIdx.x - blocks_of_a);
   }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads)
+    gemm_align_kernel(const AlignedCopy<T> a, const AlignedCopy<T> b) {
+  LLTM_HOPPER(copy_operands(a, b));
 }
 
 // Of an operand [rows, k]: a copy of nothing if TMA can address it.

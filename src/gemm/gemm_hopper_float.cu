@@ -87,10 +87,9 @@ __device__ __forceinline__ void pack_tile(const PackArguments& x, uint32_t block
   }
 }
 
-// Packs both operands. A pointer to either's arguments would put them in local memory.
+// A pointer to the arguments of either operand would put them in local memory.
 template <typename T>
-__global__ void __launch_bounds__(kPackThreads)
-    gemm_float_pack_kernel(const PackArguments a, const PackArguments b) {
+__device__ __forceinline__ void pack_operands(const PackArguments& a, const PackArguments& b) {
   __shared__ float tile[kPackRows][kPackColumns + 1];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -99,6 +98,12 @@ __global__ void __launch_bounds__(kPackThreads)
   } else {
     pack_tile<T>(b, blockIdx.x - a.blocks, tile);
   }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kPackThreads)
+    gemm_float_pack_kernel(const PackArguments a, const PackArguments b) {
+  LLTM_HOPPER(pack_operands<T>(a, b));
 }
 
 // ---- products

@@ -25,6 +25,8 @@ cudaError_t query_device(DeviceInfo& device) {
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
 }
 
+constexpr int kAmpere = 80, kHopper = 90;
+
 // ---- Tiles. Large ones read each operand less often, small ones make more blocks. In tiles of few elements
 // groups of threads split K. Flat and tall ones are for few rows or columns, where reading an operand takes
 // the time.
@@ -52,10 +54,18 @@ using Tall32 = FfmaTile<float, 256, 32, 32, 8, 4, 1, 3, 2>;
 using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
 using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
 using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
-using Tiles32 = TileList<Small32, Flat32, Tall32, Medium32, Large32, Narrow32>;  // Hopper's own last
+using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Tall32, Narrow32>;
 constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9), cost<Flat32>(0.73, 0.67, 1.9, 0.7),
-                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8),    cost<Medium32>(1.38, 1.35, 5.2, 0),
-                                 cost<Large32>(2.61, 2.61, 8.7, 0),     cost<Narrow32>(0.54, 0.54, 2.4, 0)};
+                                 cost<Medium32>(1.38, 1.35, 5.2, 0),    cost<Large32>(2.61, 2.61, 8.7, 0),
+                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8),    cost<Narrow32>(0.54, 0.54, 2.4, 0)};
+// The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
+constexpr int kCount32 = 4;
+static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes}) < 98 << 10);
+inline int count32(const DeviceInfo& device) {
+  if (device.compute_capability == kHopper) return kCount32 + 2;
+  constexpr int kStatic = 1 << 10;
+  return kCount32 + (Tall32::kBytes + kStatic <= device.shared_bytes);
+}
 
 // Before Ampere there is less shared memory and no cp.async.
 using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
@@ -89,21 +99,19 @@ constexpr DirectCost kDirectCosts[] = {{1, 1, 1, 8, 0.95, 0.4, 0.85, 1.2}, {1, 1
                                        {4, 4, 1, 4, 1.5, 0.65, 1.4, 0.5}};
 constexpr int kDirectCount = sizeof(kDirectCosts) / sizeof(kDirectCosts[0]);
 
-constexpr int kAmpere = 80, kHopper = 90;
-
-// How args are computed on a device by the kernels for all architectures: calls f(the list of tiles, the
-// table of their costs, how many of them are for it).
+// What multiplies T on a device by the kernels for all architectures: calls f(the list of tiles, the table of
+// their costs, how many of them are for this device).
 template <typename T, class F>
-auto with_tiles_for(int compute_capability, const F& f) {
-  const bool hopper = compute_capability == kHopper;
+auto with_tiles_for(const DeviceInfo& device, const F& f) {
+  const int capability = device.compute_capability;
   if constexpr (sizeof(T) == 2) {
     return f(TilesHalf(), kCostsHalf, 2);
   } else if constexpr (sizeof(T) == 4) {
-    return compute_capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
-                                        : f(Tiles32(), kCosts32, hopper ? 6 : 5);
+    return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
+                                : f(Tiles32(), kCosts32, count32(device));
   } else {
-    return has_double_tensor_cores(compute_capability) ? f(Tiles64(), kCosts64, hopper ? 5 : 4)
-                                                       : f(TileList<Plain64>(), kPlainCosts64, 1);
+    return has_double_tensor_cores(capability) ? f(Tiles64(), kCosts64, capability == kHopper ? 5 : 4)
+                                               : f(TileList<Plain64>(), kPlainCosts64, 1);
   }
 }
 
@@ -119,10 +127,9 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
                            sizeof(acc_t<T>), a_along_k, b_along_k, vectors};
-  const Schedule schedule =
-      with_tiles_for<T>(device.compute_capability, [&](auto, const TileCost* costs, int count) {
-        return best_schedule(costs, count, kDirectCosts, kDirectCount, sizes, device.multiprocessors);
-      });
+  const Schedule schedule = with_tiles_for<T>(device, [&](auto, const TileCost* costs, int count) {
+    return best_schedule(costs, count, kDirectCosts, kDirectCount, sizes, device.multiprocessors);
+  });
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
     return {schedule, device.has_sm90a && hopper_supports(args) && hopper_time(args, device) < schedule.time};
@@ -134,7 +141,7 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
 // Choosing takes the host some microseconds, so choices are kept.
 template <typename T>
 Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
-  using Key = std::array<int64_t, 15>;
+  using Key = std::array<int64_t, 16>;
   struct Kept {
     Key key;
     Choice choice;
@@ -158,7 +165,8 @@ Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
                    misalignment(b.data),
                    static_cast<int64_t>(args.precision),
                    device.compute_capability,
-                   device.multiprocessors};
+                   device.multiprocessors,
+                   device.shared_bytes};
   uint64_t hash = 0;
   for (const int64_t part : key) hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
   Kept& place = kept[hash >> 58];
@@ -173,17 +181,16 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, c
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
   const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
-  const cudaError_t error =
-      with_tiles_for<T>(device.compute_capability, [&](auto tiles, const TileCost*, int count) {
-        if (schedule.tile >= count) {
-          return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
-            return launch_direct(tile, args, schedule.splits, programmatic, stream);
-          });
-        }
-        return with_tile(tiles, schedule.tile, [&](auto tile) {
-          return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
-        });
+  const cudaError_t error = with_tiles_for<T>(device, [&](auto tiles, const TileCost*, int count) {
+    if (schedule.tile >= count) {
+      return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
+        return launch_direct(tile, args, schedule.splits, programmatic, stream);
       });
+    }
+    return with_tile(tiles, schedule.tile, [&](auto tile) {
+      return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
+    });
+  });
   if (error != cudaSuccess || schedule.splits == 1) return error;
   return launch_reduce(args, schedule.splits, programmatic, stream);
 }
