@@ -96,7 +96,7 @@ def op_arguments(
         bias,
         stacked(parameters) if parameters else None,
         torch.cat([planes(x, input, hidden) for x in inputs], -1) if inputs else None,
-        None if reset is None else share_kept(reset, compute),
+        reset if reset is None or reset.dtype == torch.bool else reset.detach().to(compute),
     )
 
 
@@ -120,11 +120,6 @@ def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
     """An input of the steps for each unit."""
     x = x.detach().to(input.dtype)
     return x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden)
-
-
-def share_kept(reset: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a row keeps of its states at each step: bool, or a number."""
-    return ~reset if reset.dtype == torch.bool else 1 - reset.detach().to(dtype)
 
 
 class CustomCellFunction(torch.autograd.Function):
@@ -158,7 +153,7 @@ class CustomCellFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         *inputs, h, gates, extra = ctx.saved_tensors
-        grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, keep and the options
+        grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, reset and the options
         if all(g is None for g in grads):
             return (None,) * 13
         if torch.is_grad_enabled():
@@ -191,7 +186,7 @@ def by_loop(
     bias: Tensor | None,
     parameters: Tensor | None,
     step_inputs: Tensor | None,
-    keep: Tensor | None,
+    reset: Tensor | None,
     batch_sizes: list[int] | None,
     reverse: bool,
     algorithm: str,
@@ -206,7 +201,6 @@ def by_loop(
     weights = (weight_ih, weight_hh, bias)
     of_cell = [] if parameters is None else list(parameters.unbind(0))
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.declared.inputs), -1))
-    reset = keep if keep is None else ~keep if keep.dtype == torch.bool else 1 - keep
     output, final = run_loop(
         cell, input, [h0, *states.unbind(0)], *weights, of_cell, of_steps, reset, batch_sizes, reverse
     )

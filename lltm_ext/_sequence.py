@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lltm_ext import _portable
 from lltm_ext._library import (
     WrongDtype,
     WrongStates,
@@ -30,6 +31,7 @@ from lltm_ext._library import (
     has_tangents,
     implement,
     ops,
+    transforms_active,
     under_transforms,
     vmap_loop,
     vmap_rows,
@@ -183,10 +185,9 @@ def sequence_function(
 
     def by_reference(input: Tensor, h0: Tensor | None, c0: Tensor | None, *args: Any) -> Outputs:
         """By the reference: all steps at once, or step by step if the number of rows changes."""
-        *weights, batch_sizes, reverse, keep = args
+        *weights, batch_sizes, reverse, reset = args
         hidden = weights[1].shape[1]
         h0, c0 = (zero_state(input, hidden, batch_sizes) if x is None else x for x in (h0, c0))
-        reset = keep if keep is None else ~keep if keep.dtype == torch.bool else 1 - keep
         if batch_sizes is None:
             if reverse:
                 input, reset = input.flip(0), None if reset is None else reset.flip(0)
@@ -225,25 +226,25 @@ def sequence_function(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-            *inputs, _, _, _, keep = ctx.saved_tensors
+            *inputs, _, _, _, reset = ctx.saved_tensors
             found = differentiable_tangents(
-                lambda *x: by_reference(*x, ctx.batch_sizes, ctx.reverse, keep), inputs, tangents[:6]
+                lambda *x: by_reference(*x, ctx.batch_sizes, ctx.reverse, reset), inputs, tangents[:6]
             )
             return *found, None, None
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-            *inputs, output, gates, extra, keep = ctx.saved_tensors
+            *inputs, output, gates, extra, reset = ctx.saved_tensors
             grads, nothing = grad_outputs[:3], (None,) * ctx.others
             if all(g is None for g in grads):
                 return (None,) * 6 + nothing
             how: list[Any] = [ctx.batch_sizes, ctx.reverse]
             if torch.is_grad_enabled():
-                found = differentiable_gradients(lambda *x: by_reference(*x, *how, keep), inputs, grads)
+                found = differentiable_gradients(lambda *x: by_reference(*x, *how, reset), inputs, grads)
                 return (*found, *nothing)
             saved = (*inputs[:5], output, gates, extra)
             needed = ctx.needs_input_grad[:6]
-            found = backward_op(*grads, *saved, *how, ctx.algorithm, needed[0], needed[5], keep)
+            found = backward_op(*grads, *saved, *how, ctx.algorithm, needed[0], needed[5], reset)
             return (*(x if is_needed else None for x, is_needed in zip(found, needed, strict=True)), *nothing)
 
         @staticmethod
@@ -277,11 +278,12 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         reset_to: str = "zeros",
     ) -> Outputs:
         tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm)
-        if reset is not None and (reset_to == "initial" or input.is_cuda):
+        if reset is not None and (reset_to == "initial" or (_portable.in_use and input.is_cuda)):
             return run_as_cell(name, *tensors, one_bias(bias, bias_hh), reset, *how, reset_to)
-        keep = None if reset is None else share_kept(name, reset, input)
+        if reset is not None:
+            reset = reset_for_op(name, reset, input)
         call = transformed if has_tangents() else op
-        return call(*tensors, bias, *how, keep, bias_hh)
+        return call(*tensors, bias, *how, reset, bias_hh)
 
     def transformed(
         input: Tensor,
@@ -293,10 +295,10 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         batch_sizes: list[int] | None = None,
         reverse: bool = False,
         algorithm: str = "auto",
-        keep: Tensor | None = None,
+        reset: Tensor | None = None,
         bias_hh: Tensor | None = None,
     ) -> Outputs:
-        tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm, keep)
+        tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm, reset)
         return function.apply(*tensors, one_bias(bias, bias_hh), *how)[:3]
 
     under_transforms(name, transformed)
@@ -319,7 +321,7 @@ def run_as_cell(
     algorithm: str,
     reset_to: str,
 ) -> Outputs:
-    """The op as the cell of the same formula, which takes resets that the package's kernels do not."""
+    """The op as a cell of the same formula, for the resets that the op itself does not take."""
     from lltm_ext import cells
     from lltm_ext.recurrence import run
 
@@ -417,11 +419,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def share_kept(name: str, reset: Any, input: Tensor) -> Tensor:
-    """What each row of ``input`` keeps of its states at each step, as the dispatcher's ops take it."""
+def reset_for_op(name: str, reset: Any, input: Tensor) -> Tensor:
+    """``reset`` as the dispatcher's ops take it."""
+    if isinstance(reset, Tensor) and reset.dtype == torch.bool and reset.layout == torch.strided:
+        return reset  # the op checks the rest
     check_step_input(name, "reset", reset, input, 0)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return ~reset if reset.dtype == torch.bool else 1 - reset.to(dtype)
+    if reset.dtype == torch.bool:
+        return reset
+    return reset.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
 
 
 def check_sequence(
@@ -963,11 +968,14 @@ leave_to_eager(TorchLayer._call)
 
 
 def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
-    """``bias_ih + bias_hh``, as a difference because the gradients of a sum share their memory.
+    """``bias_ih + bias_hh``, whose gradients have memory of their own.
 
-    A gradient that is scaled in place would change the other one too.
+    Those of torch's sum share it: a gradient that is scaled in place would change the other one too. A
+    difference is slower, but has the rules of all transforms.
     """
-    return torch.sub(bias_ih, bias_hh, alpha=-1)
+    if _portable.in_use or torch.compiler.is_compiling() or transforms_active() or has_tangents():
+        return torch.sub(bias_ih, bias_hh, alpha=-1)
+    return ops.sum_of_biases(bias_ih, bias_hh)
 
 
 def one_bias(bias: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ std::tuple<at::Tensor, State> call_sequence(const c10::TypedOperatorHandle<Seque
                                             const OptionalTensor& bias, std::string_view algorithm) {
   const auto& [h0, c0] = hx;
   auto [output, h_n, c_n] = op.call(input, h0, c0, weight_ih, weight_hh, bias, /*batch_sizes=*/std::nullopt,
-                                    /*reverse=*/false, algorithm, /*keep=*/std::nullopt,
+                                    /*reverse=*/false, algorithm, /*reset=*/std::nullopt,
                                     /*bias_hh=*/std::nullopt);
   return {output, {h_n, c_n}};
 }

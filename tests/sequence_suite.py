@@ -270,9 +270,9 @@ class SequenceSuite(SmoothSuite):
         make = Make(DOUBLE, device)
         dense = [*sequence_arguments(make, self.gates, 3, 3, 4, 2).values()]
         packed = packed_arguments(make, self.gates, 5, 2, 3, 4, 2)
-        keep = torch.tensor([[True, False, True], [False, True, True], [True, True, False]], device=device)
+        reset = torch.tensor([[False, True, False], [True, False, False], [False, False, True]], device=device)
         yield self.sequence, Call(*dense, None, True)
-        yield self.sequence, Call(*dense, None, False, "auto", keep)
+        yield self.sequence, Call(*dense, None, False, "auto", reset)
         for reverse in (False, True):
             yield self.sequence, Call(*packed, [3, 2], reverse)
         for rows, sizes in ((None, None), (5, [3, 2])):

@@ -497,11 +497,12 @@ def test_kernels_that_take_resets_compile(name, backward):
     program = CELLS[name].program
     for dtype, variant, rows in ((torch.float32, 17, 0), (torch.float16, 8, 0), (torch.float16, -1, 64)):
         architecture = "sm_90a" if rows else "sm_90"
-        plain, keeping = (
-            _C.compile(program, dtype, backward, variant, architecture, rows, keeps)
-            for keeps in (False, True)
+        plain, of_bools, of_numbers = (
+            _C.compile(program, dtype, backward, variant, architecture, rows, reset)
+            for reset in ("", "bool", "float")
         )
-        assert plain != keeping
+        assert plain != of_bools
+        assert (of_bools != of_numbers) == (variant >= 0)  # fused steps ask for the type at run time
 
 
 @pytest.mark.parametrize("cell", [*map(CELLS.get, ["gru", "slstm", "lstm", *WITH_OUTPUT]), TEXTS["gru"]])
@@ -565,5 +566,5 @@ def test_fused_steps_of_many_gates_compile(gates):
 def test_the_source_of_a_kernel_names_its_cell_and_variant():
     source = _C.source(cells.gru.program, torch.bfloat16, True, 3)
     assert "struct Cell" in source
-    assert "PersistentConfig<Cell, T, 3, true, false>" in source
+    assert "PersistentConfig<Cell, T, 3, true>" in source
     assert cells.gru.source in source

@@ -150,7 +150,7 @@ class CustomCellOp {
   CellShape shape() const { return program_.shape; }
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
-  static constexpr bool keeps_in_fused_kernels() { return false; }
+  static constexpr bool resets_in_fused_kernels() { return false; }
   // Units are added here too, as for the kernels of CUDA.
   static constexpr bool loads_eights(const at::Tensor&) { return true; }
   bool zeros_stay() const { return program_.zeros_stay; }
@@ -777,12 +777,12 @@ WRONG = {
         r"everything: expected step_inputs of shape \[..., step inputs \* hidden_size\] = \[5, 3, 12\], got",
     ),
     "no step_inputs": (7, None, "everything: expected step_inputs to be a Tensor, got None"),
-    "keep": (
+    "reset": (
         8,
         lambda x: x[1:],
-        r"everything: expected keep of shape \[length, batch\] = \[5, 3\], got \[4, 3",
+        r"everything: expected reset of shape \[length, batch\] = \[5, 3\], got \[4, 3",
     ),
-    "keep of another dtype": (8, torch.Tensor.int, "everything: expected keep of dtype float64, got int32"),
+    "reset of another dtype": (8, torch.Tensor.int, "everything: expected reset of dtype float64, got int32"),
     "batch_sizes": (9, [3, 2], r"everything: expected input of shape \[rows of all steps, input_size\], got"),
     "algorithm": (11, "fast", "everything: expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid'"),
     "grid": (11, "grid", "everything: algorithm 'grid' needs a CUDA device"),

@@ -38,6 +38,10 @@ struct Conditional<false, Then, Else> {
   using type = Else;
 };
 
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
 template <typename T>
 LLTM_HOST_DEVICE constexpr T larger(T a, T b) {
   return a < b ? b : a;

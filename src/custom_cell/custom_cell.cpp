@@ -24,16 +24,17 @@ using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // output, h_n,
 
 // The arguments of all ops; without h0 or states they are zeros. Shapes: input [T, B, I], or packed rows [N,
 // I] with their batch_sizes; h0 [B, H]; states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G
-// * H]; parameters [P, H]; step_inputs [T, B, K * H] or [N, K * H]; keep [T, B] or [N].
+// * H]; parameters [P, H]; step_inputs [T, B, K * H] or [N, K * H]; reset [T, B] or [N].
 constexpr const char* kSchema =
     "Tensor input, Tensor? h0, Tensor? states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
-    "Tensor? parameters, Tensor? step_inputs, Tensor? keep, int[]? batch_sizes, bool reverse, str algorithm, "
+    "Tensor? parameters, Tensor? step_inputs, Tensor? reset, int[]? batch_sizes, bool reverse, str "
+    "algorithm, "
     "str program";
 
 Direction direction_of(const OptionalTensor& h0, const OptionalTensor& states, const at::Tensor& weight_ih,
                        const OptionalTensor& weight_hh, const OptionalTensor& bias,
                        const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                       const OptionalTensor& keep, bool reverse) {
+                       const OptionalTensor& reset, bool reverse) {
   return {or_undefined(h0),
           or_undefined(states),
           weight_ih,
@@ -42,7 +43,7 @@ Direction direction_of(const OptionalTensor& h0, const OptionalTensor& states, c
           reverse,
           or_undefined(parameters),
           or_undefined(step_inputs),
-          or_undefined(keep)};
+          or_undefined(reset)};
 }
 
 CustomCellOp op_for(string_view program, const at::Tensor& input) {
@@ -62,17 +63,17 @@ variable_list run_forward(const at::Tensor& input, const Direction& direction,
 Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
                     const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
                     const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                    const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes, bool reverse,
+                    const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes, bool reverse,
                     string_view algorithm, string_view program) {
   const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
 #ifndef LLTM_EXT_STABLE_ABI
   if (!is_in_eights(direction.weight_hh)) {  // asked first, because finding the program hashes its text
     const CustomCellOp op = op_for(program, input);
     if (adds_units(op, input, direction.weight_hh, batch_sizes, algorithm)) {
       return run_with_added_units(op, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
         return custom_cell(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
-                           if_defined(d.parameters), if_defined(d.step_inputs), keep, batch_sizes, reverse,
+                           if_defined(d.parameters), if_defined(d.step_inputs), reset, batch_sizes, reverse,
                            algorithm, program);
       });
     }
@@ -87,10 +88,10 @@ Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const Opt
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
     const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
     const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
-    const OptionalTensor& parameters, const OptionalTensor& step_inputs, const OptionalTensor& keep,
+    const OptionalTensor& parameters, const OptionalTensor& step_inputs, const OptionalTensor& reset,
     at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program) {
   const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
   const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
   return {y[0], y[1], y[2], y[3], y[4], y.size() > 5 ? y[5] : empty_like_input(input, 0)};
 }
@@ -103,11 +104,11 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                    const OptionalTensor& h0, const OptionalTensor& states,
                                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                                    const OptionalTensor& bias, const OptionalTensor& parameters,
-                                   const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                                   const OptionalTensor& step_inputs, const OptionalTensor& reset,
                                    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                                    string_view program, bool input_needs_grad, bool bias_needs_grad) {
   const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
   using Backward = BackwardOps<CustomCellOp>;
   const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, h, gates, extra};
   const Gradients g = Backward{op_for(program, input)}.check_and_run(
@@ -124,12 +125,12 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
                                   const OptionalTensor& states, const at::Tensor& weight_ih,
                                   const OptionalTensor& weight_hh, const OptionalTensor& bias,
                                   const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                                  const OptionalTensor& keep, at::OptionalIntArrayRef batch_sizes,
+                                  const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
                                   bool reverse, string_view algorithm, string_view program, bool backward) {
   const CustomCellOp op = op_for(program, input);
   const std::string name = op.name();
   const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
   check_inputs(op, name.c_str(), input, direction, batch_sizes, algorithm);
   const KernelGuard guard(input);
   const SequenceSizes sizes(op.shape(), input, direction, batch_sizes);
@@ -149,17 +150,17 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
                                const OptionalTensor& h0, const OptionalTensor& states,
                                const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                                const OptionalTensor& bias, const OptionalTensor& parameters,
-                               const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                               const OptionalTensor& step_inputs, const OptionalTensor& reset,
                                at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                                string_view program) {
     static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [output, h_n, states_n, gates, extra, h] =
-        op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
+        op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
                 reverse, algorithm, program);
     ctx->save_for_backward({input, or_undefined(h0), or_undefined(states), weight_ih, or_undefined(weight_hh),
                             or_undefined(bias), or_undefined(parameters), or_undefined(step_inputs),
-                            or_undefined(keep), CellProgram::get(program).shape.outputs_state() ? h : output,
+                            or_undefined(reset), CellProgram::get(program).shape.outputs_state() ? h : output,
                             gates, extra});
     ctx->set_materialize_grads(false);
     if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
@@ -211,7 +212,7 @@ struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
 Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
                              const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
                              const OptionalTensor& bias, const OptionalTensor& parameters,
-                             const OptionalTensor& step_inputs, const OptionalTensor& keep,
+                             const OptionalTensor& step_inputs, const OptionalTensor& reset,
                              at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                              string_view program) {
   if (any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters)) {
@@ -219,23 +220,42 @@ Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, 
       const CustomCellOp of = op_for(program, input);
       if (adds_units(of, input, *weight_hh, batch_sizes, algorithm)) {
         const Direction direction =
-            direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, reverse);
+            direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
         return run_with_added_units(of, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
           return custom_cell_autograd(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh,
-                                      d.bias, if_defined(d.parameters), if_defined(d.step_inputs), keep,
+                                      d.bias, if_defined(d.parameters), if_defined(d.step_inputs), reset,
                                       batch_sizes, reverse, algorithm, program);
         });
       }
     }
     const variable_list y =
         CustomCellFunction::apply(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
-                                  keep, batch_sizes, reverse, algorithm, program);
+                                  reset, batch_sizes, reverse, algorithm, program);
     return {y[0], y[1], y[2]};
   }
   static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, keep, batch_sizes,
+  return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
                  reverse, algorithm, program);
+}
+
+// ---- the two biases of nn.RNN
+
+// Their gradients are equal, but each has memory of its own: a user may scale one in place.
+struct AddBiases : torch::autograd::Function<AddBiases> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& bias_ih,
+                            const at::Tensor& bias_hh) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return bias_ih + bias_hh;
+  }
+  static variable_list backward(torch::autograd::AutogradContext*, const variable_list& grads) {
+    return {grads[0], grads[0].clone()};
+  }
+};
+
+at::Tensor add_biases(const at::Tensor& bias_ih, const at::Tensor& bias_hh) { return bias_ih + bias_hh; }
+at::Tensor add_biases_autograd(const at::Tensor& bias_ih, const at::Tensor& bias_hh) {
+  return AddBiases::apply(bias_ih, bias_hh);
 }
 
 #endif
@@ -243,16 +263,16 @@ Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, 
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, bool keeps, int independent_units, int few_rows) {
+                   int fused_rows, const std::string& reset, int independent_units, int few_rows) {
   return CellProgram::get(program).source(
-      {type, backward, variant, fused_rows, keeps, independent_units, few_rows});
+      {type, backward, variant, fused_rows, reset, independent_units, few_rows});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
-                           const std::string& architecture, int fused_rows, bool keeps, int independent_units,
-                           int few_rows) {
+                           const std::string& architecture, int fused_rows, const std::string& reset,
+                           int independent_units, int few_rows) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, keeps, independent_units, few_rows},
+                      {type, backward, variant, fused_rows, reset, independent_units, few_rows},
                       architecture);
 }
 
@@ -275,8 +295,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<custom_cell_backward>(m, "custom_cell_backward");
   implement<custom_cell_algorithm>(m, "custom_cell_algorithm");
 #ifdef LLTM_EXT_STABLE_ABI
-  const std::string kernel =
-      ", int fused_rows=0, bool keeps=False, int independent_units=0, int few_rows=0) -> ";
+  const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -290,17 +309,20 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<compilations>(m, "custom_cell_compilations");
 #else
   implement_autograd(m, "custom_cell", custom_cell_autograd);
+  m.def("sum_of_biases(Tensor bias_ih, Tensor bias_hh) -> Tensor", {at::Tag::pt2_compliant_tag});
+  implement<add_biases>(m, "sum_of_biases");
+  implement_autograd(m, "sum_of_biases", add_biases_autograd);
 #endif
 }
 
 #ifdef TORCH_EXTENSION_NAME
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
-        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("keeps") = false,
+        py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("few_rows") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
-        py::arg("fused_rows") = 0, py::arg("keeps") = false, py::arg("independent_units") = 0,
+        py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("few_rows") = 0);
   m.def("compilations", compilations);
 }

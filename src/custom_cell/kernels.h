@@ -37,7 +37,7 @@ class CustomCellOp {
   CellShape shape() const { return program_.shape; }
   static constexpr const char* states_name() { return "states"; }
   static constexpr bool stacked_states() { return true; }
-  static constexpr bool keeps_in_fused_kernels() { return true; }
+  static constexpr bool resets_in_fused_kernels() { return true; }
   static constexpr bool has_fused_kernels_of_double() { return true; }
   static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
@@ -79,7 +79,7 @@ class CustomCellOp {
       const FusedStepTile& tile = plan.fused_step;
       which.variant = plan.variant;
       which.fused_rows = tile.rows;
-      which.keeps = sequences.of[0].keep != nullptr;
+      if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
       const cudaKernel_t kernel = load_cell_kernel(program_, which);
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
       return launch_persistent(kernel, shape(), sequences, plan, stream);

@@ -30,11 +30,10 @@ struct KernelText {
 };
 
 KernelText text_of(const CellKernel& kernel) {
-  const char *const direction = kernel.backward ? "Backward" : "Forward", *const keeps =
-                                                                              kernel.keeps ? "true" : "false";
+  const char* const direction = kernel.backward ? "Backward" : "Forward";
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
-                                      kernel.fused_rows, ", ", keeps, ">>");
+                                      kernel.fused_rows, ", ", kernel.reset.empty() ? "false" : "true", ">>");
     return {"step/fused_hopper.cuh",
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
@@ -48,8 +47,9 @@ KernelText text_of(const CellKernel& kernel) {
                      ">>(args, step, tile)")};
   }
   if (kernel.is_persistent()) {
-    const std::string config = c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ",
-                                        kernel.backward ? "true" : "false", ", ", keeps, ">");
+    const std::string config =
+        c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ", kernel.backward ? "true" : "false",
+                 kernel.reset.empty() ? "" : ", ", kernel.reset, ">");
     return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
             c10::str("const __grid_constant__ PerDirection<Sequence", direction,
                      "Arguments<T>> sequences, const GroupGrid grid"),

@@ -21,7 +21,7 @@ struct CellKernel {
   bool backward;
   int variant = -1;           // of a persistent kernel
   int fused_rows = 0;         // of fused steps
-  bool keeps = false;         // whether rows may keep only a share of their states; the first two kinds ask
+  std::string reset = {};     // of a call with resets, their type: bool or float; the first two kinds ask
   int independent_units = 0;  // of a thread
   int few_rows = 0;           // most rows of a step
 
@@ -30,7 +30,7 @@ struct CellKernel {
   bool is_few_rows() const { return few_rows > 0; }
   bool is_independent() const { return independent_units > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, keeps, independent_units, few_rows);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, few_rows);
   }
 };
 

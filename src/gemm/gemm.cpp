@@ -180,6 +180,15 @@ constexpr OneDnnActivation kOneDnnActivations[] = {
     {Activation::kGeluTanh, "gelu", "tanh"},
 };
 
+bool is_finite(const at::Tensor& x) { return std::isfinite(x.sum(at::kFloat).item<float>()); }
+
+// oneDNN's sigmoid in float16 makes a number of NaN on CPUs with AMX.
+bool onednn_may_lose_nan(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
+                         Activation activation) {
+  return activation == Activation::kSigmoid && a.scalar_type() == at::kHalf &&
+         !(is_finite(a) && is_finite(b) && (!bias || is_finite(*bias)));
+}
+
 // Whether some value is NaN, or some are infinities of both signs. One pass.
 bool may_have_nan(const at::Tensor& x) { return std::isnan(x.sum().item<double>()); }
 
@@ -195,6 +204,7 @@ at::Tensor onednn_gemm(const at::Tensor& a, const at::Tensor& b, const OptionalT
                        Activation activation) {
   if (!a.is_cpu() || b.dim() != 2 || !onednn_multiplies(a.scalar_type())) return {};
   if (!at::globalContext().userEnabledMkldnn() || a.numel() * b.size(1) < kLeastProducts) return {};
+  if (onednn_may_lose_nan(a, b, bias, activation)) return {};
   for (const OneDnnActivation& known : kOneDnnActivations) {
     if (activation != known.activation) continue;
     const at::Tensor c = onednn_linear(a, b, bias, known.name, known.algorithm);

@@ -9,6 +9,7 @@
 // another order for one operand of most layouts, and shared memory is only half busy.
 #pragma once
 
+#include "common/shared_memory.h"
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
@@ -264,8 +265,7 @@ cudaError_t launch_tile(DoubleTile<BM, BN, BK, WM, WN, STAGES, BLOCKS, HOPPER> t
     using Tile = decltype(tile);
     const auto kernel = gemm_double_kernel<Tile, a_k_major, b_k_major>;
     constexpr int kShared = DoubleRing<Tile, a_k_major, b_k_major>::kBytes;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    const cudaError_t error = set_max_dynamic_shared(kernel, kShared);
     if (error != cudaSuccess) return error;
     return launch_tiles(kernel, tiles_of(args, BM, BN, splits), Tile::kThreads, kShared, programmatic, stream,
                         args, has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));

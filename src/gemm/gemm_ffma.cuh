@@ -10,6 +10,7 @@
 // computes many elements, and its sums are in the other bank than their columns: see swap_pairs.
 #pragma once
 
+#include "common/shared_memory.h"
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
@@ -313,8 +314,7 @@ cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, int 
   const auto kernel = gemm_ffma_kernel<Tile, ACCESS_A, ACCESS_B, PARTS>;
   constexpr int kDefaultLimit = (48 << 10) - 64;
   if constexpr (Tile::kBytes > kDefaultLimit) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
+    const cudaError_t error = set_max_dynamic_shared(kernel, Tile::kBytes);
     if (error != cudaSuccess) return error;
   }
   return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN, splits), Tile::kThreads, Tile::kBytes,

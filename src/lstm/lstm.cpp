@@ -10,6 +10,10 @@
 #endif
 #include "recurrence/tensors/op.h"
 
+#ifndef LLTM_EXT_STABLE_ABI
+LLTM_EMBED(lstm_cell_h, "lstm/lstm_cell.h");
+#endif
+
 namespace lltm_ext {
 namespace {
 
@@ -17,6 +21,9 @@ struct Lstm : BuiltInOp<LstmCell> {
   static std::string name() { return "lstm"; }
 
 #ifndef LLTM_EXT_STABLE_ABI
+  static constexpr Header kCellHeader = lstm_cell_h;
+  static constexpr const char* kCellType = "LstmCell";
+
   using CpuLayer = OneDnnLstm;
   static constexpr bool has_cpu_layer() { return true; }
 

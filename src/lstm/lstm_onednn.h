@@ -22,7 +22,7 @@ struct OneDnnLstm {
   static bool takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes) {
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op
     if (is_traced || input.scalar_type() != at::kFloat || input.numel() == 0) return false;
-    if (batch_sizes || d.keep.defined() || !at::globalContext().userEnabledMkldnn()) return false;
+    if (batch_sizes || d.reset.defined() || !at::globalContext().userEnabledMkldnn()) return false;
     const int64_t batch = input.size(1), hidden = d.weight_hh.size(1);
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;
   }

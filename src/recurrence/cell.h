@@ -111,6 +111,46 @@ struct StepOrder {
   }
 };
 
+// What a row keeps of h and its states at a reset: all or nothing, or a share.
+LLTM_HOST_DEVICE bool kept_after(bool reset) { return !reset; }
+template <typename A>
+LLTM_HOST_DEVICE A kept_after(A reset) {
+  return 1 - reset;
+}
+
+// x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
+template <typename A>
+LLTM_HOST_DEVICE A keep_share(bool keep, A x) {
+  return keep ? x : 0;
+}
+template <typename A>
+LLTM_HOST_DEVICE A keep_share(A keep, A x) {
+  return keep == 0 ? 0 : keep * x;
+}
+
+// A number for each row, what it loses of h and its states before a step.
+template <typename A>
+struct Resets {
+  const void* rows;  // of bool or A; null: no row loses anything
+  bool are_bools;
+
+  LLTM_HOST_DEVICE Resets from(int64_t row) const {
+    if (!rows) return *this;
+    return {are_bools ? static_cast<const void*>(as<bool>() + row) : as<A>() + row, are_bools};
+  }
+  // What the row keeps.
+  LLTM_HOST_DEVICE A kept(int64_t row) const {
+    if (!rows) return 1;
+    return are_bools ? A(kept_after(as<bool>()[row])) : kept_after(as<A>()[row]);
+  }
+
+ private:
+  template <typename Row>
+  LLTM_HOST_DEVICE const Row* as() const {
+    return static_cast<const Row*>(rows);
+  }
+};
+
 // The arguments of kernels that run all steps forward. Blocks exchange h through `output`, also if the cell's
 // output is a state. With 128 bytes, a power of two, a direction's address is cheap.
 template <typename T>
@@ -118,12 +158,13 @@ struct SequenceForwardArguments {
   using A = acc_t<T>;
   StepOrder steps;
   int hidden;
-  bool save;             // whether to leave in `gates` and `extra` what backward needs
-  bool narrow_states;    // whether states0 and states_n have values of T, not of A
+  bool save;           // whether to leave in `gates` and `extra` what backward needs
+  bool narrow_states;  // whether states0 and states_n have values of T, not of A
+  bool reset_is_bool;
   const T* weight;       // [G * H, H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
-  const A* keep;         // [N] what a row takes of h and its states into a step, or null for all of them
+  const void* reset;     // [N] of bool or A: what a row loses of h and its states before a step; or null
   const T* h0;           // [B, H], or null for zeros
   const void* states0;   // [S, B, H], or null for zeros
   T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
@@ -132,6 +173,8 @@ struct SequenceForwardArguments {
   T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
   T* h_n;                // [B, H]
   void* states_n;        // [S, B, H]
+
+  LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };
 static_assert(sizeof(SequenceForwardArguments<float>) == 128);
 
@@ -145,11 +188,12 @@ struct SequenceBackwardArguments {
   int begin, end;
   int64_t first_row, rows;  // of these steps
   int hidden;
-  bool from_zeros;       // whether grad_h, grad_own_h and grad_states are only written, and zeros before
+  bool from_zeros;  // whether grad_h, grad_own_h and grad_states are only written, and zeros before
+  bool reset_is_bool;
   const T* weight_t;     // [H, G * H]
   const T* parameters;   // [P, H]
   const T* step_inputs;  // [N, K, H]
-  const A* keep;         // [N], or null
+  const void* reset;     // [N] of bool or A, or null
   const T* gates;        // [N, G, H] as forward left them
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
@@ -160,6 +204,8 @@ struct SequenceBackwardArguments {
   A* grad_states;        // [S, B, H] likewise
   A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
                          // all in the first tile's rows; or null
+
+  LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };
 
 // The sequences of a layer's directions, which one launch runs side by side (blockIdx.y). All sizes agree.
@@ -170,11 +216,5 @@ struct PerDirection {
   int count;
   int64_t rows;  // N, for the launch of kernels forward
 };
-
-// x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
-template <typename A>
-LLTM_HOST_DEVICE A keep_share(A keep, A x) {
-  return keep == 0 ? 0 : keep * x;
-}
 
 }  // namespace lltm_ext

@@ -59,6 +59,10 @@ inline Tensor empty_strided_symint(IntArrayRef sizes, IntArrayRef strides, const
 }
 
 inline Tensor zeros(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options).zero_(); }
+inline Tensor ones(IntArrayRef sizes, const TensorOptions& options) {
+  return call_op<Tensor>("aten::ones", "", sizes, std::optional(options.scalar_type), std::optional<Layout>(),
+                         std::optional(options.device), std::optional(options.pinned));
+}
 
 inline Tensor empty_like(const Tensor& x, std::optional<MemoryFormat> format = std::nullopt) {
   return call_op<Tensor>("aten::empty_like", "", x, std::optional<ScalarType>(), std::optional<Layout>(),
@@ -79,11 +83,15 @@ inline Tensor mul(const Tensor& a, const Tensor& b) { return call_op<Tensor>("at
 
 // ---- Sums and products
 
-inline Tensor operator+(const Tensor& a, const Tensor& b) {
-  AtenTensorHandle sum = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_subtract_Tensor(a.handle().get(), b.handle().get(), -1., &sum));
-  return Tensor(::torch::stable::Tensor(sum));
+// a - alpha * b
+inline Tensor sub(const Tensor& a, const Tensor& b, double alpha) {
+  AtenTensorHandle difference = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_aten_subtract_Tensor(a.handle().get(), b.handle().get(), alpha, &difference));
+  return Tensor(::torch::stable::Tensor(difference));
 }
+inline Tensor operator+(const Tensor& a, const Tensor& b) { return sub(a, b, -1); }
+inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b, 1); }
 inline Tensor Tensor::add_(const Tensor& x) const { return copy_(*this + x); }
 
 #ifdef LLTM_EXT_WITH_CUDA

@@ -113,12 +113,12 @@ class Random {
     for (double& x : result) x = round(next(center, range));
     return result;
   }
-  // Shares that rows keep: often all or nothing.
-  Values shares(size_t count) {
+  // What rows lose: often all or nothing, and always `of_bools`.
+  Values resets(size_t count, bool of_bools) {
     Values result(count);
-    for (double& share : result) {
+    for (double& reset : result) {
       const double x = next(0, 1);
-      share = x < -0.3 ? 0 : x < 0.2 ? 0.5 : 1;
+      reset = x < -0.3 ? 1 : x < 0.2 && !of_bools ? 0.5 : 0;
     }
     return result;
   }
@@ -129,12 +129,12 @@ class Random {
 
 // In the shapes of recurrence/cell.h.
 struct Inputs {
-  Values weight, parameters, step_inputs, keep, h0, states0, gates;
+  Values weight, parameters, step_inputs, reset, keep, h0, states0, gates;
   Values grad_output, grad_h_n, grad_states_n;
 
   // `round_state`: where the states that a caller gives and gets are in memory.
-  Inputs(const CellShape& cell, const Case& c, int64_t rows, bool keeps, double (*round)(double),
-         double (*round_state)(double)) {
+  Inputs(const CellShape& cell, const Case& c, int64_t rows, bool has_resets, bool of_bools,
+         double (*round)(double), double (*round_state)(double)) {
     Random random;
     const size_t hidden = c.hidden, of_batch = c.batch * hidden, of_rows = rows * hidden;
     // Without a product of h, the reference multiplies by zeros.
@@ -142,7 +142,8 @@ struct Inputs {
         random.values(cell.gates * hidden * hidden, 0, cell.recurrent ? 0.8 / std::sqrt(hidden) : 0, round);
     parameters = random.values(cell.parameters * hidden, 0, 1, round);
     step_inputs = random.values(cell.step_inputs * of_rows, 0.5, 0.5, round);
-    keep = keeps ? random.shares(rows) : Values(rows, 1);
+    reset = has_resets ? random.resets(rows, of_bools) : Values(rows, 0);
+    for (const double x : reset) keep.push_back(1 - x);
     h0 = random.values(of_batch, 0, 0.5, round);
     states0 = random.values(cell.states * of_batch, 0.6, 0.4, round_state);
     gates = random.values(cell.gates * of_rows, 0, 1, round);
@@ -344,10 +345,13 @@ Values transposed(const Values& weight, int hidden) {
   return result;
 }
 
-template <class Cell, typename T, int kVariant, bool kKeeps>
+template <class Cell, typename T, int kVariant, class Reset>
 class Kernels {
   static constexpr CellShape kShape = kCellShape<Cell>;
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
+  static constexpr bool kKeeps = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
+  // A vector of bool would have no address for each.
+  using StoredReset = std::conditional_t<kOfBools, unsigned char, acc_t<T>>;
 
  public:
   // The type of the states that a caller gives and gets: either may be.
@@ -368,7 +372,7 @@ class Kernels {
         step_inputs_(narrowed<T>(inputs.step_inputs)),
         h0_(narrowed<T>(inputs.h0)),
         grad_output_(narrowed<T>(inputs.grad_output)),
-        keep_(narrowed<acc_t<T>>(inputs.keep)),
+        reset_(narrowed<StoredReset>(inputs.reset)),
         states0_(narrowed<State>(inputs.states0)) {
     const size_t rows = steps.rows(), hidden = c.hidden;
     gates = narrowed<T>(inputs.gates);
@@ -392,10 +396,11 @@ class Kernels {
                                                    c_.hidden,
                                                    c_.save,
                                                    kNarrowStates,
+                                                   kOfBools,
                                                    weight_.data(),
                                                    parameters_.data(),
                                                    step_inputs_.data(),
-                                                   kKeeps ? keep_.data() : nullptr,
+                                                   kKeeps ? reset_.data() : nullptr,
                                                    c_.from_zeros ? nullptr : h0_.data(),
                                                    c_.from_zeros ? nullptr : states0_.data(),
                                                    gates.data(),
@@ -409,7 +414,7 @@ class Kernels {
     } else if constexpr (kVariant == kFewRowsSteps) {
       for (int step = 0; step < c_.length; ++step) launch_few_rows<FewRowsForward<Cell>>(arguments, step);
     } else {
-      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, kKeeps>;
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset>;
       launch<Config, ForwardSteps<Config>>(arguments);
       check_prefetches(0, c_.length, /*descending=*/false);
     }
@@ -424,7 +429,8 @@ class Kernels {
     arguments.weight_t = weight_t_.data();
     arguments.parameters = parameters_.data();
     arguments.step_inputs = step_inputs_.data();
-    arguments.keep = kKeeps ? keep_.data() : nullptr;
+    arguments.reset = kKeeps ? reset_.data() : nullptr;
+    arguments.reset_is_bool = kOfBools;
     arguments.gates = gates.data();
     arguments.extra = extra.data();
     arguments.grad_output = grad_output_.data();
@@ -441,7 +447,7 @@ class Kernels {
         launch_few_rows<FewRowsBackward<Cell>>(arguments, step);
       }
     } else {
-      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, kKeeps>;
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, Reset>;
       launch<Config, BackwardSteps<Config>>(arguments);
       if (kShape.saved > 0) check_prefetches(begin, end, /*descending=*/true);
     }
@@ -558,7 +564,7 @@ class Kernels {
   const Case& c_;
   const Steps& steps_;
   const Array<T> weight_, weight_t_, parameters_, step_inputs_, h0_, grad_output_;
-  const Array<acc_t<T>> keep_;
+  const Array<StoredReset> reset_;
   const Array<State> states0_;
 };
 
@@ -586,7 +592,7 @@ struct Comparison {
 };
 
 template <typename T>
-std::string name_of(const Case& c, int variant, bool keeps) {
+std::string name_of(const Case& c, int variant, const char* resets) {
   const char* const type = sizeof(T) == 8              ? "float64"
                            : sizeof(T) == 4            ? "float32"
                            : std::is_same_v<T, __half> ? "float16"
@@ -595,17 +601,19 @@ std::string name_of(const Case& c, int variant, bool keeps) {
                              : variant == kFewRowsSteps ? " few rows"
                                                         : " variant " + std::to_string(variant);
   return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
-         (c.reverse ? " reverse" : "") + (keeps ? " keep" : "") + (c.save ? "" : " not saved") +
+         (c.reverse ? " reverse" : "") + resets + (c.save ? "" : " not saved") +
          (c.from_zeros ? " from zeros" : "");
 }
 
-template <class Cell, typename T, int kVariant, bool kKeeps>
+template <class Cell, typename T, int kVariant, class Reset>
 void check(const Case& c) {
   const Precision precision = precision_of<T>(variant_of<T, kVariant>().tf32);
-  const Comparison compare = {name_of<T>(c, kVariant, kKeeps), precision.tolerance};
+  constexpr bool kHasResets = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
+  const char* const resets = !kHasResets ? "" : kOfBools ? " resets" : " resets of shares";
+  const Comparison compare = {name_of<T>(c, kVariant, resets), precision.tolerance};
   const Steps steps(c);
-  using KernelsOfCase = Kernels<Cell, T, kVariant, kKeeps>;
-  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kKeeps, precision.value,
+  using KernelsOfCase = Kernels<Cell, T, kVariant, Reset>;
+  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kHasResets, kOfBools, precision.value,
                       rounded<typename KernelsOfCase::State>);
   Reference<Cell> reference(c, steps, inputs, precision);
   KernelsOfCase kernels(c, steps, inputs);
@@ -635,63 +643,62 @@ void check(const Case& c) {
 template <class Cell>
 void check_persistent() {
   const std::vector<int> of_12_rows = {12, 12, 9, 4, 1};
-  // Template arguments: the variant, and whether rows keep only a share of their states. Every pair of them
-  // is two more kernels to compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the
-  // steps, whether values are saved, whether initial states and last gradients are zeros without memory.
-  // one row a block
-  check<Cell, float, 0, false>({4, 2, 24, 1, true, {}});
-  check<Cell, float, 0, false>({4, 3, 21, 1, false, {}});
-  check<Cell, float, 1, true>({5, 3, 40, 1, false, {}});
-  check<Cell, float, 1, true>({6, 2, 64, 1, true, {}, /*save=*/false});
-  check<Cell, float, 2, false>({11, 2, 72, 1, false, {}});
-  check<Cell, float, 2, false>({5, 2, 72, 1, false, {}, /*save=*/true, /*from_zeros=*/true});
-  if constexpr (Cell::kGates <= 2) check<Cell, float, 3, false>({5, 2, 104, 1, false, {}});
+  // Template arguments: the variant, and the type of resets. Every pair of them is two more kernels to
+  // compile. A case: length, batch, hidden size, rows of a group, reverse, rows of the steps, whether values
+  // are saved, whether initial states and last gradients are zeros without memory. one row a block
+  check<Cell, float, 0, NoReset>({4, 2, 24, 1, true, {}});
+  check<Cell, float, 0, NoReset>({4, 3, 21, 1, false, {}});
+  check<Cell, float, 1, bool>({5, 3, 40, 1, false, {}});
+  check<Cell, float, 1, float>({6, 2, 64, 1, true, {}, /*save=*/false});
+  check<Cell, float, 2, NoReset>({11, 2, 72, 1, false, {}});
+  check<Cell, float, 2, NoReset>({5, 2, 72, 1, false, {}, /*save=*/true, /*from_zeros=*/true});
+  if constexpr (Cell::kGates <= 2) check<Cell, float, 3, NoReset>({5, 2, 104, 1, false, {}});
   // a block that has all units
-  check<Cell, float, 15, true>({5, 9, 40, 8, false, {}});
-  check<Cell, float, 4, false>({4, 6, 24, 8, false, {}});
-  check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}});
-  check<Cell, __half, 0, false>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, __nv_bfloat16, 1, true>({4, 11, 72, 8, true, {}});
+  check<Cell, float, 15, bool>({5, 9, 40, 8, false, {}});
+  check<Cell, float, 4, NoReset>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 0, NoReset>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 0, NoReset>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, __nv_bfloat16, 1, float>({4, 11, 72, 8, true, {}});
   // float32, one row tile
-  check<Cell, float, 16, false>({11, 5, 24, 8, false, {}});
-  check<Cell, float, 16, false>({3, 5, 24, 8, false, {}, /*save=*/false});
-  check<Cell, float, 16, false>({4, 3, 24, 1, false, {}});
-  check<Cell, float, 16, false>({4, 3, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, float, 17, true>({4, 11, 72, 8, true, {}});
+  check<Cell, float, 16, NoReset>({11, 5, 24, 8, false, {}});
+  check<Cell, float, 16, NoReset>({3, 5, 24, 8, false, {}, /*save=*/false});
+  check<Cell, float, 16, NoReset>({4, 3, 24, 1, false, {}});
+  check<Cell, float, 16, NoReset>({4, 3, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 17, bool>({4, 11, 72, 8, true, {}});
   // any number of rows
-  check<Cell, float, 19, true>({4, 19, 40, 16, true, {}});
-  check<Cell, float, 20, true>({4, 19, 40, 16, false, {}});
-  check<Cell, float, 20, true>({4, 19, 40, 16, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, float, 20, true>({5, 12, 40, 16, false, of_12_rows});
-  check<Cell, float, 20, true>({5, 12, 40, 16, true, of_12_rows});
+  check<Cell, float, 19, float>({4, 19, 40, 16, true, {}});
+  check<Cell, float, 20, bool>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 20, float>({4, 19, 40, 16, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 20, bool>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 20, float>({5, 12, 40, 16, true, of_12_rows});
   // clusters
-  check<Cell, float, 22, true>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 22, true>({10, 10, 24, 8, true, {}});
-  check<Cell, float, 22, true>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 22, float>({10, 10, 24, 8, true, {}});
+  check<Cell, float, 22, bool>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // TF32
-  check<Cell, float, 5, false>({4, 11, 72, 8, false, {}});
-  check<Cell, float, 7, true>({5, 11, 104, 8, true, {}});
-  check<Cell, float, 9, true>({4, 6, 72, 8, false, {}});
-  check<Cell, float, 13, false>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, float, 5, NoReset>({4, 11, 72, 8, false, {}});
+  check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
+  check<Cell, float, 9, bool>({4, 6, 72, 8, false, {}});
+  check<Cell, float, 13, NoReset>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
-  check<Cell, __half, 2, false>({4, 6, 72, 8, false, {}});
-  check<Cell, __nv_bfloat16, 3, false>({4, 6, 136, 8, true, {}});
-  check<Cell, __half, 6, true>({4, 6, 72, 8, false, {}});
-  check<Cell, __half, 8, true>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, __half, 2, NoReset>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 3, NoReset>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 6, float>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 8, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
 }
 
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel
 // takes.
 template <class Cell>
 void check_few_rows() {
-  check<Cell, float, kFewRowsSteps, false>({4, 1, 68, 0, false, {}});
-  check<Cell, float, kFewRowsSteps, true>({4, 3, 36, 0, true, {}});
-  check<Cell, float, kFewRowsSteps, true>(
+  check<Cell, float, kFewRowsSteps, NoReset>({4, 1, 68, 0, false, {}});
+  check<Cell, float, kFewRowsSteps, float>({4, 3, 36, 0, true, {}});
+  check<Cell, float, kFewRowsSteps, bool>(
       {3, 7, 140, 0, false, {}, /*save=*/true, /*from_zeros=*/false, /*multiprocessors=*/18});
-  check<Cell, float, kFewRowsSteps, false>({3, 16, 20, 0, true, {}});
-  check<Cell, float, kFewRowsSteps, false>({2, 9, 4, 0, false, {}, /*save=*/false});
-  check<Cell, float, kFewRowsSteps, true>({5, 12, 40, 0, false, {12, 12, 9, 4, 1}});
-  check<Cell, float, kFewRowsSteps, true>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
+  check<Cell, float, kFewRowsSteps, NoReset>({3, 16, 20, 0, true, {}});
+  check<Cell, float, kFewRowsSteps, NoReset>({2, 9, 4, 0, false, {}, /*save=*/false});
+  check<Cell, float, kFewRowsSteps, float>({5, 12, 40, 0, false, {12, 12, 9, 4, 1}});
+  check<Cell, float, kFewRowsSteps, bool>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
 }
 
 template <class Cell, typename T>
@@ -702,13 +709,14 @@ void check_independent() {
     for (const int length : packed ? std::vector<int>{static_cast<int>(rows_of_steps.size())}
                                    : std::vector<int>{1, 2, 7, 16, 37}) {
       for (const bool reverse : {false, true}) {
-        check<Cell, T, kIndependent, false>({length, batch, hidden, 0, reverse, rows_of_steps});
-        check<Cell, T, kIndependent, true>({length, batch, hidden, 0, reverse, rows_of_steps});
+        check<Cell, T, kIndependent, NoReset>({length, batch, hidden, 0, reverse, rows_of_steps});
+        check<Cell, T, kIndependent, float>({length, batch, hidden, 0, reverse, rows_of_steps});
       }
     }
-    check<Cell, T, kIndependent, true>({5, batch, hidden, 0, false, {}, /*save=*/false});
+    check<Cell, T, kIndependent, bool>({5, batch, hidden, 0, false, {}, /*save=*/false});
     if (packed) return;
-    check<Cell, T, kIndependent, false>({5, batch, hidden, 0, false, {}, /*save=*/true, /*from_zeros=*/true});
+    check<Cell, T, kIndependent, NoReset>(
+        {5, batch, hidden, 0, false, {}, /*save=*/true, /*from_zeros=*/true});
   };
   check_sizes(5, 24, {});  // a pair of units a thread, less than a block
   check_sizes(3, 67, {});  // one unit a thread, four blocks

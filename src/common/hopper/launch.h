@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/shared_memory.h"
+
 namespace lltm_ext {
 namespace hopper {
 
@@ -80,12 +82,6 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const GlobalTensor& x, int box_r
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// Needed before a launch with more than 48 KiB.
-template <class F>
-cudaError_t set_max_dynamic_shared(F* kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 // kernel: a __global__ function or a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.

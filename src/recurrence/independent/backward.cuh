@@ -47,7 +47,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
     inputs.grad_output = args_.grad_output ? Base::read(plane(args_.grad_output, row, 1, 0)) : Values{};
-    inputs.keep = args_.keep ? args_.keep[row] : A(1);
+    inputs.keep = args_.resets().kept(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {

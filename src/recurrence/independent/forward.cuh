@@ -60,7 +60,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     for (int k = 0; k < kStepInputs; ++k) {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
-    inputs.keep = args_.keep ? args_.keep[row] : A(1);
+    inputs.keep = args_.resets().kept(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {

@@ -19,7 +19,7 @@ class PersistentBackward
   friend Base;
   using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
       Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Exchange, typename Base::T;
+  using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
  public:
   using Arguments = SequenceBackwardArguments<T>;
@@ -53,29 +53,31 @@ class PersistentBackward
     return args_.grad_gates + (row - args_.first_row) * kGates * hidden_;
   }
 
+  __device__ __forceinline__ const Reset* resets() const { return static_cast<const Reset*>(args_.reset); }
+
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
     Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
-    float keep;
+    Reset reset;
   };
   struct InputAddresses {
     const T *gates, *extra, *steps, *grad_output;
-    const float* keep;
+    const Reset* reset;
     __device__ __forceinline__ void move(int64_t rows, int hidden) {
       gates += rows * hidden * kGates;
       extra += rows * hidden * kExtra;
       steps += rows * hidden * Cell::kStepInputs;
       grad_output += rows * hidden;
-      keep += rows;
+      reset += rows;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j,
-            args_.keep + row};
+            resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
-    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
+    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
@@ -96,12 +98,12 @@ class PersistentBackward
     InputAddresses inputs;
     States grad_states;
     float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
-    float keep;     // of the step computed last
+    Reset reset;    // of the step computed last
     Gradients grads;
   };
 
   __device__ __forceinline__ const T* first_h() const { return nullptr; }  // no product at first
-  __device__ __forceinline__ const float* first_keep() const { return nullptr; }
+  __device__ __forceinline__ const Reset* first_reset() const { return nullptr; }
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
     const int64_t first = args_.steps.at(args_.end - 1).first;
     to_next_ = args_.steps.reverse ? args_.steps.batch : -args_.steps.batch;
@@ -115,7 +117,7 @@ class PersistentBackward
       p.inputs = inputs_at(first + b, j);
       p.grad_gates = grad_gates(first + b) + j;
       p.grad_h = make_float2(0, 0);
-      p.keep = 1;
+      p.reset = 0;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
@@ -139,8 +141,8 @@ class PersistentBackward
     OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
     if constexpr (Config::kKeeps) {
-      through_weights = Base::kept(p.keep, through_weights);
-      p.keep = inputs_[i].keep;
+      through_weights = Base::kept(p.reset, through_weights);
+      p.reset = inputs_[i].reset;
     }
     run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
     exchange_gates(p.grad_gates, p.grads, p.exists, i);
@@ -149,7 +151,7 @@ class PersistentBackward
   // Moves on to the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if constexpr (Config::kKeeps) keep_gradients(p.keep, p.grad_states, p.grads);
+    if constexpr (Config::kKeeps) keep_gradients(p.reset, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
@@ -166,7 +168,7 @@ class PersistentBackward
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
       float2 sum = Base::total(sums, 0, i);
-      if constexpr (Config::kKeeps) sum = Base::kept(p.keep, sum);
+      if constexpr (Config::kKeeps) sum = Base::kept(p.reset, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -238,7 +240,7 @@ class PersistentBackward
         grad_h = read_pair(stored).widen();
       }
       if constexpr (Config::kKeeps) {
-        if (b < previous.count) grad_h = Base::kept(args_.keep[previous.first + b], grad_h);
+        if (b < previous.count) grad_h = Base::kept(resets()[previous.first + b], grad_h);
       }
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
@@ -250,7 +252,7 @@ class PersistentBackward
       for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
       if (Cell::kReadsH) grad_h = add(grad_h, carried(i, b, kStates));
       run_cell(i, grad_h, grad_states, grads);
-      if constexpr (Config::kKeeps) keep_gradients(inputs_[i].keep, grad_states, grads);
+      if constexpr (Config::kKeeps) keep_gradients(inputs_[i].reset, grad_states, grads);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
       if (Cell::kReadsH) carried(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
@@ -303,10 +305,10 @@ class PersistentBackward
   }
 
   // Scales what reaches the previous states by what the row kept of them.
-  __device__ __forceinline__ static void keep_gradients(float share, States& grad_states, Gradients& grads) {
-    Base::keep(share, grad_states);
+  __device__ __forceinline__ static void keep_gradients(Reset reset, States& grad_states, Gradients& grads) {
+    Base::keep(reset, grad_states);
 #pragma unroll
-    for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(share, grads[e].h);
+    for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(kept_after(reset), grads[e].h);
   }
 
   __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {

@@ -44,12 +44,14 @@ struct BlockTile {
 };
 
 // A persistent kernel's parameters at compile time: a cell, a type, a variant of the type's table, a
-// direction, and whether rows may keep only a share of their states (SequenceForwardArguments::keep).
-template <class Cell_, typename T_, int kVariantIndex, bool kBackward, bool kKeeps_ = false>
+// direction, and the type of SequenceForwardArguments::reset: bool, float, or NoReset.
+struct NoReset {};
+template <class Cell_, typename T_, int kVariantIndex, bool kBackward, class Reset_ = NoReset>
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
-  static constexpr bool kKeeps = kKeeps_;
+  static constexpr bool kKeeps = !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
+  using Reset = typename Conditional<kKeeps, Reset_, bool>::type;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;

@@ -2,8 +2,8 @@
 // backward. Three implementations of one interface; the kernels are templates over them.
 //
 // A block processes one row tile of one step after another. For each it calls
-//   begin(h, keep)   once, before the first: h [rows, H] before the first step, or null for zeros, and what
-//                    each row keeps of it, or null for all
+//   begin(h, reset)  once, before the first: h [rows, H] before the first step, or null for zeros, and what
+//                    each row loses of it, or null
 //   start(source)    to issue the first loads, if that makes sense
 //   load(...)        to wait for a lane's vectors of its row
 //   store(...)       to write two adjacent values to memory and stage them, or what a row keeps of them, for
@@ -46,10 +46,11 @@ struct ExchangeBuffer {
       reinterpret_cast<uint4*>(data)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // Takes what rows keep of h [rows, hidden], or leaves zeros if it is null. A kernel's first step reads it
+  // Takes what rows keep of h [rows, hidden], or leaves zeros if h is null. A kernel's first step reads it
   // from here as all others do: a branch to global memory in the loop makes the compiler wait there for the
   // loads of the next step's inputs, which are in flight.
-  __device__ void set(const T* h, const float* keep, int rows, int hidden) const {
+  template <typename Reset>
+  __device__ void set(const T* h, const Reset* reset, int rows, int hidden) const {
     struct alignas(16) Vector {
       T values[16 / sizeof(T)];
     };
@@ -57,8 +58,10 @@ struct ExchangeBuffer {
     const int vectors = hidden * static_cast<int>(sizeof(T)) / 16;
     for (int i = threadIdx.x; h && i < rows * vectors; i += kBlockThreads) {
       Vector x = reinterpret_cast<const Vector*>(h)[i];
-      if (keep) {
-        for (T& value : x.values) value = narrow<T>(keep_share(keep[i / vectors], widen(value)));
+      if (reset) {
+        for (T& value : x.values) {
+          value = narrow<T>(keep_share(kept_after(reset[i / vectors]), float(widen(value))));
+        }
       }
       reinterpret_cast<Vector*>(at(i / vectors, 0))[i % vectors] = x;
     }
@@ -113,7 +116,8 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
         sharing_warp_(kSharingWarps == 1 ? 0 : threadIdx.x / 32 / kKSlices),
         k_slice_(threadIdx.x / 32 % kKSlices),
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
-  __device__ void begin(const T*, const float*) {}
+  template <typename Reset>
+  __device__ void begin(const T*, const Reset*) {}
   __device__ void send() {}
   __device__ void advance() {}
   __device__ void finish() {}
@@ -226,8 +230,9 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
     if (threadIdx.x == 0) expect(1);
   }
   // The first step waits as all others do.
-  __device__ void begin(const T* h, const float* keep) {
-    first_.set(h, keep, group_.rows, group_.hidden);
+  template <typename Reset>
+  __device__ void begin(const T* h, const Reset* reset) {
+    first_.set(h, reset, group_.rows, group_.hidden);
     if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
   __device__ void start(const RowSource<T>&) {}
@@ -309,7 +314,10 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
   __device__ StateExchange(char* shared, const Group& group) : buffer_{shared}, group_(group) {
     buffer_.clear();
   }
-  __device__ void begin(const T* h, const float* keep) { buffer_.set(h, keep, group_.rows, group_.hidden); }
+  template <typename Reset>
+  __device__ void begin(const T* h, const Reset* reset) {
+    buffer_.set(h, reset, group_.rows, group_.hidden);
+  }
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}
   __device__ void advance() { __syncthreads(); }

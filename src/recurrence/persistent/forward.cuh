@@ -17,7 +17,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   friend Base;
   using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
       Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Exchange, typename Base::T;
+  using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
  public:
   using Arguments = SequenceForwardArguments<T>;
@@ -46,33 +46,35 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
   __device__ __forceinline__ StepRows rows_of(int n) const { return args_.steps.at(n); }
 
+  __device__ __forceinline__ const Reset* resets() const { return static_cast<const Reset*>(args_.reset); }
+
   using Saved = float[2][at_least_one(Cell::kSaved)];
   using States = float2[at_least_one(kStates)];
 
   // What a pair reads in a step, and where it is.
   struct Inputs {
     Pair<T> projections[kGates], steps[kStepInputs];
-    float keep;  // into this step, or if kSendsKept into the next one
+    Reset reset;  // before this step, or if kSendsKept before the next one
   };
   struct Addresses {
     T *gates, *extra, *output;
     const T* steps;
-    const float* keep;
+    const Reset* reset;
     __device__ __forceinline__ void move(int64_t rows, int hidden) {
       gates += rows * hidden * kGates;
       extra += rows * hidden * kExtra;
       output += rows * hidden;
       steps += rows * hidden * Cell::kStepInputs;
-      keep += rows;
+      reset += rows;
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
     return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
             args_.output + row * hidden_ + j, args_.step_inputs + row * Cell::kStepInputs * hidden_ + j,
-            args_.keep + row};
+            resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
-    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
+    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -92,8 +94,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ const T* first_h() const {
     return args_.h0 ? args_.h0 + map_.first_row * hidden_ : nullptr;
   }
-  __device__ __forceinline__ const float* first_keep() const {
-    return kSendsKept && steps() > 0 ? args_.keep + args_.steps.at(0).first + map_.first_row : nullptr;
+  __device__ __forceinline__ const Reset* first_reset() const {
+    return kSendsKept && steps() > 0 ? resets() + args_.steps.at(0).first + map_.first_row : nullptr;
   }
   __device__ __forceinline__ float2 first_h(int64_t at) const {
     return args_.h0 ? read_pair(args_.h0 + at).widen() : make_float2(0, 0);
@@ -114,8 +116,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       if (Cell::kReadsH) p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
       if (!p.exists || steps() == 0) continue;
       if constexpr (kSendsKept) {
-        keep_pair(p, *p.to.keep);
-        if (steps() > 1) p.to.keep += to_next_;
+        keep_pair(p, *p.to.reset);
+        if (steps() > 1) p.to.reset += to_next_;
       }
       load(inputs_[i], p.to);
     }
@@ -135,7 +137,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
-    const float2 sent = kSendsKept ? Base::kept(inputs_[i].keep, p.h) : p.h;
+    const float2 sent = kSendsKept ? Base::kept(inputs_[i].reset, p.h) : p.h;
     Base::exchange(p.to.output, p.h, sent, p.exists, i, 0);
   }
 
@@ -146,14 +148,14 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
     if constexpr (kSendsKept) {
-      if (left > 0) keep_pair(p, inputs_[i].keep);
-      if (left == 1) p.to.keep -= to_next_;  // no step follows the next one
+      if (left > 0) keep_pair(p, inputs_[i].reset);
+      if (left == 1) p.to.reset -= to_next_;  // no step follows the next one
     }
     if (p.exists && left > 0) load(inputs_[i], p.to);
   }
-  __device__ __forceinline__ static void keep_pair(OneTilePair& p, float share) {
-    Base::keep(share, p.states);
-    p.h = Base::kept(share, p.h);
+  __device__ __forceinline__ static void keep_pair(OneTilePair& p, Reset reset) {
+    Base::keep(reset, p.states);
+    p.h = Base::kept(reset, p.h);
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -258,9 +260,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
     if constexpr (Config::kKeeps && !kSendsKept) {
-      Base::keep(inputs_[i].keep, products);
-      Base::keep(inputs_[i].keep, states);
-      old_h = Base::kept(inputs_[i].keep, old_h);
+      Base::keep(inputs_[i].reset, products);
+      Base::keep(inputs_[i].reset, states);
+      old_h = Base::kept(inputs_[i].reset, old_h);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {

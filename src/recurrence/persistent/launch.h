@@ -5,7 +5,7 @@
 #include "recurrence/plan.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
-#include <cuda_runtime_api.h>
+#include "common/shared_memory.h"
 #endif
 
 namespace lltm_ext {
@@ -62,8 +62,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
   const Group group = {sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows};
   const int shared_bytes = shape.shared_bytes(group);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const cudaError_t error = set_max_dynamic_shared(kernel, shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   if (cluster) {

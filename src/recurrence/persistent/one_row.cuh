@@ -18,6 +18,7 @@ class OneRow {
 
  protected:
   using Cell = typename Config::Cell;
+  using Reset = typename Config::Reset;
   using Math = typename Config::Math;
   static constexpr int kGates = Config::kGates, kExtra = Config::kExtra, kStates = Cell::kStates;
   static constexpr int kInputs = Config::kInputs, kOutputs = Config::kOutputs;
@@ -166,7 +167,7 @@ class OneRowForward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Math;
+  using typename Base::Cell, typename Base::Math, typename Base::Reset;
 
  public:
   using typename Base::Storage;
@@ -195,8 +196,8 @@ class OneRowForward : OneRow<Config> {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) states[s] = states0 ? *state(states0, s) : 0;
       if constexpr (Config::kKeeps) {
-        keep(*at.keep, h, states);
-        if (steps > 1) at.keep += to_next;
+        keep(*at.reset, h, states);
+        if (steps > 1) at.reset += to_next;
       }
       load(next, at);
     }
@@ -210,14 +211,14 @@ class OneRowForward : OneRow<Config> {
       const Inputs current = next;
       const Addresses here = at;
       at.move(to_next, hidden_);
-      if (Config::kKeeps && n + 2 == steps) at.keep -= to_next;  // no step follows the next one
+      if (Config::kKeeps && n + 2 == steps) at.reset -= to_next;  // no step follows the next one
       if (exists() && n + 1 < steps) load(next, at);
       h = run_cell(current, products, h, states, saved);
-      if (stores()) *buffers.to = Config::kKeeps ? keep_share(current.keep, h) : h;
+      if (stores()) *buffers.to = Config::kKeeps ? keep_share(kept_after(current.reset), h) : h;
       buffers.swap();
       __syncthreads();
       if (stores()) store(here, h, states, saved);
-      if (Config::kKeeps && n + 1 < steps) keep(current.keep, h, states);
+      if (Config::kKeeps && n + 1 < steps) keep(current.reset, h, states);
       if (n + kStepsAhead < steps) prefetcher.fetch_next(to_next);
     }
     if (!stores()) return;
@@ -229,11 +230,13 @@ class OneRowForward : OneRow<Config> {
  private:
   // What a step reads, and where it is.
   struct Inputs {
-    float projections[kGates], steps[kStepInputs], keep;  // keep: into the next step
+    float projections[kGates], steps[kStepInputs];
+    Reset reset;  // before the next step
   };
   struct Addresses {
     float *gates, *extra, *output, *state_output;
-    const float *steps, *keep;
+    const float* steps;
+    const Reset* reset;
     __device__ __forceinline__ void move(int rows, int hidden) {
       const int64_t of_plane = int64_t{rows} * hidden;
       gates += of_plane * kGates;
@@ -241,7 +244,7 @@ class OneRowForward : OneRow<Config> {
       output += of_plane;
       state_output += of_plane;
       steps += of_plane * Cell::kStepInputs;
-      keep += rows;
+      reset += rows;
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row) const {
@@ -250,20 +253,20 @@ class OneRowForward : OneRow<Config> {
             plane(args_.output, row, 1, 0),
             plane(args_.state_output, row, 1, 0),
             plane(args_.step_inputs, row, Cell::kStepInputs, 0),
-            args_.keep + row};
+            static_cast<const Reset*>(args_.reset) + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = at.gates[gate * hidden_];
     Base::load_step_inputs(inputs.steps, at.steps);
-    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
+    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
   }
 
   // What the row takes into the next step.
-  __device__ __forceinline__ static void keep(float share, float& h, float (&states)[at_least_one(kStates)]) {
-    h = keep_share(share, h);
+  __device__ __forceinline__ static void keep(Reset reset, float& h, float (&states)[at_least_one(kStates)]) {
+    h = keep_share(kept_after(reset), h);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) states[s] = keep_share(share, states[s]);
+    for (int s = 0; s < kStates; ++s) states[s] = keep_share(kept_after(reset), states[s]);
   }
 
   __device__ __forceinline__ float run_cell(const Inputs& inputs, const float (&products)[kGates],
@@ -303,7 +306,7 @@ class OneRowBackward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs, Base::kUnits;
-  using typename Base::Cell, typename Base::Math;
+  using typename Base::Cell, typename Base::Math, typename Base::Reset;
 
  public:
   using typename Base::Storage;
@@ -364,10 +367,12 @@ class OneRowBackward : OneRow<Config> {
 
   // What a step reads, and where it is.
   struct Inputs {
-    float saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output, keep;
+    float saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    Reset reset;
   };
   struct Addresses {
-    const float *gates, *extra, *steps, *grad_output, *keep;
+    const float *gates, *extra, *steps, *grad_output;
+    const Reset* reset;
     float *grad_gates, *grad_projections;
     __device__ __forceinline__ void move(int rows, int hidden) {
       const int64_t of_plane = int64_t{rows} * hidden;
@@ -375,7 +380,7 @@ class OneRowBackward : OneRow<Config> {
       extra += of_plane * kExtra;
       steps += of_plane * Cell::kStepInputs;
       grad_output += of_plane;
-      keep += rows;
+      reset += rows;
       grad_gates += of_plane * kGates;
       grad_projections += of_plane * kGates;
     }
@@ -386,7 +391,7 @@ class OneRowBackward : OneRow<Config> {
             plane(args_.extra, row, kExtra, 0),
             plane(args_.step_inputs, row, Cell::kStepInputs, 0),
             plane(args_.grad_output, row, 1, 0),
-            args_.keep + row,
+            static_cast<const Reset*>(args_.reset) + row,
             plane(args_.grad_gates, written, kGates, 0),
             plane(args_.grad_projections, written, kGates, 0)};
   }
@@ -397,14 +402,14 @@ class OneRowBackward : OneRow<Config> {
     }
     Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = has_grad_output_ ? *at.grad_output : 0;
-    if constexpr (Config::kKeeps) inputs.keep = *at.keep;
+    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
   }
 
   // The gradient of h through the weights of the step before, which comes later in the sequence.
   __device__ __forceinline__ float multiply(const float* lane_values) const {
     float sums[1];
     Base::multiply(sums, lane_values);
-    return Config::kKeeps ? keep_share(keep_, sums[0]) : sums[0];
+    return Config::kKeeps ? keep_share(kept_after(reset_), sums[0]) : sums[0];
   }
 
   __device__ __forceinline__ void run_cell(const Inputs& inputs, float grad_h,
@@ -413,10 +418,10 @@ class OneRowBackward : OneRow<Config> {
     gradient_of_output<Cell>(grad_h, grad_states_) += inputs.grad_output;
     Cell::template backward<Math>(inputs.saved, in_, grad_h, grad_states_, grads);
     if constexpr (Config::kKeeps) {
-      keep_ = inputs.keep;
+      reset_ = inputs.reset;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[s] = keep_share(keep_, grad_states_[s]);
-      if constexpr (Cell::kReadsH) grads.h = keep_share(keep_, grads.h);
+      for (int s = 0; s < kStates; ++s) grad_states_[s] = keep_share(kept_after(reset_), grad_states_[s]);
+      if constexpr (Cell::kReadsH) grads.h = keep_share(kept_after(reset_), grads.h);
     }
   }
 
@@ -451,8 +456,8 @@ class OneRowBackward : OneRow<Config> {
                        kSavedInGates = Config::kShape.cell.saved_in_gates();
   const Arguments& args_;
   const bool has_grad_output_ = Base::in_register(args_.grad_output != nullptr);
-  float own_ = 0;   // the gradient of h but through the weights: at first that from after the last step
-  float keep_ = 1;  // of the step computed last
+  float own_ = 0;    // the gradient of h but through the weights: at first that from after the last step
+  Reset reset_ = 0;  // of the step computed last
   float grad_states_[at_least_one(kStates)] = {};
   float sums_of_row_[kSums] = {};
 };

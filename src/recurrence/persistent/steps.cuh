@@ -31,6 +31,7 @@ class PersistentSteps {
  protected:
   using T = typename Config::T;
   using Cell = typename Config::Cell;
+  using Reset = typename Config::Reset;
   using Exchange = typename Config::Exchange;
   using Sums = PartialSums<Config>;
   using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
@@ -94,13 +95,15 @@ class PersistentSteps {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
   }
-  __device__ __forceinline__ static float2 kept(float share, float2 x) {
-    return make_float2(keep_share(share, x.x), keep_share(share, x.y));
+  // What a reset leaves. Inputs of a step have the reset as it is in memory: a conversion where it is loaded
+  // would wait for it there.
+  __device__ __forceinline__ static float2 kept(Reset reset, float2 x) {
+    return make_float2(keep_share(kept_after(reset), x.x), keep_share(kept_after(reset), x.y));
   }
   template <int N>
-  __device__ __forceinline__ static void keep(float share, float2 (&values)[N]) {
+  __device__ __forceinline__ static void keep(Reset reset, float2 (&values)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = kept(share, values[i]);
+    for (int i = 0; i < N; ++i) values[i] = kept(reset, values[i]);
   }
 
   // Parameters and step inputs as the cell reads them, for both units of a pair.
@@ -166,7 +169,7 @@ class PersistentSteps {
     Derived& self = derived();
     const int steps = self.steps();  // in a register, as all that a step needs: each load waits
     RowSource<T> source = self.begin_one_tile();
-    exchange_.begin(self.first_h(), self.first_keep());
+    exchange_.begin(self.first_h(), self.first_reset());
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
     for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile(n & 1, source);

@@ -76,7 +76,7 @@ struct FewRowsForward {
     step.gates = Gates<const float>::in_rows(gates, kProducts, hidden);
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
-    step.keep = s.keep ? s.keep + first : nullptr;
+    step.resets = s.resets().from(first);
     step.new_states = static_cast<float*>(s.states_n);
     step.old_states = b < before.count ? step.new_states : static_cast<const float*>(s.states0);
     step.state_stride = step.batch * hidden;
@@ -136,8 +136,8 @@ struct FewRowsBackward {
   __device__ void finish(int b, int unit, const float (&products)[1]) const {
     const int64_t hidden = s.hidden, first = rows.first, width = kGates * hidden;
     float& stored_grad_h = s.grad_h[b * hidden + unit];
-    const float* const later_keep = s.keep ? s.keep + later.first : nullptr;
-    const float grad_h = b < later.count ? keep_share(share_of(later_keep, b), products[0]) : stored_grad_h;
+    const float grad_h =
+        b < later.count ? keep_share(s.resets().kept(later.first + b), products[0]) : stored_grad_h;
     if (b >= rows.count) {
       stored_grad_h = grad_h;
       return;
@@ -149,7 +149,7 @@ struct FewRowsBackward {
     step.extra = s.extra + first * kExtra * hidden;
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
-    step.keep = s.keep ? s.keep + first : nullptr;
+    step.resets = s.resets().from(first);
     step.grad_output = {s.grad_output ? s.grad_output + first * hidden : nullptr, hidden, 1};
     step.grad_own_h = s.grad_own_h;
     step.grad_new_states = {s.grad_states, hidden, 1};

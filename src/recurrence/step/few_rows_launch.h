@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/shared_memory.h"
 #include "recurrence/cell.h"
 #include "recurrence/step/few_rows_shape.h"
 
@@ -12,8 +13,7 @@ namespace lltm_ext {
 template <class Arguments>
 cudaError_t launch_few_rows_steps(const void* kernel, const FewRowsShape& shape, const Arguments& args,
                                   int first, int last, int by, bool programmatic, cudaStream_t stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes());
+  cudaError_t error = set_max_dynamic_shared(kernel, shape.shared_bytes());
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -107,7 +107,7 @@ struct FusedForwardStep {
         h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
       }
       constants.load_from(s, at, unit);
-      if constexpr (kKeeps) keep = s.keep[at];
+      if constexpr (kKeeps) keep = s.resets().kept(at);
     }
   };
 
@@ -214,7 +214,7 @@ struct FusedBackwardStep {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
-      if (kKeeps && step < s.end - 1) later_keep = s.keep[s.steps.at(step + 1).first + row];
+      if (kKeeps && step < s.end - 1) later_keep = s.resets().kept(s.steps.at(step + 1).first + row);
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
@@ -228,7 +228,7 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
       constants.load_from(s, at, unit);
-      if constexpr (kKeeps) keep = s.keep[at];
+      if constexpr (kKeeps) keep = s.resets().kept(at);
     }
   };
 

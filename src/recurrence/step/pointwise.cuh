@@ -68,21 +68,30 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 }
 
 #ifndef __CUDACC_RTC__
-template <typename T>
+// A thread has kValues of a row.
+template <typename T, int kValues>
 __global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const KeepRowsArguments<T> rows) {
-  const unsigned columns = pointwise_columns(rows.hidden);
-  const int64_t j = int64_t{blockIdx.x % columns} * kPointwiseUnits + threadIdx.x % kPointwiseUnits,
-                b = int64_t{blockIdx.x / columns} * kPointwiseRows + threadIdx.x / kPointwiseUnits;
-  if (b >= rows.batch || j >= rows.hidden) return;
-  const int64_t at = b * rows.hidden + j;
-  rows.y[at] = narrow<T>(keep_share(rows.keep[b], widen(rows.x[at])));
+  struct alignas(kValues * sizeof(T)) Values {
+    T data[kValues];
+  };
+  const int64_t width = rows.hidden / kValues, at = int64_t{blockIdx.x} * kPointwiseThreads + threadIdx.x;
+  if (at >= rows.batch * width) return;
+  Values x = reinterpret_cast<const Values*>(rows.x)[at];
+  const acc_t<T> keep = rows.resets.kept(at / width);
+#pragma unroll
+  for (T& value : x.data) value = narrow<T>(keep_share(keep, acc_t<T>(widen(value))));
+  reinterpret_cast<Values*>(rows.y)[at] = x;
 }
 
 template <typename T>
 cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream) {
-  const unsigned blocks = pointwise_blocks(rows.batch, rows.hidden);
-  return launch_kernel(keep_rows_kernel<T>, dim3(blocks), dim3(kPointwiseThreads), /*shared_bytes=*/0,
-                       /*programmatic=*/false, stream, rows);
+  constexpr int kMost = 16 / sizeof(T);
+  const auto is_aligned = [](const T* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
+  const bool by_vectors = rows.hidden % kMost == 0 && is_aligned(rows.x) && is_aligned(rows.y);
+  const int64_t threads = rows.batch * rows.hidden / (by_vectors ? kMost : 1);
+  const dim3 blocks(static_cast<unsigned>((threads + kPointwiseThreads - 1) / kPointwiseThreads));
+  return launch_kernel(by_vectors ? keep_rows_kernel<T, kMost> : keep_rows_kernel<T, 1>, blocks,
+                       dim3(kPointwiseThreads), /*shared_bytes=*/0, /*programmatic=*/false, stream, rows);
 }
 
 // A block has some columns, and each row of its threads every kPointwiseRows-th row.

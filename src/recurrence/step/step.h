@@ -47,7 +47,7 @@ struct StepForwardArguments {
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
   const T* parameters;      // [P, H]
   const T* step_inputs;     // [B, K, H]
-  const acc_t<T>* keep;     // [B] what a row takes of h and its states, or null for all; CUDA only
+  Resets<acc_t<T>> resets;  // [B]; CUDA only
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
@@ -67,7 +67,7 @@ struct StepBackwardArguments {
   const Extra* extra;              // [B, E, H]
   const T* parameters;             // [P, H]
   const T* step_inputs;            // [B, K, H]
-  const acc_t<T>* keep;            // [B] as forward; grad_h is already scaled by it
+  Resets<acc_t<T>> resets;         // [B] as forward; grad_h is already scaled by what they leave
   StridedGradient<T> grad_output;  // [B, H] gradient of h, or the state kOutputState, from outside
   const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
   acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
@@ -85,12 +85,12 @@ void recurrence_step(const StepForwardArguments<T, C>& step);
 template <class Cell, typename T, typename C, typename Extra>
 void recurrence_step(const StepBackwardArguments<T, C, Extra>& step);
 
-// Row b of y becomes what row b of x keeps: x * keep[b]. [B, H] and [B]; y may be x. CUDA only.
+// Row b of y [B, H] becomes what row b of x keeps; y may be x. CUDA only.
 template <typename T>
 struct KeepRowsArguments {
   int64_t batch, hidden;
   const T* x;
-  const acc_t<T>* keep;
+  Resets<acc_t<T>> resets;  // [B]
   T* y;
 };
 
@@ -123,11 +123,6 @@ LLTM_HOST_DEVICE void load_step_constants(const Step& s, int64_t b, int64_t j, C
   }
 }
 
-template <typename A>
-LLTM_HOST_DEVICE A share_of(const A* keep, int64_t b) {
-  return keep ? keep[b] : A(1);
-}
-
 // A block of the pointwise kernels has a few units of a few rows, or of all rows if it sums over them.
 constexpr int kPointwiseThreads = 256, kPointwiseUnits = 32,
               kPointwiseRows = kPointwiseThreads / kPointwiseUnits;
@@ -144,7 +139,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
                                 CellInputs<Cell, acc_t<T>>& in) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  const acc_t<T> share = share_of(s.keep, b);
+  const acc_t<T> share = s.resets.kept(b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_step_constants<Cell>(s, b, j, in);
   if constexpr (Cell::kReadsH) in.h = keep_share(share, widen(s.old_h[at]));
@@ -167,7 +162,7 @@ template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 const acc_t<T> (&products)[Cell::kGates]) {
   CellInputs<Cell, acc_t<T>> in;
-  const acc_t<T> share = share_of(s.keep, b);
+  const acc_t<T> share = s.resets.kept(b);
   for (int g = 0; g < Cell::kGates; ++g) {
     const acc_t<T> product = keep_share(share, products[g]);
     in.x[g] = widen(s.gates.at(b, g, j));
@@ -206,7 +201,7 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
-  const acc_t<T> share = share_of(s.keep, b);
+  const acc_t<T> share = s.resets.kept(b);
   if constexpr (Cell::kReadsH) s.grad_own_h[at] = keep_share(share, grads.h);
   for (int i = 0; i < Cell::kStates && grad_old_states; ++i) {
     grad_old_states[i * s.state_stride + at] = narrow<C>(keep_share(share, grad_states[i]));

@@ -18,6 +18,7 @@
 #include "common/matmul.h"
 #include "recurrence/step/step.h"
 #include "recurrence/tensors/launch.h"
+#include "recurrence/tensors/resets.h"
 
 namespace lltm_ext {
 
@@ -45,9 +46,9 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
 }
 
 // gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
-// the share of it that the row kept). Without h0, which only dense sequences lack, it is zeros.
+// what the row kept of it). Without h0, which only dense sequences lack, it is zeros.
 inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
-                                   const at::Tensor& output, const at::Tensor& h0, const at::Tensor& keep,
+                                   const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
                                    const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first of the rows in grad_gates
@@ -72,17 +73,16 @@ inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, c
     if (carried > 0) add(row, output, steps[k - 1].first, carried);
     add(row + carried, h0, carried, steps[k].count - carried);
   }
+  if (reset.defined() && !runs.empty()) {  // without h0, the first rows have no run
+    const int64_t first = runs[0].row, count = grad_gates.size(0) - first;
+    const at::Tensor kept_h = at::empty({count, output.size(1)}, output.options());
+    for (const auto& [row, source, source_row, rows] : runs) {
+      keep_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
+    }
+    return matmul.add_weight_gradient(gradient, grad_gates.narrow(0, first, count), kept_h);
+  }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
-  if (keep.defined()) {
-    const at::Tensor kept_h = at::empty({grad_gates.size(0), output.size(1)}, output.options());
-    if (!h0.defined()) kept_h.zero_();
-    for (size_t i = 0; i < runs.size(); ++i) {
-      const auto [row, source, source_row, rows] = runs[i];
-      keep_rows(kept_h.narrow(0, row, rows), sources[i], keep.narrow(0, chunk.begin + row, rows));
-    }
-    return matmul.add_weight_gradient(gradient, grad_gates, kept_h);
-  }
   // A packed sequence has more than two runs; two products are faster than a copy.
   if (runs.size() > 2) return matmul.add_weight_gradient(gradient, grad_gates, at::cat(sources));
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -155,7 +155,7 @@ struct BackwardOps {
     bool are_unset;
     at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
     at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
-    at::Tensor parameters, step_inputs, keep;               // aligned; rows
+    at::Tensor parameters, step_inputs, reset;              // aligned; rows
     at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
     DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
@@ -163,15 +163,15 @@ struct BackwardOps {
                        bool bias_needs_grad)
         : inputs(inputs),
           grad_output(given.grad_output),
-          output(flatten_rows(given.output)),
+          output(flatten_rows(given.output).contiguous()),
           gates(aligned(flatten_rows(given.gates))),
           extra(aligned(flatten_rows(given.extra))),
-          h0(inputs.h0),
+          h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
           steps(sizes.steps(inputs.reverse)),
           chunks(chunks_of(steps, output.size(0))),
           parameters(aligned(inputs.parameters)),
           step_inputs(aligned(inputs.step_inputs)),
-          keep(rows_of_keep(inputs)) {
+          reset(rows_of_reset(inputs)) {
       if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
       const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
       grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
@@ -221,8 +221,8 @@ struct BackwardOps {
   void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
                  c10::string_view algorithm) const {
     const Plan plan = sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
-    const bool keeps = parts[0].direction.keep.defined();
-    if (plan.is_fused() && (!keeps || op.keeps_in_fused_kernels()) &&
+    const bool resets = parts[0].direction.reset.defined();
+    if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
         try_run_fused(parts, sizes, plan, algorithm))
       return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
@@ -260,7 +260,7 @@ struct BackwardOps {
                    .extra = rows_from<T>(extra, first_row),
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
-                   .keep = shares_from<T>(direction.keep, first_row),
+                   .resets = resets_from<T>(direction.reset, first_row),
                    .grad_output = grad_output,
                    .grad_h = pointer<T>(grad_h),
                    .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
@@ -278,13 +278,12 @@ struct BackwardOps {
       } else {
         first_rows(grad_h, n).zero_();
       }
-      if (!direction.keep.defined()) continue;
-      const at::Tensor share = direction.keep.narrow(0, first_row, n);
-      const at::Tensor grad_h_rows = first_rows(grad_h, n);
-      keep_rows(grad_h_rows, grad_h_rows, share);
+      if (!direction.reset.defined()) continue;
+      keep_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
       if (!gates.is_cpu()) continue;  // the kernel has scaled the others
+      const at::Tensor reset = direction.reset.narrow(0, first_row, n);
       for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
-        if (x.defined()) first_rows(x, n).copy_(kept(first_rows(x, n), share));
+        if (x.defined()) first_rows(x, n).copy_(kept(first_rows(x, n), reset));
       }
     }
   }
@@ -309,10 +308,11 @@ struct BackwardOps {
           .rows = chunk.end - chunk.begin,
           .hidden = static_cast<int>(sizes.hidden),
           .from_zeros = direction.are_unset,
+          .reset_is_bool = is_bool(direction.reset),
           .weight_t = pointer<T>(direction.weight_hh_t),
           .parameters = pointer<T>(direction.parameters),
           .step_inputs = pointer<T>(direction.step_inputs),
-          .keep = pointer<acc_t<T>>(direction.keep),
+          .reset = pointer<void>(direction.reset),
           .gates = pointer<T>(direction.gates),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),
@@ -341,7 +341,7 @@ struct BackwardOps {
                                input_rows.narrow(0, chunk.begin, count));
     if (shape.recurrent) {
       add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
-                             direction.keep, direction.steps, chunk);
+                             direction.reset, direction.steps, chunk);
     }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
@@ -440,6 +440,12 @@ struct BuiltInBackward {
   static variable_list run(const at::Tensor& input, Directions directions, at::ArrayRef<Inputs> given,
                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                            bool input_needs_grad, bool bias_needs_grad) {
+#ifndef LLTM_EXT_STABLE_ABI
+    if (has_resets_on_cuda(input, directions)) {
+      return WithResets<Op>::backward(input, directions[0], given[0], batch_sizes, algorithm,
+                                      input_needs_grad, bias_needs_grad);
+    }
+#endif
     const auto or_empty = [&](const at::Tensor& x) {
       return x.defined() ? x : at::empty({0}, input.options());
     };
@@ -457,8 +463,8 @@ struct BuiltInBackward {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const at::Tensor& output,
       const at::Tensor& gates, const at::Tensor& extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
-      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad, const OptionalTensor& keep) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, std::nullopt, reverse, keep, {});
+      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad, const OptionalTensor& reset) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, std::nullopt, reverse, reset, {});
     const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
     const variable_list g =
         run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);

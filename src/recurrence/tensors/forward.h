@@ -14,6 +14,7 @@
 #include "recurrence/step/step.h"
 #include "recurrence/tensors/added_units.h"
 #include "recurrence/tensors/launch.h"
+#include "recurrence/tensors/resets.h"
 
 namespace lltm_ext {
 
@@ -86,8 +87,8 @@ struct ForwardOps {
   void run_steps(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                  c10::string_view algorithm, bool save) const {
     const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size());
-    const bool keeps = directions[0].keep.defined();
-    if (plan.is_fused() && (!keeps || op.keeps_in_fused_kernels()) &&
+    const bool resets = directions[0].reset.defined();
+    if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
         try_run_fused(directions, outs, sizes, plan, algorithm, save))
       return;
     if (directions.size() == 1) {
@@ -105,7 +106,7 @@ struct ForwardOps {
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
-                     step_inputs = contiguous_or_none(d.step_inputs), keep = rows_of_keep(d);
+                     step_inputs = contiguous_or_none(d.step_inputs), reset = rows_of_reset(d);
     const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
@@ -116,9 +117,9 @@ struct ForwardOps {
       products = at::empty({batch, gates * hidden}, states.options());
     }
     for (const auto& [first_row, n] : steps) {
-      if (keep.defined() && h.is_cpu()) {
-        const at::Tensor share = keep.narrow(0, first_row, n);
-        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)}) x.copy_(kept(x, share));
+      if (reset.defined() && h.is_cpu()) {
+        const at::Tensor of_step = reset.narrow(0, first_row, n);
+        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)}) x.copy_(kept(x, of_step));
       }
       at::Tensor product;
       if (shape.recurrent) {
@@ -140,7 +141,7 @@ struct ForwardOps {
                    .product = pointer<acc_t<T>>(product),
                    .parameters = pointer<T>(parameters),
                    .step_inputs = rows_from<T>(step_inputs, first_row),
-                   .keep = shares_from<T>(keep, first_row),
+                   .resets = resets_from<T>(reset, first_row),
                    .old_states = pointer<acc_t<T>>(states),
                    .new_states = mutable_pointer<acc_t<T>>(states),
                    .state_stride = batch * hidden,
@@ -163,7 +164,7 @@ struct ForwardOps {
   bool try_run_fused(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                      const Plan& plan, c10::string_view algorithm, bool save) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
-    std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, keep;
+    std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
     for (size_t i = 0; i < directions.size(); ++i) {
       const Direction& d = directions[i];
       weights.push_back(aligned(d.weight_hh));
@@ -178,7 +179,7 @@ struct ForwardOps {
       }
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
-      keep.push_back(rows_of_keep(d));
+      reset.push_back(rows_of_reset(d));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
@@ -188,10 +189,11 @@ struct ForwardOps {
           .hidden = static_cast<int>(sizes.hidden),
           .save = save,
           .narrow_states = sizeof(T) < sizeof(acc_t<T>) && states_n[i].scalar_type() == out.h_n.scalar_type(),
+          .reset_is_bool = is_bool(reset[i]),
           .weight = pointer<T>(weights[i]),
           .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(step_inputs[i]),
-          .keep = pointer<acc_t<T>>(keep[i]),
+          .reset = pointer<void>(reset[i]),
           .h0 = pointer<T>(h0[i]),
           .states0 = pointer<void>(states0[i]),
           .gates = mutable_pointer<T>(out.gates),
@@ -273,7 +275,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
                           .weight_hh = in_float32(d.weight_hh),
                           .bias = d.bias ? OptionalTensor(in_float32(*d.bias)) : std::nullopt,
                           .reverse = d.reverse,
-                          .keep = d.keep};
+                          .reset = d.reset};
   const auto [output, h_n, c_n] = run(in_float32(input), wide);
   const at::ScalarType type = input.scalar_type();
   return {output.to(type), h_n.to(type), c_n.to(d.states.defined() ? d.states.scalar_type() : type)};
@@ -295,6 +297,11 @@ template <class Op>
 struct BuiltInForward {
   static variable_list run(const at::Tensor& input, Directions directions,
                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm, bool save) {
+#ifndef LLTM_EXT_STABLE_ABI
+    if (has_resets_on_cuda(input, directions)) {
+      return WithResets<Op>::forward(input, directions[0], batch_sizes, algorithm, save);
+    }
+#endif
     return ForwardOps<Op>{}.check_and_run(input, directions, batch_sizes, algorithm, save);
   }
 
@@ -303,8 +310,8 @@ struct BuiltInForward {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, keep, bias_hh);
+      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, bias_hh);
     return sequence_of(input, only, batch_sizes, algorithm);
   }
 
@@ -340,8 +347,8 @@ struct BuiltInForward {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, keep, bias_hh);
+      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, bias_hh);
     const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/true);
     return {y[0], y[1], y[2], y[3], y[4]};
   }

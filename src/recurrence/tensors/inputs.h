@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
@@ -85,18 +86,22 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
 }
 
-// What rows keep, from `row` on, for kernels; null on the CPU, or if all keep everything.
+inline bool is_bool(const at::Tensor& x) { return x.defined() && x.scalar_type() == at::kBool; }
+
+// Resets from `row` on, for kernels; none on the CPU.
 template <typename T>
-const acc_t<T>* shares_from(const at::Tensor& keep, int64_t row) {
-  return keep.defined() && !keep.is_cpu() ? pointer<acc_t<T>>(keep) + row : nullptr;
+Resets<acc_t<T>> resets_from(const at::Tensor& reset, int64_t row) {
+  if (!reset.defined() || reset.is_cpu()) return {};
+  return Resets<acc_t<T>>{pointer<void>(reset), is_bool(reset)}.from(row);
 }
 
-// Each row of x [..., rows, H] times its element of keep [rows], bool or a number. Nothing of an infinity or
+// What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. Nothing of an infinity or
 // NaN is left if that is 0.
-inline at::Tensor kept(const at::Tensor& x, const at::Tensor& keep) {
-  const at::Tensor share = keep.unsqueeze(-1);
-  if (keep.scalar_type() == at::kBool) return at::where(share, x, at::zeros({}, x.options()));
-  return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, keep.options()));
+inline at::Tensor kept(const at::Tensor& x, const at::Tensor& reset) {
+  const at::Tensor lost = reset.unsqueeze(-1);
+  if (is_bool(reset)) return at::where(lost, at::zeros({}, x.options()), x);
+  const at::Tensor share = at::ones({}, reset.options()) - lost;
+  return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, reset.options()));
 }
 
 inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
@@ -152,8 +157,8 @@ struct Direction {
   OptionalTensor bias;
   bool reverse;
   at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
-  // [T, B] or [N], what a row takes of h and its states into a step: bool, or a number. Undefined: all.
-  at::Tensor keep = {};
+  // [T, B] or [N], what a row loses of h and its states before a step: bool, or a number. Undefined: nothing.
+  at::Tensor reset = {};
 };
 using Directions = at::ArrayRef<Direction>;
 
@@ -187,7 +192,7 @@ inline void set_values(const at::Tensor& values, const at::Tensor& x) {
 template <class Op>
 Direction direction_of(const Op& op, const OptionalTensor& h0, const OptionalTensor& c0,
                        const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
-                       bool reverse, const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+                       bool reverse, const OptionalTensor& reset, const OptionalTensor& bias_hh) {
   if (bias_hh) check_bias_hh(op.name().c_str(), or_undefined(bias), *bias_hh);
   return {or_undefined(h0),
           or_undefined(c0),
@@ -197,14 +202,13 @@ Direction direction_of(const Op& op, const OptionalTensor& h0, const OptionalTen
           reverse,
           {},
           {},
-          or_undefined(keep)};
+          or_undefined(reset)};
 }
 
-// [N], contiguous; on CUDA as numbers, for the kernels.
-inline at::Tensor rows_of_keep(const Direction& d) {
-  if (!d.keep.defined()) return d.keep;
-  const at::Tensor rows = d.keep.contiguous().view({d.keep.numel()});
-  return rows.is_cpu() ? rows : rows.to(at::toOpMathType(d.weight_ih.scalar_type()));
+// The resets of all rows, contiguous; on the CPU [N].
+inline at::Tensor rows_of_reset(const Direction& d) {
+  const at::Tensor rows = contiguous_or_none(d.reset);
+  return rows.defined() && rows.is_cpu() ? rows.view({rows.numel()}) : rows;
 }
 
 // What a cell is to the code that runs it on tensors:
@@ -214,7 +218,7 @@ inline at::Tensor rows_of_keep(const Direction& d) {
 //     shape();            // a CellShape
 //     states_name();      // the argument that has the states
 //     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
-//     keeps_in_fused_kernels();       // whether its fused kernels take Direction::keep
+//     resets_in_fused_kernels();      // whether its fused kernels take Direction::reset
 //     has_fused_kernels_of_double();  // whether some of them take float64
 //     loads_eights(input);            // whether fused kernels on its device load units by eights
 //     zeros_stay();                   // whether a unit of zeros stays so, forward and backward
@@ -278,12 +282,12 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
     check("step_inputs", d.step_inputs, sizes_like_input(input, shape.step_inputs * hidden),
           "[..., step inputs * hidden_size]");
   }
-  if (d.keep.defined()) {
-    check_same_device(op, "keep", d.keep, input);
-    if (d.keep.scalar_type() != at::kBool) {
-      check_same_dtype(op, "keep", d.keep, at::toOpMathType(input.scalar_type()));
+  if (d.reset.defined()) {
+    check_same_device(op, "reset", d.reset, input);
+    if (!is_bool(d.reset)) {
+      check_same_dtype(op, "reset", d.reset, at::toOpMathType(input.scalar_type()));
     }
-    check("keep", d.keep, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
+    check("reset", d.reset, input.sym_sizes().slice(0, input.dim() - 1), "[length, batch]");
   }
   if (batch_sizes) check_batch_sizes(op, *batch_sizes, input, packed_batch_of(d, *batch_sizes));
   algorithm_named(op, algorithm);

@@ -39,9 +39,8 @@ struct BuiltInOp {
   static constexpr CellShape shape() { return kCellShape<Cell>; }
   static constexpr const char* states_name() { return "c0"; }
   static constexpr bool stacked_states() { return false; }
-  // Kernels with and without it would double the package. The steps run one by one; in Python, such a call
-  // runs the same formula as a user's cell (lltm_ext.cells).
-  static constexpr bool keeps_in_fused_kernels() { return false; }
+  // Such a call runs as a user's cell (resets.h; in the portable library, lltm_ext.cells by Python).
+  static constexpr bool resets_in_fused_kernels() { return false; }
   static constexpr bool has_fused_kernels_of_double() { return false; }
   static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
   static constexpr bool zeros_stay() { return true; }
@@ -142,19 +141,27 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
   return rows.to(like.device(), /*non_blocking=*/true);
 }
 
-// Row b of y [B, H], dense, becomes what row b of x keeps. y may be x.
-inline void keep_rows(const at::Tensor& y, const at::Tensor& x, const at::Tensor& keep) {
-  if (x.is_cpu()) {
-    y.copy_(kept(x, keep));
+// Rows of a dense [rows, H], or of resets. Views would cost a launch's time each.
+struct Rows {
+  const at::Tensor& of;
+  int64_t first = 0;
+};
+
+// `count` rows of y become what those of x keep after their resets. y may be x.
+inline void keep_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
+  const int64_t hidden = x.of.size(1);
+  if (x.of.is_cpu()) {
+    const auto rows = [&](const Rows& r) { return r.of.narrow(0, r.first, count); };
+    rows(y).copy_(kept(rows(x), rows(resets)));
     return;
   }
 #ifdef LLTM_EXT_WITH_CUDA
-  const at::Tensor rows = x.contiguous();
-  launch("keep_rows", rows, [&](auto type, auto... stream) {
+  launch("keep_rows", x.of, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof...(stream) > 0) {
-      const KeepRowsArguments<T> arguments = {rows.size(0), rows.size(1), pointer<T>(rows),
-                                              pointer<acc_t<T>>(keep), mutable_pointer<T>(y)};
+      const KeepRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
+                                              resets_from<T>(resets.of, resets.first),
+                                              mutable_pointer<T>(y.of) + y.first * hidden};
       return keep_rows(arguments, stream...);
     }
   });

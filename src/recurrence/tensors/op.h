@@ -4,6 +4,9 @@
 //
 //   struct Op : BuiltInOp<Cell> {  // of a cell as in cell.h
 //     static std::string name();
+//     // The header that declares Cell, and its name there, for kernels that take resets (resets.h).
+//     static constexpr Header kCellHeader;
+//     static constexpr const char* kCellType;
 //     // The cell in torch's differentiable ops, for the double backward: (h, c) from gates [B, G * H] and c.
 //     static std::pair<at::Tensor, at::Tensor> composed(const at::Tensor& gates, const at::Tensor& c);
 //   };
@@ -71,9 +74,10 @@ struct SequenceOps {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
     static const auto op = find_op<decltype(Forward::sequence)>(qualified("").c_str());
-    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep, bias_hh);
+    return op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, reset,
+                   bias_hh);
   }
 
   static variable_list call_bidirectional(const at::Tensor& input, at::TensorList forward_direction,
@@ -97,14 +101,14 @@ struct SequenceOps {
                                  const OptionalTensor& h0, const OptionalTensor& c0,
                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                  const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
-                                 bool reverse, c10::string_view algorithm, const OptionalTensor& keep,
+                                 bool reverse, c10::string_view algorithm, const OptionalTensor& reset,
                                  const OptionalTensor& bias_hh) {
       static const auto op = find_op<decltype(Forward::sequence_forward)>(qualified("_forward").c_str());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       auto [output, h_n, c_n, gates, extra] =
-          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep, bias_hh);
+          op.call(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, reset, bias_hh);
       ctx->save_for_backward({input, or_undefined(h0), or_undefined(c0), weight_ih, weight_hh,
-                              or_undefined(bias), output, gates, extra, or_undefined(keep),
+                              or_undefined(bias), output, gates, extra, or_undefined(reset),
                               or_undefined(bias_hh)});
       ctx->set_materialize_grads(false);
       if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
@@ -149,7 +153,7 @@ struct SequenceOps {
 
     // The sequence in torch's differentiable ops: {output, h_n, c_n}.
     static variable_list composed(const variable_list& inputs, at::OptionalIntArrayRef batch_sizes,
-                                  bool reverse, const at::Tensor& keep) {
+                                  bool reverse, const at::Tensor& reset) {
       const at::Tensor &input = inputs[0], &weight_hh = inputs[4];
       const int64_t hidden = weight_hh.size(1);
       at::Tensor h = inputs[1], c = inputs[2];
@@ -162,7 +166,7 @@ struct SequenceOps {
       for (size_t i = 5; i < inputs.size(); ++i) {
         if (inputs[i].defined()) projection = projection + inputs[i];
       }
-      const at::Tensor shares = keep.defined() ? keep.reshape({projection.size(0)}) : keep;
+      const at::Tensor resets = reset.defined() ? reset.reshape({projection.size(0)}) : reset;
       const auto replace_first_rows = [](const at::Tensor& state, const at::Tensor& rows) {
         if (rows.size(0) == state.size(0)) return rows;
         return at::cat({rows, state.narrow(0, rows.size(0), state.size(0) - rows.size(0))});
@@ -171,10 +175,10 @@ struct SequenceOps {
       for (const auto& [first_row, n] :
            rows_of_steps(batch_sizes, length_of(input, batch_sizes), h.size(0), reverse)) {
         at::Tensor old_h = h.narrow(0, 0, n), old_c = c.narrow(0, 0, n);
-        if (shares.defined()) {
-          const at::Tensor share = shares.narrow(0, first_row, n);
-          old_h = kept(old_h, share).to(h.scalar_type());
-          old_c = kept(old_c, share).to(c.scalar_type());
+        if (resets.defined()) {
+          const at::Tensor of_step = resets.narrow(0, first_row, n);
+          old_h = kept(old_h, of_step).to(h.scalar_type());
+          old_c = kept(old_c, of_step).to(c.scalar_type());
         }
         const at::Tensor gates = projection.narrow(0, first_row, n) + old_h.mm(weight_hh.t());
         const auto [new_h, new_cell] = Op::composed(gates, old_c);
@@ -313,22 +317,22 @@ struct SequenceOps {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
     if (any_needs_grad(input, h0, c0, weight_ih, weight_hh, bias, bias_hh)) {
       const auto run = [&](const at::Tensor& x, const Direction& d) {
         return sequence_autograd(x, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
-                                 batch_sizes, reverse, algorithm, keep, std::nullopt);
+                                 batch_sizes, reverse, algorithm, reset, std::nullopt);
       };
       const bool adds = adds_units(Op{}, input, weight_hh, batch_sizes, algorithm);
       if (!adds && !input.is_cpu()) {
-        const variable_list outputs = SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, bias,
-                                                              batch_sizes, reverse, algorithm, keep, bias_hh);
+        const variable_list outputs = SequenceFunction::apply(
+            input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, reset, bias_hh);
         return {outputs[0], outputs[1], outputs[2]};
       }
       // As a difference, because the gradients of a sum share their memory.
       if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
       const OptionalTensor sum = bias_hh ? at::sub(*bias, *bias_hh, -1) : bias;
-      const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, sum, reverse, keep, {});
+      const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, sum, reverse, reset, {});
       if (is_half_on_cpu(input)) return run_in_float32(Op{}, input, only, batch_sizes, algorithm, run);
       if constexpr (Op::has_cpu_layer()) {
         if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
@@ -342,11 +346,11 @@ struct SequenceOps {
                                     [&](const Direction& d) { return run(input, d); });
       }
       const variable_list outputs = SequenceFunction::apply(
-          input, h0, c0, weight_ih, weight_hh, sum, batch_sizes, reverse, algorithm, keep, std::nullopt);
+          input, h0, c0, weight_ih, weight_hh, sum, batch_sizes, reverse, algorithm, reset, std::nullopt);
       return {outputs[0], outputs[1], outputs[2]};
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, keep,
+    return call_sequence(input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, reset,
                          bias_hh);
   }
 
@@ -354,10 +358,10 @@ struct SequenceOps {
       const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& keep, const OptionalTensor& bias_hh) {
+      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
     const AutocastInputs cast(input);
     return call_sequence(cast(input), cast(h0), cast.cell(c0), cast(weight_ih), cast(weight_hh), cast(bias),
-                         batch_sizes, reverse, algorithm, keep, cast(bias_hh));
+                         batch_sizes, reverse, algorithm, reset, cast(bias_hh));
   }
 
   // Under autocast: the algorithm for the tensors that it casts.
@@ -384,13 +388,13 @@ struct SequenceOps {
     };
     def("", "(" + inputs +
                 "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto', "
-                "Tensor? keep=None, Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)");
+                "Tensor? reset=None, Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)");
     def("_forward", "(" + inputs +
-                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? keep=None, "
+                        "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? reset=None, "
                         "Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_backward", "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
                          "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, "
-                         "str algorithm, bool input_needs_grad, bool bias_needs_grad, Tensor? keep=None) "
+                         "str algorithm, bool input_needs_grad, bool bias_needs_grad, Tensor? reset=None) "
                          "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     def("_algorithm",
         "(Tensor input, Tensor h0, Tensor c0, " + weights +
