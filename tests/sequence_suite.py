@@ -270,7 +270,7 @@ class SequenceSuite(SmoothSuite):
         make = Make(DOUBLE, device)
         dense = [*sequence_arguments(make, self.gates, 3, 3, 4, 2).values()]
         packed = packed_arguments(make, self.gates, 5, 2, 3, 4, 2)
-        reset = torch.tensor([[False, True, False], [True, False, False], [False, False, True]], device=device)
+        reset = torch.tensor([[0, 1, 0], [1, 0, 0], [0, 0, 1]], dtype=torch.bool, device=device)
         yield self.sequence, Call(*dense, None, True)
         yield self.sequence, Call(*dense, None, False, "auto", reset)
         for reverse in (False, True):

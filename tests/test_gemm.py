@@ -853,7 +853,7 @@ def test_few_rows_support_batches_and_views(rows, dtype, device):
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_with_few_rows_nan_stays_in_its_row_and_column(rows, dtype, device):
     make = Make(dtype, device)
-    # On the CPU oneDNN multiplies it, whose kernels for AMX read past a row's end where K is no multiple of 32.
+    # oneDNN's kernels for AMX read past a row's end where K is no multiple of 32.
     k = 256 if device == "cpu" else 264
     x, weight = make(rows, k), make(1523, k)
     good = lltm_ext.gemm(x, weight.T)

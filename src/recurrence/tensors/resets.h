@@ -61,7 +61,8 @@ struct WithResets {
   // {output, h_n, c_n}, and if `save` {gates, extra}.
   static variable_list forward(const T& input, const Direction& d, at::OptionalIntArrayRef batch_sizes,
                                c10::string_view algorithm, bool save) {
-    check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
+    // The ops of users' cells check all inputs, but call c0 the states.
+    if (d.states.defined()) check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
     const auto call = [&](const auto& op) {
       return op.call(input, if_defined(d.h0), stacked(if_defined(d.states)), d.weight_ih, d.weight_hh, d.bias,
                      std::nullopt, std::nullopt, d.reset, batch_sizes, d.reverse, algorithm, program());
