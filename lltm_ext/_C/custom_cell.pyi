@@ -6,7 +6,7 @@ def source(
     backward: bool,
     variant: int,
     fused_rows: int = 0,
-    keeps: bool = False,
+    reset: str = "",
     independent_units: int = 0,
     few_rows: int = 0,
 ) -> str: ...
@@ -17,7 +17,7 @@ def compile(
     variant: int,
     architecture: str,
     fused_rows: int = 0,
-    keeps: bool = False,
+    reset: str = "",
     independent_units: int = 0,
     few_rows: int = 0,
 ) -> bytes: ...
