@@ -252,6 +252,35 @@ class TestLSTM(LayerSuite):
         assert_all_near(outputs, expected, FORWARD[dtype], "output")
         assert_all_near(gradients, exact, BACKWARD[dtype], "gradient")
 
+    @pytest.mark.parametrize("given", ["none", "both", "c0 in float32"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_sequences_on_the_cpu_that_onednn_takes(self, dtype, given):
+        """In bfloat16 where the CPU multiplies it. Each bias has a gradient of its own."""
+        layer, make = self.build("plain", "cpu", dtype), Make(dtype)
+        values = make(60, 9, INPUT)
+        h0, c0 = states(make, layer, 9)
+        hx = None if given == "none" else (h0, c0.float() if given == "c0 in float32" else c0)
+        with torch.no_grad():
+            only = layer(values, hx)
+        _, outputs, gradients = call_with_gradients(layer, "batched", values, hx)
+        exact_hx = hx and tuple(x.double() for x in hx)
+        _, expected, exact = call_with_gradients(self.peer(layer), "batched", values.double(), exact_hx)
+        assert outputs[2].dtype == (hx[1].dtype if hx else dtype)
+        assert_all_near(outputs, expected, FORWARD[dtype], "output")
+        assert_all_near([only[0], *only[1]], expected, FORWARD[dtype], "output without gradient")
+        assert_all_near(gradients, exact, BACKWARD[dtype], "gradient")
+        assert len({x.data_ptr() for x in gradients}) == len(gradients)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_second_derivatives_of_sequences_on_the_cpu_that_onednn_takes(self, dtype):
+        layer = self.build("plain", "cpu", dtype)
+        values, found = Make(dtype)(60, 9, INPUT), []
+        for function, x in ((layer, values), (self.peer(layer), values.double())):
+            x = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(function(x)[0].sin().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), [x, *function.parameters()]))
+        assert_all_near(*found, 8 * BACKWARD[dtype], "second derivative")
+
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
     def test_gradients_of_a_long_sequence_summed_in_chunks(self, packed, device):
         """More rows than one chunk of the backward takes."""

@@ -49,11 +49,6 @@ struct ForwardOps {
     return outs;
   }
 
-  // The type of the final states, which is that of the initial ones.
-  static at::ScalarType states_type(const at::Tensor& input, const Direction& d) {
-    return d.states.defined() ? d.states.scalar_type() : input.scalar_type();
-  }
-
   Outputs before_first_step(const at::Tensor& input, const Direction& d, const SequenceSizes& sizes,
                             bool save) const {
     const int64_t hidden = sizes.hidden;
@@ -260,8 +255,6 @@ inline bool is_half_on_cpu(const at::Tensor& x) {
   return x.defined() && x.is_cpu() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
 }
 
-inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
-
 // (output, h_n, c_n) of run(input, direction) in float32, rounded to the dtypes of input and states.
 template <class Op, typename F>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, const at::Tensor& input,
@@ -278,7 +271,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
                           .reset = d.reset};
   const auto [output, h_n, c_n] = run(in_float32(input), wide);
   const at::ScalarType type = input.scalar_type();
-  return {output.to(type), h_n.to(type), c_n.to(d.states.defined() ? d.states.scalar_type() : type)};
+  return {output.to(type), h_n.to(type), c_n.to(states_type(input, d))};
 }
 
 // ---- the dispatcher ops of a built-in cell
@@ -311,11 +304,34 @@ struct BuiltInForward {
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
       const OptionalTensor& reset, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, bias_hh);
-    return sequence_of(input, only, batch_sizes, algorithm);
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, {});
+    if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
+    if constexpr (Op::has_cpu_layer()) {
+      if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm))
+        return run_cpu_layer(input, only, bias_hh);
+    }
+    return run_kernels(input, with_one_bias(only, bias_hh), batch_sizes, algorithm);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_of(const at::Tensor& input,
+                                                                    const Direction& d,
+                                                                    at::OptionalIntArrayRef batch_sizes,
+                                                                    c10::string_view algorithm) {
+    if constexpr (Op::has_cpu_layer()) {
+      if (cpu_layer_takes<Op>(input, d, batch_sizes, algorithm)) return run_cpu_layer(input, d, {});
+    }
+    return run_kernels(input, d, batch_sizes, algorithm);
+  }
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run_cpu_layer(const at::Tensor& input,
+                                                                      const Direction& d,
+                                                                      const OptionalTensor& bias_hh) {
+    const auto [output, h_n, c_n, workspace] =
+        Op::CpuLayer::forward({input, d, bias_hh}, d.reverse, /*train=*/false);
+    return {output, h_n, c_n.to(states_type(input, d))};
+  }
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run_kernels(const at::Tensor& input,
                                                                     const Direction& d,
                                                                     at::OptionalIntArrayRef batch_sizes,
                                                                     c10::string_view algorithm) {
@@ -323,13 +339,6 @@ struct BuiltInForward {
       return run_in_float32(Op{}, input, d, batch_sizes, algorithm, [&](const auto& x, const auto& wide) {
         return sequence_of(x, wide, batch_sizes, algorithm);
       });
-    }
-    if constexpr (Op::has_cpu_layer()) {
-      if (cpu_layer_takes<Op>(input, d, batch_sizes, algorithm)) {
-        const auto [output, h_n, c_n, workspace] =
-            Op::CpuLayer::forward({input, d}, d.reverse, /*train=*/false);
-        return {output, h_n, c_n};
-      }
     }
 #ifndef LLTM_EXT_STABLE_ABI
     if (adds_units(Op{}, input, d.weight_hh, batch_sizes, algorithm)) {

@@ -110,6 +110,8 @@ inline OptionalTensor if_defined(const at::Tensor& x) {
   return x.defined() ? OptionalTensor(x) : std::nullopt;
 }
 
+inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
+
 inline void append(variable_list& to, at::TensorList tensors) {
   to.insert(to.end(), tensors.begin(), tensors.end());
 }
@@ -164,6 +166,11 @@ using Directions = at::ArrayRef<Direction>;
 
 inline at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
 
+// The type of the final states, which is that of the initial ones.
+inline at::ScalarType states_type(const at::Tensor& input, const Direction& d) {
+  return d.states.defined() ? d.states.scalar_type() : input.scalar_type();
+}
+
 inline c10::SymInt hidden_of(const CellShape& shape, const Direction& d) {
   return d.h0.defined() ? d.h0.sym_size(1) : d.weight_ih.sym_size(0) / shape.gates;
 }
@@ -174,6 +181,11 @@ inline int64_t packed_batch_of(const Direction& d, at::IntArrayRef batch_sizes) 
 // What nn.LSTM's two biases add to the gates.
 inline OptionalTensor sum_of_biases(const OptionalTensor& bias_ih, const OptionalTensor& bias_hh) {
   return bias_hh ? *bias_ih + *bias_hh : bias_ih;
+}
+
+inline Direction with_one_bias(Direction d, const OptionalTensor& bias_hh) {
+  d.bias = sum_of_biases(d.bias, bias_hh);
+  return d;
 }
 
 inline void check_bias_hh(const char* op, const at::Tensor& bias_ih, const at::Tensor& bias_hh) {

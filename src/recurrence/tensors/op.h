@@ -329,24 +329,26 @@ struct SequenceOps {
             input, h0, c0, weight_ih, weight_hh, bias, batch_sizes, reverse, algorithm, reset, bias_hh);
         return {outputs[0], outputs[1], outputs[2]};
       }
-      // As a difference, because the gradients of a sum share their memory.
+      Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, {});
       if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
-      const OptionalTensor sum = bias_hh ? at::sub(*bias, *bias_hh, -1) : bias;
-      const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, sum, reverse, reset, {});
-      if (is_half_on_cpu(input)) return run_in_float32(Op{}, input, only, batch_sizes, algorithm, run);
       if constexpr (Op::has_cpu_layer()) {
         if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm)) {
           using Node = typename Op::CpuLayer::template Node<SequenceFunction>;
-          const variable_list outputs = Node::apply(input, h0, c0, weight_ih, weight_hh, sum, reverse);
+          const variable_list outputs =
+              Node::apply(input, h0, c0, weight_ih, weight_hh, bias, bias_hh, reverse);
           return {outputs[0], outputs[1], outputs[2]};
         }
       }
+      // As a difference, because the gradients of a sum share their memory.
+      if (bias_hh) only.bias = at::sub(*bias, *bias_hh, -1);
+      if (is_half_on_cpu(input)) return run_in_float32(Op{}, input, only, batch_sizes, algorithm, run);
       if (adds) {
         return run_with_added_units(Op{}, input, only, batch_sizes, algorithm,
                                     [&](const Direction& d) { return run(input, d); });
       }
-      const variable_list outputs = SequenceFunction::apply(
-          input, h0, c0, weight_ih, weight_hh, sum, batch_sizes, reverse, algorithm, reset, std::nullopt);
+      const variable_list outputs =
+          SequenceFunction::apply(input, h0, c0, weight_ih, weight_hh, only.bias, batch_sizes, reverse,
+                                  algorithm, reset, std::nullopt);
       return {outputs[0], outputs[1], outputs[2]};
     }
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
