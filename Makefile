@@ -27,7 +27,7 @@ WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test test-all test-asan fuzz soak demo docs bench wheel wheels matrix lint
+.PHONY: test test-all test-asan test-stream test-deterministic test-sanitizer fuzz soak demo docs bench wheel wheels matrix lint
 
 test: $(INSTALLED)
 	$(TEST) -m "not packaging and not compiles" $(PYTEST)
@@ -47,6 +47,21 @@ test-asan: $(INSTALLED)
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONPATH=$(CURDIR)/build/sanitized \
 	  $(TEST) -k "not compile and not opcheck and not export and not on_cuda" $(or $(PYTEST),$(SANITIZED))
+
+# Every test on a GPU, behind other work on a stream that is not the default one.
+test-stream: $(INSTALLED)
+	$(TEST) --pass side-stream $(PYTEST)
+
+# Every test with deterministic algorithms, where new memory is filled with NaN.
+test-deterministic: $(INSTALLED)
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(TEST) --pass deterministic $(PYTEST)
+
+# Every op and algorithm in small sizes under compute-sanitizer, which comes with the CUDA toolkit, on a GPU.
+test-sanitizer: $(INSTALLED)
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(BIN)/python -m lltm_ext selftest || exit 1; \
+	done
 
 soak: $(INSTALLED)
 	$(BIN)/pytest tests/test_soak.py --soak-seconds=2000 -s $(PYTEST)

@@ -1,5 +1,6 @@
 """Parameters that tests ask for by name: `device`, `dtype`, and what an op's suite offers (op_suite.py)."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -23,9 +24,37 @@ DEVICES = [
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+@contextlib.contextmanager
+def on_a_side_stream():
+    """Behind 5 ms of other work there, so that work on another stream would come too early."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)  # clocks
+        yield
+
+
+@contextlib.contextmanager
+def deterministic():
+    """New memory is filled with NaN then. Torch's ops that have no such form warn."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+PASSES = {"side-stream": on_a_side_stream, "deterministic": deterministic}
+
+
+@pytest.fixture(autouse=True)
+def conditions(request):
+    with PASSES.get(request.config.getoption("--pass"), contextlib.nullcontext)():
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--examples", type=int, default=2000, help="random calls of each function in tests/fuzz")
     parser.addoption("--soak-seconds", type=float, default=10, help="of calls from threads, in test_soak.py")
+    parser.addoption("--pass", choices=list(PASSES), help="run every test under other conditions")
 
 
 def pytest_generate_tests(metafunc):
