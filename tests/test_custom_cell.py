@@ -564,7 +564,11 @@ def test_fused_steps_of_many_gates_compile(gates):
 
 
 def test_the_source_of_a_kernel_names_its_cell_and_variant():
-    source = _C.source(cells.gru.program, torch.bfloat16, True, 3)
+    arguments = (cells.gru.program, torch.bfloat16, True, 3)
+    source = _C.source(*arguments)
     assert "struct Cell" in source
     assert "PersistentConfig<Cell, T, 3, true>" in source
+    assert "PersistentConfig<Cell, T, 3, true, bool>" in _C.source(*arguments, reset="bool")
+    with pytest.raises(ValueError, match="gru: expected reset to be '', 'bool' or 'float', got 'int'"):
+        _C.source(*arguments, reset="int")
     assert cells.gru.source in source

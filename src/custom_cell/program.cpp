@@ -96,6 +96,9 @@ const CellProgram& CellProgram::get(std::string_view text) {
 }
 
 std::string CellProgram::source(const CellKernel& kernel) const {
+  const std::string& reset = kernel.reset;
+  TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
+                    ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
   const KernelText text = text_of(kernel);
   return c10::str("#include \"recurrence/", text.header,
                   "\"\n#include \"recurrence/to_initial.h\"\n\nnamespace lltm_ext {\n\n", code,

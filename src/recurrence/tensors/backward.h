@@ -136,8 +136,7 @@ struct BackwardOps {
     if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
     if (!grad_states_n) return;
     const std::string name = op.stacked_states() ? "grad_states_n" : "grad_c_n";
-    const at::ScalarType states_type = d.states.defined() ? d.states.scalar_type() : type;
-    check(name.c_str(), *grad_states_n, states_type, states_sizes(op, batch, hidden),
+    check(name.c_str(), *grad_states_n, states_type(input, d), states_sizes(op, batch, hidden),
           op.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   }
 

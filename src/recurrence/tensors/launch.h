@@ -141,7 +141,7 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
   return rows.to(like.device(), /*non_blocking=*/true);
 }
 
-// Rows of a dense [rows, H], or of resets. Views would cost a launch's time each.
+// Rows of a dense [rows, H], or of resets. A view of them would take the host as long as a launch.
 struct Rows {
   const at::Tensor& of;
   int64_t first = 0;
