@@ -118,7 +118,7 @@ struct OneDnnLstm {
         const Direction d = {saved[1], saved[2], saved[3], saved[4], if_defined(saved[5]), reverse};
         gradients = OneDnnLstm::backward({saved[0], d, if_defined(saved[6])}, {saved[7], saved[8], saved[9]},
                                          saved[10], grad_outputs, reverse);
-        gradients[6] = gradients[5].clone();  // oneDNN's are one tensor
+        if (inputs[6].defined()) gradients[6] = gradients[5].clone();  // oneDNN's are one tensor
         for (size_t i = 0; i < inputs.size(); ++i) {
           const bool needed = inputs[i].defined() && inputs[i].requires_grad();
           gradients[i] = needed ? gradients[i].to(inputs[i].scalar_type()) : at::Tensor();
