@@ -68,7 +68,7 @@ SMALL_ALGORITHM_GRID: list[Shape] = [(1, 16, 32), (4, 16, 32)]
 # The shortest possible step of a persistent kernel, us: the time its blocks need to exchange h, without any
 # arithmetic. Measured on an H200: a cluster's all-to-all of up to 8 blocks and of 16, and a grid's barrier.
 CLUSTER_FLOORS, GRID_FLOOR = {8: 0.36, 16: 0.47}, 0.93
-CLUSTER_BLOCKS = 8  # at most: kClusterBlocks in src/recurrence/plan.h
+CLUSTER_BLOCKS = 8  # at most: kMostClusterBlocks in src/common/device.h
 FLOORS = {"cluster": CLUSTER_FLOORS[CLUSTER_BLOCKS], "grid": GRID_FLOOR}
 
 

@@ -345,13 +345,22 @@ def test_few_steps_of_such_sizes_run_one_by_one(op):
 
 @needs_cuda
 @ops
-@pytest.mark.parametrize("hidden", [1, 7, 20, 33, 75, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden", [1, 7, 20, 33, 75, 95])
 @pytest.mark.parametrize("length", [1, 9])
-def test_small_float32_layers_of_any_hidden_size_run_in_one_launch(op, hidden, length):
-    call = op.call(Make(torch.float32, "cuda"), length, 5, hidden)
+def test_small_layers_of_any_hidden_size_run_in_one_launch(op, dtype, hidden, length):
+    call = op.call(Make(dtype, "cuda"), length, 5, hidden)
     if CAPABILITY == (9, 0):
         assert op.plan(*call.args) == "cluster"
-    results_of(op, op.loop, call).assert_near(torch.float32)
+    results_of(op, op.loop, call).assert_near(dtype)
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_that_are_not_at_multiples_of_16_bytes_have_gradients_of_a_long_sum(op, dtype):
+    call = op.call(Make(dtype, "cuda"), 300, 40, 50, input_size=13)
+    results_of(op, op.loop, call).assert_near(dtype)
 
 
 @needs_cuda
@@ -1198,7 +1207,7 @@ def test_auto_runs_everything(op, dtype, device):
         call = op.call(Make(dtype, device), length, batch, hidden, input_size=3)
         name = op.plan(*call.args)
         # Blocks of one row take any number of units.
-        is_fused = device == "cuda" and (dtype == torch.float32 or (dtype != DOUBLE and hidden % 8 == 0))
+        is_fused = device == "cuda" and dtype != DOUBLE
         assert name in (ALGORITHMS if is_fused else ["stepwise"])
         outputs = call.run(op)
         assert_same_bits(call.run(functools.partial(op, algorithm=name)), outputs)

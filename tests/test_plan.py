@@ -29,7 +29,9 @@ int main(int count, char** questions) {
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
-    const DeviceInfo device = {n[6], n[7], n[8] != 0, n[7] / 11 * 10, n[9]};
+    DeviceInfo device = {n[6], n[7], n[8] != 0, {}, n[9]};
+    for (int& multiprocessors : device.cluster_multiprocessors) multiprocessors = n[7] / 11 * 10;
+    device.cluster_multiprocessors[3] = n[7] / 22 * 19;
     const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[10]));
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
@@ -185,21 +187,46 @@ def test_tf32_has_room_for_four_gates_of_1024_units(plan):
 
 
 def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
-    for more in ({"size": 8}, {"hidden": 12}, {"chip": T4}, {"batch": 0}, {"hidden": 4096}, {"batch": 10**6}):
+    for more in (
+        {"size": 8},
+        {"hidden": 132},
+        {"chip": T4},
+        {"batch": 0},
+        {"hidden": 4096},
+        {"batch": 10**6},
+    ):
         (found,) = plan({"hidden": 64, "batch": 8, **more})
         assert (found.algorithm, found.why_not) == ("stepwise", ""), more
 
 
-def test_blocks_of_one_row_take_any_number_of_units(plan):
-    for backward in (False, True):
-        odd, half, large = plan(
-            *(
-                {"hidden": h, "batch": 8, "size": size, "backward": backward}
-                for h, size in ((75, 4), (75, 2), (100, 4))
-            )
-        )
-        assert odd.one_row
-        assert half.algorithm == large.algorithm == "stepwise"  # with units added they run in one launch
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("size", [2, 4], ids=["half", "float32"])
+def test_blocks_of_one_row_take_any_number_of_units(plan, size, backward):
+    odd, large = plan(*({"hidden": h, "batch": 8, "size": size, "backward": backward} for h in (75, 100)))
+    assert odd.one_row
+    assert large.algorithm == "stepwise"  # with units added it runs in one launch
+
+
+def test_in_half_types_blocks_of_one_row_serve_few_units_or_odd_numbers_of_them(plan):
+    sizes = {32: 264, 31: 264, 33: 132, 95: 132}
+    few = plan(*({"hidden": h, "batch": most} for h, most in sizes.items()))
+    many = plan(*({"hidden": h, "batch": most + 1} for h, most in sizes.items()))
+    assert all(p.one_row for p in few)
+    assert not any(p.one_row for p in (*many, *plan({"hidden": 40, "batch": 1}, {"hidden": 97, "batch": 1})))
+
+
+def test_groups_are_no_more_than_the_clusters_of_their_size_that_run_at_once(plan):
+    """Clusters of three blocks fill 114 of these multiprocessors, others 120."""
+    problem = {"hidden": 96, "batch": 200, "size": 4, "gates": 4, "tf32": True, "backward": True}
+    (found,) = plan(problem)
+    assert (found.members, found.groups) == (3, 34)
+
+
+def test_clusters_in_many_waves_leave_half_types_to_fused_steps(plan):
+    for hidden, most, more in ((256, 7 * 15 * 8, 1024), (512, 4 * 15 * 8, 4 * 15 * 8 + 1)):
+        few, many = plan(*({"hidden": hidden, "batch": batch} for batch in (most, more)))
+        assert few.algorithm == "cluster"
+        assert many.algorithm == "stepwise" and many.fused_step[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,15 @@ namespace lltm_ext {
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) cluster_probe_kernel() {}
 
-// The multiprocessors that clusters of eight can fill with one block each; all of them if the device has no
-// clusters.
-inline int cluster_multiprocessors(int multiprocessors, int shared_bytes) {
-  constexpr int kBlocks = 8, kThreads = 256;
+// The multiprocessors that clusters can fill with one block each; all of them if the device has no clusters.
+inline int cluster_multiprocessors(int cluster_blocks, int multiprocessors, int shared_bytes) {
+  constexpr int kThreads = 256;
   const auto kernel = cluster_probe_kernel<kThreads>;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {kBlocks, 1, 1};
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kBlocks * multiprocessors);
+  config.gridDim = dim3(cluster_blocks * multiprocessors);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes;  // as much as there is, so that a multiprocessor has one block
   config.attrs = &attribute;
@@ -30,7 +29,7 @@ inline int cluster_multiprocessors(int multiprocessors, int shared_bytes) {
   int clusters = 0;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (error == cudaSuccess) return clusters * kBlocks;
+  if (error == cudaSuccess) return clusters * cluster_blocks;
   cudaGetLastError();
   return multiprocessors;
 }
@@ -49,8 +48,11 @@ inline cudaError_t ask_driver(DeviceInfo& info, int device) {
 #ifdef LLTM_EXT_SM90A
   info.has_sm90a = info.compute_capability == 90;
 #endif
-  info.cluster_multiprocessors =
-      major >= 9 ? cluster_multiprocessors(info.multiprocessors, info.shared_bytes) : info.multiprocessors;
+  for (int n = 1; n <= kMostClusterBlocks; ++n) {
+    info.cluster_multiprocessors[n] =
+        major >= 9 ? cluster_multiprocessors(n, info.multiprocessors, info.shared_bytes)
+                   : info.multiprocessors;
+  }
   return cudaSuccess;
 }
 

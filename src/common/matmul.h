@@ -261,6 +261,12 @@ inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& lef
   // For larger products of float32 cuBLAS itself chooses better algorithms, up to 1.26 times as fast.
   const bool is_large = a.numel() * b.size(1) >= int64_t{1} << 27;
   if (a.scalar_type() == at::kFloat && !bias && is_large) return false;
+  // For rows of half types that are not at multiples of 16 bytes, it recommends a kernel that does not split
+  // a long sum: gradients of weights took up to 140 times as long as by cuBLAS itself.
+  const auto is_aligned = [&](const CublasMatrix& x, const at::Tensor& of) {
+    return of.element_size() != 2 || x.ld % 8 == 0;
+  };
+  if (!bias && !(is_aligned(to, out) && is_aligned(left, a) && is_aligned(right, b))) return false;
   const CublasLtPlan::Problem problem = {to,        left,           right,           a.size(0),
                                          a.size(1), b.size(1),      a.scalar_type(), out.scalar_type(),
                                          tf32,      bias != nullptr};
@@ -280,7 +286,9 @@ inline void gemm_ex(cublasHandle_t handle, bool tf32, const CublasMatrix& to, co
     return is_double ? static_cast<const void*>(&y) : &x;
   };
   const cudaDataType_t type = cuda_type(a.scalar_type());
-  const MathMode mode(handle, MathMode::with(tf32));
+  // Parts of a split K are summed in float32, as by cuBLASLt.
+  const int exact_sums = a.element_size() == 2 ? CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION : 0;
+  const MathMode mode(handle, static_cast<cublasMath_t>(MathMode::with(tf32) | exact_sums));
   TORCH_CUDABLAS_CHECK(cublasGemmEx(
       handle, right.op, left.op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
       static_cast<int>(a.size(1)), scalar(alpha, alpha_double), right.data, type, right.ld, left.data, type,

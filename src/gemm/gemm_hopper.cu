@@ -61,7 +61,8 @@ inline double time_of(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int
   const int height = tiling.pairs ? 2 : 1;
   const int64_t blocks = int64_t{tiles_of(m, tiling.rows * height)} * height * tiles_of(n, tiling.columns) *
                          batch * tiling.splits;
-  const int64_t places = tiling.splits > 2 ? device.cluster_multiprocessors : device.multiprocessors;
+  const int64_t places =
+      tiling.splits > 2 ? device.cluster_multiprocessors[kMostClusterBlocks] : device.multiprocessors;
   const int64_t bytes = std::min(blocks, places) * (tiling.rows + tiling.columns / height) * kSwizzleBytes;
   const double slice = std::max(tiling.slice, static_cast<double>(bytes) / kBytesPerMicrosecond);
   const double slices = tiles_of(k, kTileK * tiling.splits),
@@ -113,7 +114,9 @@ template <class Mainloop, typename T>
 cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const int64_t tiles = problem.template scheduler<Mainloop>().total();
   int splits = 8;
-  const auto room = [&] { return splits > 2 ? device.cluster_multiprocessors : device.multiprocessors; };
+  const auto room = [&] {
+    return splits > 2 ? device.cluster_multiprocessors[kMostClusterBlocks] : device.multiprocessors;
+  };
   while (splits > 1 && (tiles * splits > room() || splits > tiles_of(problem.k, kTileK))) splits /= 2;
   return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }
@@ -343,7 +346,8 @@ double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
     if (args.m > kFewColumns) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
   }
   const int64_t tiles = int64_t{tiles_of(args.n, 64)} * args.batch;
-  const int64_t splits = std::clamp<int64_t>(device.cluster_multiprocessors / tiles, 1, 8);
+  const int64_t splits =
+      std::clamp<int64_t>(device.cluster_multiprocessors[kMostClusterBlocks] / tiles, 1, 8);
   const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
   const double split = splits > 1 ? 1.3 : 0;
   return ends + 1.35 + 0.21 * weights + split + rounds * (0.13 * slices / splits + 0.7);

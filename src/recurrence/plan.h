@@ -39,14 +39,12 @@ struct Problem {
 
 namespace plan_detail {
 
-constexpr int kClusterBlocks = 8;
-
 inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // Those that groups can fill.
 inline int multiprocessors(const GroupGrid& grid, const PersistentVariant& v, const DeviceInfo& device) {
   const bool clusters = v.algorithm == Algorithm::kCluster && grid.group_blocks > 1;
-  return clusters ? device.cluster_multiprocessors : device.multiprocessors;
+  return clusters ? device.cluster_multiprocessors[grid.group_blocks] : device.multiprocessors;
 }
 
 // Whether a variant can run the problem; sets the grid if so.
@@ -63,7 +61,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));
   // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
   if (shape.through() == ExchangeThrough::kCluster) grid.group_blocks = std::max(grid.group_blocks, 2);
-  if (cluster && (grid.group_blocks > kClusterBlocks || device.compute_capability < 90)) return false;
+  if (cluster && (grid.group_blocks > kMostClusterBlocks || device.compute_capability < 90)) return false;
   const int resident = multiprocessors(grid, v, device) / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
   int64_t rows = tiles_of(p.batch, resident);
@@ -90,15 +88,18 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
   if (v.one_row) {  // blocks of several rows are faster from some rows on
-    if (p.tf32 || p.hidden > 96) return rows <= device.multiprocessors;
-    return p.hidden <= 32 || p.hidden > 64 || rows <= 4 * device.multiprocessors;
+    const int64_t rows_each = tiles_of(rows, device.multiprocessors);
+    if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
+    if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
+    return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
   }
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
     // In TF32 clusters of the larger blocks take over from those of the smaller ones.
     const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
-    const int waves = grid.group_blocks > 1 && one_wave ? 1 : 9;
+    const int until_fused_steps = fused_step.split_k == 0 ? 9 : v.chunks > 4 ? 4 : 7;
+    const int waves = grid.group_blocks == 1 ? 9 : one_wave ? 1 : until_fused_steps;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
@@ -142,7 +143,9 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
   const int64_t tiles = fused_tiles(p, 64);
   const int split_k = split_k_of(8 * tiles <= 3 * device.multiprocessors, tiles <= device.multiprocessors, k);
   if (k <= (split_k == 4 ? 8192 : 1024 * split_k)) return {64, split_k};
-  if (kClusterBlocks * fused_tiles(p, 128) <= device.cluster_multiprocessors) return {128, kClusterBlocks};
+  if (kMostClusterBlocks * fused_tiles(p, 128) <= device.cluster_multiprocessors[kMostClusterBlocks]) {
+    return {128, kMostClusterBlocks};
+  }
   return {};
 }
 

@@ -1,9 +1,9 @@
-// The persistent kernels of small layers in float32: a block has all units and one row of the batch. Nothing
-// is exchanged between blocks, no row of a tile is empty, and a step has one barrier. They take any number of
+// The persistent kernels of small layers: a block has all units and one row of the batch. Nothing is
+// exchanged between blocks, no row of a tile is empty, and a step has one barrier. They take any number of
 // units.
 //
 // Four lanes share a unit. Each multiplies a quarter of K by the weights that it holds in registers, they add
-// up their sums, and all four compute the cell.
+// up their sums, and all four compute the cell. Half types are multiplied in float32.
 #pragma once
 
 #include "recurrence/persistent/block.cuh"
@@ -17,6 +17,7 @@ class OneRow {
   using Storage = float*;  // [2][kInputs][kUnits]
 
  protected:
+  using T = typename Config::T;
   using Cell = typename Config::Cell;
   using Reset = typename Config::Reset;
   using Math = typename Config::Math;
@@ -57,27 +58,28 @@ class OneRow {
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const float* const from = row(gate) + 4 * (v * kLanesOfUnit + lane_);
+        const T* const from = row(gate) + 4 * (v * kLanesOfUnit + lane_);
         const auto value = [&](int i) {
-          return exists() && 4 * (v * kLanesOfUnit + lane_) + i < hidden_ ? from[i] : 0;
+          return exists() && 4 * (v * kLanesOfUnit + lane_) + i < hidden_ ? widen(from[i]) : 0;
         };
         weights_[gate][v] = {value(0), value(1), value(2), value(3)};
       }
     }
   }
-  __device__ __forceinline__ void load_constants(const float* parameters) {
+  __device__ __forceinline__ void load_constants(const T* parameters) {
 #pragma unroll
     for (int p = 0; p < Cell::kParameters; ++p) {
-      in_.parameters[p] = exists() ? *plane(parameters, 0, Cell::kParameters, p) : 0;
+      in_.parameters[p] = exists() ? widen(*plane(parameters, 0, Cell::kParameters, p)) : 0;
     }
   }
-  __device__ __forceinline__ void load_step_inputs(float (&to)[kStepInputs], const float* at) const {
+  // What a step reads is widened where it is used: a conversion where it is loaded would wait for it there.
+  __device__ __forceinline__ void load_step_inputs(T (&to)[kStepInputs], const T* at) const {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) to[k] = at[k * hidden_];
   }
-  __device__ __forceinline__ void set_step_inputs(const float (&from)[kStepInputs]) {
+  __device__ __forceinline__ void set_step_inputs(const T (&from)[kStepInputs]) {
 #pragma unroll
-    for (int k = 0; k < Cell::kStepInputs; ++k) in_.steps[k] = from[k];
+    for (int k = 0; k < Cell::kStepInputs; ++k) in_.steps[k] = widen(from[k]);
   }
 
   // Two buffers of values, of which a step reads one and writes the other. An address that changes from step
@@ -129,7 +131,7 @@ class OneRow {
     __device__ explicit Prefetcher(const OneRow& steps)
         : steps_(steps), plane_(steps.exists() ? static_cast<int>(threadIdx.x % 32) : 32) {}
     // Adds the first `used` planes of an array [rows, planes, H], or none of a null array.
-    __device__ void add(const float* base, int64_t first_row, int planes, int used) {
+    __device__ void add(const T* base, int64_t first_row, int planes, int used) {
       if (base && plane_ >= 0 && plane_ < used) {
         next_ = base + ((first_row + steps_.row_) * planes + plane_) * steps_.hidden_ +
                 threadIdx.x / 32 * (32 / kLanesOfUnit);
@@ -146,7 +148,7 @@ class OneRow {
    private:
     const OneRow& steps_;
     int plane_, width_ = 0;
-    const float* next_ = nullptr;
+    const T* next_ = nullptr;
   };
 
   // The same flag, but the compiler does not load it again in every step.
@@ -167,11 +169,11 @@ class OneRowForward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Math, typename Base::Reset;
+  using typename Base::Cell, typename Base::Math, typename Base::Reset, typename Base::T;
 
  public:
   using typename Base::Storage;
-  using Arguments = SequenceForwardArguments<float>;
+  using Arguments = SequenceForwardArguments<T>;
 
   __device__ OneRowForward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
@@ -191,10 +193,9 @@ class OneRowForward : OneRow<Config> {
     float h = 0, states[at_least_one(kStates)] = {};
     Inputs next;
     if (exists()) {
-      if (args_.h0) h = *state(args_.h0, 0);
-      const auto* const states0 = static_cast<const float*>(args_.states0);
+      if (args_.h0) h = widen(*state(args_.h0, 0));
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) states[s] = states0 ? *state(states0, s) : 0;
+      for (int s = 0; s < kStates; ++s) states[s] = args_.states0 ? first_state(s) : 0;
       if constexpr (Config::kKeeps) {
         keep(*at.reset, h, states);
         if (steps > 1) at.reset += to_next;
@@ -213,7 +214,7 @@ class OneRowForward : OneRow<Config> {
       at.move(to_next, hidden_);
       if (Config::kKeeps && n + 2 == steps) at.reset -= to_next;  // no step follows the next one
       if (exists() && n + 1 < steps) load(next, at);
-      h = run_cell(current, products, h, states, saved);
+      h = widen(narrow<T>(run_cell(current, products, h, states, saved)));
       if (stores()) *buffers.to = Config::kKeeps ? keep_share(kept_after(current.reset), h) : h;
       buffers.swap();
       __syncthreads();
@@ -222,20 +223,20 @@ class OneRowForward : OneRow<Config> {
       if (n + kStepsAhead < steps) prefetcher.fetch_next(to_next);
     }
     if (!stores()) return;
-    *state(args_.h_n, 0) = h;
+    *state(args_.h_n, 0) = narrow<T>(h);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) *state(static_cast<float*>(args_.states_n), s) = states[s];
+    for (int s = 0; s < kStates; ++s) store_last_state(s, states[s]);
   }
 
  private:
   // What a step reads, and where it is.
   struct Inputs {
-    float projections[kGates], steps[kStepInputs];
+    T projections[kGates], steps[kStepInputs];
     Reset reset;  // before the next step
   };
   struct Addresses {
-    float *gates, *extra, *output, *state_output;
-    const float* steps;
+    T *gates, *extra, *output, *state_output;
+    const T* steps;
     const Reset* reset;
     __device__ __forceinline__ void move(int rows, int hidden) {
       const int64_t of_plane = int64_t{rows} * hidden;
@@ -262,6 +263,19 @@ class OneRowForward : OneRow<Config> {
     if constexpr (Config::kKeeps) inputs.reset = *at.reset;
   }
 
+  // The states that a caller gives and gets.
+  __device__ __forceinline__ float first_state(int s) const {
+    if (args_.narrow_states) return widen(*state(static_cast<const T*>(args_.states0), s));
+    return *state(static_cast<const float*>(args_.states0), s);
+  }
+  __device__ __forceinline__ void store_last_state(int s, float x) const {
+    if (args_.narrow_states) {
+      *state(static_cast<T*>(args_.states_n), s) = narrow<T>(x);
+    } else {
+      *state(static_cast<float*>(args_.states_n), s) = x;
+    }
+  }
+
   // What the row takes into the next step.
   __device__ __forceinline__ static void keep(Reset reset, float& h, float (&states)[at_least_one(kStates)]) {
     h = keep_share(kept_after(reset), h);
@@ -274,10 +288,11 @@ class OneRowForward : OneRow<Config> {
                                             float (&saved)[at_least_one(Cell::kSaved)]) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
+      const float projection = widen(inputs.projections[gate]);
       if constexpr (Cell::kSeparate) {
-        in_.x[gate] = inputs.projections[gate], in_.r[gate] = products[gate];
+        in_.x[gate] = projection, in_.r[gate] = products[gate];
       } else {
-        in_.x[gate] = products[gate] + inputs.projections[gate];
+        in_.x[gate] = products[gate] + projection;
       }
     }
     if constexpr (Cell::kReadsH) in_.h = old_h;
@@ -288,12 +303,12 @@ class OneRowForward : OneRow<Config> {
   __device__ __forceinline__ void store(const Addresses& at, float h,
                                         const float (&states)[at_least_one(kStates)],
                                         const float (&saved)[at_least_one(Cell::kSaved)]) const {
-    *at.output = h;
-    if constexpr (Cell::kOutputState >= 0) *at.state_output = states[Cell::kOutputState];
+    *at.output = narrow<T>(h);
+    if constexpr (Cell::kOutputState >= 0) *at.state_output = narrow<T>(states[Cell::kOutputState]);
     if (!saves_) return;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      (v < kGates ? at.gates[v * hidden_] : at.extra[(v - kGates) * hidden_]) = saved[v];
+      (v < kGates ? at.gates[v * hidden_] : at.extra[(v - kGates) * hidden_]) = narrow<T>(saved[v]);
     }
   }
 
@@ -306,11 +321,11 @@ class OneRowBackward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs, Base::kUnits;
-  using typename Base::Cell, typename Base::Math, typename Base::Reset;
+  using typename Base::Cell, typename Base::Math, typename Base::Reset, typename Base::T;
 
  public:
   using typename Base::Storage;
-  using Arguments = SequenceBackwardArguments<float>;
+  using Arguments = SequenceBackwardArguments<T>;
 
   __device__ OneRowBackward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
@@ -359,7 +374,7 @@ class OneRowBackward : OneRow<Config> {
 
  private:
   __device__ __forceinline__ void load_carried() {
-    own_ = *state(args_.grad_h, 0);
+    own_ = widen(*state(args_.grad_h, 0));
     if constexpr (Cell::kReadsH) own_ += *state(args_.grad_own_h, 0);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) grad_states_[s] = *state(args_.grad_states, s);
@@ -367,13 +382,13 @@ class OneRowBackward : OneRow<Config> {
 
   // What a step reads, and where it is.
   struct Inputs {
-    float saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    T saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
     Reset reset;
   };
   struct Addresses {
-    const float *gates, *extra, *steps, *grad_output;
+    const T *gates, *extra, *steps, *grad_output;
     const Reset* reset;
-    float *grad_gates, *grad_projections;
+    T *grad_gates, *grad_projections;
     __device__ __forceinline__ void move(int rows, int hidden) {
       const int64_t of_plane = int64_t{rows} * hidden;
       gates += of_plane * kGates;
@@ -401,7 +416,7 @@ class OneRowBackward : OneRow<Config> {
       inputs.saved[v] = v < kGates ? at.gates[v * hidden_] : at.extra[(v - kGates) * hidden_];
     }
     Base::load_step_inputs(inputs.steps, at.steps);
-    inputs.grad_output = has_grad_output_ ? *at.grad_output : 0;
+    inputs.grad_output = has_grad_output_ ? *at.grad_output : T();
     if constexpr (Config::kKeeps) inputs.reset = *at.reset;
   }
 
@@ -415,8 +430,11 @@ class OneRowBackward : OneRow<Config> {
   __device__ __forceinline__ void run_cell(const Inputs& inputs, float grad_h,
                                            CellGradients<Cell, float>& grads) {
     Base::set_step_inputs(inputs.steps);
-    gradient_of_output<Cell>(grad_h, grad_states_) += inputs.grad_output;
-    Cell::template backward<Math>(inputs.saved, in_, grad_h, grad_states_, grads);
+    gradient_of_output<Cell>(grad_h, grad_states_) += widen(inputs.grad_output);
+    float saved[at_least_one(Cell::kSaved)];
+#pragma unroll
+    for (int v = 0; v < Cell::kSaved; ++v) saved[v] = widen(inputs.saved[v]);
+    Cell::template backward<Math>(saved, in_, grad_h, grad_states_, grads);
     if constexpr (Config::kKeeps) {
       reset_ = inputs.reset;
 #pragma unroll
@@ -428,8 +446,8 @@ class OneRowBackward : OneRow<Config> {
   __device__ __forceinline__ void store(const Addresses& at, const CellGradients<Cell, float>& grads) const {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      at.grad_gates[gate * hidden_] = grads.product(gate);
-      if constexpr (Cell::kSeparate) at.grad_projections[gate * hidden_] = grads.x[gate];
+      at.grad_gates[gate * hidden_] = narrow<T>(grads.product(gate));
+      if constexpr (Cell::kSeparate) at.grad_projections[gate * hidden_] = narrow<T>(grads.x[gate]);
     }
   }
 
@@ -443,7 +461,7 @@ class OneRowBackward : OneRow<Config> {
   // The gradients of the states before the first step, and the sums.
   __device__ __forceinline__ void end(float grad_h) const {
     if (!stores()) return;
-    *state(args_.grad_h, 0) = grad_h;
+    *state(args_.grad_h, 0) = narrow<T>(grad_h);
     if constexpr (Cell::kReadsH) *state(args_.grad_own_h, 0) = own_;
 #pragma unroll
     for (int s = 0; s < kStates; ++s) *state(args_.grad_states, s) = grad_states_[s];

@@ -21,11 +21,19 @@ struct PersistentVariant {
 // another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
 // In those of clusters for Hopper only, a block has all units.
 constexpr PersistentVariant kHalfVariants[] = {
-    {Algorithm::kCluster, false, 4, 1, true}, {Algorithm::kCluster, false, 8, 4, true},
-    {Algorithm::kCluster, false, 2, 2},       {Algorithm::kGrid, false, 2, 4, true},
-    {Algorithm::kGrid, false, 1, 4, true},    {Algorithm::kGrid, false, 2, 8, true},
-    {Algorithm::kGrid, false, 1, 8},          {Algorithm::kCluster, false, 4, 8},
-    {Algorithm::kGrid, true, 2, 4},           {Algorithm::kGrid, true, 2, 8},
+    {Algorithm::kCluster, false, 2, 0, true, false, true},
+    {Algorithm::kCluster, false, 4, 0, true, false, true},
+    {Algorithm::kCluster, false, 6, 0, true, false, true},
+    {Algorithm::kCluster, false, 4, 1, true},
+    {Algorithm::kCluster, false, 8, 4, true},
+    {Algorithm::kCluster, false, 2, 2},
+    {Algorithm::kGrid, false, 2, 4, true},
+    {Algorithm::kGrid, false, 1, 4, true},
+    {Algorithm::kGrid, false, 2, 8, true},
+    {Algorithm::kGrid, false, 1, 8},
+    {Algorithm::kCluster, false, 4, 8},
+    {Algorithm::kGrid, true, 2, 4},
+    {Algorithm::kGrid, true, 2, 8},
     {Algorithm::kGrid, true, 1, 8, true},
 };
 constexpr PersistentVariant kFloatVariants[] = {

@@ -3,12 +3,12 @@
 // them.
 #pragma once
 
-#ifndef LLTM_EXT_STABLE_ABI
-#include <ATen/ops/constant_pad_nd.h>
-#endif
-
+#include <array>
 #include <tuple>
+#include <vector>
 
+#include "common/library.h"
+#include "recurrence/resize_units.h"
 #include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
@@ -40,7 +40,7 @@ bool has_kernels_of(const Op& op, const at::Tensor& input, int64_t hidden) {
 }
 
 // Whether a sequence runs with more units. Arguments that do not fit are refused later. In the portable
-// library none does: torch's stable ABI can't call constant_pad_nd.
+// library none does: it has no resize_units.
 template <class Op>
 bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_hh,
                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
@@ -65,40 +65,60 @@ bool both_add_units(const Op& op, const at::Tensor& input, at::TensorList forwar
   return forward_direction.size() > 3 && adds_units(op, input, forward_direction[3], batch_sizes, algorithm);
 }
 
+// The next hidden size that fused kernels take.
+inline int64_t with_added_units(int64_t hidden) { return (hidden / kUnitsTogether + 1) * kUnitsTogether; }
+
 // The hidden size that kernels see.
 template <class Op>
 int64_t hidden_of_kernels(const Op& op, const at::Tensor& input, int64_t hidden, const at::Tensor& weight_hh,
                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  if (!adds_units(op, input, weight_hh, batch_sizes, algorithm)) return hidden;
-  return (hidden / kUnitsTogether + 1) * kUnitsTogether;
+  return adds_units(op, input, weight_hh, batch_sizes, algorithm) ? with_added_units(hidden) : hidden;
 }
 
 #ifndef LLTM_EXT_STABLE_ABI
-// The direction with the units added.
-inline Direction with_added_units(const CellShape& shape, const Direction& d) {
-  const int64_t hidden = d.weight_hh.size(1), added = kUnitsTogether - hidden % kUnitsTogether;
-  const auto padded = [&](const at::Tensor& x) {  // [..., H]
-    return x.defined() ? at::constant_pad_nd(x, {0, added}) : x;
-  };
-  const auto padded_gates = [&](const at::Tensor& x, at::IntArrayRef padding) {  // [G * H, ...]
-    return at::constant_pad_nd(x.unflatten(0, {shape.gates, hidden}), padding).flatten(0, 1);
-  };
-  Direction wide = d;
-  wide.h0 = padded(d.h0);
-  wide.states = padded(d.states);
-  wide.weight_ih = padded_gates(d.weight_ih, {0, 0, 0, added});
-  wide.weight_hh = padded_gates(d.weight_hh, {0, added, 0, added});
-  if (d.bias) wide.bias = padded_gates(*d.bias, {0, added});
-  wide.parameters = padded(d.parameters);
-  if (d.step_inputs.defined()) {
-    wide.step_inputs = padded(d.step_inputs.unflatten(-1, {shape.step_inputs, hidden})).flatten(-2);
+// A tensor, and in which of its dimensions it has units (UnitsIn).
+struct TensorOfUnits {
+  at::Tensor* tensor;
+  int64_t units_in;
+};
+
+// Replaces tensors by copies with another number of units: in one launch, and one node of autograd. Undefined
+// ones stay.
+inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t to) {
+  variable_list tensors;
+  std::vector<int64_t> units_in;
+  for (const TensorOfUnits& x : all) {
+    if (!x.tensor->defined()) continue;
+    tensors.push_back(*x.tensor);
+    units_in.push_back(x.units_in);
   }
-  return wide;
+  using Resize = variable_list(at::TensorList, at::IntArrayRef, int64_t, int64_t);
+  static const auto op = find_op<Resize>("lltm_ext::resize_units");
+  const variable_list copies = op.call(tensors, units_in, from, to);
+  size_t next = 0;
+  for (const TensorOfUnits& x : all) {
+    if (x.tensor->defined()) *x.tensor = copies[next++];
+  }
 }
 
-// A result x [..., H] without the units added, in its own memory.
-inline at::Tensor without_added_units(const at::Tensor& x, int64_t hidden) {
-  return x.narrow(-1, 0, hidden).clone(at::MemoryFormat::Contiguous);
+template <size_t kDirections>
+void add_units(std::array<Direction, kDirections>& directions, int64_t hidden) {
+  std::vector<TensorOfUnits> tensors;
+  for (Direction& d : directions) {
+    for (at::Tensor* x : {&d.h0, &d.states, &d.parameters, &d.step_inputs}) {
+      tensors.push_back({x, kLastDimension});
+    }
+    tensors.push_back({&d.weight_ih, kFirstDimension});
+    tensors.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
+    if (d.bias) tensors.push_back({&*d.bias, kLastDimension});
+  }
+  resize_units(tensors, hidden, with_added_units(hidden));
+}
+
+inline void remove_added_units(variable_list& results, int64_t hidden) {
+  std::vector<TensorOfUnits> tensors;
+  for (at::Tensor& x : results) tensors.push_back({&x, kLastDimension});
+  resize_units(tensors, with_added_units(hidden), hidden);
 }
 
 // (output, h_n, states_n) of run(direction with the units added).
@@ -109,9 +129,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_with_added_units(const Op& op
                                                                     c10::string_view algorithm, F&& run) {
   check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
   const int64_t hidden = d.weight_hh.size(1);
-  const auto [output, h_n, states_n] = run(with_added_units(op.shape(), d));
-  return {without_added_units(output, hidden), without_added_units(h_n, hidden),
-          without_added_units(states_n, hidden)};
+  std::array<Direction, 1> wide = {d};
+  add_units(wide, hidden);
+  const auto [output, h_n, states_n] = run(wide[0]);
+  variable_list results = {output, h_n, states_n};
+  remove_added_units(results, hidden);
+  return {results[0], results[1], results[2]};
 }
 
 // The same for both directions of a layer, which run(forward_direction, reverse_direction) gets as lists.
@@ -120,17 +143,19 @@ variable_list run_both_with_added_units(const Op& op, const at::Tensor& input,
                                         at::TensorList forward_direction, at::TensorList reverse_direction,
                                         at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                                         F&& run) {
-  variable_list wide[2];
-  const auto directions =
+  std::array<Direction, 2> wide =
       checked_directions(op, input, forward_direction, reverse_direction, batch_sizes, algorithm);
+  const int64_t hidden = wide[0].h0.size(1);
+  add_units(wide, hidden);
+  variable_list lists[2];
   for (size_t i = 0; i < 2; ++i) {
-    const Direction d = with_added_units(op.shape(), directions[i]);
-    wide[i] = {d.h0, d.states, d.weight_ih, d.weight_hh};
-    if (d.bias) wide[i].push_back(*d.bias);
+    const Direction& d = wide[i];
+    lists[i] = {d.h0, d.states, d.weight_ih, d.weight_hh};
+    if (d.bias) lists[i].push_back(*d.bias);
   }
-  variable_list outputs = run(wide[0], wide[1]);
-  for (at::Tensor& x : outputs) x = without_added_units(x, directions[0].h0.size(1));
-  return outputs;
+  variable_list results = run(lists[0], lists[1]);
+  remove_added_units(results, hidden);
+  return results;
 }
 #endif
 
