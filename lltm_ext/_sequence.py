@@ -693,11 +693,15 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
+        is_fresh = self._returns_fresh_states and steps.resets[0] is None
         initial: list[tuple[Tensor | None, ...]]
         if states is None:
             initial = [(None,) * len(self._state_names)] * self._slices
         else:
             initial = [tuple([x[i] for x in states]) for i in range(self._slices)]
+        if self._slices == 1:  # most calls, and the loop takes some microseconds
+            ((output, *last),) = self._run_layer(0, input, initial, batch_sizes, steps)
+            return output, [_stack((state,), is_fresh) for state in last]
         final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
         for layer in range(self.num_layers):
             of_layer = initial[len(final) : len(final) + self._directions]
@@ -706,7 +710,6 @@ class SequenceLayer(nn.Module):
             final += [y[1:] for y in found]
             if self.dropout > 0 and layer < self.num_layers - 1:
                 input = F.dropout(input, self.dropout, self.training)
-        is_fresh = self._returns_fresh_states and steps.resets[0] is None
         return input, [_stack(slices, is_fresh) for slices in zip(*final, strict=True)]
 
     @property

@@ -351,7 +351,7 @@ def test_few_steps_of_such_sizes_run_one_by_one(op):
 def test_small_layers_of_any_hidden_size_run_in_one_launch(op, dtype, hidden, length):
     call = op.call(Make(dtype, "cuda"), length, 5, hidden)
     if CAPABILITY == (9, 0):
-        assert op.plan(*call.args) == "cluster"
+        assert op.plan(*call.args) == ("cluster" if length > 1 else "stepwise")
     results_of(op, op.loop, call).assert_near(dtype)
 
 
@@ -1241,6 +1241,23 @@ def may_be_fused(dtype, hidden, sizes):
 def has_few_rows(dtype, hidden, batch):
     """Whether a stepwise sequence runs by the fused steps of few rows."""
     return dtype == torch.float32 and batch <= 16 and hidden % 4 == 0
+
+
+@needs_cuda
+@ops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch,hidden,input_size", [(1, 64, 64), (9, 50, 13), (16, 256, 7), (3, 1, 1)])
+@pytest.mark.parametrize("algorithm", ["auto", "stepwise"])
+def test_a_single_step_with_states_is_one_launch_of_everything(
+    op, dtype, batch, hidden, input_size, algorithm, profiler_sees_kernels
+):
+    call = op.call(Make(dtype, "cuda"), 1, batch, hidden, input_size=input_size)
+    f = functools.partial(op, algorithm=algorithm)
+    assert op.plan(*call.args, algorithm=algorithm) == "stepwise"
+    results_of(f, op.loop, call).assert_near(dtype)
+    (kernels,) = kernels_of([forward_and_backward(f, call)["forward"]])
+    assert recurrence_kernels(kernels) == ["recurrence_single_step_kernel"]
+    assert len(kernels) == 1
 
 
 @needs_cuda

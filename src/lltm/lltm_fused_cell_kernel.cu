@@ -6,38 +6,17 @@
 // weights for grad_old_h and grad_input. Each warp computes the gate gradients that it needs, 4 units of 8
 // rows at a time, in shared memory.
 #include "common/launch.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "lltm/lltm.h"
 
 namespace lltm_ext {
 
 constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = ~0u;
 
 // ---- forward
 
 constexpr int kForwardWarps = 4, kForwardRows = 16;
-
-// Before, each lane has its own sums for 16 rows; afterwards lanes 2 r and 2 r + 1 have row r's over all
-// lanes.
-template <int kRows = kForwardRows, typename A>
-__device__ __forceinline__ void reduce_over_lanes(A (&sum)[3][kForwardRows]) {
-  constexpr int kHalf = kRows / 2;
-  const bool upper = threadIdx.x % kWarp & kRows;
-#pragma unroll
-  for (int g = 0; g < 3; ++g) {
-    if constexpr (kRows == 1) {
-      sum[g][0] += __shfl_xor_sync(kAllLanes, sum[g][0], 1);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kHalf; ++r) {
-        const A keep = upper ? sum[g][r + kHalf] : sum[g][r], give = upper ? sum[g][r] : sum[g][r + kHalf];
-        sum[g][r] = keep + __shfl_xor_sync(kAllLanes, give, kRows);
-      }
-    }
-  }
-  if constexpr (kRows > 1) reduce_over_lanes<kHalf>(sum);
-}
 
 template <typename T, typename C>
 __global__ void __launch_bounds__(kForwardWarps* kWarp)
@@ -58,7 +37,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
       for (int g = 0; g < 3; ++g) sum[g][r] += weight[g] * x;
     }
   }
-  reduce_over_lanes(sum);
+  reduce_over_lanes<kForwardRows>(sum);  // lanes 2 r and 2 r + 1 have row r's
   __shared__ A warp_sums[kForwardWarps][3][kForwardRows];
   const int lane = threadIdx.x % kWarp;
 #pragma unroll

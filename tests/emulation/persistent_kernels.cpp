@@ -21,14 +21,15 @@
 #include "recurrence/persistent/forward.cuh"
 #include "recurrence/plan.h"
 #include "recurrence/step/few_rows.cuh"
+#include "recurrence/step/single_step.cuh"
 
 namespace lltm_ext {
 namespace {
 
 using Values = std::vector<double>;
 
-// In place of a variant: the kernels of independent units, and those of few rows.
-constexpr int kIndependent = -1, kFewRowsSteps = -2;
+// In place of a variant: the kernels of independent units, those of few rows, and that of a single step.
+constexpr int kIndependent = -1, kFewRowsSteps = -2, kSingleStep = -3;
 template <typename T, int kVariant>
 constexpr PersistentVariant variant_of() {
   if constexpr (kVariant >= 0) return variants_of<T>()[kVariant];
@@ -413,6 +414,8 @@ class Kernels {
       launch_independent<IndependentForward>(arguments);
     } else if constexpr (kVariant == kFewRowsSteps) {
       for (int step = 0; step < c_.length; ++step) launch_few_rows<FewRowsForward<Cell>>(arguments, step);
+    } else if constexpr (kVariant == kSingleStep) {
+      c_.batch == 1 ? launch_single_step<1>() : launch_single_step<kSingleStepRows>();
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset>;
       launch<Config, ForwardSteps<Config>>(arguments);
@@ -530,6 +533,48 @@ class Kernels {
     });
   }
 
+  // Each row of the batch has an input of its own, of zeros and a one, whose weights are its projections less
+  // what the biases add.
+  template <int kRows>
+  void launch_single_step() {
+    const int batch = c_.batch, hidden = c_.hidden, gate_rows = kGates * hidden;
+    // In half types the difference would be rounded.
+    const double first_bias = 0.5, second_bias = sizeof(T) == 2 ? -0.5 : 0.25,
+                 bias_sum = first_bias + second_bias;
+    Values input(batch * batch), weight_ih(gate_rows * batch);
+    for (int b = 0; b < batch; ++b) {
+      input[b * batch + b] = 1;
+      for (int i = 0; i < gate_rows; ++i) {
+        weight_ih[i * batch + b] = static_cast<float>(gates[b * gate_rows + i]) - bias_sum;
+      }
+    }
+    const Array<T> x = narrowed<T>(input), weights = narrowed<T>(weight_ih),
+                   bias = narrowed<T>(Values(gate_rows, first_bias)),
+                   bias_hh = narrowed<T>(Values(gate_rows, second_bias));
+    if (c_.save) gates = unwritten<T>(gates.size());
+    const SingleStepArguments<T> arguments = {batch,
+                                              hidden,
+                                              /*input_size=*/batch,
+                                              kNarrowStates,
+                                              x.data(),
+                                              h0_.data(),
+                                              states0_.data(),
+                                              weights.data(),
+                                              weight_.data(),
+                                              bias.data(),
+                                              bias_hh.data(),
+                                              output.data(),
+                                              h_n.data(),
+                                              states_n.data(),
+                                              c_.save ? gates.data() : nullptr,
+                                              extra.data()};
+    using Step = SingleStep<Cell, T, kRows>;
+    const int blocks = single_step_blocks(batch, hidden);
+    cuda_on_cpu::run({blocks, kSingleStepThreads, 1, sizeof(typename Step::Sums)}, [&] {
+      Step(arguments).run(*reinterpret_cast<typename Step::Sums*>(cuda_on_cpu::current_block().memory()));
+    });
+  }
+
   template <class Step, class Arguments>
   void launch_few_rows(const Arguments& arguments, int step) const {
     constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
@@ -599,10 +644,27 @@ std::string name_of(const Case& c, int variant, const char* resets) {
                                                        : "bfloat16";
   const std::string kernel = variant == kIndependent    ? ""
                              : variant == kFewRowsSteps ? " few rows"
+                             : variant == kSingleStep   ? " single step"
                                                         : " variant " + std::to_string(variant);
   return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
          (c.reverse ? " reverse" : "") + resets + (c.save ? "" : " not saved") +
          (c.from_zeros ? " from zeros" : "");
+}
+
+template <class Cell, class KernelsOfCase>
+void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& reference,
+                    const Comparison& compare) {
+  // In two parts, as a long sequence.
+  reference.backward(kernels.saved());
+  kernels.backward(c.length / 2, c.length);
+  kernels.backward(0, c.length / 2);
+  compare("grad_gates", widened(kernels.grad_gates), reference.grad_products);
+  if (Cell::kSeparate) {
+    compare("grad_projections", widened(kernels.grad_projections), reference.grad_projections);
+  }
+  compare("grad_h", kernels.total_grad_h(), reference.grad_h);
+  compare("grad_states", widened(kernels.grad_states), reference.grad_states);
+  compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
 }
 
 template <class Cell, typename T, int kVariant, class Reset>
@@ -626,18 +688,7 @@ void check(const Case& c) {
   compare("states_n", widened(kernels.states_n), reference.states);
   if (!c.save) return compare("gates", widened(kernels.gates), inputs.gates);
   compare("saved", kernels.saved(), reference.saved);
-
-  // In two parts, as a long sequence.
-  reference.backward(kernels.saved());
-  kernels.backward(c.length / 2, c.length);
-  kernels.backward(0, c.length / 2);
-  compare("grad_gates", widened(kernels.grad_gates), reference.grad_products);
-  if (Cell::kSeparate) {
-    compare("grad_projections", widened(kernels.grad_projections), reference.grad_projections);
-  }
-  compare("grad_h", kernels.total_grad_h(), reference.grad_h);
-  compare("grad_states", widened(kernels.grad_states), reference.grad_states);
-  compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
+  if constexpr (kVariant != kSingleStep) check_backward<Cell>(c, kernels, reference, compare);
 }
 
 template <class Cell>
@@ -653,12 +704,14 @@ void check_persistent() {
   check<Cell, float, 2, NoReset>({11, 2, 72, 1, false, {}});
   check<Cell, float, 2, NoReset>({5, 2, 72, 1, false, {}, /*save=*/true, /*from_zeros=*/true});
   if constexpr (Cell::kGates <= 2) check<Cell, float, 3, NoReset>({5, 2, 104, 1, false, {}});
+  check<Cell, __half, 0, NoReset>({4, 3, 21, 1, false, {}});
+  check<Cell, __nv_bfloat16, 1, bool>({5, 3, 40, 1, true, {}, /*save=*/true, /*from_zeros=*/true});
   // a block that has all units
   check<Cell, float, 15, bool>({5, 9, 40, 8, false, {}});
   check<Cell, float, 4, NoReset>({4, 6, 24, 8, false, {}});
-  check<Cell, __half, 0, NoReset>({4, 6, 24, 8, false, {}});
-  check<Cell, __half, 0, NoReset>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, __nv_bfloat16, 1, float>({4, 11, 72, 8, true, {}});
+  check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, __nv_bfloat16, 4, float>({4, 11, 72, 8, true, {}});
   // float32, one row tile
   check<Cell, float, 16, NoReset>({11, 5, 24, 8, false, {}});
   check<Cell, float, 16, NoReset>({3, 5, 24, 8, false, {}, /*save=*/false});
@@ -681,10 +734,10 @@ void check_persistent() {
   check<Cell, float, 9, bool>({4, 6, 72, 8, false, {}});
   check<Cell, float, 13, NoReset>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
-  check<Cell, __half, 2, NoReset>({4, 6, 72, 8, false, {}});
-  check<Cell, __nv_bfloat16, 3, NoReset>({4, 6, 136, 8, true, {}});
-  check<Cell, __half, 6, float>({4, 6, 72, 8, false, {}});
-  check<Cell, __half, 8, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, __half, 5, NoReset>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 6, NoReset>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 9, float>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 11, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
 }
 
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel
@@ -724,11 +777,26 @@ void check_independent() {
   check_sizes(12, 7, {12, 12, 12, 12, 12, 12, 12, 12, 9, 9, 9, 9, 9, 4, 4, 4, 4, 1, 1});
 }
 
+// Where K is in vectors and where it is not, and rows and units fill a block or do not.
+template <class Cell>
+void check_single_step() {
+  if constexpr (!Cell::kSeparate && !Cell::kReadsH && Cell::kParameters == 0 && Cell::kStepInputs == 0 &&
+                Cell::kOutputState < 0) {
+    check<Cell, float, kSingleStep, NoReset>({1, 1, 24, 0, false, {}});
+    check<Cell, float, kSingleStep, NoReset>({1, 4, 21, 0, false, {}});
+    check<Cell, float, kSingleStep, NoReset>({1, 16, 40, 0, false, {}, /*save=*/false});
+    check<Cell, __half, kSingleStep, NoReset>({1, 1, 21, 0, false, {}});
+    check<Cell, __half, kSingleStep, NoReset>({1, 9, 40, 0, false, {}});
+    check<Cell, __nv_bfloat16, kSingleStep, NoReset>({1, 8, 2, 0, false, {}});
+  }
+}
+
 template <class Cell>
 void check_all() {
   if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();
     check_few_rows<Cell>();
+    check_single_step<Cell>();
   } else {
     check_independent<Cell, float>();
     check_independent<Cell, double>();

@@ -216,7 +216,7 @@ struct BackwardOps {
     at::Tensor grad_projections;  // likewise; grad_gates itself if the cell sees sums
   };
 
-  // Computes grad_gates of a chunk of each direction: in one launch if they fit, else one after the other.
+  // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
   void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
                  c10::string_view algorithm) const {
     const Plan plan = sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
@@ -225,7 +225,8 @@ struct BackwardOps {
         try_run_fused(parts, sizes, plan, algorithm))
       return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
-    for (size_t i = 0; i < parts.size(); ++i) run_steps(parts.slice(i, 1), sizes, algorithm);
+    run_side_by_side(parts[0].direction.gates, parts.size(),
+                     [&](size_t i) { run_steps(parts.slice(i, 1), sizes, algorithm); });
   }
 
   // A pointwise kernel and a matrix product a step.

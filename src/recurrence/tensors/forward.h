@@ -78,7 +78,7 @@ struct ForwardOps {
     if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
   }
 
-  // All directions in one launch if they fit, else one after the other.
+  // All directions in one launch if they fit, else side by side.
   void run_steps(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
                  c10::string_view algorithm, bool save) const {
     const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size());
@@ -89,9 +89,9 @@ struct ForwardOps {
     if (directions.size() == 1) {
       return run_stepwise(outs[0], directions[0], sizes.steps(directions[0].reverse), save);
     }
-    for (size_t i = 0; i < directions.size(); ++i) {
+    run_side_by_side(outs[0].output, directions.size(), [&](size_t i) {
       run_steps(directions.slice(i, 1), outs.slice(i, 1), sizes, algorithm, save);
-    }
+    });
   }
 
   // A matrix product and a pointwise kernel a step. h_n and `states` hold the states of the current step.
@@ -274,6 +274,66 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
   return {output.to(type), h_n.to(type), c_n.to(states_type(input, d))};
 }
 
+// ---- a single step
+
+// Whether a sequence of a built-in cell is one step that has a kernel of its own. Its inputs have been
+// checked.
+template <class Op>
+bool takes_single_step(const Op& op, const at::Tensor& input, const Direction& d,
+                       at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+  if (!input.is_cuda() || input.is_meta() || batch_sizes || input.size(0) != 1) return false;
+  if (!d.h0.defined() || !d.states.defined() || d.reset.defined()) return false;
+  if (input.scalar_type() == at::kDouble || (algorithm != "auto" && algorithm != "stepwise")) return false;
+  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
+                          static_cast<int>(input.element_size()));
+}
+
+// {output, h_n, states_n}, and if `save` {gates, extra}.
+template <class Op>
+variable_list run_single_step(const Op& op, const at::Tensor& input, const Direction& d,
+                              const OptionalTensor& bias_hh, bool save) {
+  const KernelGuard guard(input);
+  const int64_t batch = input.size(1), hidden = d.h0.size(1);
+  const CellShape shape = op.shape();
+  variable_list results = {at::empty({1, batch, hidden}, input.options()),
+                           at::empty({batch, hidden}, input.options()),
+                           at::empty({batch, hidden}, input.options().dtype(states_type(input, d)))};
+  if (save) {
+    results.push_back(at::empty({1, batch, shape.gates * hidden}, input.options()));
+    results.push_back(at::empty({1, batch, shape.extra() * hidden}, input.options()));
+  }
+#ifdef LLTM_EXT_WITH_CUDA
+  const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = d.states.contiguous(),
+                   weight_ih = d.weight_ih.contiguous(), weight_hh = d.weight_hh.contiguous(),
+                   bias = contiguous_or_none(or_undefined(d.bias)),
+                   second_bias = contiguous_or_none(or_undefined(bias_hh));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(input.get_device());
+  check_launch(
+      "recurrence_single_step", with_fused_type(input.scalar_type(), [&](auto type) {
+        using T = typename decltype(type)::type;
+        const bool narrow = sizeof(T) < sizeof(acc_t<T>) && results[2].scalar_type() == input.scalar_type();
+        return op.launch(SingleStepArguments<T>{.batch = static_cast<int>(batch),
+                                                .hidden = static_cast<int>(hidden),
+                                                .input_size = static_cast<int>(input.size(2)),
+                                                .narrow_states = narrow,
+                                                .input = pointer<T>(x),
+                                                .h0 = pointer<T>(h0),
+                                                .states0 = pointer<void>(states0),
+                                                .weight_ih = pointer<T>(weight_ih),
+                                                .weight_hh = pointer<T>(weight_hh),
+                                                .bias = pointer<T>(bias),
+                                                .bias_hh = pointer<T>(second_bias),
+                                                .output = mutable_pointer<T>(results[0]),
+                                                .h_n = mutable_pointer<T>(results[1]),
+                                                .states_n = mutable_pointer<void>(results[2]),
+                                                .gates = save ? mutable_pointer<T>(results[3]) : nullptr,
+                                                .extra = save ? mutable_pointer<T>(results[4]) : nullptr},
+                         stream);
+      }));
+#endif
+  return results;
+}
+
 // ---- the dispatcher ops of a built-in cell
 
 // Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence. Algorithms that need CUDA are
@@ -310,7 +370,21 @@ struct BuiltInForward {
       if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm))
         return run_cpu_layer(input, only, bias_hh);
     }
+    if (const variable_list y = single_step(input, only, bias_hh, batch_sizes, algorithm, /*save=*/false);
+        !y.empty()) {
+      return {y[0], y[1], y[2]};
+    }
     return run_kernels(input, with_one_bias(only, bias_hh), batch_sizes, algorithm);
+  }
+
+  // The results of a sequence that takes_single_step, or none.
+  static variable_list single_step(const at::Tensor& input, const Direction& d, const OptionalTensor& bias_hh,
+                                   at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
+                                   bool save) {
+    if (!input.defined() || !input.is_cuda() || input.dim() != 3 || input.sym_size(0) != 1) return {};
+    check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
+    if (!takes_single_step(Op{}, input, d, batch_sizes, algorithm)) return {};
+    return run_single_step(Op{}, input, d, bias_hh, save);
   }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_of(const at::Tensor& input,
@@ -357,8 +431,10 @@ struct BuiltInForward {
       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
       at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
       const OptionalTensor& reset, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, bias_hh);
-    const variable_list y = run(input, only, batch_sizes, algorithm, /*save=*/true);
+    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, {});
+    if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
+    variable_list y = single_step(input, only, bias_hh, batch_sizes, algorithm, /*save=*/true);
+    if (y.empty()) y = run(input, with_one_bias(only, bias_hh), batch_sizes, algorithm, /*save=*/true);
     return {y[0], y[1], y[2], y[3], y[4]};
   }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <map>
 #include <vector>
 
 #include "common/checks.h"
@@ -10,12 +11,17 @@
 #include "common/matmul.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
+#include "recurrence/step/single_step.h"
 #include "recurrence/step/step.h"
 #include "recurrence/tensors/inputs.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#ifndef LLTM_EXT_STABLE_ABI
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
 #endif
 
 namespace lltm_ext {
@@ -60,6 +66,10 @@ struct BuiltInOp {
   static cudaError_t launch(const PerDirection<SequenceBackwardArguments<T>>& sequences, const Plan& plan,
                             cudaStream_t stream) {
     return launch_sequence_backward<Cell>(sequences, plan, stream);
+  }
+  template <typename T>
+  static cudaError_t launch(const SingleStepArguments<T>& step, cudaStream_t stream) {
+    return launch_single_step<Cell>(step, stream);
   }
   // On the CPU without a stream.
   template <class Step, class... Stream>
@@ -185,6 +195,41 @@ inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
   }
 #endif
   return x.sum(0).to(like.scalar_type());
+}
+
+#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
+// A stream of this thread on a device, for work beside that of the current one. Always the same, because
+// memory that was allocated on a stream is reused there only.
+inline c10::cuda::CUDAStream side_stream(c10::DeviceIndex device) {
+  thread_local std::map<c10::DeviceIndex, c10::cuda::CUDAStream> streams;
+  const auto known = streams.find(device);
+  if (known != streams.end()) return known->second;
+  return streams.emplace(device, c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device))
+      .first->second;
+}
+#endif
+
+// f(i) for each direction. On CUDA the second runs beside the first: steps of either may leave
+// multiprocessors idle. What they read and write has been allocated before, or is used in f alone.
+template <typename F>
+void run_side_by_side(const at::Tensor& like, size_t directions, F&& f) {
+#if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
+  if (like.is_cuda() && directions == 2) {
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(like.get_device()),
+                                side = side_stream(like.get_device());
+    at::cuda::CUDAEvent begin, end;
+    begin.record(stream);
+    begin.block(side);
+    f(0);
+    {
+      const c10::cuda::CUDAStreamGuard guard(side);
+      f(1);
+      end.record(side);
+    }
+    return end.block(stream);
+  }
+#endif
+  for (size_t i = 0; i < directions; ++i) f(i);
 }
 
 // arguments_of(type, i) for each direction i.

@@ -59,8 +59,9 @@ struct SequenceOps {
                                   const OptionalTensor& bias, at::OptionalIntArrayRef batch_sizes,
                                   c10::string_view algorithm, bool backward) {
     const std::string op = op_name("_algorithm");
-    check_inputs(Op{}, op.c_str(), input, {h0, c0, weight_ih, weight_hh, bias, false}, batch_sizes,
-                 algorithm);
+    const Direction only = {h0, c0, weight_ih, weight_hh, bias, false};
+    check_inputs(Op{}, op.c_str(), input, only, batch_sizes, algorithm);
+    if (!backward && takes_single_step(Op{}, input, only, batch_sizes, algorithm)) return "stepwise";
     const KernelGuard guard(input);
     const int64_t hidden = hidden_of_kernels(Op{}, input, h0.size(1), weight_hh, batch_sizes, algorithm);
     return name_of(
