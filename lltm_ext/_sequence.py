@@ -445,12 +445,12 @@ def check_sequence(
 def check_states(name: str, hx: Any, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     """hx as a tuple of tensors with these names. A caller gives a single state as a tensor."""
     is_tuple = isinstance(hx, (tuple, list))
-    got = f"{type(hx).__name__} of {len(hx)}" if is_tuple else type(hx).__name__
-    if len(names) == 1:
-        if not isinstance(hx, Tensor):
-            raise TypeError(f"{name}: expected hx to be a Tensor, {names[0]}, got {got}")
+    if len(names) == 1 and isinstance(hx, Tensor):
         return (hx,)
-    if not is_tuple or len(hx) != len(names):
+    if len(names) == 1 or not is_tuple or len(hx) != len(names):
+        got = f"{type(hx).__name__} of {len(hx)}" if is_tuple else type(hx).__name__
+        if len(names) == 1:
+            raise TypeError(f"{name}: expected hx to be a Tensor, {names[0]}, got {got}")
         kind = "pair" if len(names) == 2 else "tuple"
         raise WrongStates(f"{name}: expected hx to be a {kind} ({', '.join(names)}), got {got}")
     for i, state in enumerate(hx):
