@@ -132,13 +132,38 @@ def of_one_step(rows: Iterable[Row]) -> str:
     return text
 
 
+SETTINGS = {"float32": "float32", "ieee": "IEEE float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+def of_map(layer: str, precision: str, *kinds: str) -> list[float]:
+    """Times in parts of nn.LSTM's at all sizes of the map."""
+    rows = [r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)]
+    return [row[f"{kind} ratio"] for row in rows for kind in kinds]
+
+
+def sizes() -> str:
+    """The map of sizes: times and peak memory in parts of nn.LSTM's."""
+    text = line("", *MODES, "peak memory", "slower") + "|---|---|---|---|---|\n"
+    for layer in ("LSTM", "LLTM"):
+        for precision, title in SETTINGS.items():
+            ratios = of_map(layer, precision, *MODES)
+            slower = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+            cells = [summary(of_map(layer, precision, kind)) for kind in (*MODES, "peak")]
+            text += line(f"{layer}, {title}", *cells, slower)
+    return text
+
+
 def short() -> str:
-    """The README's table: a few rows of the other."""
+    """The README's table: the map of sizes, and a few rows of the others."""
     rows = layers().splitlines(keepends=True)
-    wanted = ("LSTM layer in float32", "GRU in", "RNN likewise", "peak memory", "training step of LLTM")
+    wanted = ("GRU in", "RNN likewise", "peak memory", "training step of LLTM")
     chosen = [row for row in rows if row.startswith(tuple(f"| {start}" for start in wanted))]
-    halves = next(row for row in rows if row.startswith("| … in half types"))  # LSTM's
-    return "".join([*rows[:2], chosen[0], halves, *chosen[1:]])
+    title = "LSTM in float32, 176 sizes (B 1 to 1024, T 20 to 1000, H 32 to 2048)"
+    of_sizes = []
+    for precision, setting in SETTINGS.items():
+        name = title if precision == "float32" else f"… in {setting}"
+        of_sizes.append(line(name, "", f"`{PEER}` likewise", summary(of_map("LSTM", precision, *MODES))))
+    return "".join([*rows[:2], *of_sizes, *chosen])
 
 
 def gemm_sizes() -> str:
@@ -156,7 +181,7 @@ def gemm_sizes() -> str:
 
 
 # The tables of each page, in the order of their marks.
-PAGES = {"README.md": [short], "docs/benchmarks.md": [layers, gemm_sizes]}
+PAGES = {"README.md": [short], "docs/benchmarks.md": [sizes, layers, gemm_sizes]}
 
 
 def updated(page: str) -> str:

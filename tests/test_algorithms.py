@@ -1246,7 +1246,9 @@ def has_few_rows(dtype, hidden, batch):
 @needs_cuda
 @ops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch,hidden,input_size", [(1, 64, 64), (9, 50, 13), (16, 256, 7), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "batch,hidden,input_size", [(1, 64, 64), (9, 50, 13), (16, 256, 7), (3, 1, 1), (1, 512, 200)]
+)
 @pytest.mark.parametrize("algorithm", ["auto", "stepwise"])
 def test_a_single_step_with_states_is_one_launch_of_everything(
     op, dtype, batch, hidden, input_size, algorithm, profiler_sees_kernels

@@ -33,11 +33,14 @@ constexpr int single_step_blocks(int batch, int hidden) {
   return single_step_columns(hidden) * ((batch + kSingleStepRows - 1) / kSingleStepRows);
 }
 
-// Whether it is the fastest way. Every block reads its units' weights, so many rows read them often.
+// Whether it is the fastest way. Every block reads its units' weights, so many rows read them often; and
+// blocks of eight rows take half of a multiprocessor's registers, so those of many rows and units run in
+// turns.
 constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, int gates,
                                 int element_size) {
   const int64_t row_groups = (batch + kSingleStepRows - 1) / kSingleStepRows;
-  return batch > 0 && hidden > 0 && batch * hidden < (int64_t{1} << 24) && input_size < (1 << 24) &&
+  const int64_t blocks = row_groups * ((hidden + kSingleStepUnits - 1) / kSingleStepUnits);
+  return batch > 0 && hidden > 0 && input_size < (1 << 24) && blocks <= (batch == 1 ? 1 << 20 : 512) &&
          row_groups * gates * hidden * (hidden + input_size) * element_size <= int64_t{1} << 25;
 }
 
