@@ -17,8 +17,6 @@ constexpr int kThreads = 256;
 // More blocks than any device holds at once; CUDA_KERNEL_LOOP covers the rest.
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 #ifndef __CUDACC_RTC__
 inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));

@@ -46,6 +46,7 @@ template <typename T>
 LLTM_HOST_DEVICE constexpr T larger(T a, T b) {
   return a < b ? b : a;
 }
+LLTM_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <typename T>
 LLTM_HOST_DEVICE constexpr T clamped(T x, T least, T most) {
   return x < least ? least : most < x ? most : x;

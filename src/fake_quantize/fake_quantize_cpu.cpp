@@ -8,8 +8,6 @@
 namespace lltm_ext {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <typename A>
 std::vector<Quantizer<A>> make_quantizers(const QuantizationScheme& scheme, int64_t channels) {
   std::vector<Quantizer<A>> quantizers(channels);

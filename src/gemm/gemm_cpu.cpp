@@ -102,8 +102,6 @@ void pack(const T* x, int64_t stride, int64_t k_stride, int64_t extent, int64_t 
   }
 }
 
-constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
-
 // Adds the bias to a block of sums, applies the activation, and rounds once.
 template <typename T>
 void write_block(const GemmArgs<T>& args, const acc_t<T>* sums, int64_t pitch, int64_t first_column,
@@ -136,10 +134,10 @@ void gemm(const GemmArgs<T>& args) {
   static const Multiply<A> multiply = choose_multiply<A>();
   const int64_t block_rows = std::min(kBlockRows, args.m), block_columns = std::min(kBlockColumns, args.n);
   const int64_t block_depth = std::min(kBlockDepth, args.k);
-  const int64_t blocks_across = blocks_of(args.n, block_columns), blocks_down = blocks_of(args.m, block_rows);
+  const int64_t blocks_across = ceil_div(args.n, block_columns), blocks_down = ceil_div(args.m, block_rows);
   // Buffers hold whole panels.
-  const int64_t buffer_rows = blocks_of(block_rows, kPanelRows) * kPanelRows;
-  const int64_t pitch = blocks_of(block_columns, kColumns) * kColumns;
+  const int64_t buffer_rows = ceil_div(block_rows, kPanelRows) * kPanelRows;
+  const int64_t pitch = ceil_div(block_columns, kColumns) * kColumns;
   const int64_t work = block_rows * block_columns * std::max<int64_t>(args.k, 1);
   const int64_t grain = std::max<int64_t>(kGrain / work, 1);
   at::parallel_for(0, args.batch * blocks_down * blocks_across, grain, [&](int64_t begin, int64_t end) {

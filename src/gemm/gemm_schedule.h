@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/device.h"
+#include "common/portable.h"
 
 namespace lltm_ext {
 
@@ -41,8 +42,6 @@ struct Schedule {
   bool one_round;  // whether all blocks run at once
 };
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Of writing partial sums, and of the kernel that adds them.
 inline double time_of_sums(const GemmSizes& sizes, int64_t splits) {
   constexpr double kSecondKernel = 2.0, kBytesPerMicrosecond = 5e6;
@@ -55,7 +54,7 @@ inline double time_of_sums(const GemmSizes& sizes, int64_t splits) {
 inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tiles, int64_t splits,
                       int multiprocessors) {
   constexpr double kLaunch = 1.5;
-  const int64_t slices = divide_up(divide_up(sizes.k, cost.depth), splits);
+  const int64_t slices = ceil_div(ceil_div(sizes.k, cost.depth), splits);
   const double slower = sizes.vectors ? 1 : cost.elements;
   const auto round = [&](int64_t blocks) {  // of a multiprocessor
     const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
@@ -64,7 +63,7 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
   };
   const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
   double time = kLaunch + static_cast<double>(blocks / at_once) * round(cost.blocks);
-  if (blocks % at_once > 0) time += round(divide_up(blocks % at_once, multiprocessors));
+  if (blocks % at_once > 0) time += round(ceil_div(blocks % at_once, multiprocessors));
   return time + time_of_sums(sizes, splits);
 }
 
@@ -74,9 +73,9 @@ inline double time_of(const GemmSizes& sizes, const DirectCost& cost, int64_t sp
     return adjacent ? std::max(1.0, static_cast<double>(lanes * sizes.bytes) / 32)
                     : static_cast<double>(lanes);
   };
-  const int64_t groups = divide_up(sizes.n, cost.columns);
-  const int64_t threads = sizes.batch * divide_up(sizes.m, cost.rows) * groups * cost.sharers;
-  const int64_t k = divide_up(sizes.k, cost.sharers * splits), batches = divide_up(k, cost.batch);
+  const int64_t groups = ceil_div(sizes.n, cost.columns);
+  const int64_t threads = sizes.batch * ceil_div(sizes.m, cost.rows) * groups * cost.sharers;
+  const int64_t k = ceil_div(sizes.k, cost.sharers * splits), batches = ceil_div(k, cost.batch);
   const int64_t lanes = std::max(1, 32 / cost.sharers), across = std::min(lanes, groups),
                 down = std::max<int64_t>(1, lanes / across);
   const bool vector = cost.columns > 1 && !sizes.b_along_k && sizes.n % cost.columns == 0;
@@ -89,7 +88,7 @@ inline double time_of(const GemmSizes& sizes, const DirectCost& cost, int64_t sp
   }
   const double accesses =
       static_cast<double>(k) * (cost.rows * (1 + of_a / 8) + (vector ? 1 : cost.columns) * (1 + of_b / 8));
-  const double warps = static_cast<double>(divide_up(threads, 32) * splits);
+  const double warps = static_cast<double>(ceil_div(threads, 32) * splits);
   const double result = static_cast<double>(sizes.batch * sizes.m * sizes.n) * sizes.bytes;
   return cost.ends + cost.wait * static_cast<double>(batches) + cost.work * warps * accesses / 1e5 +
          cost.store * result / 1e6 + time_of_sums(sizes, splits);
@@ -106,15 +105,15 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, const Direc
   const int64_t elements = sizes.batch * sizes.m * sizes.n, sum_bytes = elements * sizes.sum_bytes;
   for (int i = 0; i < tile_count; ++i) {
     const TileCost& cost = tiles[i];
-    const int64_t count = sizes.batch * divide_up(sizes.m, cost.rows) * divide_up(sizes.n, cost.columns);
-    const int64_t slices = divide_up(sizes.k, cost.depth);
+    const int64_t count = sizes.batch * ceil_div(sizes.m, cost.rows) * ceil_div(sizes.n, cost.columns);
+    const int64_t slices = ceil_div(sizes.k, cost.depth);
     const int64_t most = std::min({slices, kMostSumBytes / std::max<int64_t>(sum_bytes, 1), kMostSplits});
     for (int filled = 0; filled <= cost.blocks; ++filled) {
       int64_t splits = 1;
       if (filled > 0)
         splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
       if (filled > 0 && splits < 2) continue;
-      if (splits > 1) splits = divide_up(slices, divide_up(slices, splits));  // as few as are as fast
+      if (splits > 1) splits = ceil_div(slices, ceil_div(slices, splits));  // as few as are as fast
       consider({i, static_cast<int>(splits), time_of(sizes, cost, count, splits, multiprocessors),
                 count * splits <= int64_t{multiprocessors} * cost.blocks});
     }

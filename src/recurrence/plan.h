@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/device.h"
+#include "common/portable.h"
 #include "recurrence/persistent/shape.h"
 #include "recurrence/step/few_rows_shape.h"
 #include "recurrence/step/fused_shape.h"
@@ -39,8 +40,6 @@ struct Problem {
 
 namespace plan_detail {
 
-inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
 // Those that groups can fill.
 inline int multiprocessors(const GroupGrid& grid, const PersistentVariant& v, const DeviceInfo& device) {
   const bool clusters = v.algorithm == Algorithm::kCluster && grid.group_blocks > 1;
@@ -58,18 +57,18 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.one_row && shape.resident_blocks() == 0) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
-  grid.group_blocks = static_cast<int>(tiles_of(p.hidden, units));
+  grid.group_blocks = static_cast<int>(ceil_div(p.hidden, units));
   // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
   if (shape.through() == ExchangeThrough::kCluster) grid.group_blocks = std::max(grid.group_blocks, 2);
   if (cluster && (grid.group_blocks > kMostClusterBlocks || device.compute_capability < 90)) return false;
   const int resident = multiprocessors(grid, v, device) / (p.sequences * grid.group_blocks);
   if (resident == 0) return false;
-  int64_t rows = tiles_of(p.batch, resident);
+  int64_t rows = ceil_div(p.batch, resident);
   if (rows > shape.row_tile()) {
     if (cluster) {
       rows = shape.row_tile();  // the other clusters wait for a place
     } else if (v.any_rows) {
-      rows = tiles_of(rows, kRowTile) * kRowTile;
+      rows = ceil_div(rows, kRowTile) * kRowTile;
     } else {
       return false;
     }
@@ -77,7 +76,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   // What the rows of a group carry uses the shared memory that the weights leave free.
   if (rows * units * 4 * std::max(p.cell.carried(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
   grid.rows = static_cast<int>(rows);
-  grid.groups = static_cast<int>(tiles_of(p.batch, rows));
+  grid.groups = static_cast<int>(ceil_div(p.batch, rows));
   return shape.shared_bytes({static_cast<int>(p.hidden), grid.group_blocks, 0, grid.rows}) <=
          device.shared_bytes;
 }
@@ -88,7 +87,7 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
   if (v.one_row) {  // blocks of several rows are faster from some rows on
-    const int64_t rows_each = tiles_of(rows, device.multiprocessors);
+    const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
     if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
     return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
@@ -120,7 +119,7 @@ inline int split_k_of(bool four, bool two, int64_t k) {
 
 inline FusedStepShape fused_shape(const Problem& p, int rows) { return {p.cell.gates, rows, p.backward}; }
 inline int64_t fused_tiles(const Problem& p, int rows) {
-  return tiles_of(p.batch, rows) * tiles_of(p.hidden, fused_shape(p, rows).units());
+  return ceil_div(p.batch, rows) * ceil_div(p.hidden, fused_shape(p, rows).units());
 }
 
 // Tiles of many rows read the weights less often; tiles of few rows make more blocks. K is split in four if
@@ -167,12 +166,12 @@ inline FewRowsTile few_rows_tile(const Problem& p, const DeviceInfo& device) {
   const int most_units = FewRowsShape::kMostColumns / shape.products;
   const int64_t k = p.backward ? p.cell.gates * p.hidden : p.hidden;
   if (most_units == 0 || k > INT32_MAX / kMostFewRows) return {};
-  const int64_t waves = tiles_of(p.hidden, int64_t{most_units} * device.multiprocessors);
+  const int64_t waves = ceil_div(p.hidden, int64_t{most_units} * device.multiprocessors);
   FewRowsTile& tile = shape.tile;
   tile.rows = *std::lower_bound(std::begin(kFewRows), std::end(kFewRows), static_cast<int>(p.batch));
-  tile.units = static_cast<int>(tiles_of(p.hidden, waves * device.multiprocessors));
+  tile.units = static_cast<int>(ceil_div(p.hidden, waves * device.multiprocessors));
   tile.split_k = static_cast<int>(
-      std::min<int64_t>(FewRowsShape::kMostWarps / shape.column_tiles(), tiles_of(k, FewRowsShape::kDepth)));
+      std::min<int64_t>(FewRowsShape::kMostWarps / shape.column_tiles(), ceil_div(k, FewRowsShape::kDepth)));
   while (tile.split_k > 1 && shape.shared_bytes() > device.shared_bytes) --tile.split_k;
   return tile;
 }

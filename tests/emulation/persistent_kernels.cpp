@@ -569,7 +569,7 @@ class Kernels {
                                               c_.save ? gates.data() : nullptr,
                                               extra.data()};
     using Step = SingleStep<Cell, T, kRows>;
-    const int blocks = single_step_blocks(batch, hidden);
+    const int blocks = static_cast<int>(single_step_blocks(batch, hidden));
     cuda_on_cpu::run({blocks, kSingleStepThreads, 1, sizeof(typename Step::Sums)}, [&] {
       Step(arguments).run(*reinterpret_cast<typename Step::Sums*>(cuda_on_cpu::current_block().memory()));
     });

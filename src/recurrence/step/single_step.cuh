@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kSingleStepThreads)
 template <class Cell, typename T>
 cudaError_t launch_single_step(const SingleStepArguments<T>& arguments, cudaStream_t stream) {
   const bool one_row = arguments.batch == 1;
-  const dim3 blocks(single_step_blocks(arguments.batch, arguments.hidden));
+  const dim3 blocks(static_cast<unsigned>(single_step_blocks(arguments.batch, arguments.hidden)));
   const auto kernel = one_row ? recurrence_single_step_kernel<Cell, T, 1>
                               : recurrence_single_step_kernel<Cell, T, kSingleStepRows>;
   return launch_kernel(kernel, blocks, dim3(kSingleStepThreads), /*shared_bytes=*/0, /*programmatic=*/false,

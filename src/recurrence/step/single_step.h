@@ -26,11 +26,11 @@ struct SingleStepArguments {
 
 constexpr int kSingleStepUnits = 2, kSingleStepRows = 8;  // of a block; one row, if there is only one
 
-LLTM_HOST_DEVICE constexpr int single_step_columns(int hidden) {
-  return (hidden + kSingleStepUnits - 1) / kSingleStepUnits;
+LLTM_HOST_DEVICE constexpr int single_step_columns(int64_t hidden) {
+  return static_cast<int>(ceil_div(hidden, kSingleStepUnits));
 }
-constexpr int single_step_blocks(int batch, int hidden) {
-  return single_step_columns(hidden) * ((batch + kSingleStepRows - 1) / kSingleStepRows);
+constexpr int64_t single_step_blocks(int64_t batch, int64_t hidden) {
+  return single_step_columns(hidden) * ceil_div(batch, kSingleStepRows);
 }
 
 // Whether it is the fastest way. Every block reads its units' weights, so many rows read them often; and
@@ -38,10 +38,11 @@ constexpr int single_step_blocks(int batch, int hidden) {
 // turns.
 constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, int gates,
                                 int element_size) {
-  const int64_t row_groups = (batch + kSingleStepRows - 1) / kSingleStepRows;
-  const int64_t blocks = row_groups * ((hidden + kSingleStepUnits - 1) / kSingleStepUnits);
-  return batch > 0 && hidden > 0 && input_size < (1 << 24) && blocks <= (batch == 1 ? 1 << 20 : 512) &&
-         row_groups * gates * hidden * (hidden + input_size) * element_size <= int64_t{1} << 25;
+  const int64_t most_blocks = batch == 1 ? 1 << 20 : 512;
+  return batch > 0 && hidden > 0 && input_size < (1 << 24) &&
+         single_step_blocks(batch, hidden) <= most_blocks &&
+         ceil_div(batch, kSingleStepRows) * gates * hidden * (hidden + input_size) * element_size <=
+             int64_t{1} << 25;
 }
 
 template <class Cell, typename T>
