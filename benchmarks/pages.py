@@ -138,7 +138,7 @@ SETTINGS = {"float32": "float32", "ieee": "IEEE float32", "bfloat16": "bfloat16"
 def of_map(layer: str, precision: str, *kinds: str) -> list[float]:
     """Times in parts of nn.LSTM's at all sizes of the map."""
     rows = [r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)]
-    return [row[f"{kind} ratio"] for row in rows for kind in kinds]
+    return [row[key] for row in rows for key in (f"{kind} ratio" for kind in kinds) if row[key] is not None]
 
 
 def sizes() -> str:

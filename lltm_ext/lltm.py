@@ -175,12 +175,12 @@ def lltm(
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
             Without reset it does nothing. On CUDA its numbers are rounded to the dtype of ``input``.
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
-            which. "stepwise" runs a matrix product and a pointwise kernel per step, for any size, dtype and
-            device. "cluster" and "grid" are one kernel for all steps, on CUDA in float16, bfloat16 and
-            float32; units of zeros make H a multiple of 8. "cluster" (compute capability 9.0 and above; H up
-            to 512 in half types, 128 in float32) exchanges states through the shared memory of thread block
-            clusters; "grid" (8.0 and above; H up to 1024, 2048 for few rows in half types; B*H up to about
-            half a million) through the L2 cache.
+            which. "stepwise" runs a matrix product and a pointwise kernel per step, or one kernel for both,
+            for any size, dtype and device. "cluster" and "grid" are one kernel for all steps, on CUDA in
+            float16, bfloat16 and float32; units of zeros make H a multiple of 8. "cluster" (compute
+            capability 9.0 and above; H up to 512 in half types, 128 in float32) exchanges states through the
+            shared memory of thread block clusters; "grid" (8.0 and above; H up to 1024, 2048 for few rows in
+            half types; B*H up to about half a million) through the L2 cache.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
@@ -281,7 +281,7 @@ class LLTM(CellLayer):
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
         bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1). Both
-            directions run side by side if the GPU has room for them.
+            directions run side by side.
 
     Attributes:
         weight_ih_l{k}: [3*H, I], for layers above the first [3*H, D*H]; weight_hh_l{k}: [3*H, H];

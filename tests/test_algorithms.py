@@ -358,7 +358,7 @@ def test_small_layers_of_any_hidden_size_run_in_one_launch(op, dtype, hidden, le
 @needs_cuda
 @ops
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rows_that_are_not_at_multiples_of_16_bytes_have_gradients_of_a_long_sum(op, dtype):
+def test_gradients_of_long_sums_over_unaligned_rows(op, dtype):
     call = op.call(Make(dtype, "cuda"), 300, 40, 50, input_size=13)
     results_of(op, op.loop, call).assert_near(dtype)
 
@@ -590,7 +590,7 @@ def test_both_directions_of_packed_rows_equal_one_by_one(op, dtype, device, algo
 @ops
 @types
 def test_both_directions_at_every_size(op, dtype):
-    """Whichever kernel runs them: both in one cluster or grid of one or several tiles, or one by one."""
+    """Whichever kernel runs them: both in one cluster or grid of one or several tiles, or each by its own."""
     for hidden in (64, 256, 512, 600, 1024, 2048):
         for length, batch in ((9, 1), (6, 16), (5, 32), (4, 64), (3, 130)) if hidden < 2048 else ((2, 3),):
             call = op.bidirectional_call(Make(dtype, "cuda"), length, batch, hidden)
@@ -603,7 +603,7 @@ def test_both_directions_at_every_size(op, dtype):
 @types
 @algorithms
 def test_both_directions_by_each_algorithm(op, dtype, algorithm):
-    """Without room for both it runs them one by one. It refuses what it refuses for one direction."""
+    """Without room for both in one launch each has its own. It refuses what it refuses for one direction."""
     for hidden, batch in ((64, 300), (512, 67), (1024, 9), (2048, 3)):
         call = op.bidirectional_call(Make(dtype, "cuda"), 3, batch, hidden)
         f = functools.partial(op.bidirectional, algorithm=algorithm)
@@ -1206,7 +1206,6 @@ def test_auto_runs_everything(op, dtype, device):
     for length, batch, hidden in ((3, 9, 64), (2, 3, 5), (1, 1, 1), (2, 130, 24), (0, 3, 8), (3, 0, 8)):
         call = op.call(Make(dtype, device), length, batch, hidden, input_size=3)
         name = op.plan(*call.args)
-        # Blocks of one row take any number of units.
         is_fused = device == "cuda" and dtype != DOUBLE
         assert name in (ALGORITHMS if is_fused else ["stepwise"])
         outputs = call.run(op)

@@ -67,8 +67,32 @@ def test_errors_name_the_argument():
     with pytest.raises(ValueError, match=r"^resize_units: expected units_in to have 1 numbers"):
         resize_units([torch.ones(3)], [], 3, 8)
     with pytest.raises(
-        ValueError, match=r"^resize_units: expected from_units and to_units to be positive, got 3 and 0"
+        ValueError,
+        match=r"^resize_units: expected from_units and to_units to be positive and below 2.31, got 3 and 0",
     ):
         resize_units([torch.ones(3)], [LAST], 3, 0)
-    with pytest.raises(ValueError, match=r"^resize_units: expected tensors to have dimensions"):
+    with pytest.raises(
+        ValueError,
+        match=r"^resize_units: expected tensors with units in the last dimension to have one, got shape \[\]",
+    ):
         resize_units([torch.ones(())], [LAST], 3, 8)
+
+
+@pytest.mark.parametrize(
+    "shape,units_in,message",
+    [
+        ((3,), 4, r"units_in to be sums of 1 \(the last dimension\) and 2 \(the first\), got 4"),
+        ((12,), FIRST, r"tensors with units in the first dimension to be matrices, got shape \[12\]"),
+        (
+            (2, 3, 3),
+            FIRST,
+            r"tensors with units in the first dimension to be matrices, got shape \[2, 3, 3\]",
+        ),
+        ((2, 4), LAST, r"dimensions with units to be multiples of from_units = 3, got shape \[2, 4\]"),
+        ((4, 3), FIRST, r"dimensions with units to be multiples of from_units = 3, got shape \[4, 3\]"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_does_not_have_the_units_is_refused(shape, units_in, message, device):
+    with pytest.raises(ValueError, match=rf"^resize_units: expected {message}"):
+        resize_units([torch.ones(shape, device=device)], [units_in], 3, 8)

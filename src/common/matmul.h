@@ -262,7 +262,7 @@ inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& lef
   const bool is_large = a.numel() * b.size(1) >= int64_t{1} << 27;
   if (a.scalar_type() == at::kFloat && !bias && is_large) return false;
   // For rows of half types that are not at multiples of 16 bytes, it recommends a kernel that does not split
-  // a long sum: gradients of weights took up to 140 times as long as by cuBLAS itself.
+  // a long sum: a weight's gradient took 1.4 ms for cuBLAS's 22 us.
   const auto is_aligned = [&](const CublasMatrix& x, const at::Tensor& of) {
     return of.element_size() != 2 || x.ld % 8 == 0;
   };

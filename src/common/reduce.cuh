@@ -6,7 +6,8 @@
 namespace lltm_ext {
 
 // Adds up every lane's sums [kColumns][kRows] over all lanes. Afterwards sums[column][0] of a lane is that of
-// row lane * kRows / 32. kRows is a power of two; of the rows a lane has, it keeps half and gives half.
+// row lane * kRows / 32. kRows is a power of two up to 32; of the rows a lane has, it keeps half and gives
+// half.
 template <int kRows, int kBit = 16, int kColumns, int kAllRows, typename A>
 __device__ __forceinline__ void reduce_over_lanes(A (&sums)[kColumns][kAllRows]) {
   constexpr int kKept = kRows > 1 ? kRows / 2 : 1;

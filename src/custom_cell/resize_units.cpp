@@ -7,6 +7,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
+#include <limits>
 #include <vector>
 
 #include "common/checks.h"
@@ -61,21 +62,36 @@ void run_on_cuda(at::TensorList from, at::TensorList to, at::IntArrayRef units_i
 }
 #endif
 
+void check_units(const char* op, const at::Tensor& x, int64_t units_in, int64_t from) {
+  TORCH_CHECK_VALUE(0 <= units_in && units_in <= (kLastDimension | kFirstDimension), op,
+                    ": expected units_in to be sums of 1 (the last dimension) and 2 (the first), got ",
+                    units_in);
+  const bool first = has_units(units_in, kFirstDimension), last = has_units(units_in, kLastDimension);
+  TORCH_CHECK_VALUE(first ? x.dim() == 2 : x.dim() > 0, op, ": expected tensors with units in the ",
+                    first ? "first dimension to be matrices" : "last dimension to have one", ", got shape ",
+                    x.sym_sizes());
+  const bool whole = (!last || x.sym_sizes().back() % from == 0) && (!first || x.sym_size(0) % from == 0);
+  TORCH_CHECK_VALUE(whole, op, ": expected dimensions with units to be multiples of from_units = ", from,
+                    ", got shape ", x.sym_sizes());
+}
+
 // tensors: on one device; units_in[i]: in which dimensions of tensors[i] there are units (UnitsIn).
 variable_list resize_units_of(at::TensorList tensors, at::IntArrayRef units_in, int64_t from, int64_t to) {
   constexpr const char* kOp = "resize_units";
   TORCH_CHECK_VALUE(tensors.size() == units_in.size(), kOp, ": expected units_in to have ", tensors.size(),
                     " numbers, one of each tensor, got ", units_in.size());
-  TORCH_CHECK_VALUE(from > 0 && to > 0, kOp, ": expected from_units and to_units to be positive, got ", from,
-                    " and ", to);
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  TORCH_CHECK_VALUE(0 < from && from <= kMost && 0 < to && to <= kMost, kOp,
+                    ": expected from_units and to_units to be positive and below 2^31, got ", from, " and ",
+                    to);
   variable_list copies;
   if (tensors.empty()) return copies;
   variable_list sources;
-  for (const at::Tensor& x : tensors) {
-    check_device(kOp, "tensors", x);
-    check_floating(kOp, "tensors", x);
-    check_same_device(kOp, "tensors", x, tensors[0]);
-    TORCH_CHECK_VALUE(x.dim() > 0, kOp, ": expected tensors to have dimensions, got one without");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_device(kOp, "tensors", tensors[i]);
+    check_floating(kOp, "tensors", tensors[i]);
+    check_same_device(kOp, "tensors", tensors[i], tensors[0]);
+    check_units(kOp, tensors[i], units_in[i], from);
   }
   const KernelGuard guard(tensors[0]);
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -82,7 +82,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
 }
 
 // Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
-// waves, or of row tiles per group. For several sequences: whether it beats running them one after the other.
+// waves, or of row tiles per group. For several sequences: whether it beats running them apart.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
@@ -97,12 +97,15 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
     // In TF32 clusters of the larger blocks take over from those of the smaller ones.
     const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
-    const int until_fused_steps = fused_step.split_k == 0 ? 9 : v.chunks > 4 ? 4 : 7;
-    const int waves = grid.group_blocks == 1 ? 9 : one_wave ? 1 : until_fused_steps;
+    // Of many waves, each loads the weights again; fused steps take over where there are some. The larger
+    // blocks are for the hidden sizes that the smaller ones do not hold.
+    const int until_fused_steps = v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
+    const int several_blocks = one_wave ? 1 : fused_step.split_k == 0 ? 9 : until_fused_steps;
+    const int waves = grid.group_blocks == 1 ? 9 : several_blocks;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
-  // Two sequences take a second row tile only above the sizes at which clusters run one after the other.
+  // Two sequences take a second row tile only above the sizes at which two clusters share no launch.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   // In IEEE float32 a backward step of few units and many rows is slow: a product of little work.
   const int of_floats = !p.tf32 && v.chunks == 1 && p.backward ? 8 : 4;
@@ -196,12 +199,14 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
-  plan.fused_step = plan_detail::fused_step_tile(problem, device);
+  const FusedStepTile fused_step = plan_detail::fused_step_tile(problem, device);
+  plan.fused_step = fused_step;
   plan.few_rows = plan_detail::few_rows_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (requested == Algorithm::kStepwise) return plan;
-  const auto choose = [&](const auto& variants) {
+  // The fastest variant of an algorithm requested by name is that of kAuto, if it has one.
+  const auto choose = [&](const auto& variants, bool if_it_pays) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {
       const PersistentVariant& v = variants[i];
       GroupGrid grid;
@@ -212,17 +217,18 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
           problem.element_size == 4 && !v.tf32 && problem.cell.gates > 3 && v.chunks > 4;
       if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, device, grid)) continue;
-      if (requested == Algorithm::kAuto &&
-          !plan_detail::pays_off(v, problem, device, grid, plan.fused_step)) {
-        continue;
-      }
+      if (if_it_pays && !plan_detail::pays_off(v, problem, device, grid, fused_step)) continue;
       plan = {v.algorithm, i, grid};
       return;
     }
   };
+  const auto choose_of = [&](const auto& variants) {
+    choose(variants, /*if_it_pays=*/true);
+    if (plan.variant < 0 && requested != Algorithm::kAuto) choose(variants, /*if_it_pays=*/false);
+  };
   const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden > 0 &&
                         problem.batch > 0 && device.compute_capability >= 80;
-  if (possible) problem.element_size == 2 ? choose(kHalfVariants) : choose(kFloatVariants);
+  if (possible) problem.element_size == 2 ? choose_of(kHalfVariants) : choose_of(kFloatVariants);
   if (requested != Algorithm::kAuto && plan.algorithm != requested) {
     plan.why_not = plan_detail::why_not(problem, device, requested);
   }

@@ -578,7 +578,7 @@ class Kernels {
   template <class Step, class Arguments>
   void launch_few_rows(const Arguments& arguments, int step) const {
     constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
-    const DeviceInfo device = {80, c_.multiprocessors, false, c_.multiprocessors, 99 << 10};
+    const DeviceInfo device = {80, c_.multiprocessors, false, /*cluster_multiprocessors=*/{}, 99 << 10};
     const FewRowsTile tile =
         plan_detail::few_rows_tile({kShape, c_.hidden, c_.batch, true, kBackward, sizeof(T)}, device);
     switch (tile.rows) {
@@ -788,6 +788,8 @@ void check_single_step() {
     check<Cell, __half, kSingleStep, NoReset>({1, 1, 21, 0, false, {}});
     check<Cell, __half, kSingleStep, NoReset>({1, 9, 40, 0, false, {}});
     check<Cell, __nv_bfloat16, kSingleStep, NoReset>({1, 8, 2, 0, false, {}});
+    check<Cell, float, kSingleStep, NoReset>({1, 1, 136, 0, false, {}});
+    check<Cell, __half, kSingleStep, NoReset>({1, 10, 132, 0, false, {}});
   }
 }
 

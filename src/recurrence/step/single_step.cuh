@@ -1,8 +1,9 @@
 // The kernel of a sequence of a single step. A launch takes the host, and often the device, longer than the
 // step's arithmetic. So one kernel has all of it, and warps wait for each other only to add up their sums.
 //
-// A block has two units of eight rows, or of one. Its threads split K: the input's elements from the first
-// thread on, and those of h from the last. Each multiplies its part of the weights by all rows of the block.
+// A block has two units for eight rows of the batch, or for one row if the batch has one. Its threads split
+// K: the input's elements from the first thread on, and those of h from the last. Each multiplies its part of
+// the weights by all rows of the block.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -63,7 +64,7 @@ class SingleStep {
       Vector w[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const int unit = min(first_unit_ + c / kGates, s_.hidden - 1);  // twice, if there is only one
+        const int unit = min(first_unit_ + c / kGates, s_.hidden - 1);  // the last unit twice, if H is odd
         const int64_t row = static_cast<int64_t>(c % kGates) * s_.hidden + unit;
         w[c] = *reinterpret_cast<const Vector*>(weight + row * k + at);
       }

@@ -21,10 +21,10 @@ struct SingleStepArguments {
   T *output, *h_n;      // [B, H] twice
   void* states_n;       // [S, B, H]
   T* gates;             // [B, G, H] the first G saved values, or null
-  T* extra;             // [B, E, H] the others
+  T* extra;             // [B, E, H] the others, if `gates` is given
 };
 
-constexpr int kSingleStepUnits = 2, kSingleStepRows = 8;  // of a block; one row, if there is only one
+constexpr int kSingleStepUnits = 2, kSingleStepRows = 8;  // of a block; one row if the batch has one
 
 LLTM_HOST_DEVICE constexpr int single_step_columns(int64_t hidden) {
   return static_cast<int>(ceil_div(hidden, kSingleStepUnits));

@@ -225,6 +225,10 @@ struct BackwardOps {
         try_run_fused(parts, sizes, plan, algorithm))
       return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
+    // What a direction keeps for its other chunks is allocated on the current stream.
+    if (sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, 1).is_fused()) {
+      for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
+    }
     run_side_by_side(parts[0].direction.gates, parts.size(),
                      [&](size_t i) { run_steps(parts.slice(i, 1), sizes, algorithm); });
   }

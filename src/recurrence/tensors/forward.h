@@ -382,6 +382,7 @@ struct BuiltInForward {
                                    at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
                                    bool save) {
     if (!input.defined() || !input.is_cuda() || input.dim() != 3 || input.sym_size(0) != 1) return {};
+    if (batch_sizes || d.reset.defined() || !d.h0.defined() || !d.states.defined()) return {};
     check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
     if (!takes_single_step(Op{}, input, d, batch_sizes, algorithm)) return {};
     return run_single_step(Op{}, input, d, bias_hh, save);

@@ -207,26 +207,44 @@ inline c10::cuda::CUDAStream side_stream(c10::DeviceIndex device) {
   return streams.emplace(device, c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device))
       .first->second;
 }
+
+// While it lives, `side` runs beside `stream`, after what that has been given before. In the end `stream`
+// waits for it, also where an error ends the scope.
+class JoinedStream {
+ public:
+  JoinedStream(const c10::cuda::CUDAStream& stream, const c10::cuda::CUDAStream& side)
+      : stream_(stream), side_(side) {
+    begin_.record(stream);
+    begin_.block(side);
+  }
+  JoinedStream(const JoinedStream&) = delete;
+  JoinedStream& operator=(const JoinedStream&) = delete;
+  ~JoinedStream() {
+    try {
+      end_.record(side_);
+      end_.block(stream_);
+    } catch (const c10::Error&) {  // the device has failed, which the next call reports
+    }
+  }
+
+ private:
+  const c10::cuda::CUDAStream stream_, side_;
+  at::cuda::CUDAEvent begin_, end_;
+};
 #endif
 
 // f(i) for each direction. On CUDA the second runs beside the first: steps of either may leave
-// multiprocessors idle. What they read and write has been allocated before, or is used in f alone.
+// multiprocessors idle. What outlives f has been allocated before, on the current stream.
 template <typename F>
 void run_side_by_side(const at::Tensor& like, size_t directions, F&& f) {
 #if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
   if (like.is_cuda() && directions == 2) {
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(like.get_device()),
                                 side = side_stream(like.get_device());
-    at::cuda::CUDAEvent begin, end;
-    begin.record(stream);
-    begin.block(side);
+    const JoinedStream joined(stream, side);
     f(0);
-    {
-      const c10::cuda::CUDAStreamGuard guard(side);
-      f(1);
-      end.record(side);
-    }
-    return end.block(stream);
+    const c10::cuda::CUDAStreamGuard guard(side);
+    return f(1);
   }
 #endif
   for (size_t i = 0; i < directions; ++i) f(i);

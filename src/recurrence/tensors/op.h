@@ -13,14 +13,15 @@
 //
 // T is the length, B the batch, I the input size, H the hidden size, G the number of gates. One matrix
 // product before the steps projects all inputs; products after them give the weights' gradients. The steps
-// run in a persistent kernel, in a fused kernel each, or as a product and a pointwise kernel each.
+// run in a persistent kernel, in a fused kernel each, or as a product and a pointwise kernel each. A single
+// step that is given its states may be one kernel with all products.
 //
 // A packed sequence is given as the rows of all steps, one step after the other ([N, I], longest sequence
 // first), and the number of rows in each; a dense input has B rows in each. `reverse` runs from the last step
 // to the first and leaves every output at its own step.
 //
 // Everything runs on a list of directions: one for a sequence, two for a bidirectional layer, which share the
-// input and run in one launch if the GPU has room for both.
+// input and run in one launch if the GPU has room for both, else on two streams.
 //
 // A sequence without h0 or c0 starts from zeros. bias_hh is a second bias, as nn.LSTM has it.
 #pragma once
