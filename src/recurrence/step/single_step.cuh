@@ -50,7 +50,7 @@ class SingleStep {
  private:
   // Adds this thread's part of x [rows, K] times the units' rows of a weight [G * H, K].
   __device__ __forceinline__ void multiply(const T* x, const T* weight, int k, int thread) {
-    // Of few values each thread takes one, so that more threads have some.
+    // With vectors of four, few values would leave most threads idle.
     const bool by_fours =
         k > kSingleStepThreads / 2 && k % 4 == 0 && is_vec_aligned(x) && is_vec_aligned(weight);
     by_fours ? multiply_vectors<4>(x, weight, k, thread) : multiply_vectors<1>(x, weight, k, thread);

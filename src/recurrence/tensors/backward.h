@@ -225,7 +225,7 @@ struct BackwardOps {
         try_run_fused(parts, sizes, plan, algorithm))
       return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
-    // What a direction keeps for its other chunks is allocated on the current stream.
+    // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
     if (sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, 1).is_fused()) {
       for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
     }

@@ -198,8 +198,8 @@ inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
 }
 
 #if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
-// A stream of this thread on a device, for work beside that of the current one. Always the same, because
-// memory that was allocated on a stream is reused there only.
+// This thread's second stream on a device. It is always the same one, because the allocator reuses a stream's
+// memory on that stream only.
 inline c10::cuda::CUDAStream side_stream(c10::DeviceIndex device) {
   thread_local std::map<c10::DeviceIndex, c10::cuda::CUDAStream> streams;
   const auto known = streams.find(device);
@@ -208,8 +208,8 @@ inline c10::cuda::CUDAStream side_stream(c10::DeviceIndex device) {
       .first->second;
 }
 
-// While it lives, `side` runs beside `stream`, after what that has been given before. In the end `stream`
-// waits for it, also where an error ends the scope.
+// Forks `side` from `stream`: both may run at the same time from here on. The destructor joins them, after an
+// error too: `stream` waits for `side`.
 class JoinedStream {
  public:
   JoinedStream(const c10::cuda::CUDAStream& stream, const c10::cuda::CUDAStream& side)
@@ -233,8 +233,9 @@ class JoinedStream {
 };
 #endif
 
-// f(i) for each direction. On CUDA the second runs beside the first: steps of either may leave
-// multiprocessors idle. What outlives f has been allocated before, on the current stream.
+// Calls f(i) for each direction. On CUDA the two run at the same time on two streams, because steps of one
+// direction may leave multiprocessors idle. f must not allocate what outlives it: such memory belongs to the
+// current stream.
 template <typename F>
 void run_side_by_side(const at::Tensor& like, size_t directions, F&& f) {
 #if defined(LLTM_EXT_WITH_CUDA) && !defined(LLTM_EXT_STABLE_ABI)
