@@ -28,8 +28,9 @@ namespace {
 
 using Values = std::vector<double>;
 
-// In place of a variant: the kernels of independent units, those of few rows, and that of a single step.
-constexpr int kIndependent = -1, kFewRowsSteps = -2, kSingleStep = -3;
+// In place of a variant: the kernels of independent units, those of few rows, and those of a single step.
+constexpr int kIndependent = -1, kFewRowsSteps = -2, kSingleStep = -3, kSingleStepOnTensorCores = -4;
+constexpr bool is_single_step(int variant) { return variant <= kSingleStep; }
 template <typename T, int kVariant>
 constexpr PersistentVariant variant_of() {
   if constexpr (kVariant >= 0) return variants_of<T>()[kVariant];
@@ -415,7 +416,11 @@ class Kernels {
     } else if constexpr (kVariant == kFewRowsSteps) {
       for (int step = 0; step < c_.length; ++step) launch_few_rows<FewRowsForward<Cell>>(arguments, step);
     } else if constexpr (kVariant == kSingleStep) {
-      c_.batch == 1 ? launch_single_step<1>() : launch_single_step<kSingleStepRows>();
+      c_.batch == 1 ? launch_single_step<SingleStepByThreads<Cell, T, 1>>()
+                    : launch_single_step<SingleStepByThreads<Cell, T, 8>>();
+    } else if constexpr (kVariant == kSingleStepOnTensorCores) {
+      c_.batch <= 8 ? launch_single_step<SingleStepOnTensorCores<Cell, T, 1>>()
+                    : launch_single_step<SingleStepOnTensorCores<Cell, T, 2>>();
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset>;
       launch<Config, ForwardSteps<Config>>(arguments);
@@ -535,41 +540,35 @@ class Kernels {
 
   // Each row of the batch has an input of its own, of zeros and a one, whose weights are its projections less
   // what the biases add.
-  template <int kRows>
+  template <class Step>
   void launch_single_step() {
+    constexpr bool kOnTensorCores = kVariant == kSingleStepOnTensorCores;
     const int batch = c_.batch, hidden = c_.hidden, gate_rows = kGates * hidden;
+    // Half of the input has what TF32 rounds off, which is 0 in half types.
+    const int half = kOnTensorCores ? (batch + 7) / 8 * 8 : batch, input_size = 2 * half;
     // In half types the difference would be rounded.
     const double first_bias = 0.5, second_bias = sizeof(T) == 2 ? -0.5 : 0.25,
                  bias_sum = first_bias + second_bias;
-    Values input(batch * batch), weight_ih(gate_rows * batch);
+    Values input(batch * input_size), weight_ih(gate_rows * input_size);
     for (int b = 0; b < batch; ++b) {
-      input[b * batch + b] = 1;
+      input[b * input_size + b] = input[b * input_size + half + b] = 1;
       for (int i = 0; i < gate_rows; ++i) {
-        weight_ih[i * batch + b] = static_cast<float>(gates[b * gate_rows + i]) - bias_sum;
+        const double weight = static_cast<float>(gates[b * gate_rows + i]) - bias_sum;
+        weight_ih[i * input_size + b] = rounded_to_tf32(weight);
+        weight_ih[i * input_size + half + b] = weight - rounded_to_tf32(weight);
       }
     }
     const Array<T> x = narrowed<T>(input), weights = narrowed<T>(weight_ih),
                    bias = narrowed<T>(Values(gate_rows, first_bias)),
                    bias_hh = narrowed<T>(Values(gate_rows, second_bias));
     if (c_.save) gates = unwritten<T>(gates.size());
-    const SingleStepArguments<T> arguments = {batch,
-                                              hidden,
-                                              /*input_size=*/batch,
-                                              kNarrowStates,
-                                              x.data(),
-                                              h0_.data(),
-                                              states0_.data(),
-                                              weights.data(),
-                                              weight_.data(),
-                                              bias.data(),
-                                              bias_hh.data(),
-                                              output.data(),
-                                              h_n.data(),
-                                              states_n.data(),
-                                              c_.save ? gates.data() : nullptr,
-                                              extra.data()};
-    using Step = SingleStep<Cell, T, kRows>;
-    const int blocks = static_cast<int>(single_step_blocks(batch, hidden));
+    const SingleStepArguments<T> arguments = {
+        batch,          hidden,         input_size,      kNarrowStates,
+        kOnTensorCores, x.data(),       h0_.data(),      states0_.data(),
+        weights.data(), weight_.data(), bias.data(),     bias_hh.data(),
+        output.data(),  h_n.data(),     states_n.data(), c_.save ? gates.data() : nullptr,
+        extra.data()};
+    const auto blocks = static_cast<int>(single_step_tile(batch, kOnTensorCores).blocks(batch, hidden));
     cuda_on_cpu::run({blocks, kSingleStepThreads, 1, sizeof(typename Step::Sums)}, [&] {
       Step(arguments).run(*reinterpret_cast<typename Step::Sums*>(cuda_on_cpu::current_block().memory()));
     });
@@ -642,10 +641,11 @@ std::string name_of(const Case& c, int variant, const char* resets) {
                            : sizeof(T) == 4            ? "float32"
                            : std::is_same_v<T, __half> ? "float16"
                                                        : "bfloat16";
-  const std::string kernel = variant == kIndependent    ? ""
-                             : variant == kFewRowsSteps ? " few rows"
-                             : variant == kSingleStep   ? " single step"
-                                                        : " variant " + std::to_string(variant);
+  const std::string kernel = variant == kIndependent               ? ""
+                             : variant == kFewRowsSteps            ? " few rows"
+                             : variant == kSingleStep              ? " single step"
+                             : variant == kSingleStepOnTensorCores ? " single step on tensor cores"
+                                                                   : " variant " + std::to_string(variant);
   return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
          (c.reverse ? " reverse" : "") + resets + (c.save ? "" : " not saved") +
          (c.from_zeros ? " from zeros" : "");
@@ -669,7 +669,8 @@ void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& refe
 
 template <class Cell, typename T, int kVariant, class Reset>
 void check(const Case& c) {
-  const Precision precision = precision_of<T>(variant_of<T, kVariant>().tf32);
+  const Precision precision =
+      precision_of<T>(variant_of<T, kVariant>().tf32 || kVariant == kSingleStepOnTensorCores);
   constexpr bool kHasResets = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
   const char* const resets = !kHasResets ? "" : kOfBools ? " resets" : " resets of shares";
   const Comparison compare = {name_of<T>(c, kVariant, resets), precision.tolerance};
@@ -688,7 +689,7 @@ void check(const Case& c) {
   compare("states_n", widened(kernels.states_n), reference.states);
   if (!c.save) return compare("gates", widened(kernels.gates), inputs.gates);
   compare("saved", kernels.saved(), reference.saved);
-  if constexpr (kVariant != kSingleStep) check_backward<Cell>(c, kernels, reference, compare);
+  if constexpr (!is_single_step(kVariant)) check_backward<Cell>(c, kernels, reference, compare);
 }
 
 template <class Cell>
@@ -790,6 +791,11 @@ void check_single_step() {
     check<Cell, __nv_bfloat16, kSingleStep, NoReset>({1, 8, 2, 0, false, {}});
     check<Cell, float, kSingleStep, NoReset>({1, 1, 136, 0, false, {}});
     check<Cell, __half, kSingleStep, NoReset>({1, 10, 132, 0, false, {}});
+    check<Cell, float, kSingleStepOnTensorCores, NoReset>({1, 2, 20, 0, false, {}});
+    check<Cell, float, kSingleStepOnTensorCores, NoReset>({1, 17, 36, 0, false, {}, /*save=*/false});
+    check<Cell, __half, kSingleStepOnTensorCores, NoReset>({1, 9, 40, 0, false, {}});
+    check<Cell, __half, kSingleStepOnTensorCores, NoReset>({1, 8, 264, 0, false, {}});
+    check<Cell, __nv_bfloat16, kSingleStepOnTensorCores, NoReset>({1, 33, 16, 0, false, {}});
   }
 }
 

@@ -16,21 +16,6 @@
 
 namespace lltm_ext {
 
-template <typename T>
-struct ProductOf;
-template <>
-struct ProductOf<float> {
-  using type = IeeeProduct;
-};
-template <>
-struct ProductOf<__half> {
-  using type = Float16Product;
-};
-template <>
-struct ProductOf<__nv_bfloat16> {
-  using type = Bfloat16Product;
-};
-
 // A block's tile of the recurrent product.
 template <typename T, int kUnitTiles, int kChunks>
 struct BlockTile {

@@ -62,6 +62,21 @@ struct IeeeProduct {
   static constexpr bool kRoundsWeights = false;
 };
 
+template <typename T>
+struct ProductOf;
+template <>
+struct ProductOf<float> {
+  using type = IeeeProduct;
+};
+template <>
+struct ProductOf<__half> {
+  using type = Float16Product;
+};
+template <>
+struct ProductOf<__nv_bfloat16> {
+  using type = Bfloat16Product;
+};
+
 // A warp's rows of the weights of kCount gates, the first kInRegisters in registers and the others in shared
 // memory.
 template <int kCount, int kChunks, int kInRegisters>

@@ -10,7 +10,8 @@ namespace lltm_ext {
 template <typename T>
 struct SingleStepArguments {
   int batch, hidden, input_size;
-  bool narrow_states;   // whether states0 and states_n have values of T, not of acc_t<T>
+  bool narrow_states;  // whether states0 and states_n have values of T, not of acc_t<T>
+  bool on_tensor_cores;
   const T* input;       // [B, I]
   const T* h0;          // [B, H]
   const void* states0;  // [S, B, H]
@@ -24,25 +25,37 @@ struct SingleStepArguments {
   T* extra;             // [B, E, H] the others, if `gates` is given
 };
 
-constexpr int kSingleStepUnits = 2, kSingleStepRows = 8;  // of a block; one row if the batch has one
-
-LLTM_HOST_DEVICE constexpr int single_step_columns(int64_t hidden) {
-  return static_cast<int>(ceil_div(hidden, kSingleStepUnits));
+// The units and rows of a block: on tensor cores, or with a thread's own multiply-adds.
+struct SingleStepTile {
+  int units, rows;
+  constexpr int64_t blocks(int64_t batch, int64_t hidden) const {
+    return ceil_div(hidden, units) * ceil_div(batch, rows);
+  }
+};
+constexpr SingleStepTile single_step_tile(int64_t batch, bool on_tensor_cores) {
+  return on_tensor_cores ? SingleStepTile{16, batch <= 8 ? 8 : 16} : SingleStepTile{2, batch == 1 ? 1 : 8};
 }
-constexpr int64_t single_step_blocks(int64_t batch, int64_t hidden) {
-  return single_step_columns(hidden) * ceil_div(batch, kSingleStepRows);
+
+// Whether the tile of tensor cores takes a step: several rows, of whole vectors.
+constexpr bool single_step_on_tensor_cores(int64_t batch, int64_t hidden, int64_t input_size,
+                                           int element_size, bool rounds_to_tf32) {
+  const int vector = 16 / element_size;
+  return batch > 1 && hidden % vector == 0 && input_size % vector == 0 &&
+         (element_size == 2 || rounds_to_tf32);
 }
 
-// Whether it is the fastest way. Every block reads its units' weights, so many rows read them often; and
-// blocks of eight rows take half of a multiprocessor's registers, so those of many rows and units run in
-// turns.
+// Whether it is the fastest way. Every block reads its units' weights and its rows, so many blocks read them
+// often. Those with eight rows and no tensor cores take half of a multiprocessor's registers, so many of them
+// run in turns.
 constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, int gates,
-                                int element_size) {
-  const int64_t most_blocks = batch == 1 ? 1 << 20 : 512;
-  return batch > 0 && hidden > 0 && input_size < (1 << 24) &&
-         single_step_blocks(batch, hidden) <= most_blocks &&
-         ceil_div(batch, kSingleStepRows) * gates * hidden * (hidden + input_size) * element_size <=
-             int64_t{1} << 25;
+                                int element_size, bool on_tensor_cores) {
+  if (batch == 0 || hidden == 0 || input_size >= (1 << 24)) return false;
+  const SingleStepTile tile = single_step_tile(batch, on_tensor_cores);
+  const int64_t blocks = tile.blocks(batch, hidden), k = hidden + input_size;
+  if (on_tensor_cores)
+    return blocks * (gates * tile.units + tile.rows) * k * element_size <= int64_t{1} << 27;
+  return (batch == 1 || blocks <= 512) &&
+         ceil_div(batch, tile.rows) * gates * hidden * k * element_size <= int64_t{1} << 25;
 }
 
 template <class Cell, typename T>

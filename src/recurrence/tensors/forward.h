@@ -276,6 +276,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, cons
 
 // ---- a single step
 
+inline bool single_step_on_tensor_cores(const at::Tensor& input, const Direction& d) {
+#ifdef LLTM_EXT_WITH_CUDA
+  return at::cuda::getDeviceProperties(input.get_device())->major >= 8 &&
+         single_step_on_tensor_cores(input.size(1), d.h0.size(1), input.size(2),
+                                     static_cast<int>(input.element_size()), allows_tf32(input));
+#else
+  return false;
+#endif
+}
+
 // Whether a sequence of a built-in cell is one step that has a kernel of its own. Its inputs have been
 // checked.
 template <class Op>
@@ -283,9 +293,9 @@ bool takes_single_step(const Op& op, const at::Tensor& input, const Direction& d
                        at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
   if (!input.is_cuda() || input.is_meta() || batch_sizes || input.size(0) != 1) return false;
   if (!d.h0.defined() || !d.states.defined() || d.reset.defined()) return false;
-  if (input.scalar_type() == at::kDouble || (algorithm != "auto" && algorithm != "stepwise")) return false;
+  if (input.scalar_type() == at::kDouble || algorithm != "auto") return false;
   return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
-                          static_cast<int>(input.element_size()));
+                          static_cast<int>(input.element_size()), single_step_on_tensor_cores(input, d));
 }
 
 // {output, h_n, states_n}, and if `save` {gates, extra}.
@@ -316,6 +326,7 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
                                                 .hidden = static_cast<int>(hidden),
                                                 .input_size = static_cast<int>(input.size(2)),
                                                 .narrow_states = narrow,
+                                                .on_tensor_cores = single_step_on_tensor_cores(input, d),
                                                 .input = pointer<T>(x),
                                                 .h0 = pointer<T>(h0),
                                                 .states0 = pointer<void>(states0),
