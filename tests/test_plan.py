@@ -19,15 +19,16 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[15];
+    int n[16];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1};
-    const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0};
+    const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
+                             n[15] != 0};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     DeviceInfo device = {n[6], n[7], n[8] != 0, {}, n[9]};
     for (int& multiprocessors : device.cluster_multiprocessors) multiprocessors = n[7] / 11 * 10;
@@ -100,8 +101,9 @@ def encode(
     sequences=1,
     tf32=False,
     recurrent=True,
+    side_by_side=False,
 ):
-    cell = states, sequences, tf32, recurrent
+    cell = states, sequences, tf32, recurrent, side_by_side
     values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
@@ -371,6 +373,16 @@ def test_layers_of_up_to_128_units_in_tf32_have_larger_blocks_for_more_rows(plan
 def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
     (found,) = plan({"hidden": hidden, "batch": batch, "sequences": 2, **more})
     assert found[:4] == grid
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_on_two_streams_grids_of_many_rows_leave_half_types_to_fused_steps(plan, backward):
+    """Two grids would wait for each other."""
+    one = {"hidden": 768, "batch": 128, "gates": 4, "backward": backward}
+    of_two = {**one, "side_by_side": True}
+    many, many_of_two, few_of_two = plan(one, of_two, {**of_two, "batch": 96})
+    assert many.algorithm == few_of_two.algorithm == "grid"
+    assert many_of_two.algorithm == "stepwise" and many_of_two.fused_step[0] > 0
 
 
 @pytest.mark.parametrize(

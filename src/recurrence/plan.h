@@ -34,8 +34,9 @@ struct Problem {
   bool dense;  // every step has the whole batch
   bool backward;
   int element_size;
-  int sequences = 1;  // of these sizes, run side by side in one launch
-  bool tf32 = false;  // float32 operands may be rounded to TF32
+  int sequences = 1;          // of these sizes, run side by side in one launch
+  bool tf32 = false;          // float32 operands may be rounded to TF32
+  bool side_by_side = false;  // another such sequence runs on another stream
 };
 
 namespace plan_detail {
@@ -81,6 +82,19 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
          device.shared_bytes;
 }
 
+// Of a group, up to which a grid's steps are faster than those of other kernels.
+inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, bool has_fused_steps) {
+  if (p.element_size > 2) {
+    if (p.tf32) return p.backward ? 4 : 6;
+    // A backward step of few units and many rows is slow: a product of little work.
+    return v.chunks == 1 && p.backward ? 8 : 4;
+  }
+  if (!has_fused_steps) return p.backward ? 6 : 8;
+  // Two grids cannot run at the same time, but the fused steps of two sequences can.
+  if (p.side_by_side) return 3;
+  return p.backward ? 4 : 6;
+}
+
 // Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
 // waves, or of row tiles per group. For several sequences: whether it beats running them apart.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
@@ -107,10 +121,7 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
   // Two sequences take a second row tile only above the sizes at which two clusters share no launch.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
-  // In IEEE float32 a backward step of few units and many rows is slow: a product of little work.
-  const int of_floats = !p.tf32 && v.chunks == 1 && p.backward ? 8 : 4;
-  const int tiles = p.element_size > 2 ? of_floats : (p.backward ? 6 : 8) - (fused_step.split_k > 0 ? 2 : 0);
-  return grid.rows <= kRowTile * tiles;
+  return grid.rows <= kRowTile * most_row_tiles_of_grid(v, p, /*has_fused_steps=*/fused_step.split_k > 0);
 }
 
 // 4, 2 or 1, with at least 64 of K in each part.

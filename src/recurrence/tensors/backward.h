@@ -217,20 +217,22 @@ struct BackwardOps {
   };
 
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
-  void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes,
-                 c10::string_view algorithm) const {
-    const Plan plan = sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, parts.size());
+  void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, c10::string_view algorithm,
+                 bool side_by_side = false) const {
+    const at::Tensor& like = parts[0].direction.gates;
+    const Plan plan = sizes.plan(op, like, /*backward=*/true, algorithm, parts.size(), side_by_side);
     const bool resets = parts[0].direction.reset.defined();
     if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
         try_run_fused(parts, sizes, plan, algorithm))
       return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
-    if (sizes.plan(op, parts[0].direction.gates, /*backward=*/true, algorithm, 1).is_fused()) {
+    if (sizes.plan(op, like, /*backward=*/true, algorithm, 1, /*side_by_side=*/true).is_fused()) {
       for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
     }
-    run_side_by_side(parts[0].direction.gates, parts.size(),
-                     [&](size_t i) { run_steps(parts.slice(i, 1), sizes, algorithm); });
+    run_side_by_side(like, parts.size(), [&](size_t i) {
+      run_steps(parts.slice(i, 1), sizes, algorithm, /*side_by_side=*/true);
+    });
   }
 
   // A pointwise kernel and a matrix product a step.

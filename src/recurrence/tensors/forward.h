@@ -80,8 +80,9 @@ struct ForwardOps {
 
   // All directions in one launch if they fit, else side by side.
   void run_steps(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
-                 c10::string_view algorithm, bool save) const {
-    const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size());
+                 c10::string_view algorithm, bool save, bool side_by_side = false) const {
+    const Plan plan =
+        sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size(), side_by_side);
     const bool resets = directions[0].reset.defined();
     if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
         try_run_fused(directions, outs, sizes, plan, algorithm, save))
@@ -90,7 +91,7 @@ struct ForwardOps {
       return run_stepwise(outs[0], directions[0], sizes.steps(directions[0].reverse), save);
     }
     run_side_by_side(outs[0].output, directions.size(), [&](size_t i) {
-      run_steps(directions.slice(i, 1), outs.slice(i, 1), sizes, algorithm, save);
+      run_steps(directions.slice(i, 1), outs.slice(i, 1), sizes, algorithm, save, /*side_by_side=*/true);
     });
   }
 

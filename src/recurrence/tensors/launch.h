@@ -82,7 +82,8 @@ struct BuiltInOp {
 // run one after the other.
 template <class Op>
 Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t batch, int64_t hidden,
-              bool dense, bool backward, c10::string_view algorithm, size_t sequences = 1) {
+              bool dense, bool backward, c10::string_view algorithm, size_t sequences = 1,
+              bool side_by_side = false) {
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -96,7 +97,8 @@ Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t bat
                              .backward = backward,
                              .element_size = static_cast<int>(input.element_size()),
                              .sequences = static_cast<int>(sequences),
-                             .tf32 = allows_tf32(input)};
+                             .tf32 = allows_tf32(input),
+                             .side_by_side = side_by_side};
     check_launch(op, with_fused_type(input.scalar_type(),
                                      [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
@@ -127,9 +129,10 @@ struct SequenceSizes {
         hidden(d.weight_ih.size(0) / shape.gates),
         batch_sizes(batch_sizes) {}
   template <class Op>
-  Plan plan(const Op& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
-            size_t sequences) const {
-    return plan_for(op, op.name().c_str(), like, batch, hidden, !batch_sizes, backward, algorithm, sequences);
+  Plan plan(const Op& op, const at::Tensor& like, bool backward, c10::string_view algorithm, size_t sequences,
+            bool side_by_side) const {
+    return plan_for(op, op.name().c_str(), like, batch, hidden, !batch_sizes, backward, algorithm, sequences,
+                    side_by_side);
   }
   std::vector<RowRange> steps(bool reverse) const {
     return rows_of_steps(batch_sizes, length, batch, reverse);
