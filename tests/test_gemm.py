@@ -506,6 +506,12 @@ SHAPES = {
     "odd, one round": (2047, 67, 2047),
     "odd rows": (1000, 264, 605),
     "one column": (4096, 520, 1),
+    "8 columns": (11_000, 1112, 8),
+    "50 columns": (9001, 500, 50),
+    "stream-K, a third of a round": (2048, 3552, 288),
+    "stream-K, most of a round": (384, 7048, 4400),
+    "stream-K, a round and a half": (3000, 2048, 1600),
+    "stream-K, odd": (1501, 5001, 901),
 }
 
 
@@ -536,6 +542,7 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
         (50, 264, 520),
         (136, 2048, 136),
         (136, 16_384, 136),
+        (600, 4000, 600),
         (264, 136, 520),
         (3, 5, 7),
         (301, 999, 205),
@@ -582,6 +589,7 @@ def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
         (136, 2048, 136),
         (264, 136, 520),
         (136, 20_000, 264),
+        (3000, 2048, 1600),
         (601, 72, 605),
         (9, 5, 7),
         (5, 20_001, 9),

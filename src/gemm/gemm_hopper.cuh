@@ -3,11 +3,10 @@
 //
 // Two kernels:
 // - Persistent: a block computes many tiles of c, and loads the next one's operands during the epilogue.
-// Clusters
-//   of two blocks share tiles of b by multicast.
+//   Clusters of two blocks share tiles of b by multicast. Where the tiles would leave multiprocessors idle in
+//   the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh).
 // - Cluster split-K, for few tiles: the blocks of a cluster split K, and add their partial sums in a fixed
-// order
-//   through distributed shared memory.
+//   order through distributed shared memory.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "common/hopper/split.cuh"
 #include "gemm/gemm_hopper_epilogue.cuh"
 #include "gemm/gemm_hopper_mainloop.cuh"
+#include "gemm/gemm_hopper_stream_k.cuh"
 
 namespace lltm_ext {
 namespace hopper {
@@ -27,6 +27,7 @@ struct KernelArguments {
   bool batched_a, batched_b;  // else one matrix serves the whole batch
   bool tma_store;             // whether TMA can address the results
   bool swap_ab;               // a and b are each other's transposes, so a tile is of c's transpose
+  StreamK stream_k;
 };
 
 // ---- persistent
@@ -37,6 +38,7 @@ struct PersistentKernel {
   using Out = EpilogueStore<T, Mainloop::kTileN>;
   static constexpr int kClusterM = Mainloop::kClusterM, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128;  // small tiles need not
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 
@@ -48,31 +50,41 @@ struct PersistentKernel {
     auto pipeline = pipeline_of<Mainloop>(shared, shared + kOperandsAndOut);
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
-    const int first = blockIdx.x / kClusterM, step = gridDim.x / kClusterM;
-    const int total = static_cast<int>(scheduler.total());
+    const int cluster = blockIdx.x / kClusterM, clusters = gridDim.x / kClusterM;
+    StreamKParts<kDividesK> parts(args.stream_k, static_cast<int>(scheduler.total()), args.tiles_of_k,
+                                  cluster, clusters);
     start_pipeline(pipeline, a, b);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters<kConsumers>>();
+      setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
-        for (int i = first; i < total; i += step) {
-          const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+        while (parts.next()) {
+          const TileIndex tile = scheduler.first_element<Mainloop>(parts.tile, rank);
           const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
-          for (int k = 0; k < args.tiles_of_k; ++k) {
+          for (int k = parts.begin; k < parts.end; ++k) {
             pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
           }
         }
       }
       __syncwarp();
     } else {
-      setmaxnreg_inc<kConsumerRegisters<kConsumers>>();
+      setmaxnreg_inc<kConsumerRegisters>();
       Out out(shared + Mainloop::kBytes, warpgroup, kConsumers);
-      for (int i = first; i < total; i += step) {
-        const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+      while (parts.next()) {
+        const TileIndex tile = scheduler.first_element<Mainloop>(parts.tile, rank);
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
-        pipeline.mma(d, args.tiles_of_k, warpgroup);
+        pipeline.mma(d, parts.end - parts.begin, warpgroup);
+        if constexpr (kDividesK) {
+          const StreamKSums<Mainloop::kTileN / 2> sums(args.stream_k, kClusterM * kConsumers,
+                                                       rank * kConsumers + warpgroup);
+          if (!parts.is_last()) {
+            sums.store(d, cluster, warpgroup);
+            continue;
+          }
+          for (int from = cluster; !parts.is_whole_from(from);) sums.add(d, --from, warpgroup);
+        }
         out.run(d, args.epilogue, args.tma_store ? c : nullptr, args.tma_store ? pre_activation : nullptr,
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
@@ -258,8 +270,8 @@ struct Problem {
   bool swap_ab;
   Epilogue<T> epilogue;  // of c itself
 
-  KernelArguments<T> arguments(bool tma_store = false) const {
-    return {epilogue, tiles_of(k, kTileK), a.batch > 1, b.batch > 1, tma_store, swap_ab};
+  KernelArguments<T> arguments(bool tma_store = false, const StreamK& stream_k = {}) const {
+    return {epilogue, tiles_of(k, kTileK), a.batch > 1, b.batch > 1, tma_store, swap_ab, stream_k};
   }
   GlobalTensor result(const T* data) const {
     const int64_t rows = epilogue.m, columns = epilogue.n;
@@ -272,7 +284,8 @@ struct Problem {
 };
 
 template <class Mainloop, typename T>
-cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, void* stream_k_workspace,
+                              cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop>;
   CUtensorMap a, b, c = {}, pre_activation = {};
   cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
@@ -288,10 +301,17 @@ cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, cu
   if (error != cudaSuccess) return error;
   constexpr int kClusterM = Mainloop::kClusterM;
   const TileScheduler scheduler = problem.template scheduler<Mainloop>();
-  const int64_t clusters = std::min<int64_t>(scheduler.total(), multiprocessors / kClusterM);
+  int64_t clusters = multiprocessors / kClusterM;
+  StreamK stream_k;
+  if (stream_k_workspace) {
+    const StreamKShape shape = {clusters, kClusterM * Mainloop::kConsumers, Mainloop::kTileN / 2};
+    stream_k = shape.arguments(scheduler.total(), stream_k_workspace);
+  } else {
+    clusters = std::min(scheduler.total(), clusters);
+  }
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
                          Kernel::kShared, /*programmatic=*/true, stream, a, b, c, pre_activation,
-                         problem.arguments(tma_store), scheduler);
+                         problem.arguments(tma_store, stream_k), scheduler);
 }
 
 template <class Mainloop, typename T>

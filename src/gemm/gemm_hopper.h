@@ -13,8 +13,8 @@ bool hopper_supports(const GemmArgs<T>& args);
 bool hopper_supports(const GemmArgs<float>& args);
 
 template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args);
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args);
+int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device);
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo& device);
 
 // Estimated, in microseconds.
 template <typename T>

@@ -158,7 +158,7 @@ struct FloatKernel {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters<kConsumers>>();
+      setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
         for (int64_t i = first; i < scheduler.total(); i += step) {
           const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
@@ -174,7 +174,7 @@ struct FloatKernel {
       }
       __syncwarp();
     } else {
-      setmaxnreg_inc<kConsumerRegisters<kConsumers>>();
+      setmaxnreg_inc<kConsumerRegisters>();
       for (int64_t i = first; i < scheduler.total(); i += step) {
         const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
         float sum[kN / 2];
@@ -414,7 +414,7 @@ bool hopper_supports(const GemmArgs<float>& args) {
              INT32_MAX;
 }
 
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args) {
+int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo&) {
   using namespace hopper;
   int64_t bytes = 0;
   for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
@@ -430,7 +430,7 @@ double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device) {
   if (args.precision != Precision::kTf32) return 0;
   constexpr double kPackBytesPerMicrosecond = 2.1e6, kSlice = 0.75, kEnds = 12.7,
                    kNarrow = 0.35;  // of 128 columns
-  const double bytes = static_cast<double>(hopper_workspace_bytes(args));
+  const double bytes = static_cast<double>(hopper_workspace_bytes(args, device));
   const int64_t tiles = int64_t{tiles_of(args.m, 128)} * args.batch;
   const double wide = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 256), device.multiprocessors)),
                narrow = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 128), device.multiprocessors));

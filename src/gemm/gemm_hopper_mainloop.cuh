@@ -39,11 +39,7 @@ struct TileScheduler {
   }
 };
 
-// A multiprocessor has 512 for a thread of each warpgroup.
-template <int kConsumers>
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-template <int kConsumers>
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread; two consumers fit
 
 // By all threads of a cluster, before any of them uses the pipeline.
 template <class Mainloop>

@@ -216,7 +216,7 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
   const Choice choice = choice_for(args, device);
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (choice.on_hopper) return hopper_workspace_bytes(args);
+    if (choice.on_hopper) return hopper_workspace_bytes(args, device);
   }
 #endif
   return partial_sum_bytes(args, choice.schedule.splits);

@@ -199,6 +199,17 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
   asm volatile("bar.sync %0, 128;" : : "r"(warpgroup + 1) : "memory");
 }
 
+// Flags in global memory: what a thread has written before a release, and its block before a barrier that it
+// passed, is visible after an acquire that sees the flag.
+__device__ __forceinline__ void st_release(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t ld_acquire(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
 // ---- wgmma. Accumulator registers must not be touched from wgmma_fence to wgmma_wait_group.
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
