@@ -49,13 +49,13 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {128, 256, 1, true, false, 0.597, 3.4, 0.6, 0.28},  {128, 192, 1, false, false, 0.456, 3.2, 0.6, 0.14},
-    {128, 128, 1, false, false, 0.351, 2.7, 0.2, 0.21}, {64, 128, 1, false, false, 0.267, 2.4, 0.3, 0.16},
-    {64, 64, 1, false, false, 0.177, 1.9, 0, 0.5},      {128, 128, 2, false, false, 0.374, 1.3, 6.9, 0.4},
-    {128, 128, 4, false, false, 0.41, 0.8, 5.6, 1.0},   {128, 64, 2, false, false, 0.287, 2.1, 2.6, 2.6},
-    {128, 64, 4, false, false, 0.31, 1.1, 3.6, 2.2},    {128, 64, 8, false, false, 0.381, 1.2, 3.9, 3.6},
-    {128, 256, 1, true, true, 0.597, 9.8, 2.5, 0.04},   {128, 192, 1, false, true, 0.456, 7.4, 1.6, 0},
-    {128, 128, 1, false, true, 0.351, 6.7, 1.5, 0},
+    {128, 256, 1, true, false, 0.571, 2.8, 1.0, 0.17},  {128, 192, 1, false, false, 0.427, 2.4, 1.0, 0.11},
+    {128, 128, 1, false, false, 0.325, 2.1, 1.0, 0.06}, {64, 128, 1, false, false, 0.25, 1.7, 1.0, 0.02},
+    {64, 64, 1, false, false, 0.184, 1.6, 0.76, 0},     {128, 128, 2, false, false, 0.327, 1.0, 7.3, 0.24},
+    {128, 128, 4, false, false, 0.315, 1.0, 5.8, 0.76}, {128, 64, 2, false, false, 0.271, 1.6, 3.0, 3.9},
+    {128, 64, 4, false, false, 0.263, 1.0, 3.6, 2.2},   {128, 64, 8, false, false, 0.231, 1.0, 3.8, 3.5},
+    {128, 256, 1, true, true, 0.571, 9.8, 2.5, 0.04},   {128, 192, 1, false, true, 0.427, 7.4, 1.6, 0},
+    {128, 128, 1, false, true, 0.325, 6.7, 1.5, 0},
 };
 
 // The tiles of c and the clusters that compute them.
@@ -77,28 +77,26 @@ struct TilingShape {
   }
 };
 
-// The blocks that run at once also wait for their operands from the L2 cache, and all for memory.
+// The blocks that run at once also wait for their operands from the L2 cache.
 inline double time_of(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int64_t batch,
                       const DeviceInfo& device) {
-  constexpr double kL2BytesPerMicrosecond = 7.3e6, kBytesPerMicrosecond = 4.2e6, kLeast = 3,
-                   kFurtherCluster = 1.5;  // of a tile that several have
+  constexpr double kBytesPerMicrosecond = 7.8e6, kFurtherCluster = 1.5;  // of a tile that several have
   const TilingShape shape(tiling, m, n, k, batch, device);
   const int64_t at_once = tiling.stream_k ? shape.clusters : std::min(shape.tiles, shape.clusters);
   const int64_t bytes =
       at_once * tiling.splits * (shape.height * tiling.rows + tiling.columns) * kSwizzleBytes;
-  const double slice = std::max(tiling.slice, static_cast<double>(bytes) / kL2BytesPerMicrosecond);
+  const double slice = std::max(tiling.slice, static_cast<double>(bytes) / kBytesPerMicrosecond);
   const double of_tile = static_cast<double>(shape.slices) * slice,
                rounds = static_cast<double>(shape.tiles) / static_cast<double>(shape.clusters),
                full_rounds = std::ceil(rounds);
-  const double result = static_cast<double>(batch * m * n) * 2;
-  double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result * 1e-6;
+  const double result = static_cast<double>(batch * m * n) * 2e-6;
+  double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result;
   if (tiling.stream_k) {
     time += rounds * of_tile + kFurtherCluster * std::max(0.0, 1 / rounds - 1);
   } else {
     time += full_rounds * of_tile;
   }
-  const double memory = static_cast<double>(batch * (m + n) * k) * 2 + result;
-  return std::max(time, kLeast + memory / kBytesPerMicrosecond);
+  return time;
 }
 
 inline Tiling best_tiling(int64_t m, int64_t n, int64_t k, int64_t batch, const DeviceInfo& device) {
@@ -163,10 +161,10 @@ cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device
 // operands are K-major, as its rows.
 constexpr int kFewRows = 64, kFewColumns = 32;
 
-// Of a product with few columns, or with few rows if A and B are swapped. Reading the other operand bounds
-// the time, so a multiprocessor has several blocks, each with many loads in flight.
+// With A and B swapped, the rows of a are the tile's columns. Reading the weights bounds the time, so a
+// multiprocessor has several blocks, each with many loads in flight.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_few_columns(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_swap_ab(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
     return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
@@ -371,7 +369,7 @@ template <typename T>
 int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
   const int64_t copies = copied_bytes(args);
-  if (std::min(args.m, args.n) <= kFewRows) return copies;
+  if (args.m <= kFewRows) return copies;
   const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
   return copies + (tiling.stream_k ? stream_k_shape(tiling, device).bytes() : 0);
 }
@@ -382,19 +380,18 @@ double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   const auto megabytes = [](int64_t elements) { return static_cast<double>(elements) * sizeof(T) / 1e6; };
   const double copied = static_cast<double>(copied_bytes(args)) / 1e6;
   const double copy = copied > 0 ? 1.5 + 0.69 * copied : 0;
-  if (std::min(args.m, args.n) > kFewRows) {
+  if (args.m > kFewRows) {
     const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
     return copy + time_of(tiling, args.m, args.n, args.k, args.batch, device);
   }
-  const double weights = megabytes(std::max(args.m, args.n) * args.k * args.batch);
+  const double weights = megabytes(args.n * args.k * args.batch);
   const double ends = copy + megabytes(args.m * args.n * args.batch);
   const double slices = tiles_of(args.k, kTileK);
-  if (args.m <= kFewRows && is_k_major(operand_a(args), copy_of_a(args)) &&
-      is_k_major(operand_b(args), copy_of_b(args))) {
+  if (is_k_major(operand_a(args), copy_of_a(args)) && is_k_major(operand_b(args), copy_of_b(args))) {
     if (use_few_rows_kernel(args, device)) return ends + 1.75 + std::max(0.29 * weights, 0.03 * slices);
     if (args.m > kFewColumns) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
   }
-  const int64_t tiles = int64_t{tiles_of(std::max(args.m, args.n), 64)} * args.batch;
+  const int64_t tiles = int64_t{tiles_of(args.n, 64)} * args.batch;
   const int64_t splits =
       std::clamp<int64_t>(device.cluster_multiprocessors[kMostClusterBlocks] / tiles, 1, 8);
   const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
@@ -413,7 +410,6 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   const bool few_rows = k_major && use_few_rows_kernel(args, device);
   const bool one_tile_row = k_major && args.m > kFewColumns && args.m <= kFewRows;
   const bool swap_ab = args.m <= kFewRows && !few_rows && !one_tile_row;
-  const bool few_columns = args.m > kFewRows && args.n <= kFewRows;
   if (swap_ab) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Problem<T> problem = {
@@ -429,9 +425,8 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   if (one_tile_row) return launch_one_tile_row(problem, device, stream);
   const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return swap_ab || few_columns
-               ? launch_few_columns<T, mn_major_a, mn_major_b>(problem, device, stream)
-               : launch<T, mn_major_a, mn_major_b>(problem, tiling, device, args.workspace, stream);
+    return swap_ab ? launch_swap_ab<T, mn_major_a, mn_major_b>(problem, device, stream)
+                   : launch<T, mn_major_a, mn_major_b>(problem, tiling, device, args.workspace, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
