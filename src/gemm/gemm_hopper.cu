@@ -118,8 +118,9 @@ inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& devic
 }
 
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch(const Problem<T>& problem, const Tiling& tiling, const DeviceInfo& device, void* workspace,
+cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* workspace,
                    cudaStream_t stream) {
+  const Tiling tiling = best_tiling(problem.m, problem.n, problem.k, problem.batch, device);
   const auto persistent = [&](auto mainloop) {
     return launch_persistent<decltype(mainloop)>(problem, device.multiprocessors,
                                                  tiling.stream_k ? workspace : nullptr, stream);
@@ -423,10 +424,9 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
       {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation}};
   if (few_rows) return launch_few_rows(problem, device, stream);
   if (one_tile_row) return launch_one_tile_row(problem, device, stream);
-  const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
     return swap_ab ? launch_swap_ab<T, mn_major_a, mn_major_b>(problem, device, stream)
-                   : launch<T, mn_major_a, mn_major_b>(problem, tiling, device, args.workspace, stream);
+                   : launch<T, mn_major_a, mn_major_b>(problem, device, args.workspace, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;

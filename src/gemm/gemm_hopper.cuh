@@ -302,7 +302,7 @@ cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, vo
   constexpr int kClusterM = Mainloop::kClusterM;
   const TileScheduler scheduler = problem.template scheduler<Mainloop>();
   int64_t clusters = multiprocessors / kClusterM;
-  StreamK stream_k;
+  StreamK stream_k = {};
   if (stream_k_workspace) {
     const StreamKShape shape = {clusters, kClusterM * Mainloop::kConsumers, Mainloop::kTileN / 2};
     stream_k = shape.arguments(scheduler.total(), stream_k_workspace);

@@ -29,8 +29,8 @@ class SingleStepBlock {
 
   __device__ explicit SingleStepBlock(const Arguments& arguments)
       : s_(arguments),
-        first_unit_(static_cast<int>(blockIdx.x) % blocks_of_rows() * kUnits),
-        first_row_(static_cast<int>(blockIdx.x) / blocks_of_rows() * kRows) {}
+        first_unit_(static_cast<int>(blockIdx.x) % blocks_of_units() * kUnits),
+        first_row_(static_cast<int>(blockIdx.x) / blocks_of_units() * kRows) {}
 
   // The cell of all units and rows of the block. `product` is that of a gate, a unit and a row.
   template <class Product>
@@ -51,7 +51,7 @@ class SingleStepBlock {
   const int first_unit_, first_row_;
 
  private:
-  __device__ __forceinline__ int blocks_of_rows() const {
+  __device__ __forceinline__ int blocks_of_units() const {
     return static_cast<int>(ceil_div(s_.hidden, kUnits));
   }
 
