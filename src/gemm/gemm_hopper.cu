@@ -39,6 +39,16 @@ TmaOperand operand_b(const GemmArgs<T>& args) {
   return tma_operand(args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch);
 }
 
+// A product as the choice of a tiling sees it.
+struct Shape {
+  int64_t m, n, k, batch;
+  int traffic_a, traffic_b;  // of a tile's row: see row_traffic
+};
+
+// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size: lines and
+// sectors that they do not fill are read too.
+inline int row_traffic(int64_t row_stride) { return row_stride % 64 == 0 ? 1 : row_stride % 16 == 0 ? 2 : 4; }
+
 // A tile shape and its times in microseconds, fitted to an H200. splits: the blocks of a cluster that split
 // K. pairs: clusters of two tiles, one below the other, share tiles of b. stream_k: all clusters divide the
 // last rounds' slices of K.
@@ -49,13 +59,12 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {128, 256, 1, true, false, 0.571, 2.8, 1.0, 0.17},  {128, 192, 1, false, false, 0.427, 2.4, 1.0, 0.11},
-    {128, 128, 1, false, false, 0.325, 2.1, 1.0, 0.06}, {64, 128, 1, false, false, 0.25, 1.7, 1.0, 0.02},
-    {64, 64, 1, false, false, 0.184, 1.6, 0.76, 0},     {128, 128, 2, false, false, 0.327, 1.0, 7.3, 0.24},
-    {128, 128, 4, false, false, 0.315, 1.0, 5.8, 0.76}, {128, 64, 2, false, false, 0.271, 1.6, 3.0, 3.9},
-    {128, 64, 4, false, false, 0.263, 1.0, 3.6, 2.2},   {128, 64, 8, false, false, 0.231, 1.0, 3.8, 3.5},
-    {128, 256, 1, true, true, 0.571, 9.8, 2.5, 0.04},   {128, 192, 1, false, true, 0.427, 7.4, 1.6, 0},
-    {128, 128, 1, false, true, 0.325, 6.7, 1.5, 0},
+    {128, 256, 1, true, false, 0.544, 4.1, 0.5, 0.18}, {128, 192, 1, false, false, 0.426, 3.3, 0.36, 0.17},
+    {128, 128, 1, false, false, 0.305, 3.1, 0, 0.26},  {64, 128, 1, false, false, 0.19, 2.4, 0.1, 0.34},
+    {64, 64, 1, false, false, 0.14, 2, 0.17, 0.37},    {128, 128, 4, false, false, 0.327, 1.4, 4.9, 2.2},
+    {64, 64, 4, false, false, 0.177, 2.7, 1.3, 1.5},   {64, 64, 8, false, false, 0.19, 2.5, 1, 5.7},
+    {128, 256, 1, true, true, 0.583, 9.5, 1.4, 0.03},  {128, 192, 1, false, true, 0.514, 6.6, 1.1, 0},
+    {128, 128, 1, false, true, 0.384, 5.6, 0.9, 0},
 };
 
 // The tiles of c and the clusters that compute them.
@@ -63,13 +72,14 @@ struct TilingShape {
   int height;  // blocks of a cluster that share tiles of b
   int64_t tiles, clusters, slices;
 
-  TilingShape(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int64_t batch, const DeviceInfo& device)
+  TilingShape(const Tiling& tiling, const Shape& shape, const DeviceInfo& device)
       : height(tiling.pairs ? 2 : 1),
-        tiles(int64_t{tiles_of(m, tiling.rows * height)} * tiles_of(n, tiling.columns) * batch),
+        tiles(int64_t{tiles_of(shape.m, tiling.rows * height)} * tiles_of(shape.n, tiling.columns) *
+              shape.batch),
         clusters((tiling.splits > 2 ? device.cluster_multiprocessors[kMostClusterBlocks]
                                     : device.multiprocessors) /
                  (height * tiling.splits)),
-        slices(tiles_of(k, kTileK * tiling.splits)) {}
+        slices(tiles_of(shape.k, kTileK * tiling.splits)) {}
 
   // Whether the last round of tiles leaves multiprocessors idle, and every cluster gets some of K.
   bool stream_k_helps() const {
@@ -77,35 +87,31 @@ struct TilingShape {
   }
 };
 
-// The blocks that run at once also wait for their operands from the L2 cache.
-inline double time_of(const Tiling& tiling, int64_t m, int64_t n, int64_t k, int64_t batch,
-                      const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 7.8e6, kFurtherCluster = 1.5;  // of a tile that several have
-  const TilingShape shape(tiling, m, n, k, batch, device);
-  const int64_t at_once = tiling.stream_k ? shape.clusters : std::min(shape.tiles, shape.clusters);
-  const int64_t bytes =
-      at_once * tiling.splits * (shape.height * tiling.rows + tiling.columns) * kSwizzleBytes;
-  const double slice = std::max(tiling.slice, static_cast<double>(bytes) / kBytesPerMicrosecond);
-  const double of_tile = static_cast<double>(shape.slices) * slice,
-               rounds = static_cast<double>(shape.tiles) / static_cast<double>(shape.clusters),
-               full_rounds = std::ceil(rounds);
-  const double result = static_cast<double>(batch * m * n) * 2e-6;
-  double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result;
-  if (tiling.stream_k) {
-    time += rounds * of_tile + kFurtherCluster * std::max(0.0, 1 / rounds - 1);
-  } else {
-    time += full_rounds * of_tile;
-  }
-  return time;
+// A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
+inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
+  constexpr double kBytesPerMicrosecond = 24e6;
+  constexpr double kAddSums = 2;  // a level of stream-K's tree
+  const TilingShape of(tiling, shape, device);
+  const int64_t at_once = tiling.stream_k ? of.clusters : std::min(of.tiles, of.clusters);
+  const int64_t rows = of.height * tiling.rows * shape.traffic_a + tiling.columns * shape.traffic_b;
+  const double bytes = static_cast<double>(at_once * tiling.splits * rows * kSwizzleBytes);
+  const double of_tile =
+      static_cast<double>(of.slices) * std::hypot(tiling.slice, bytes / kBytesPerMicrosecond);
+  const double rounds = static_cast<double>(of.tiles) / static_cast<double>(of.clusters);
+  const double full_rounds = std::ceil(rounds);
+  const double result = static_cast<double>(shape.batch * shape.m * shape.n) * 2e-6;
+  const double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result;
+  if (tiling.stream_k) return time + rounds * of_tile + kAddSums * std::log2(1 + 1 / rounds);
+  return time + full_rounds * of_tile;
 }
 
-inline Tiling best_tiling(int64_t m, int64_t n, int64_t k, int64_t batch, const DeviceInfo& device) {
+inline Tiling best_tiling(const Shape& shape, const DeviceInfo& device) {
   Tiling best = {};
   double least = 0;
   for (const Tiling& tiling : kTilings) {
-    if (tiling.splits > tiles_of(k, kTileK)) continue;
-    if (tiling.stream_k && !TilingShape(tiling, m, n, k, batch, device).stream_k_helps()) continue;
-    const double time = time_of(tiling, m, n, k, batch, device);
+    if (tiling.splits > tiles_of(shape.k, kTileK)) continue;
+    if (tiling.stream_k && !TilingShape(tiling, shape, device).stream_k_helps()) continue;
+    const double time = time_of(tiling, shape, device);
     if (best.rows == 0 || time < least) best = tiling, least = time;
   }
   return best;
@@ -120,7 +126,9 @@ inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& devic
 template <typename T, bool kMnMajorA, bool kMnMajorB>
 cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* workspace,
                    cudaStream_t stream) {
-  const Tiling tiling = best_tiling(problem.m, problem.n, problem.k, problem.batch, device);
+  const Tiling tiling = best_tiling({problem.m, problem.n, problem.k, problem.batch,
+                                     row_traffic(problem.a.row_stride), row_traffic(problem.b.row_stride)},
+                                    device);
   const auto persistent = [&](auto mainloop) {
     return launch_persistent<decltype(mainloop)>(problem, device.multiprocessors,
                                                  tiling.stream_k ? workspace : nullptr, stream);
@@ -130,7 +138,7 @@ cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* wo
   };
   if (tiling.splits > 1) {
     return tiling.columns == 128 ? split_k(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>())
-                                 : split_k(Mainloop<T, 128, 64, 8, kMnMajorA, kMnMajorB>());
+                                 : split_k(Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>());
   }
   switch (tiling.rows * tiling.columns) {
     case 64 * 64:
@@ -233,19 +241,20 @@ cudaError_t launch_few_rows(const Problem<T>& problem, const DeviceInfo& device,
   return run(FewRowsKernel<T, 1, 4>(), tiles * 2 > device.multiprocessors * 3 ? 72 << 10 : 0);
 }
 
-// ---- Operands that TMA cannot address: copies of them, whose lines start at multiples of 16 bytes.
+// ---- Operands that TMA cannot address: copies of them, whose lines start at multiples of 128 bytes.
 
 // Copies an operand's lines: the rows of [lines, length] of each matrix.
 template <typename T>
 struct AlignedCopy {
   const T* from;
   T* to;
-  int64_t batch_stride, line_stride, stride;
-  uint32_t lines, length, chunks;  // chunks of 8 elements in a line of the copy
+  int64_t batch_stride, line_stride, stride, to_line_stride;
+  uint32_t lines, length, chunks;  // chunks of 8 elements in a line
   uint32_t total;                  // chunks of all matrices; 0 if there is nothing to copy
   bool along_k;                    // whether lines are along K
 
-  int64_t bytes() const { return int64_t{total} * 16; }
+  int64_t written_bytes() const { return int64_t{total} * 16; }
+  int64_t elements() const { return total == 0 ? 0 : int64_t{total / chunks} * to_line_stride; }
 };
 
 constexpr int kCopyThreads = 256;
@@ -260,7 +269,7 @@ __device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t blo
   Vec<T, 8> values;
 #pragma unroll
   for (int j = 0; j < 8; ++j) values.data[j] = element + j < x.length ? from[j * x.stride] : narrow<T>(0.f);
-  *reinterpret_cast<Vec<T, 8>*>(x.to + int64_t{i} * 8) = values;
+  *reinterpret_cast<Vec<T, 8>*>(x.to + line * x.to_line_stride + element) = values;
 }
 
 // A pointer to the arguments of either operand would put them in local memory.
@@ -296,6 +305,7 @@ AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int
           x.batch_stride,
           along_k ? row_stride : k_stride,
           along_k ? k_stride : row_stride,
+          ceil_div(length, 64) * 64,
           narrow(lines),
           narrow(length),
           narrow(chunks),
@@ -334,12 +344,11 @@ cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
   T* to = static_cast<T*>(args.workspace);
   const auto place = [&](AlignedCopy<T>& copy, Matrices<T>& x, int64_t& along_k, int64_t& across) {
     if (copy.total == 0) return;
-    const int64_t line = int64_t{copy.chunks} * 8;
     x.data = copy.to = to;
-    to += int64_t{copy.total} * 8;
-    if (x.batch_stride != 0) x.batch_stride = copy.lines * line;
-    along_k = copy.along_k ? 1 : line;
-    across = copy.along_k ? line : 1;
+    to += copy.elements();
+    if (x.batch_stride != 0) x.batch_stride = copy.lines * copy.to_line_stride;
+    along_k = copy.along_k ? 1 : copy.to_line_stride;
+    across = copy.along_k ? copy.to_line_stride : 1;
   };
   place(a, args.a, args.a.column_stride, args.a.row_stride);
   place(b, args.b, args.b.row_stride, args.b.column_stride);
@@ -348,9 +357,18 @@ cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
                        /*programmatic=*/true, stream, a, b);
 }
 
+// Of the product of the copies, before they have been made.
 template <typename T>
-int64_t copied_bytes(const GemmArgs<T>& args) {
-  return copy_of_a(args).bytes() + copy_of_b(args).bytes();
+Shape shape_of(const GemmArgs<T>& args) {
+  const auto traffic = [](const TmaOperand& operand, const AlignedCopy<T>& copy) {
+    return row_traffic(copy.total > 0 ? copy.to_line_stride : operand.tensor.row_stride);
+  };
+  return {args.m,
+          args.n,
+          args.k,
+          args.batch,
+          traffic(operand_a(args), copy_of_a(args)),
+          traffic(operand_b(args), copy_of_b(args))};
 }
 
 }  // namespace hopper
@@ -369,9 +387,9 @@ bool hopper_supports(const GemmArgs<T>& args) {
 template <typename T>
 int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
-  const int64_t copies = copied_bytes(args);
+  const int64_t copies = (copy_of_a(args).elements() + copy_of_b(args).elements()) * int64_t{sizeof(T)};
   if (args.m <= kFewRows) return copies;
-  const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
+  const Tiling tiling = best_tiling(shape_of(args), device);
   return copies + (tiling.stream_k ? stream_k_shape(tiling, device).bytes() : 0);
 }
 
@@ -379,11 +397,12 @@ template <typename T>
 double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
   const auto megabytes = [](int64_t elements) { return static_cast<double>(elements) * sizeof(T) / 1e6; };
-  const double copied = static_cast<double>(copied_bytes(args)) / 1e6;
+  const double copied =
+      static_cast<double>(copy_of_a(args).written_bytes() + copy_of_b(args).written_bytes()) / 1e6;
   const double copy = copied > 0 ? 1.5 + 0.69 * copied : 0;
   if (args.m > kFewRows) {
-    const Tiling tiling = best_tiling(args.m, args.n, args.k, args.batch, device);
-    return copy + time_of(tiling, args.m, args.n, args.k, args.batch, device);
+    const Shape shape = shape_of(args);
+    return copy + time_of(best_tiling(shape, device), shape, device);
   }
   const double weights = megabytes(args.n * args.k * args.batch);
   const double ends = copy + megabytes(args.m * args.n * args.batch);

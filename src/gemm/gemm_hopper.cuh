@@ -79,11 +79,14 @@ struct PersistentKernel {
         if constexpr (kDividesK) {
           const StreamKSums<Mainloop::kTileN / 2> sums(args.stream_k, kClusterM * kConsumers,
                                                        rank * kConsumers + warpgroup);
-          if (!parts.is_last()) {
+          const int after = parts.clusters_after(cluster);
+          for (int step = 1; !(after & step) && parts.is_shared_with(cluster - step); step *= 2) {
+            sums.add(d, cluster - step, warpgroup);
+          }
+          if (after > 0) {
             sums.store(d, cluster, warpgroup);
             continue;
           }
-          for (int from = cluster; !parts.is_whole_from(from);) sums.add(d, --from, warpgroup);
         }
         out.run(d, args.epilogue, args.tma_store ? c : nullptr, args.tma_store ? pre_activation : nullptr,
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);

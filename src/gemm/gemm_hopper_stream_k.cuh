@@ -2,11 +2,14 @@
 // clusters by slices of K instead of by tiles.
 //
 // The slices of these tiles, one tile after the other, are cut into as many equal parts as there are
-// clusters. A part begins and ends inside of tiles. The cluster that has a tile's last slice stores the tile:
-// it adds the sums of the clusters before it, which those leave in the workspace, in a fixed order.
+// clusters. A part begins and ends inside of tiles. The cluster that has a tile's last slice stores the tile.
+// The others leave their sums in the workspace, and a binary tree, whose root is the last cluster, adds them:
+// a cluster adds the sums of those before it by 1, 2, 4 ... clusters, until it leaves its own. So the order
+// is fixed.
 //
-// A cluster takes its part from the end: first the tile that another one stores, last the one for whose sums
-// it may have to wait. So nobody waits for a cluster that itself waits.
+// A cluster takes its part from the end: first the tile that another one stores, last the one that it stores
+// itself. It waits only for clusters before it that work on the same tile, and those have taken this tile
+// first, so no wait closes a circle.
 #pragma once
 
 #include <atomic>
@@ -84,10 +87,15 @@ class StreamKParts {
     return true;
   }
 
-  __device__ __forceinline__ bool is_last() const { return end == slices_; }
-  // Whether the clusters from this one on have all of the tile.
-  __device__ __forceinline__ bool is_whole_from(int cluster) const {
-    return begin == 0 || first_slice_of(cluster) <= end_slice_ - begin;
+  // How many clusters after this one also have slices of the tile.
+  __device__ __forceinline__ int clusters_after(int cluster) const {
+    if (end == slices_) return 0;
+    const int64_t tile_end = end_slice_ - begin + slices_;
+    return static_cast<int>((tile_end * clusters_ - 1) / (int64_t{stream_k_.tiles} * slices_)) - cluster;
+  }
+  // Whether a cluster before this one also has slices of the tile.
+  __device__ __forceinline__ bool is_shared_with(int cluster) const {
+    return begin > 0 && first_slice_of(cluster + 1) > end_slice_ - begin;
   }
 
  private:
