@@ -118,7 +118,7 @@ def draw(record: Row) -> Any:
 
 def main() -> None:
     args = parse(__doc__ or "")
-    bench = Bench(args.device, args.seconds / 10, least_rounds=3)
+    bench = Bench(args.device, args.seconds / 4)
     precisions = PRECISIONS if bench.cuda else PRECISIONS[:1]
     rows = [
         row
