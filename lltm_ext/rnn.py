@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ __all__ = ["GRU", "RNN"]
 
 
 class LayerOfTorch(TorchLayer, RecurrentLayer):
-    """A layer of torch by a cell. On the CPU torch's own op runs it where the results are as exact."""
+    """A layer of torch by a cell. On the CPU torch's own op runs it, half types in float32."""
 
     _torch_op: Callable[..., tuple[Tensor, Tensor]]
 
@@ -29,18 +30,30 @@ class LayerOfTorch(TorchLayer, RecurrentLayer):
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        exact = input.dtype in (torch.float32, torch.float64) and autocast_dtype(input) is None
+        casts_to = autocast_dtype(input)
+        dtypes = (input.dtype,) if casts_to is None else (torch.float32, torch.float16, torch.bfloat16)
+        given = (input, *(states or ()), *self._flat_weights)
+        fits = all(x is None or (x.is_cpu and x.dtype in dtypes) for x in given)  # what does not is named
         is_special = steps.resets[0] is not None or transforms_active()  # torch's op has no vmap rule
-        if not exact or not input.is_cpu or input.numel() == 0 or is_special:
-            return super()._run(input, states, batch, batch_sizes, steps)
-        given = (*(states or ()), *self._flat_weights)
-        if any(x is not None and (not x.is_cpu or x.dtype != input.dtype) for x in given):  # to be named
+        if is_special or not fits or input.numel() == 0:
             return super()._run(input, states, batch, batch_sizes, steps)
         h0 = states[0] if states else input.new_zeros((self._slices, batch, self.hidden_size))
+        weights = self._flat_weights
+        if input.dtype in (torch.float32, torch.float64) and casts_to is None:
+            return self._by_torch(input, h0, weights, batch_sizes)
+        weights = [x if x is None else x.float() for x in weights]
+        with torch.autocast("cpu", enabled=False):
+            output, (h_n,) = self._by_torch(input.float(), h0.float(), weights, batch_sizes)
+        dtype = casts_to or input.dtype
+        return output.to(dtype), (h_n.to(dtype),)
+
+    def _by_torch(
+        self, input: Tensor, h0: Tensor, weights: list[Any], batch_sizes: list[int] | None
+    ) -> tuple[Tensor, tuple[Tensor]]:
         sizes = [] if batch_sizes is None else [torch.tensor(batch_sizes, device="cpu")]
         options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         batch_first = [False] if batch_sizes is None else []
-        output, h_n = self._torch_op(input, *sizes, h0, self._flat_weights, *options, *batch_first)
+        output, h_n = self._torch_op(input, *sizes, h0, weights, *options, *batch_first)
         return output, (h_n,)
 
 
@@ -50,9 +63,10 @@ class GRU(LayerOfTorch, nn.GRU):
     Its documentation gives arguments, shapes and attributes; docs/dropin.md the few differences. A call also
     takes ``reset=`` and ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.GRU's
     own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
-    ``torch.backends.cudnn.rnn.fp32_precision``. On the CPU float32 and float64 take as long as nn.GRU; resets
-    and half types run in a loop of torch's ops, which is slower. torch.compile refuses any nn.GRU in
-    fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    ``torch.backends.cudnn.rnn.fp32_precision``. On the CPU float32 and float64 take as long as nn.GRU. Half
+    types are computed in float32 there, and resets run in a loop of torch's ops, which is slower.
+    torch.compile refuses any nn.GRU in fullgraph mode, including this one, unless
+    ``torch._dynamo.config.allow_rnn`` is set.
     """
 
     cell = cells.gru
@@ -75,9 +89,10 @@ class RNN(LayerOfTorch, nn.RNN):
     Its documentation gives arguments, shapes and attributes; docs/dropin.md the few differences. A call also
     takes ``reset=`` and ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.RNN's
     own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
-    ``torch.backends.cudnn.rnn.fp32_precision``. On the CPU float32 and float64 take as long as nn.RNN; resets
-    and half types run in a loop of torch's ops, which is slower. torch.compile refuses any nn.RNN in
-    fullgraph mode, including this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    ``torch.backends.cudnn.rnn.fp32_precision``. On the CPU float32 and float64 take as long as nn.RNN. Half
+    types are computed in float32 there, and resets run in a loop of torch's ops, which is slower.
+    torch.compile refuses any nn.RNN in fullgraph mode, including this one, unless
+    ``torch._dynamo.config.allow_rnn`` is set.
     """
 
     _torch_class = nn.RNN
