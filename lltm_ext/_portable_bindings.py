@@ -82,7 +82,7 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
             continue
         name = node.name
         if name.startswith("call_"):
-            yield name, getattr(ops, name.removeprefix("call_"))
+            yield name, past_autograd(getattr(ops, name.removeprefix("call_")).default)
             continue
         if name in ("call", "source", "compile", "compilations"):
             yield name, of_compiler(op, name)
@@ -90,6 +90,21 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
         default = {"forward": op, "backward": f"{op}_backward"}.get(name, name)
         function = COMPOSED.get(f"{op}.{name}") or getattr(ops, default)
         yield name, raw(f"{op}.{name}", function, node.args.args)
+
+
+def past_autograd(op: Binding) -> Binding:
+    """``op`` without its kernel for Autograd, which is in Python and slow, where no gradient is wanted."""
+
+    def call(*args: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
+            return op(*args)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args)
+        except RuntimeError as error:
+            raise typed(error) from None
+
+    return call
 
 
 def of_compiler(op: str, name: str) -> Binding:
