@@ -42,43 +42,49 @@ TmaOperand operand_b(const GemmArgs<T>& args) {
 // A product as the choice of a tiling sees it.
 struct Shape {
   int64_t m, n, k, batch;
-  int traffic_a, traffic_b;  // of a tile's row: see row_traffic
+  double traffic_a, traffic_b;  // of a tile's row: see row_traffic
 };
 
-// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size: lines and
-// sectors that they do not fill are read too.
-inline int row_traffic(int64_t row_stride) { return row_stride % 64 == 0 ? 1 : row_stride % 16 == 0 ? 2 : 4; }
+// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size, fitted
+// likewise: lines and sectors that they do not fill are read too, and lines that have many short rows are
+// read often.
+inline double row_traffic(int64_t row_stride) {
+  const double unaligned = row_stride % 64 == 0 ? 1 : row_stride % 16 == 0 ? 1.6 : 2.4;
+  return row_stride < 64 ? std::max(unaligned, 90.0 / static_cast<double>(row_stride)) : unaligned;
+}
 
-// A tile shape and its times in microseconds, fitted to an H200. splits: the blocks of a cluster that split
-// K. pairs: clusters of two tiles, one below the other, share tiles of b. stream_k: all clusters divide the
-// last rounds' slices of K.
+// A tile shape and its times in microseconds, fitted to an H200. height: the tiles of a cluster, one below
+// the other, which share tiles of b. splits: the blocks of a cluster that split K. stream_k: all clusters
+// divide the last rounds' slices of K.
 struct Tiling {
-  int rows, columns, splits;
-  bool pairs, stream_k;
+  int rows, columns, height, splits;
+  bool stream_k;
   double slice, launch, ends, store;  // slice: a tile of K; store: 10^6 bytes of c
 };
 
 constexpr Tiling kTilings[] = {
-    {128, 256, 1, true, false, 0.544, 4.1, 0.5, 0.18}, {128, 192, 1, false, false, 0.426, 3.3, 0.36, 0.17},
-    {128, 128, 1, false, false, 0.305, 3.1, 0, 0.26},  {64, 128, 1, false, false, 0.19, 2.4, 0.1, 0.34},
-    {64, 64, 1, false, false, 0.14, 2, 0.17, 0.37},    {128, 128, 4, false, false, 0.327, 1.4, 4.9, 2.2},
-    {64, 64, 4, false, false, 0.177, 2.7, 1.3, 1.5},   {64, 64, 8, false, false, 0.19, 2.5, 1, 5.7},
-    {128, 256, 1, true, true, 0.583, 9.5, 1.4, 0.03},  {128, 192, 1, false, true, 0.514, 6.6, 1.1, 0},
-    {128, 128, 1, false, true, 0.384, 5.6, 0.9, 0},
+    {128, 256, 2, 1, false, 0.57, 3.2, 2.8, 0.22},  {128, 192, 1, 1, false, 0.435, 2.9, 1.8, 0.22},
+    {128, 128, 1, 1, false, 0.32, 3.1, 0.61, 0.38}, {64, 128, 4, 1, false, 0.182, 1.8, 1.3, 0.21},
+    {64, 128, 1, 1, false, 0.211, 2.1, 0.88, 0.34}, {64, 64, 4, 1, false, 0.147, 1.7, 0.79, 0.39},
+    {64, 64, 1, 1, false, 0.159, 1.9, 0.4, 0.62},   {128, 128, 1, 4, false, 0.338, 1, 5.4, 1.89},
+    {64, 64, 1, 4, false, 0.181, 2.3, 1.6, 1.18},   {64, 64, 1, 8, false, 0.196, 2.2, 1.4, 4.16},
+    {128, 256, 2, 1, true, 0.57, 8.4, 3.9, 0},      {128, 192, 1, 1, true, 0.435, 5.9, 2.7, 0.04},
+    {128, 128, 1, 1, true, 0.32, 4.7, 1, 0.27},
 };
 
-// The tiles of c and the clusters that compute them.
+// How many clusters of so many blocks run at once.
+inline int64_t clusters_of(const DeviceInfo& device, int blocks) {
+  return device.cluster_multiprocessors[blocks] / blocks;
+}
+
+// The tiles of c, in units of a cluster's, and the clusters that compute them.
 struct TilingShape {
-  int height;  // blocks of a cluster that share tiles of b
   int64_t tiles, clusters, slices;
 
   TilingShape(const Tiling& tiling, const Shape& shape, const DeviceInfo& device)
-      : height(tiling.pairs ? 2 : 1),
-        tiles(int64_t{tiles_of(shape.m, tiling.rows * height)} * tiles_of(shape.n, tiling.columns) *
+      : tiles(int64_t{tiles_of(shape.m, tiling.rows * tiling.height)} * tiles_of(shape.n, tiling.columns) *
               shape.batch),
-        clusters((tiling.splits > 2 ? device.cluster_multiprocessors[kMostClusterBlocks]
-                                    : device.multiprocessors) /
-                 (height * tiling.splits)),
+        clusters(clusters_of(device, tiling.height * tiling.splits)),
         slices(tiles_of(shape.k, kTileK * tiling.splits)) {}
 
   // Whether the last round of tiles leaves multiprocessors idle, and every cluster gets some of K.
@@ -89,15 +95,15 @@ struct TilingShape {
 
 // A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
 inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 24e6;
-  constexpr double kAddSums = 2;  // a level of stream-K's tree
-  const TilingShape of(tiling, shape, device);
-  const int64_t at_once = tiling.stream_k ? of.clusters : std::min(of.tiles, of.clusters);
-  const int64_t rows = of.height * tiling.rows * shape.traffic_a + tiling.columns * shape.traffic_b;
-  const double bytes = static_cast<double>(at_once * tiling.splits * rows * kSwizzleBytes);
+  constexpr double kBytesPerMicrosecond = 18.8e6;
+  constexpr double kAddSums = 3;  // a level of stream-K's tree
+  const TilingShape counts(tiling, shape, device);
+  const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
+  const double rows = tiling.height * tiling.rows * shape.traffic_a + tiling.columns * shape.traffic_b;
+  const double bytes = static_cast<double>(at_once * tiling.splits * kSwizzleBytes) * rows;
   const double of_tile =
-      static_cast<double>(of.slices) * std::hypot(tiling.slice, bytes / kBytesPerMicrosecond);
-  const double rounds = static_cast<double>(of.tiles) / static_cast<double>(of.clusters);
+      static_cast<double>(counts.slices) * std::hypot(tiling.slice, bytes / kBytesPerMicrosecond);
+  const double rounds = static_cast<double>(counts.tiles) / static_cast<double>(counts.clusters);
   const double full_rounds = std::ceil(rounds);
   const double result = static_cast<double>(shape.batch * shape.m * shape.n) * 2e-6;
   const double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result;
@@ -119,8 +125,7 @@ inline Tiling best_tiling(const Shape& shape, const DeviceInfo& device) {
 
 // Of the clusters of a tiling with stream-K.
 inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& device) {
-  const int height = tiling.pairs ? 2 : 1;
-  return {device.multiprocessors / height, height * tiling.rows / 64, tiling.columns / 2};
+  return {clusters_of(device, tiling.height), tiling.height * tiling.rows / 64, tiling.columns / 2};
 }
 
 template <typename T, bool kMnMajorA, bool kMnMajorB>
@@ -130,7 +135,7 @@ cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* wo
                                      row_traffic(problem.a.row_stride), row_traffic(problem.b.row_stride)},
                                     device);
   const auto persistent = [&](auto mainloop) {
-    return launch_persistent<decltype(mainloop)>(problem, device.multiprocessors,
+    return launch_persistent<decltype(mainloop)>(problem, clusters_of(device, tiling.height),
                                                  tiling.stream_k ? workspace : nullptr, stream);
   };
   const auto split_k = [&](auto mainloop) {
@@ -142,9 +147,11 @@ cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* wo
   }
   switch (tiling.rows * tiling.columns) {
     case 64 * 64:
-      return persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>());
+      return tiling.height == 1 ? persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>())
+                                : persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB, 4>());
     case 64 * 128:
-      return persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>());
+      return tiling.height == 1 ? persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>())
+                                : persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB, 4>());
     case 128 * 128:
       return persistent(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
     case 128 * 192:
@@ -158,29 +165,28 @@ cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* wo
 template <class Mainloop, typename T>
 cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const int64_t tiles = problem.template scheduler<Mainloop>().total();
-  int splits = 8;
-  const auto room = [&] {
-    return splits > 2 ? device.cluster_multiprocessors[kMostClusterBlocks] : device.multiprocessors;
-  };
-  while (splits > 1 && (tiles * splits > room() || splits > tiles_of(problem.k, kTileK))) splits /= 2;
+  int splits = kMostClusterBlocks;
+  while (splits > 1 && (tiles > clusters_of(device, splits) || splits > tiles_of(problem.k, kTileK))) {
+    splits /= 2;
+  }
   return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }
 
-// Up to kFewRows rows of a fit one tile: as its columns with A and B swapped, or, above kFewColumns if both
-// operands are K-major, as its rows.
-constexpr int kFewRows = 64, kFewColumns = 32;
+// Few rows or columns of c fit one tile: up to kNarrow columns of a K-major b as its columns, up to kFewRows
+// rows of a as its columns with A and B swapped, or, above kNarrow if both operands are K-major, as its rows.
+constexpr int kFewRows = 64, kNarrow = 32;
 
-// With A and B swapped, the rows of a are the tile's columns. Reading the weights bounds the time, so a
+// The few rows or columns are the tile's columns. Reading the other operand bounds the time, so a
 // multiprocessor has several blocks, each with many loads in flight.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_swap_ab(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_narrow(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
     return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
   if constexpr (!kMnMajorB) {
     if (problem.n <= 8) return run(Mainloop<T, 64, 8, 6, kMnMajorA, false>());
     if (problem.n <= 16) return run(Mainloop<T, 64, 16, 6, kMnMajorA, false>());
-    if (problem.n <= 32) return run(Mainloop<T, 64, 32, 6, kMnMajorA, false>());
+    if (problem.n <= kNarrow) return run(Mainloop<T, 64, kNarrow, 6, kMnMajorA, false>());
   }
   return run(Mainloop<T, 64, kFewRows, 6, kMnMajorA, kMnMajorB>());
 }
@@ -241,7 +247,7 @@ cudaError_t launch_few_rows(const Problem<T>& problem, const DeviceInfo& device,
   return run(FewRowsKernel<T, 1, 4>(), tiles * 2 > device.multiprocessors * 3 ? 72 << 10 : 0);
 }
 
-// ---- Operands that TMA cannot address: copies of them, whose lines start at multiples of 128 bytes.
+// ---- Copies of operands that TMA cannot address, and of narrow ones that are not K-major.
 
 // Copies an operand's lines: the rows of [lines, length] of each matrix.
 template <typename T>
@@ -305,7 +311,7 @@ AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int
           x.batch_stride,
           along_k ? row_stride : k_stride,
           along_k ? k_stride : row_stride,
-          ceil_div(length, 64) * 64,
+          length < 64 ? chunks * 8 : ceil_div(length, 64) * 64,
           narrow(lines),
           narrow(length),
           narrow(chunks),
@@ -313,10 +319,19 @@ AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int
           along_k};
 }
 
+// Whether a narrow operand is copied K-major: there are faster kernels then. The other operand has so many
+// elements.
+inline bool should_be_k_major(const TmaOperand& narrow, int64_t others) {
+  constexpr int64_t kMany = 1 << 22;
+  return !narrow.supported || others >= kMany;
+}
+
 template <typename T>
 AlignedCopy<T> copy_of_b(const GemmArgs<T>& args) {
-  return aligned_copy(args.b, operand_b(args), args.n, args.k, args.b.column_stride, args.b.row_stride,
-                      args.batch, false);
+  const TmaOperand b = operand_b(args);
+  const bool k_major = args.m > kFewRows && args.n <= kNarrow && should_be_k_major(b, args.m * args.k);
+  return aligned_copy(args.b, b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch,
+                      k_major);
 }
 
 // Whether TMA will find an operand, or its copy, K-major.
@@ -324,15 +339,23 @@ template <typename T>
 bool is_k_major(const TmaOperand& operand, const AlignedCopy<T>& copy) {
   return copy.total > 0 ? copy.along_k : !operand.mn_major;
 }
+template <typename T>
+bool b_is_k_major(const GemmArgs<T>& args) {
+  return is_k_major(operand_b(args), copy_of_b(args));
+}
 
-// Few rows that multiply many K-major weights are copied K-major too, because then there are faster kernels.
 template <typename T>
 AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
-  constexpr int64_t kManyWeights = 1 << 23;
-  const bool k_major =
-      args.m <= kFewRows && args.n * args.k >= kManyWeights && is_k_major(operand_b(args), copy_of_b(args));
-  return aligned_copy(args.a, operand_a(args), args.m, args.k, args.a.row_stride, args.a.column_stride,
-                      args.batch, k_major);
+  const TmaOperand a = operand_a(args);
+  const bool k_major = (args.m <= kNarrow || (args.m <= kFewRows && b_is_k_major(args))) &&
+                       should_be_k_major(a, args.n * args.k);
+  return aligned_copy(args.a, a, args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch,
+                      k_major);
+}
+
+template <typename T>
+bool has_few_columns(const GemmArgs<T>& args) {
+  return args.m > kFewRows && args.n <= kNarrow && b_is_k_major(args);
 }
 
 // The product of the copies, whose memory is at the start of the workspace. The rest remains.
@@ -388,7 +411,7 @@ template <typename T>
 int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
   const int64_t copies = (copy_of_a(args).elements() + copy_of_b(args).elements()) * int64_t{sizeof(T)};
-  if (args.m <= kFewRows) return copies;
+  if (args.m <= kFewRows || has_few_columns(args)) return copies;
   const Tiling tiling = best_tiling(shape_of(args), device);
   return copies + (tiling.stream_k ? stream_k_shape(tiling, device).bytes() : 0);
 }
@@ -400,20 +423,22 @@ double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   const double copied =
       static_cast<double>(copy_of_a(args).written_bytes() + copy_of_b(args).written_bytes()) / 1e6;
   const double copy = copied > 0 ? 1.5 + 0.69 * copied : 0;
-  if (args.m > kFewRows) {
+  const bool few_columns = has_few_columns(args);
+  if (args.m > kFewRows && !few_columns) {
     const Shape shape = shape_of(args);
     return copy + time_of(best_tiling(shape, device), shape, device);
   }
-  const double weights = megabytes(args.n * args.k * args.batch);
+  const int64_t rows = few_columns ? args.m : args.n;  // of the large operand
+  const double weights = megabytes(rows * args.k * args.batch);
   const double ends = copy + megabytes(args.m * args.n * args.batch);
   const double slices = tiles_of(args.k, kTileK);
-  if (is_k_major(operand_a(args), copy_of_a(args)) && is_k_major(operand_b(args), copy_of_b(args))) {
+  if (!few_columns && is_k_major(operand_a(args), copy_of_a(args)) && b_is_k_major(args)) {
     if (use_few_rows_kernel(args, device)) return ends + 1.75 + std::max(0.29 * weights, 0.03 * slices);
-    if (args.m > kFewColumns) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
+    if (args.m > kNarrow) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
   }
-  const int64_t tiles = int64_t{tiles_of(args.n, 64)} * args.batch;
+  const int64_t tiles = int64_t{tiles_of(rows, 64)} * args.batch;
   const int64_t splits =
-      std::clamp<int64_t>(device.cluster_multiprocessors[kMostClusterBlocks] / tiles, 1, 8);
+      std::clamp<int64_t>(device.cluster_multiprocessors[kMostClusterBlocks] / tiles, 1, kMostClusterBlocks);
   const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
   const double split = splits > 1 ? 1.3 : 0;
   return ends + 1.35 + 0.21 * weights + split + rounds * (0.13 * slices / splits + 0.7);
@@ -428,7 +453,8 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   TmaOperand a = operand_a(args), b = operand_b(args);
   const bool k_major = !a.mn_major && !b.mn_major;
   const bool few_rows = k_major && use_few_rows_kernel(args, device);
-  const bool one_tile_row = k_major && args.m > kFewColumns && args.m <= kFewRows;
+  const bool one_tile_row = k_major && args.m > kNarrow && args.m <= kFewRows;
+  const bool few_columns = has_few_columns(args);
   const bool swap_ab = args.m <= kFewRows && !few_rows && !one_tile_row;
   if (swap_ab) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
@@ -444,8 +470,9 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   if (few_rows) return launch_few_rows(problem, device, stream);
   if (one_tile_row) return launch_one_tile_row(problem, device, stream);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return swap_ab ? launch_swap_ab<T, mn_major_a, mn_major_b>(problem, device, stream)
-                   : launch<T, mn_major_a, mn_major_b>(problem, device, args.workspace, stream);
+    return swap_ab || few_columns
+               ? launch_narrow<T, mn_major_a, mn_major_b>(problem, device, stream)
+               : launch<T, mn_major_a, mn_major_b>(problem, device, args.workspace, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;

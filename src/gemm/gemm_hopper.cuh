@@ -3,8 +3,8 @@
 //
 // Two kernels:
 // - Persistent: a block computes many tiles of c, and loads the next one's operands during the epilogue.
-//   Clusters of two blocks share tiles of b by multicast. Where the tiles would leave multiprocessors idle in
-//   the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh).
+//   Clusters of two or four blocks share tiles of b by multicast. Where the tiles would leave multiprocessors
+//   idle in the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh).
 // - Cluster split-K, for few tiles: the blocks of a cluster split K, and add their partial sums in a fixed
 //   order through distributed shared memory.
 #pragma once
@@ -287,7 +287,7 @@ struct Problem {
 };
 
 template <class Mainloop, typename T>
-cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, void* stream_k_workspace,
+cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, void* stream_k_workspace,
                               cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop>;
   CUtensorMap a, b, c = {}, pre_activation = {};
@@ -304,7 +304,6 @@ cudaError_t launch_persistent(const Problem<T>& problem, int multiprocessors, vo
   if (error != cudaSuccess) return error;
   constexpr int kClusterM = Mainloop::kClusterM;
   const TileScheduler scheduler = problem.template scheduler<Mainloop>();
-  int64_t clusters = multiprocessors / kClusterM;
   StreamK stream_k = {};
   if (stream_k_workspace) {
     const StreamKShape shape = {clusters, kClusterM * Mainloop::kConsumers, Mainloop::kTileN / 2};

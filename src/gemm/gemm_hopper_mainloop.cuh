@@ -65,7 +65,7 @@ cudaError_t encode_operands(CUtensorMap& map_a, CUtensorMap& map_b, const Global
   using T = typename Mainloop::T;
   const cudaError_t error = encode_tensor_map<T>(map_a, a, Mainloop::kMnMajorA ? 64 : Mainloop::kTileM);
   if (error != cudaSuccess) return error;
-  return encode_tensor_map<T>(map_b, b, Mainloop::kMnMajorB ? 64 : Mainloop::kTileN / Mainloop::kClusterM);
+  return encode_tensor_map<T>(map_b, b, (Mainloop::kMnMajorB ? 64 : Mainloop::kTileN) / Mainloop::kClusterM);
 }
 
 }  // namespace hopper

@@ -30,7 +30,8 @@ struct Mainloop {
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kTileK = kTileKOf<T>;
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "wgmma takes float operands K-major only");
-  static_assert(!kMnMajorB || kTileN % (64 * kClusterM) == 0, "MN-major operands are loaded in blocks of 64");
+  static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64");
+  static_assert(kMnMajorB || kTileN % (8 * kClusterM) == 0, "swizzled rows are in groups of 8");
   static_assert(kStageBytes % 1024 == 0, "swizzled tiles start at multiples of 1,024 bytes");
 };
 
@@ -99,7 +100,8 @@ class Pipeline {
     } else {
       tma_load(to.a, a, k, row, matrix_a, to.full);
     }
-    constexpr int kPart = Mainloop::kTileN / kClusterM;
+    constexpr int kPart =
+        (Mainloop::kMnMajorB ? 64 : Mainloop::kTileN) / kClusterM;  // of the rows of 128 bytes
     const int first = kClusterM == 1 ? 0 : kPart * static_cast<int>(rank);
     const auto load_b = [&](int offset, int x, int y) {
       if constexpr (kClusterM == 1) {
@@ -110,7 +112,7 @@ class Pipeline {
     };
     if constexpr (Mainloop::kMnMajorB) {
 #pragma unroll
-      for (int i = 0; i < kPart / 64; ++i) load_b(first + 64 * i, column + first + 64 * i, k);
+      for (int i = 0; i < Mainloop::kTileN; i += 64) load_b(i + first, column + i, k + first);
     } else {
       load_b(first, k, column + first);
     }
