@@ -490,6 +490,7 @@ SHAPES = {
     "1 row": (1, 1000, 520),
     "8 rows": (8, 512, 11_008),
     "13 rows": (13, 4096, 264),
+    "16 rows, many weights": (16, 2000, 2600),
     "32 rows": (32, 776, 1032),
     "64 rows": (64, 2048, 4096),
     "64 rows, many tiles": (64, 136, 20_000),
@@ -819,6 +820,26 @@ def test_few_rows_compute_every_sum(rows, k, columns, dtype, device):
     exact = x.double() @ weight.double().T
     assert_same_bits([lltm_ext.gemm(x, weight.T)], [exact.to(dtype)])
     found = lltm_ext.gemm(x, weight.T, bias=bias, activation="relu")
+    assert_same_bits([found], [(exact + bias.double()).relu().to(dtype)])
+
+
+@devices
+@halves
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("rows, k", [(65, 8), (100, 4104), (705, 6000), (1503, 3001), (9001, 600)], ids=str)
+@pytest.mark.parametrize("columns", [1, 8, 9, 16, 17, 32])
+def test_few_columns_compute_every_sum(columns, rows, k, layout, dtype, device):
+    """Small integers, whose sums are exact, are compared element by element."""
+    generator = torch.Generator(device).manual_seed(columns)
+    a, b, bias = (
+        torch.randint(-2, 3, shape, generator=generator, device=device).to(dtype)
+        for shape in ((rows, k), (k, columns), (columns,))
+    )
+    exact = a.double() @ b.double()
+    a = transposed(a) if layout[0] == "T" else a
+    b = transposed(b) if layout[1] == "T" else b
+    assert_same_bits([lltm_ext.gemm(a, b)], [exact.to(dtype)])
+    found = lltm_ext.gemm(a, b, bias=bias, activation="relu")
     assert_same_bits([found], [(exact + bias.double()).relu().to(dtype)])
 
 

@@ -45,12 +45,13 @@ struct Shape {
   double traffic_a, traffic_b;  // of a tile's row: see row_traffic
 };
 
-// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size, fitted
-// likewise: lines and sectors that they do not fill are read too, and lines that have many short rows are
-// read often.
-inline double row_traffic(int64_t row_stride) {
-  const double unaligned = row_stride % 64 == 0 ? 1 : row_stride % 16 == 0 ? 1.6 : 2.4;
-  return row_stride < 64 ? std::max(unaligned, 90.0 / static_cast<double>(row_stride)) : unaligned;
+// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size, fitted to an
+// H200: lines and sectors that they do not fill are read too. An MN-major operand that is narrower than a
+// tile has several rows in a line, and all blocks read the same few lines.
+inline double row_traffic(int64_t stride, bool mn_major) {
+  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.66 : 2.5;
+  if (!mn_major || stride >= 64) return unaligned;
+  return std::max(unaligned, 154.0 / static_cast<double>(stride));
 }
 
 // A tile shape and its times in microseconds, fitted to an H200. height: the tiles of a cluster, one below
@@ -63,13 +64,13 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {128, 256, 2, 1, false, 0.57, 3.2, 2.8, 0.22},  {128, 192, 1, 1, false, 0.435, 2.9, 1.8, 0.22},
-    {128, 128, 1, 1, false, 0.32, 3.1, 0.61, 0.38}, {64, 128, 4, 1, false, 0.182, 1.8, 1.3, 0.21},
-    {64, 128, 1, 1, false, 0.211, 2.1, 0.88, 0.34}, {64, 64, 4, 1, false, 0.147, 1.7, 0.79, 0.39},
-    {64, 64, 1, 1, false, 0.159, 1.9, 0.4, 0.62},   {128, 128, 1, 4, false, 0.338, 1, 5.4, 1.89},
-    {64, 64, 1, 4, false, 0.181, 2.3, 1.6, 1.18},   {64, 64, 1, 8, false, 0.196, 2.2, 1.4, 4.16},
-    {128, 256, 2, 1, true, 0.57, 8.4, 3.9, 0},      {128, 192, 1, 1, true, 0.435, 5.9, 2.7, 0.04},
-    {128, 128, 1, 1, true, 0.32, 4.7, 1, 0.27},
+    {128, 256, 2, 1, false, 0.57, 3.2, 2.7, 0.24},   {128, 192, 1, 1, false, 0.434, 3, 1.7, 0.26},
+    {128, 128, 1, 1, false, 0.319, 3.2, 0.57, 0.43}, {64, 128, 4, 1, false, 0.181, 1.7, 1.4, 0.23},
+    {64, 128, 1, 1, false, 0.21, 2.2, 0.84, 0.43},   {64, 64, 4, 1, false, 0.147, 1.6, 0.84, 0.4},
+    {64, 64, 1, 1, false, 0.157, 1.9, 0.43, 0.69},   {128, 128, 1, 4, false, 0.341, 1.1, 5.3, 2.06},
+    {64, 64, 1, 4, false, 0.182, 2.4, 1.5, 1.67},    {64, 64, 1, 8, false, 0.195, 2.2, 1.4, 5.17},
+    {128, 256, 2, 1, true, 0.57, 8.4, 4, 0},         {128, 192, 1, 1, true, 0.434, 5.7, 3, 0.02},
+    {128, 128, 1, 1, true, 0.319, 4.6, 1.2, 0.27},
 };
 
 // How many clusters of so many blocks run at once.
@@ -95,8 +96,8 @@ struct TilingShape {
 
 // A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
 inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 18.8e6;
-  constexpr double kAddSums = 3;  // a level of stream-K's tree
+  constexpr double kBytesPerMicrosecond = 19.5e6;
+  constexpr double kAddSums = 2.9;  // a level of stream-K's tree
   const TilingShape counts(tiling, shape, device);
   const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
   const double rows = tiling.height * tiling.rows * shape.traffic_a + tiling.columns * shape.traffic_b;
@@ -131,9 +132,10 @@ inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& devic
 template <typename T, bool kMnMajorA, bool kMnMajorB>
 cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* workspace,
                    cudaStream_t stream) {
-  const Tiling tiling = best_tiling({problem.m, problem.n, problem.k, problem.batch,
-                                     row_traffic(problem.a.row_stride), row_traffic(problem.b.row_stride)},
-                                    device);
+  const Tiling tiling = best_tiling(
+      {problem.m, problem.n, problem.k, problem.batch, row_traffic(problem.a.row_stride, kMnMajorA),
+       row_traffic(problem.b.row_stride, kMnMajorB)},
+      device);
   const auto persistent = [&](auto mainloop) {
     return launch_persistent<decltype(mainloop)>(problem, clusters_of(device, tiling.height),
                                                  tiling.stream_k ? workspace : nullptr, stream);
@@ -161,14 +163,21 @@ cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* wo
   }
 }
 
-// As many splits as still run all blocks at once.
+// How many blocks split K of few tiles: as many as still run all at once, if that pays. Adding their sums
+// takes as long as some slices of K.
+inline int splits_of(int64_t tiles, int64_t slices, const DeviceInfo& device) {
+  constexpr int64_t kSlicesOfSum = 10;
+  int splits = kMostClusterBlocks;
+  while (splits > 1 && (tiles > clusters_of(device, splits) || slices - slices / splits < kSlicesOfSum)) {
+    splits /= 2;
+  }
+  return splits;
+}
+
 template <class Mainloop, typename T>
 cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
   const int64_t tiles = problem.template scheduler<Mainloop>().total();
-  int splits = kMostClusterBlocks;
-  while (splits > 1 && (tiles > clusters_of(device, splits) || splits > tiles_of(problem.k, kTileK))) {
-    splits /= 2;
-  }
+  const int splits = splits_of(tiles, tiles_of(problem.k, kTileK), device);
   return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }
 
@@ -384,7 +393,8 @@ cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
 template <typename T>
 Shape shape_of(const GemmArgs<T>& args) {
   const auto traffic = [](const TmaOperand& operand, const AlignedCopy<T>& copy) {
-    return row_traffic(copy.total > 0 ? copy.to_line_stride : operand.tensor.row_stride);
+    return row_traffic(copy.total > 0 ? copy.to_line_stride : operand.tensor.row_stride,
+                       !is_k_major(operand, copy));
   };
   return {args.m,
           args.n,
@@ -431,14 +441,13 @@ double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
   const int64_t rows = few_columns ? args.m : args.n;  // of the large operand
   const double weights = megabytes(rows * args.k * args.batch);
   const double ends = copy + megabytes(args.m * args.n * args.batch);
-  const double slices = tiles_of(args.k, kTileK);
+  const int slices = tiles_of(args.k, kTileK);
   if (!few_columns && is_k_major(operand_a(args), copy_of_a(args)) && b_is_k_major(args)) {
     if (use_few_rows_kernel(args, device)) return ends + 1.75 + std::max(0.29 * weights, 0.03 * slices);
     if (args.m > kNarrow) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
   }
   const int64_t tiles = int64_t{tiles_of(rows, 64)} * args.batch;
-  const int64_t splits =
-      std::clamp<int64_t>(device.cluster_multiprocessors[kMostClusterBlocks] / tiles, 1, kMostClusterBlocks);
+  const int splits = splits_of(tiles, slices, device);
   const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
   const double split = splits > 1 ? 1.3 : 0;
   return ends + 1.35 + 0.21 * weights + split + rounds * (0.13 * slices / splits + 0.7);

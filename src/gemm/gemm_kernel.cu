@@ -127,12 +127,16 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
                            sizeof(acc_t<T>), a_along_k, b_along_k, vectors};
+  int tiles = 0;
   const Schedule schedule = with_tiles_for<T>(device, [&](auto, const TileCost* costs, int count) {
+    tiles = count;
     return best_schedule(costs, count, kDirectCosts, kDirectCount, sizes, device.multiprocessors);
   });
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    return {schedule, device.has_sm90a && hopper_supports(args) && hopper_time(args, device) < schedule.time};
+    if (!device.has_sm90a || !hopper_supports(args)) return {schedule, false};
+    const bool older_tensor_cores = sizeof(T) == 2 && schedule.tile < tiles;  // never faster than Hopper's
+    return {schedule, older_tensor_cores || hopper_time(args, device) < schedule.time};
   }
 #endif
   return {schedule, false};

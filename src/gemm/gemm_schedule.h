@@ -89,7 +89,9 @@ inline double time_of(const GemmSizes& sizes, const DirectCost& cost, int64_t sp
   const double accesses =
       static_cast<double>(k) * (cost.rows * (1 + of_a / 8) + (vector ? 1 : cost.columns) * (1 + of_b / 8));
   const double warps = static_cast<double>(ceil_div(threads, 32) * splits);
-  const double result = static_cast<double>(sizes.batch * sizes.m * sizes.n) * sizes.bytes;
+  // Threads store half types no faster than float32.
+  const double result =
+      static_cast<double>(sizes.batch * sizes.m * sizes.n * std::max<int64_t>(sizes.bytes, sizeof(float)));
   return cost.ends + cost.wait * static_cast<double>(batches) + cost.work * warps * accesses / 1e5 +
          cost.store * result / 1e6 + time_of_sums(sizes, splits);
 }
