@@ -1,6 +1,7 @@
 // gemm in half types on Hopper: which kernel of gemm_hopper.cuh or gemm_hopper_few_rows.cuh computes which
 // shape.
 #include <cmath>
+#include <optional>
 
 #include "common/vec.cuh"
 #include "gemm/gemm_hopper.cuh"
@@ -73,6 +74,8 @@ constexpr Tiling kTilings[] = {
     {128, 128, 1, 1, true, 0.319, 4.6, 1.2, 0.27},
 };
 
+constexpr int kTilingCount = sizeof(kTilings) / sizeof(kTilings[0]);
+
 // How many clusters of so many blocks run at once.
 inline int64_t clusters_of(const DeviceInfo& device, int blocks) {
   return device.cluster_multiprocessors[blocks] / blocks;
@@ -112,14 +115,16 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   return time + full_rounds * of_tile;
 }
 
-inline Tiling best_tiling(const Shape& shape, const DeviceInfo& device) {
-  Tiling best = {};
+// The place of the fastest in kTilings.
+inline int best_tiling(const Shape& shape, const DeviceInfo& device) {
+  int best = -1;
   double least = 0;
-  for (const Tiling& tiling : kTilings) {
+  for (int i = 0; i < kTilingCount; ++i) {
+    const Tiling& tiling = kTilings[i];
     if (tiling.splits > tiles_of(shape.k, kTileK)) continue;
     if (tiling.stream_k && !TilingShape(tiling, shape, device).stream_k_helps()) continue;
     const double time = time_of(tiling, shape, device);
-    if (best.rows == 0 || time < least) best = tiling, least = time;
+    if (best < 0 || time < least) best = i, least = time;
   }
   return best;
 }
@@ -130,12 +135,8 @@ inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& devic
 }
 
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch(const Problem<T>& problem, const DeviceInfo& device, void* workspace,
-                   cudaStream_t stream) {
-  const Tiling tiling = best_tiling(
-      {problem.m, problem.n, problem.k, problem.batch, row_traffic(problem.a.row_stride, kMnMajorA),
-       row_traffic(problem.b.row_stride, kMnMajorB)},
-      device);
+cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, const DeviceInfo& device,
+                          void* workspace, cudaStream_t stream) {
   const auto persistent = [&](auto mainloop) {
     return launch_persistent<decltype(mainloop)>(problem, clusters_of(device, tiling.height),
                                                  tiling.stream_k ? workspace : nullptr, stream);
@@ -362,11 +363,6 @@ AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
                       k_major);
 }
 
-template <typename T>
-bool has_few_columns(const GemmArgs<T>& args) {
-  return args.m > kFewRows && args.n <= kNarrow && b_is_k_major(args);
-}
-
 // The product of the copies, whose memory is at the start of the workspace. The rest remains.
 template <typename T>
 cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
@@ -404,11 +400,12 @@ Shape shape_of(const GemmArgs<T>& args) {
           traffic(operand_b(args), copy_of_b(args))};
 }
 
-}  // namespace hopper
+// ---- The choice of a kernel: a place in kTilings, or one of these for few rows or columns.
+
+constexpr int kFewRowsKernel = kTilingCount, kOneTileRow = kTilingCount + 1, kNarrowTiles = kTilingCount + 2;
 
 template <typename T>
-bool hopper_supports(const GemmArgs<T>& args) {
-  using namespace hopper;
+bool supports(const GemmArgs<T>& args) {
   const auto fits = [](const AlignedCopy<T>& copy) { return copy.total < INT32_MAX / 2; };
   return args.m > 0 && args.n > 0 && args.k > 0 &&
          std::max({args.m, args.n, args.k, args.batch}) <= INT32_MAX / 2 &&
@@ -418,53 +415,85 @@ bool hopper_supports(const GemmArgs<T>& args) {
 }
 
 template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device) {
-  using namespace hopper;
-  const int64_t copies = (copy_of_a(args).elements() + copy_of_b(args).elements()) * int64_t{sizeof(T)};
-  if (args.m <= kFewRows || has_few_columns(args)) return copies;
-  const Tiling tiling = best_tiling(shape_of(args), device);
-  return copies + (tiling.stream_k ? stream_k_shape(tiling, device).bytes() : 0);
+bool a_is_k_major(const GemmArgs<T>& args) {
+  return is_k_major(operand_a(args), copy_of_a(args));
+}
+
+// That for few rows or columns; none if there are many of both.
+template <typename T>
+std::optional<int> narrow_kernel(const GemmArgs<T>& args, const DeviceInfo& device) {
+  if (args.m > kFewRows) {
+    if (args.n <= kNarrow && b_is_k_major(args)) return kNarrowTiles;
+    return {};
+  }
+  const bool k_major = a_is_k_major(args) && b_is_k_major(args);
+  if (k_major && use_few_rows_kernel(args, device)) return kFewRowsKernel;
+  return k_major && args.m > kNarrow ? kOneTileRow : kNarrowTiles;
 }
 
 template <typename T>
-double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device) {
-  using namespace hopper;
-  const auto megabytes = [](int64_t elements) { return static_cast<double>(elements) * sizeof(T) / 1e6; };
-  const double copied =
-      static_cast<double>(copy_of_a(args).written_bytes() + copy_of_b(args).written_bytes()) / 1e6;
-  const double copy = copied > 0 ? 1.5 + 0.69 * copied : 0;
-  const bool few_columns = has_few_columns(args);
-  if (args.m > kFewRows && !few_columns) {
-    const Shape shape = shape_of(args);
-    return copy + time_of(best_tiling(shape, device), shape, device);
-  }
-  const int64_t rows = few_columns ? args.m : args.n;  // of the large operand
-  const double weights = megabytes(rows * args.k * args.batch);
-  const double ends = copy + megabytes(args.m * args.n * args.batch);
+double megabytes(int64_t elements) {
+  return static_cast<double>(elements) * sizeof(T) / 1e6;
+}
+
+// Without copies, in microseconds.
+template <typename T>
+double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& device) {
+  const bool few_rows = args.m <= kFewRows;
+  const int64_t rows = few_rows ? args.n : args.m;  // of the large operand
+  const double weights = megabytes<T>(rows * args.k * args.batch);
+  const double result = megabytes<T>(args.m * args.n * args.batch);
   const int slices = tiles_of(args.k, kTileK);
-  if (!few_columns && is_k_major(operand_a(args), copy_of_a(args)) && b_is_k_major(args)) {
-    if (use_few_rows_kernel(args, device)) return ends + 1.75 + std::max(0.29 * weights, 0.03 * slices);
-    if (args.m > kNarrow) return ends + 3.5 + 0.42 * weights + 0.01 * slices;
+  const auto rounds = [&](int tile_rows) {
+    return static_cast<double>(tiles_of(rows, tile_rows) * args.batch) / (2 * device.multiprocessors);
+  };
+  if (kernel == kFewRowsKernel) {
+    return 1.75 + result + std::max({0.29 * weights, 0.03 * slices, 1.3 * (rounds(kFewRowsColumns) - 1)});
   }
-  const int64_t tiles = int64_t{tiles_of(rows, 64)} * args.batch;
-  const int splits = splits_of(tiles, slices, device);
-  const double rounds = std::max(1.0, static_cast<double>(tiles) / (2 * device.multiprocessors));
-  const double split = splits > 1 ? 1.3 : 0;
-  return ends + 1.35 + 0.21 * weights + split + rounds * (0.13 * slices / splits + 0.7);
+  if (kernel == kOneTileRow) return 3.5 + result + 0.42 * weights + 0.01 * slices;
+  const int64_t narrow = few_rows ? args.m : args.n;
+  const bool wide = narrow > kNarrow || (few_rows && !a_is_k_major(args));
+  const double columns = wide ? kFewRows : narrow > 16 ? kNarrow : narrow > 8 ? 16 : 8;
+  const int splits = splits_of(tiles_of(rows, 64) * args.batch, slices, device);
+  const double sums = splits > 1 ? 1.3 : 0;
+  return 1.35 + result + 0.21 * weights + sums +
+         std::max(1.0, rounds(64)) * (0.13 * slices / splits + 0.7 + 0.02 * columns);
+}
+
+}  // namespace hopper
+
+template <typename T>
+HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
+  using namespace hopper;
+  if (!supports(args)) return {};
+  const AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
+  const double copied = static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
+  const Shape shape = shape_of(args);
+  HopperPlan plan = {true, 0, (a.elements() + b.elements()) * int64_t{sizeof(T)}, best_tiling(shape, device)};
+  const Tiling& tiling = kTilings[plan.kernel];
+  plan.time = time_of(tiling, shape, device);
+  const std::optional<int> narrow = narrow_kernel(args, device);
+  const double narrow_time = narrow ? time_of_narrow(*narrow, args, device) : 0;
+  constexpr int64_t kManyWeights = 1 << 20;  // reading them takes the time, for which narrow kernels are made
+  if (narrow && (narrow_time < plan.time || std::max(args.m, args.n) * args.k >= kManyWeights)) {
+    plan.kernel = *narrow;
+    plan.time = narrow_time;
+  } else if (tiling.stream_k) {
+    plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
+  }
+  if (copied > 0) plan.time += 1.5 + 0.69 * copied;
+  return plan;
 }
 
 template <typename T>
-cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const HopperPlan& plan, const DeviceInfo& device,
+                           cudaStream_t stream) {
   using namespace hopper;
   GemmArgs<T> args = given;
   const cudaError_t error = align(args, stream);
   if (error != cudaSuccess) return error;
   TmaOperand a = operand_a(args), b = operand_b(args);
-  const bool k_major = !a.mn_major && !b.mn_major;
-  const bool few_rows = k_major && use_few_rows_kernel(args, device);
-  const bool one_tile_row = k_major && args.m > kNarrow && args.m <= kFewRows;
-  const bool few_columns = has_few_columns(args);
-  const bool swap_ab = args.m <= kFewRows && !few_rows && !one_tile_row;
+  const bool swap_ab = plan.kernel == kNarrowTiles && args.m <= kFewRows;
   if (swap_ab) std::swap(a, b);
   const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Problem<T> problem = {
@@ -476,12 +505,14 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
       static_cast<int>(args.batch),
       swap_ab,
       {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation}};
-  if (few_rows) return launch_few_rows(problem, device, stream);
-  if (one_tile_row) return launch_one_tile_row(problem, device, stream);
+  if (plan.kernel == kFewRowsKernel) return launch_few_rows(problem, device, stream);
+  if (plan.kernel == kOneTileRow) return launch_one_tile_row(problem, device, stream);
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return swap_ab || few_columns
-               ? launch_narrow<T, mn_major_a, mn_major_b>(problem, device, stream)
-               : launch<T, mn_major_a, mn_major_b>(problem, device, args.workspace, stream);
+    if (plan.kernel == kNarrowTiles) {
+      return launch_narrow<T, mn_major_a, mn_major_b>(problem, device, stream);
+    }
+    return launch_tiling<T, mn_major_a, mn_major_b>(problem, kTilings[plan.kernel], device, args.workspace,
+                                                    stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
@@ -489,11 +520,9 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const DeviceInfo& device, c
   return b.mn_major ? run(No(), Yes()) : run(No(), No());
 }
 
-#define INSTANTIATE(T)                                                            \
-  template bool hopper_supports(const GemmArgs<T>& args);                         \
-  template int64_t hopper_workspace_bytes(const GemmArgs<T>&, const DeviceInfo&); \
-  template double hopper_time(const GemmArgs<T>&, const DeviceInfo&);             \
-  template cudaError_t gemm_on_hopper(const GemmArgs<T>&, const DeviceInfo&, cudaStream_t);
+#define INSTANTIATE(T)                                                    \
+  template HopperPlan hopper_plan(const GemmArgs<T>&, const DeviceInfo&); \
+  template cudaError_t gemm_on_hopper(const GemmArgs<T>&, const HopperPlan&, const DeviceInfo&, cudaStream_t);
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)
 

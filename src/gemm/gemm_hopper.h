@@ -7,22 +7,23 @@
 
 namespace lltm_ext {
 
-// Whether these kernels can compute it, on a device of compute capability 9.0.
-template <typename T>
-bool hopper_supports(const GemmArgs<T>& args);
-bool hopper_supports(const GemmArgs<float>& args);
+// How to compute a product on a device of compute capability 9.0, and all others of the same sizes, strides,
+// alignment and precision.
+struct HopperPlan {
+  bool supported = false;
+  double time = 0;  // estimated, in microseconds
+  int64_t workspace_bytes = 0;
+  int kernel = 0;  // of gemm_hopper.cu
+};
 
 template <typename T>
-int64_t hopper_workspace_bytes(const GemmArgs<T>& args, const DeviceInfo& device);
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo& device);
-
-// Estimated, in microseconds.
-template <typename T>
-double hopper_time(const GemmArgs<T>& args, const DeviceInfo& device);
-double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device);
+HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device);
+HopperPlan hopper_plan(const GemmArgs<float>& args, const DeviceInfo& device);
 
 template <typename T>
-cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t gemm_on_hopper(const GemmArgs<T>& args, const HopperPlan& plan, const DeviceInfo& device,
+                           cudaStream_t stream);
+cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const HopperPlan& plan, const DeviceInfo& device,
+                           cudaStream_t stream);
 
 }  // namespace lltm_ext

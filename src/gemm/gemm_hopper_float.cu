@@ -403,10 +403,7 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
   }
 }
 
-}  // namespace hopper
-
-bool hopper_supports(const GemmArgs<float>& args) {
-  using namespace hopper;
+bool float_supported(const GemmArgs<float>& args) {
   if (args.precision == Precision::kIeee || args.m <= 0 || args.n <= 0 || args.k <= 0) return false;
   const FloatOperand a = FloatOperand::a(args), b = FloatOperand::b(args);
   return std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= INT32_MAX / 8 &&
@@ -414,32 +411,34 @@ bool hopper_supports(const GemmArgs<float>& args) {
              INT32_MAX;
 }
 
-int64_t hopper_workspace_bytes(const GemmArgs<float>& args, const DeviceInfo&) {
-  using namespace hopper;
-  int64_t bytes = 0;
-  for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
-    bytes += packing_of(x, args.precision).bytes(x);
-  }
-  return bytes;
-}
-
 // IEEE products are as good as TF32's, and faster where packing takes the time. The other precisions are
 // asked for because they are more exact, or to save time in large products.
-double hopper_time(const GemmArgs<float>& args, const DeviceInfo& device) {
-  using namespace hopper;
+double float_time(const GemmArgs<float>& args, int64_t packed_bytes, const DeviceInfo& device) {
   if (args.precision != Precision::kTf32) return 0;
   constexpr double kPackBytesPerMicrosecond = 2.1e6, kSlice = 0.75, kEnds = 12.7,
                    kNarrow = 0.35;  // of 128 columns
-  const double bytes = static_cast<double>(hopper_workspace_bytes(args, device));
   const int64_t tiles = int64_t{tiles_of(args.m, 128)} * args.batch;
   const double wide = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 256), device.multiprocessors)),
                narrow = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 128), device.multiprocessors));
   const double slices = static_cast<double>(tiles_of(args.k, kTileKOf<float>));
-  return 1.1 + 2 * bytes / kPackBytesPerMicrosecond +
+  return 1.1 + 2 * static_cast<double>(packed_bytes) / kPackBytesPerMicrosecond +
          std::min(wide, kNarrow * narrow) * (slices * kSlice + kEnds);
 }
 
-cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {
+}  // namespace hopper
+
+HopperPlan hopper_plan(const GemmArgs<float>& args, const DeviceInfo& device) {
+  using namespace hopper;
+  if (!float_supported(args)) return {};
+  int64_t bytes = 0;
+  for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
+    bytes += packing_of(x, args.precision).bytes(x);
+  }
+  return {true, float_time(args, bytes, device), bytes};
+}
+
+cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const HopperPlan&, const DeviceInfo& device,
+                           cudaStream_t stream) {
   switch (args.precision) {
     case Precision::kBf16x6:
       return hopper::run<__nv_bfloat16, 6>(args, device.multiprocessors, stream);

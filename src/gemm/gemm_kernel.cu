@@ -117,7 +117,8 @@ auto with_tiles_for(const DeviceInfo& device, const F& f) {
 
 struct Choice {
   Schedule schedule;
-  bool on_hopper;  // by gemm_hopper.cu or gemm_hopper_float.cu instead
+  bool on_hopper = false;  // by gemm_hopper.cu or gemm_hopper_float.cu instead
+  HopperPlan plan = {};
 };
 
 template <typename T>
@@ -134,12 +135,12 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   });
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (!device.has_sm90a || !hopper_supports(args)) return {schedule, false};
+    const HopperPlan plan = device.has_sm90a ? hopper_plan(args, device) : HopperPlan();
     const bool older_tensor_cores = sizeof(T) == 2 && schedule.tile < tiles;  // never faster than Hopper's
-    return {schedule, older_tensor_cores || hopper_time(args, device) < schedule.time};
+    return {schedule, plan.supported && (older_tensor_cores || plan.time < schedule.time), plan};
   }
 #endif
-  return {schedule, false};
+  return {schedule};
 }
 
 // Choosing takes the host some microseconds, so choices are kept.
@@ -207,7 +208,7 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
   const Choice choice = choice_for(args, device);
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (choice.on_hopper) return gemm_on_hopper(args, device, stream);
+    if (choice.on_hopper) return gemm_on_hopper(args, choice.plan, device, stream);
   }
 #endif
   return launch_schedule(args, choice.schedule, device, stream);
@@ -220,7 +221,7 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
   const Choice choice = choice_for(args, device);
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    if (choice.on_hopper) return hopper_workspace_bytes(args, device);
+    if (choice.on_hopper) return choice.plan.workspace_bytes;
   }
 #endif
   return partial_sum_bytes(args, choice.schedule.splits);
