@@ -55,9 +55,9 @@ inline double row_traffic(int64_t stride, bool mn_major) {
   return std::max(unaligned, 154.0 / static_cast<double>(stride));
 }
 
-// A tile shape and its times in microseconds, fitted to an H200. height: the tiles of a cluster, one below
-// the other, which share tiles of b. splits: the blocks of a cluster that split K. stream_k: all clusters
-// divide the last rounds' slices of K.
+// A tile shape and its times in microseconds, fitted to an H200 by tools/gemm_tilings.py. height: the tiles
+// of a cluster, one below the other, which share tiles of b. splits: the blocks of a cluster that split K.
+// stream_k: all clusters divide the last rounds' slices of K.
 struct Tiling {
   int rows, columns, height, splits;
   bool stream_k;

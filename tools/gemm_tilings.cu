@@ -1,0 +1,138 @@
+// Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py.
+//
+// Prints a line for each tiling (rows, columns, height, splits, stream_k, clusters at once), an empty line,
+// and a line for each product: m, n, k, the operands' row strides, whether each is MN-major, and microseconds
+// by each tiling, or -1 where it does not apply.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "common/device.cuh"
+#include "gemm/gemm_hopper.cu"
+
+using namespace lltm_ext;
+using namespace lltm_ext::hopper;
+using T = __nv_bfloat16;
+
+constexpr int64_t kMostElements = 96 << 20;
+constexpr double kMostOperations = 3e11;
+
+void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
+  std::exit(1);
+}
+
+struct Product {
+  int64_t m, n, k, stride_a, stride_b;
+  bool mn_major_a, mn_major_b;
+
+  bool fits() const {
+    return 2.0 * m * n * k < kMostOperations && m * n < kMostElements / 2 &&
+           stride_a * (mn_major_a ? k : m) < kMostElements && stride_b * (mn_major_b ? k : n) < kMostElements;
+  }
+};
+
+// Half of the products have a narrow b; strides are whole cache lines, sectors, or neither.
+Product random_product(std::mt19937& random) {
+  const auto uniform = [&](double from, double to) {
+    return std::uniform_real_distribution(from, to)(random);
+  };
+  const auto size = [&](double from, double to) {
+    return static_cast<int64_t>(std::round(from * std::pow(to / from, uniform(0, 1))));
+  };
+  const auto stride = [&](int64_t length) {
+    const int64_t multiple = std::array{64, 16, 8}[random() % 3];
+    const int64_t found = ceil_div(length, multiple) * multiple, larger = multiple == 16 ? 64 : 16;
+    return multiple < 64 && found % larger == 0 ? found + multiple : found;
+  };
+  Product x = {};
+  do {
+    x.m = size(65, 16'384);
+    x.n = uniform(0, 1) < 0.5 ? size(1, 64) : size(33, 16'384);
+    x.k = size(2, 16'384);
+    x.mn_major_a = random() % 2, x.mn_major_b = random() % 2;
+    x.stride_a = stride(x.mn_major_a ? x.m : x.k);
+    x.stride_b = stride(x.mn_major_b ? x.n : x.k);
+  } while (!x.fits());
+  return x;
+}
+
+// In a CUDA graph, so that the host's time does not count.
+template <class Call>
+double microseconds(cudaStream_t stream, const Call& call) {
+  constexpr int kCalls = 20, kRounds = 4;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  for (int i = 0; i < kCalls; ++i) check(call());
+  check(cudaStreamEndCapture(stream, &graph));
+  check(cudaGraphInstantiate(&executable, graph, 0));
+  static const auto events = [] {
+    std::array<cudaEvent_t, 2> made;
+    for (cudaEvent_t& event : made) check(cudaEventCreate(&event));
+    return made;
+  }();
+  check(cudaGraphLaunch(executable, stream));
+  float best = 0;
+  for (int i = 0; i < kRounds; ++i) {
+    float milliseconds;
+    check(cudaEventRecord(events[0], stream));
+    check(cudaGraphLaunch(executable, stream));
+    check(cudaEventRecord(events[1], stream));
+    check(cudaEventSynchronize(events[1]));
+    check(cudaEventElapsedTime(&milliseconds, events[0], events[1]));
+    if (i == 0 || milliseconds < best) best = milliseconds;
+  }
+  check(cudaGraphExecDestroy(executable));
+  check(cudaGraphDestroy(graph));
+  return best * 1e3 / kCalls;
+}
+
+__global__ void fill(T* to, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < count; i += gridDim.x * 256) {
+    to[i] = narrow<T>(static_cast<float>((i * 2654435761u >> 7) % 1024) / 1024 - 0.5f);
+  }
+}
+
+int main(int count, char** arguments) {
+  if (count != 3) return std::fprintf(stderr, "usage: gemm_tilings PRODUCTS SEED\n"), 1;
+  T* memory[3];
+  for (T*& x : memory) {
+    check(cudaMalloc(&x, kMostElements * sizeof(T)));
+    fill<<<1024, 256>>>(x, kMostElements);
+  }
+  void* workspace;
+  check(cudaMalloc(&workspace, int64_t{512} << 20));
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  DeviceInfo device;
+  check(current_device_info(device));
+  for (const Tiling& tiling : kTilings) {
+    std::printf("%d %d %d %d %d %d\n", tiling.rows, tiling.columns, tiling.height, tiling.splits,
+                tiling.stream_k, static_cast<int>(clusters_of(device, tiling.height * tiling.splits)));
+  }
+  std::printf("\n");
+  std::mt19937 random(std::atoi(arguments[2]));
+  for (int i = 0; i < std::atoi(arguments[1]); ++i) {
+    const Product x = random_product(random);
+    GemmArgs<T> args = {};
+    args.a = {memory[0], 0, x.mn_major_a ? 1 : x.stride_a, x.mn_major_a ? x.stride_a : 1};
+    args.b = {memory[1], 0, x.mn_major_b ? x.stride_b : 1, x.mn_major_b ? 1 : x.stride_b};
+    args.c = memory[2];
+    args.batch = 1, args.m = x.m, args.n = x.n, args.k = x.k;
+    args.workspace = workspace;
+    if (copy_of_a(args).total > 0 || copy_of_b(args).total > 0) continue;  // the copies would count
+    std::printf("%ld %ld %ld %ld %ld %d %d", x.m, x.n, x.k, x.stride_a, x.stride_b, x.mn_major_a,
+                x.mn_major_b);
+    for (int kernel = 0; kernel < kTilingCount; ++kernel) {
+      const Tiling& tiling = kTilings[kernel];
+      const bool applies = tiling.splits <= tiles_of(x.k, kTileK) &&
+                           (!tiling.stream_k || TilingShape(tiling, shape_of(args), device).stream_k_helps());
+      const auto call = [&] { return gemm_on_hopper(args, {true, 0, 0, kernel}, device, stream); };
+      std::printf(" %.2f", applies ? microseconds(stream, call) : -1.0);
+    }
+    std::printf("\n");
+  }
+}

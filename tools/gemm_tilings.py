@@ -1,0 +1,117 @@
+r"""Fit kTilings and the constants of gemm_hopper.cu to the times of tools/gemm_tilings.cu.
+
+On a Hopper GPU, with CUDA's nvcc (where it does not find the headers of CCCL, add -I for them):
+
+    nvcc -arch=sm_90a -O3 -std=c++17 --expt-relaxed-constexpr -DLLTM_EXT_SM90A -Isrc \
+        tools/gemm_tilings.cu -o tilings
+    ./tilings 1000 1 > times.txt
+    pip install scipy
+    python tools/gemm_tilings.py times.txt
+
+It prints the table, and how much longer the tilings that it chooses take than the best ones. Model.times is
+time_of in gemm_hopper.cu, for all products and tilings at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+GLOBALS = {"bytes per microsecond / 1e6": 20, "kAddSums": 3, "sectors": 0.7, "parts": 0.8, "narrow": 2.4}
+START = (0.3, 3, 1, 0.3)  # of a tiling: slice, launch, ends, store
+ROW_BYTES = 128
+
+
+@dataclass
+class Measured:
+    tilings: Any  # [tiling]: rows, columns, height, splits, stream_k, clusters at once
+    products: Any  # [product]: m, n, k, stride_a, stride_b, mn_major_a, mn_major_b
+    times: Any  # [product, tiling], NaN where a tiling does not apply
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        header, lines = path.read_text().split("\n\n")
+        tilings = np.array([line.split() for line in header.splitlines()], int)
+        table = np.array([line.split() for line in lines.splitlines()], float)
+        times = np.where(table[:, 7:] < 0, np.nan, table[:, 7:])
+        return cls(tilings, table[:, :7].astype(int), times)
+
+
+class Model:
+    def __init__(self, measured: Measured):
+        rows, columns, height, splits, stream_k, clusters = measured.tilings.T
+        m, n, k, *self.strides, _, self.mn_major_b = (x[:, None] for x in measured.products.T)
+        self.shape = measured.times.shape
+        self.stream_k = stream_k == 1
+        tiles = -(-m // (rows * height)) * -(-n // columns)
+        at_once = np.where(self.stream_k, clusters, np.minimum(tiles, clusters)) * splits * ROW_BYTES
+        self.bytes_a, self.bytes_b = at_once * height * rows, at_once * columns
+        self.slices = -(-k // (64 * splits))
+        self.rounds = tiles / clusters
+        self.result = 2e-6 * m * n
+        # A slice takes as long in stream-K as in whole tiles of the same shape.
+        shapes = measured.tilings[:, :4].tolist()
+        self.same_slice = [shapes.index(shape) for shape in shapes]
+
+    def start(self) -> Any:
+        return np.log([*GLOBALS.values(), *START * self.shape[1]])
+
+    def split(self, logarithms: Any) -> tuple[Any, Any]:
+        """The constants, and [tiling, 4] of the table."""
+        values = np.exp(logarithms)
+        table = values[len(GLOBALS) :].reshape(-1, len(START)).copy()
+        table[:, 0] = table[self.same_slice, 0]
+        return values[: len(GLOBALS)], table
+
+    def times(self, constants: Any, table: Any) -> Any:
+        bandwidth, add_sums, sectors, parts, narrow = constants
+        traffic_a, traffic_b = (
+            1 + sectors * (stride % 64 != 0) + parts * (stride % 16 != 0) for stride in self.strides
+        )
+        few_columns = (self.mn_major_b == 1) & (self.strides[1] < 64)
+        hot = np.where(few_columns, narrow * 64 / self.strides[1], 0)
+        read = self.bytes_a * traffic_a + self.bytes_b * np.maximum(traffic_b, hot)
+        slice_time, launch, ends, store = table.T
+        tile = self.slices * np.hypot(slice_time, read / (bandwidth * 1e6))
+        full = np.ceil(self.rounds)
+        rounds = np.where(self.stream_k, self.rounds, full)
+        sums = np.where(self.stream_k, add_sums * np.log2(1 + 1 / self.rounds), 0)
+        return launch + full * ends + store * self.result + rounds * tile + sums
+
+
+def fit(measured: Measured) -> tuple[Any, Any]:
+    model, best = Model(measured), np.nanmin(measured.times, 1, keepdims=True)
+    applies = ~np.isnan(measured.times)
+    weights = np.maximum(0.2, best / measured.times)[applies]  # which of the fast ones is chosen matters most
+
+    def residuals(logarithms: Any) -> Any:
+        times = model.times(*model.split(logarithms))
+        return weights * np.log(times / measured.times)[applies]
+
+    found = model.start()
+    for _ in range(2):
+        found = least_squares(residuals, found, loss="soft_l1", f_scale=0.07, max_nfev=200).x
+    return model.split(found)
+
+
+def main() -> None:
+    measured = Measured.read(Path(sys.argv[1]))
+    constants, table = fit(measured)
+    for name, value in zip(GLOBALS, constants, strict=True):
+        print(f"{name}: {value:.3g}")
+    for tiling, values in zip(measured.tilings, table, strict=True):
+        numbers = ", ".join(f"{value:.3g}" for value in values)
+        print("    {{{}, {}, {}, {}, {}, {}}},".format(*tiling[:4], ("false", "true")[tiling[4]], numbers))
+    estimates = np.where(np.isnan(measured.times), np.inf, Model(measured).times(constants, table))
+    chosen = np.take_along_axis(measured.times, estimates.argmin(1)[:, None], 1)
+    loss = chosen / np.nanmin(measured.times, 1, keepdims=True)
+    print(f"chosen / best: {np.exp(np.log(loss).mean()):.4f} (geometric mean), {loss.max():.2f} at most")
+
+
+if __name__ == "__main__":
+    main()
