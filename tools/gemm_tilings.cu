@@ -3,6 +3,8 @@
 // Prints a line for each tiling (rows, columns, height, splits, stream_k, clusters at once), an empty line,
 // and a line for each product: m, n, k, the operands' row strides, whether each is MN-major, and microseconds
 // by each tiling, or -1 where it does not apply.
+#include <array>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -97,7 +99,7 @@ __global__ void fill(T* to, int64_t count) {
 }
 
 int main(int count, char** arguments) {
-  if (count != 3) return std::fprintf(stderr, "usage: gemm_tilings PRODUCTS SEED\n"), 1;
+  if (count != 3) return std::fprintf(stderr, "usage: gemm_tilings PRODUCTS_AT_MOST SEED\n"), 1;
   T* memory[3];
   for (T*& x : memory) {
     check(cudaMalloc(&x, kMostElements * sizeof(T)));

@@ -48,8 +48,10 @@ struct Shape {
 
 // How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size, fitted to an
 // H200: lines and sectors that they do not fill are read too. An MN-major operand that is narrower than a
-// tile has several rows in a line, and all blocks read the same few lines.
-inline double row_traffic(int64_t stride, bool mn_major) {
+// tile has several rows in a line, and all blocks read the same few lines. rows: of the tensor; the stride of
+// one is never used.
+inline double row_traffic(int64_t rows, int64_t stride, bool mn_major) {
+  if (rows == 1) return 1;
   const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.66 : 2.5;
   if (!mn_major || stride >= 64) return unaligned;
   return std::max(unaligned, 154.0 / static_cast<double>(stride));
@@ -122,6 +124,7 @@ inline int best_tiling(const Shape& shape, const DeviceInfo& device) {
   for (int i = 0; i < kTilingCount; ++i) {
     const Tiling& tiling = kTilings[i];
     if (tiling.splits > tiles_of(shape.k, kTileK)) continue;
+    if (clusters_of(device, tiling.height * tiling.splits) == 0) continue;
     if (tiling.stream_k && !TilingShape(tiling, shape, device).stream_k_helps()) continue;
     const double time = time_of(tiling, shape, device);
     if (best < 0 || time < least) best = i, least = time;
@@ -220,8 +223,8 @@ cudaError_t launch_one_tile_row(const Problem<T>& problem, const DeviceInfo& dev
   return run(Mainloop<T, kFewRows, 128, 9, false, false>());
 }
 
-// Whether gemm_hopper_few_rows.cuh is the fastest: always for up to 8 rows; for more if all tiles run at once
-// and K is not so long that splitting it is faster.
+// Whether gemm_hopper_few_rows.cuh is the fastest of the kernels for few rows: always up to 8 rows; for more
+// if all tiles run at once and K is not so long that splitting it is faster.
 template <typename T>
 bool use_few_rows_kernel(const GemmArgs<T>& args, const DeviceInfo& device) {
   if (args.k % 8 != 0) return false;  // it loads 16 bytes at a time
@@ -307,7 +310,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   LLTM_HOPPER(copy_operands(a, b));
 }
 
-// Of an operand [rows, k]: a copy of nothing if TMA can address it.
+// Of an operand [rows, k]: a copy of nothing if TMA can address it and it need not become K-major.
 template <typename T>
 AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int64_t rows, int64_t k,
                             int64_t row_stride, int64_t k_stride, int64_t batch, bool k_major) {
@@ -329,17 +332,29 @@ AlignedCopy<T> aligned_copy(const Matrices<T>& x, const TmaOperand& operand, int
           along_k};
 }
 
-// Whether a narrow operand is copied K-major: there are faster kernels then. The other operand has so many
-// elements.
-inline bool should_be_k_major(const TmaOperand& narrow, int64_t others) {
-  constexpr int64_t kMany = 1 << 22;
-  return !narrow.supported || others >= kMany;
+// Of few rows or columns of c: the rows of the other operand, the weights, and its elements. Expanded ones
+// may have more than an integer holds.
+template <typename T>
+int64_t weight_rows(const GemmArgs<T>& args) {
+  return args.m <= kFewRows ? args.n : args.m;
+}
+template <typename T>
+double weight_elements(const GemmArgs<T>& args) {
+  return static_cast<double>(weight_rows(args)) * static_cast<double>(args.k) *
+         static_cast<double>(args.batch);
+}
+
+// Whether a narrow operand should be K-major, for which there are faster kernels. A copy only for that pays
+// if the other operand has many elements.
+inline bool should_be_k_major(const TmaOperand& operand, double others) {
+  constexpr double kMany = 1 << 22;
+  return !operand.supported || others >= kMany;
 }
 
 template <typename T>
 AlignedCopy<T> copy_of_b(const GemmArgs<T>& args) {
   const TmaOperand b = operand_b(args);
-  const bool k_major = args.m > kFewRows && args.n <= kNarrow && should_be_k_major(b, args.m * args.k);
+  const bool k_major = args.m > kFewRows && args.n <= kNarrow && should_be_k_major(b, weight_elements(args));
   return aligned_copy(args.b, b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch,
                       k_major);
 }
@@ -358,12 +373,13 @@ template <typename T>
 AlignedCopy<T> copy_of_a(const GemmArgs<T>& args) {
   const TmaOperand a = operand_a(args);
   const bool k_major = (args.m <= kNarrow || (args.m <= kFewRows && b_is_k_major(args))) &&
-                       should_be_k_major(a, args.n * args.k);
+                       should_be_k_major(a, weight_elements(args));
   return aligned_copy(args.a, a, args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch,
                       k_major);
 }
 
-// The product of the copies, whose memory is at the start of the workspace. The rest remains.
+// Makes the copies at the start of the workspace, and the arguments those of their product. args.workspace
+// moves behind them.
 template <typename T>
 cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
   AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
@@ -389,8 +405,9 @@ cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
 template <typename T>
 Shape shape_of(const GemmArgs<T>& args) {
   const auto traffic = [](const TmaOperand& operand, const AlignedCopy<T>& copy) {
-    return row_traffic(copy.total > 0 ? copy.to_line_stride : operand.tensor.row_stride,
-                       !is_k_major(operand, copy));
+    const GlobalTensor& tensor = operand.tensor;
+    return copy.total > 0 ? row_traffic(copy.lines, copy.to_line_stride, !copy.along_k)
+                          : row_traffic(tensor.rows, tensor.row_stride, operand.mn_major);
   };
   return {args.m,
           args.n,
@@ -431,18 +448,13 @@ std::optional<int> narrow_kernel(const GemmArgs<T>& args, const DeviceInfo& devi
   return k_major && args.m > kNarrow ? kOneTileRow : kNarrowTiles;
 }
 
-template <typename T>
-double megabytes(int64_t elements) {
-  return static_cast<double>(elements) * sizeof(T) / 1e6;
-}
-
 // Without copies, in microseconds.
 template <typename T>
 double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool few_rows = args.m <= kFewRows;
-  const int64_t rows = few_rows ? args.n : args.m;  // of the large operand
-  const double weights = megabytes<T>(rows * args.k * args.batch);
-  const double result = megabytes<T>(args.m * args.n * args.batch);
+  const int64_t rows = weight_rows(args);
+  const double weights = weight_elements(args) * sizeof(T) / 1e6;
+  const double result = static_cast<double>(args.m * args.n * args.batch) * sizeof(T) / 1e6;
   const int slices = tiles_of(args.k, kTileK);
   const auto rounds = [&](int tile_rows) {
     return static_cast<double>(tiles_of(rows, tile_rows) * args.batch) / (2 * device.multiprocessors);
@@ -467,21 +479,23 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   using namespace hopper;
   if (!supports(args)) return {};
   const AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
-  const double copied = static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
   const Shape shape = shape_of(args);
   HopperPlan plan = {true, 0, (a.elements() + b.elements()) * int64_t{sizeof(T)}, best_tiling(shape, device)};
+  plan.copies = plan.workspace_bytes > 0;
   const Tiling& tiling = kTilings[plan.kernel];
   plan.time = time_of(tiling, shape, device);
   const std::optional<int> narrow = narrow_kernel(args, device);
   const double narrow_time = narrow ? time_of_narrow(*narrow, args, device) : 0;
-  constexpr int64_t kManyWeights = 1 << 20;  // reading them takes the time, for which narrow kernels are made
-  if (narrow && (narrow_time < plan.time || std::max(args.m, args.n) * args.k >= kManyWeights)) {
+  // Narrow kernels read many weights faster than tilings do, which the estimates do not show.
+  constexpr int64_t kManyWeights = 1 << 20, kLongK = 256;
+  const bool reads_weights = weight_elements(args) >= kManyWeights && args.k >= kLongK;
+  if (narrow && (reads_weights || narrow_time < plan.time)) {
     plan.kernel = *narrow;
     plan.time = narrow_time;
   } else if (tiling.stream_k) {
     plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
   }
-  if (copied > 0) plan.time += 1.5 + 0.69 * copied;
+  if (plan.copies) plan.time += 1.5 + 0.69 * static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
   return plan;
 }
 

@@ -7,13 +7,14 @@
 
 namespace lltm_ext {
 
-// How to compute a product on a device of compute capability 9.0, and all others of the same sizes, strides,
-// alignment and precision.
+// How to compute a product on a device of compute capability 9.0. It depends on the sizes, the strides, the
+// alignment of the operands, the precision, and how many clusters the device runs at once.
 struct HopperPlan {
   bool supported = false;
   double time = 0;  // estimated, in microseconds
   int64_t workspace_bytes = 0;
-  int kernel = 0;  // of gemm_hopper.cu
+  int kernel = 0;       // of gemm_hopper.cu
+  bool copies = false;  // whether operands are copied first
 };
 
 template <typename T>

@@ -17,7 +17,8 @@ constexpr int kTileKOf = kSwizzleBytes / sizeof(T);
 constexpr int kTileK = kTileKOf<__half>;
 
 // Tile shape, stages and operand layouts of a mainloop. kTileM: 64 rows for each consumer warpgroup.
-// kClusterM: the blocks of a cluster have the same columns of c; each loads its part of b and multicasts it.
+// kClusterM: the blocks of a cluster have the same columns of c; each loads its part of a tile of b, columns
+// if it is K-major, else slices of K, and multicasts it.
 template <typename T_, int kTileM_, int kTileN_, int kStages_, bool kMnMajorA_, bool kMnMajorB_,
           int kClusterM_ = 1>
 struct Mainloop {
@@ -30,8 +31,8 @@ struct Mainloop {
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kTileK = kTileKOf<T>;
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "wgmma takes float operands K-major only");
-  static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64");
-  static_assert(kMnMajorB || kTileN % (8 * kClusterM) == 0, "swizzled rows are in groups of 8");
+  static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64 columns");
+  static_assert((kMnMajorB ? 64 : kTileN) % (8 * kClusterM) == 0, "swizzled rows are in groups of 8");
   static_assert(kStageBytes % 1024 == 0, "swizzled tiles start at multiples of 1,024 bytes");
 };
 
