@@ -180,8 +180,33 @@ def gemm_sizes() -> str:
     return text
 
 
+def cells() -> str:
+    """Cells derived from Python, GRU and RNN: times in parts of the peer's."""
+    rows = load("recurrence")
+    text = line("", *MODES) + "|---|---|---|\n"
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if "peer" in row:
+            is_half = row["part"] == "torch" and row["precision"] in HALVES
+            setting = "half types" if is_half else SETTINGS[row["precision"]]
+            groups.setdefault(f"{row['ours']} / {row['peer']}, {setting}", []).append(row)
+    for title, here in groups.items():
+        text += line(title, *(summary([row[f"{mode} ratio"] for row in here]) for mode in MODES))
+    resets = [row for row in rows if row["part"] == "reset"]
+    for title, peer in (
+        ("LSTM with resets / without, bfloat16", "without"),
+        ("… / nn.LSTM on parts of the sequence", "split nn.LSTM"),
+    ):
+        text += line(title, *(summary([row[f"{mode} / {peer}"] for row in resets]) for mode in MODES))
+    return text
+
+
 # The tables of each page, in the order of their marks.
-PAGES = {"README.md": [short], "docs/benchmarks.md": [sizes, layers, gemm_sizes]}
+PAGES = {
+    "README.md": [short],
+    "docs/benchmarks.md": [sizes, layers, gemm_sizes],
+    "docs/design/recurrence.md": [cells],
+}
 
 
 def updated(page: str) -> str:

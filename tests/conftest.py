@@ -14,6 +14,10 @@ from lltm_ext import _portable
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
 pytest.register_assert_rewrite("op_suite", "sequence_suite")
 
+# pytest-xdist's workers share the cores. Two threads each remain, so that parallel code runs as such.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+torch.set_num_threads(min(torch.get_num_threads(), max(2, (os.cpu_count() or 1) // WORKERS)))
+
 if _portable.in_use:  # these files build native modules
     collect_ignore = ["test_cpp.py", "test_jit.py"]
 
