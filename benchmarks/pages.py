@@ -181,7 +181,7 @@ def gemm_sizes() -> str:
 
 
 def cells() -> str:
-    """Cells derived from Python, GRU and RNN: times in parts of the peer's."""
+    """Cells derived from Python, GRU and RNN: times divided by the peer's."""
     rows = load("recurrence")
     text = line("", *MODES) + "|---|---|---|\n"
     groups: dict[str, list[Row]] = {}

@@ -41,6 +41,7 @@ def measure_all(bench: Bench, keys: Sequence[tuple[Shape, str]]) -> list[Row]:
 
 
 def median(rows: Sequence[Row]) -> Row:
+    """Of the times of one layer and size; memory is that of the first run."""
     middle = dict(rows[0])
     for mode in MODES:
         for time in (f"ours {mode} ms", f"peer {mode} ms"):
@@ -50,6 +51,7 @@ def median(rows: Sequence[Row]) -> Row:
 
 
 def measure(bench: Bench, shape: Shape, precision: str) -> list[Row]:
+    """A row for each of our layers."""
     candidates = layers(bench, shape[2], [(name, precision) for name in (*OURS, PEER)])
     sequences = Sequences(bench, shape, candidates)
     found: Row = {}

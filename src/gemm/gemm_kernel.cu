@@ -136,8 +136,8 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
     const HopperPlan plan = device.has_sm90a ? hopper_plan(args, device) : HopperPlan();
-    // The estimates of mma.sync's tiles are too low beside those of Hopper's, which are faster. But they need
-    // no copies of operands.
+    // Hopper's tiles are faster than mma.sync's, whose estimates are too low. But mma.sync never needs copies
+    // of the operands.
     const bool by_mma_sync = sizeof(T) == 2 && schedule.tile < tiles;
     const bool is_faster = plan.time < schedule.time || (by_mma_sync && !plan.copies);
     return {schedule, plan.supported && is_faster, plan};

@@ -107,9 +107,8 @@ struct ForwardOps {
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
       // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
-      // copy. On tensor cores, where rows are whole vectors, and for oneDNN the view saves the copy's time.
-      const bool half_vectors = h.element_size() == 2 && hidden % 8 == 0;
-      const bool by_view = h.is_cpu() || matmul.tf32() || half_vectors;
+      // copy. In TF32, and for oneDNN, the view is faster.
+      const bool by_view = h.is_cpu() || matmul.tf32();
       weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
