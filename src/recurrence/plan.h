@@ -140,7 +140,9 @@ inline int64_t fused_tiles(const Problem& p, int rows) {
 // every block then gets its own multiprocessor, in two if every tile does. A library's product and a
 // pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows.
 inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& device) {
-  const bool few = p.batch <= 64 || p.hidden <= 512 || 2 * fused_tiles(p, 64) <= device.multiprocessors;
+  const bool has_many = fused_shape(p, 128).exists();
+  const int64_t most_tiles = device.multiprocessors / (has_many || p.hidden > 1024 ? 2 : 1);
+  const bool few = p.batch <= 64 || p.hidden <= 512 || fused_tiles(p, 64) <= most_tiles;
   const int rows = few ? 64 : 128;
   const int64_t tiles = fused_tiles(p, rows);
   const int split_k =
