@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3"
 BEGIN, END = "<!-- by benchmarks/harness.py plot -->\n", "<!-- end -->\n"
 MODES = ("forward", "training")
 HALVES = ("bfloat16", "float16")
@@ -23,19 +22,34 @@ def load(op: str) -> list[Row]:
     return json.loads((RESULTS / f"{op}.json").read_text())["rows"]
 
 
+def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def spread(ratios: Sequence[float], unit: str, has_loss: bool) -> str:
+    """The geometric mean, and the range of several; bold with a loss in it."""
+    text = f"{statistics.geometric_mean(ratios):.2f} {unit}"
+    if len(ratios) > 1:
+        text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"**{text}**" if has_loss else text
+
+
 def summary(ratios: Sequence[float]) -> str:
-    """The geometric mean of times in parts of the peer's, and their range; bold with a loss in it."""
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    text = f"{mean:.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"**{text}**" if max(ratios) > 1 else text
+    """Of times in parts of the peer's."""
+    return spread(ratios, "x", max(ratios) > 1)
+
+
+def rate(ratios: Sequence[float]) -> str:
+    """Of rates in parts of the peer's."""
+    return spread(ratios, "x the rate", min(ratios) < 1)
 
 
 def number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
+    return f"| {' | '.join(cells)} |\n".replace("  ", " ")
 
 
 def against_lstm(rows: Iterable[Row], ours: str, precision: str) -> list[float]:
@@ -67,7 +81,7 @@ def at_shape(rows: Sequence[Row], layer: str, mode: str, precision: str, *shape:
     best = min(HALVES, key=lambda p: here[p][key]) if precision in HALVES else precision
     ours, theirs = here[precision][f"lltm_ext.{layer} {mode} ms"], here[best][key]
     of_type = best if best in HALVES else "likewise"
-    return f"{number(ours)} ms", f"`{PEER}` {of_type}: {number(theirs)} ms", f"{ours / theirs:.2f} x"
+    return f"{number(ours)} ms", f"`{PEER}` {of_type}: {number(theirs)} ms", summary([ours / theirs])
 
 
 def layers() -> str:
@@ -106,12 +120,12 @@ def layers() -> str:
     memory = next(r for r in layer if (r["precision"], r["H"]) == ("bfloat16", 1024) and r["B"] == 32)
     ours, theirs = memory["lltm_ext.LLTM peak MiB"], memory[f"{PEER} peak MiB"]
     title = "peak memory of LLTM training, bfloat16 (B 32, T 512, H 1024)"
-    text += line(title, f"{ours:.0f} MiB", f"`{PEER}` bfloat16: {theirs:.0f} MiB", f"{ours / theirs:.2f} x")
+    text += line(title, f"{ours:.0f} MiB", f"`{PEER}` bfloat16: {theirs:.0f} MiB", summary([ours / theirs]))
     loop = next(r for r in rows if r["part"] == "sequence")
     ours, theirs = loop["lltm_ext training ms"], loop["loop over PyTorch's ops training ms"]
     title = "training step of LLTM (B 64, T 512, H 512, IEEE float32)"
     peer = f"a Python loop over PyTorch's ops: {number(theirs)} ms"
-    text += line(title, f"{number(ours)} ms", peer, f"{ours / theirs:.2f} x")
+    text += line(title, f"{number(ours)} ms", peer, summary([ours / theirs]))
     return text + of_one_step(rows)
 
 
@@ -128,7 +142,8 @@ def of_one_step(rows: Iterable[Row]) -> str:
             row[f"{name} us"] for name in ("lltm_ext.lltm_cell", "PyTorch's ops", "tutorial-style extension")
         )
         peers = f"PyTorch's ops: {ops:.0f} us; tutorial-style extension: {extension:.0f} us"
-        text += line(title, f"{ours:.0f} us", peers, f"{ours / ops:.2f} x; {ours / extension:.2f} x")
+        ratios = "; ".join(summary([ours / theirs]) for theirs in (ops, extension))
+        text += line(title, f"{ours:.0f} us", peers, ratios)
     return text
 
 
@@ -166,6 +181,109 @@ def short() -> str:
     return "".join([*rows[:2], *of_sizes, *chosen])
 
 
+def ops() -> str:
+    """gemm and the elementwise ops: rates in parts of the peer's."""
+    text = line("", "lltm_ext", "peer", "") + "|---|---|---|---|\n"
+    return text + of_gemm(load("gemm")) + of_elementwise(load("elementwise"))
+
+
+def against_torch(rows: Iterable[Row], ratio: str = "ours / torch") -> str:
+    return rate([row[ratio] for row in rows])
+
+
+def speeds(row: Row, unit: str) -> list[str]:
+    return [f"{number(row[f'{name} {unit}'])} {unit}" for name in ("lltm_ext", "torch")]
+
+
+def of_gemm(rows: Sequence[Row]) -> str:
+    squares = where(rows, part="square")
+    half = [r for r in squares if r["dtype"] in HALVES]
+    large = [r for r in half if r["n"] >= 2048]
+    text = line("gemm in half types, 2048^3 to 8192^3, all layouts", "", "cuBLAS", against_torch(large))
+    small = [against_torch(where(half, n=n)) for n in (1024, 512)]
+    text += line("… 1024^3; 512^3", "", "cuBLAS", "; ".join(small))
+    (peak,) = where(rows, part="measured peak", dtype="bfloat16")
+    (row,) = where(squares, dtype="bfloat16", n=4096, layout="NN")
+    ours, theirs = speeds(row, "TFLOP/s")
+    title = f"… 4096^3 bfloat16, NN; the matrix units by themselves do {number(peak['TFLOP/s'])} TFLOP/s"
+    text += line(title, ours, f"cuBLAS: {theirs}", against_torch([row]))
+    for title, here in (
+        ("… 1 to 64 rows, K 4096, N 4096", where(rows, part="few rows", n=4096)),
+        ("… N 11008", where(rows, part="few rows", n=11_008)),
+        ("… ten odd shapes", where(rows, part="odd shapes")),
+    ):
+        text += line(title, "", "cuBLAS", against_torch(here))
+    text += of_fused(where(rows, part="fused"))
+    float32, float64 = (against_torch(where(squares, dtype=dtype)) for dtype in ("float32", "float64"))
+    text += line("gemm in float32, 512^3 to 8192^3, all layouts", "", "cuBLAS", float32)
+    text += "".join(of_precision(name, where(rows, precision=name)) for name in ("bf16x6", "bf16x9", "tf32"))
+    return text + line("gemm in float64, 512^3 to 4096^3, all layouts", "", "cuBLAS", float64)
+
+
+def of_fused(rows: Sequence[Row]) -> str:
+    text = ""
+    for backward, title in (
+        (False, "gemm with bias and relu, 4096 x 512 x 4096 bfloat16"),
+        (True, "… forward and backward"),
+    ):
+        (row,) = where(rows, activation="relu", k=512, backward=backward)
+        ours, eager, compiled = (
+            f"{1e3 * row[f'{name} ms']:.0f} us" for name in ("lltm_ext", "torch", "torch.compile")
+        )
+        peers = f"`relu(addmm(...))`: {eager}; compiled, max-autotune: {compiled}"
+        text += line(title, ours, peers, against_torch([row]))
+    title = "… relu and gelu, both ways, K 512, 1024 and 4096"
+    return text + line(title, "", "the faster of eager and compiled", against_torch(rows))
+
+
+def of_precision(name: str, rows: Sequence[Row]) -> str:
+    """float32 by matrix units. The error is of 2048^3, in all rows."""
+    (row,) = where(rows, n=4096, layout="NN")
+    ours, theirs = speeds(row, "TFLOP/s")
+    error = row["lltm_ext error"] / row["torch error"]
+    title = f'… `precision="{name}"`, 1024^3 to 8192^3, {error:.2f} x cuBLAS\'s error (2048^3)'
+    peer = "cuBLAS's TF32" if name == "tf32" else "cuBLAS"
+    return line(title, f"{ours} at 4096^3, NN", f"{peer}: {theirs}", against_torch(rows))
+
+
+def of_elementwise(rows: Sequence[Row]) -> str:
+    measured = where(rows, part="device time")
+
+    def from_size(least: int, *names: str, ratio: str = "torch / ours") -> str:
+        return against_torch([r for r in measured if r["op"] in names and r["n"] >= least], ratio)
+
+    def at_2_28(title: str, op: str, peer: str, dtype: str = "float32") -> str:
+        (row,) = where(measured, op=op, dtype=dtype, n=2**28)
+        ours, theirs = speeds(row, "GB/s")
+        return line(title, ours, f"{peer}: {theirs}", against_torch([row], "torch / ours"))
+
+    simple = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")
+    ratios = f"{from_size(2**24, *simple)}; {from_size(2**24, *simple, ratio='ours / copy')}"
+    text = line(f"{', '.join(simple)}, 2^24 elements and more", "", "torch; a copy", ratios)
+    title = "round straight through, forward and backward, 2^28 float32"
+    text += at_2_28(title, "round, straight through", "`x + (torch.round(x) - x).detach()`")
+    text += at_2_28("binarize, 2^28 float32", "binarize", "`(x > 0.5).to(x.dtype)`")
+    title = "fake_quantize, forward and backward, 2^28 float32"
+    text += at_2_28(title, "fake_quantize, training", "torch")
+    text += at_2_28("… bfloat16", "fake_quantize, training", "torch", "bfloat16")
+    ratios = f"{from_size(2**26, '… per row of 1,024')}; {from_size(2**26, '… learning the scale')}"
+    text += line("… a scale for each row; learning the scale, from 2^26 on", "", "torch", ratios)
+    title = "stochastic_round to bfloat16, 2^28"
+    text += at_2_28(title, "stochastic_round", "`x.to(torch.bfloat16)`")
+    text += line("… all sizes", "", "likewise", from_size(0, "stochastic_round"))
+    return text + of_run_time(rows)
+
+
+def of_run_time(rows: Sequence[Row]) -> str:
+    (row,) = where(rows, part="made at run time", dtype="float32", n=2**28)
+    ours, theirs = row["run time GB/s"], row["jiterator GB/s"]
+    peer = f"torch's jiterator: {number(theirs)} GB/s"
+    text = line("relu made at run time, 2^28 float32", f"{number(ours)} GB/s", peer, rate([ours / theirs]))
+    (first,) = where(rows, part="first call")
+    times = f"{number(first['compiled ms'])} ms; {number(first['from disk ms'])} ms"
+    return text + line("… first call; with its binary on disk", times, "", "")
+
+
 def gemm_sizes() -> str:
     """gemm at random sizes: the rate in parts of cuBLAS's."""
     rows = load("gemm_sizes")
@@ -173,7 +291,7 @@ def gemm_sizes() -> str:
     text += "|---|---|---|---|---|---|\n"
     for name in dict.fromkeys(row["type"] for row in rows):
         ratios = sorted(row["ours / torch"] for row in rows if row["type"] == name)
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        mean = statistics.geometric_mean(ratios)
         at = [f"{ratios[len(ratios) * percent // 100]:.2f} x" for percent in (5, 50, 95)]
         slower = sum(ratio < 1 for ratio in ratios)
         text += line(name, f"{mean:.2f} x", *at, f"{slower} of {len(ratios)}")
@@ -201,11 +319,23 @@ def cells() -> str:
     return text
 
 
+def libraries() -> str:
+    """Training steps of other libraries' models."""
+    text = line("library", "model", "sizes", "torch's layers", "converted", "ratio")
+    text += "|---|---|---|---|---|---|\n"
+    for row in load("libraries"):
+        name = f"{row['library']} {row['version']}"
+        times = [f"{number(row[key])} ms" for key in ("peer ms", "ours ms")]
+        text += line(name, row["model"], row["sizes"], *times, summary([row["ratio"]]))
+    return text
+
+
 # The tables of each page, in the order of their marks.
 PAGES = {
     "README.md": [short],
-    "docs/benchmarks.md": [sizes, layers, gemm_sizes],
+    "docs/benchmarks.md": [sizes, layers, ops, gemm_sizes],
     "docs/design/recurrence.md": [cells],
+    "docs/libraries.md": [libraries],
 }
 
 

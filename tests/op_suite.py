@@ -10,6 +10,7 @@ straight-through one), `ElementwiseSuite` what holds for functions of one tensor
 `ModuleSuite` what holds for nn.Modules.
 """
 
+import contextlib
 import copy
 import functools
 import io
@@ -1179,10 +1180,22 @@ class ModuleSuite:
             assert gradient.norm() > 0
 
 
+@contextlib.contextmanager
+def unfilled_memory():
+    """New memory is not filled, even with deterministic algorithms."""
+    settings = torch.utils.deterministic
+    before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
+
+
 def kernels_of(functions):
     """The names of the kernels that each function has run, by torch's profiler."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+    activities = list(torch.profiler.supported_activities())
+    with unfilled_memory(), torch.profiler.profile(activities=activities) as profiler:
         for f in functions:
             f()
             torch.cuda._sleep(1)  # a kernel to tell where one ends

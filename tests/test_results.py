@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/design/recurrence.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/benchmarks.md", "docs/design/recurrence.md", "docs/libraries.md"]
+)
 def test_a_page_has_the_table_that_the_results_give(page):
     spec = importlib.util.spec_from_file_location("pages", ROOT / "benchmarks" / "pages.py")
     pages = importlib.util.module_from_spec(spec)

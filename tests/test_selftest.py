@@ -177,7 +177,7 @@ def bench(*arguments: str) -> int:
 
 
 def test_bench_knows_the_scripts_that_came_with_the_package() -> None:
-    assert _bench.OPS == ["elementwise", "gemm", "gemm_sizes", "lltm", "recurrence", "sizes"]
+    assert _bench.OPS == ["elementwise", "gemm", "gemm_sizes", "libraries", "lltm", "recurrence", "sizes"]
 
 
 def test_bench_runs_every_script_and_writes_here(
