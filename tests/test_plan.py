@@ -427,6 +427,22 @@ def test_the_tile_and_split_k_of_a_fused_step(plan, hidden, batch, backward, til
 
 
 @pytest.mark.parametrize(
+    "hidden,batch,tile",
+    [
+        (768, 256, (64, 2)),
+        (768, 320, (64, 2)),
+        (768, 384, (0, 0)),  # more tiles than multiprocessors
+        (1024, 256, (64, 2)),
+        (1536, 128, (0, 0)),
+    ],
+)
+def test_forward_steps_of_four_gates_have_tiles_of_64_rows(plan, hidden, batch, tile):
+    """Up to 1,024 units, while every tile gets a multiprocessor."""
+    (found,) = plan({"hidden": hidden, "batch": batch, "gates": 4, "algorithm": "stepwise"})
+    assert found.fused_step == tile
+
+
+@pytest.mark.parametrize(
     "more",
     [
         {"size": 4},
