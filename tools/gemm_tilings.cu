@@ -1,8 +1,8 @@
 // Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py.
 //
-// Prints a line for each tiling (rows, columns, height, splits, stream_k, clusters at once), an empty line,
-// and a line for each product: m, n, k, the operands' row strides, whether each is MN-major, and microseconds
-// by each tiling, or -1 where it does not apply.
+// Prints a line for each tiling (rows, columns, height, width, splits, stream_k, clusters at once), an empty
+// line, and a line for each product: m, n, k, the operands' row strides, whether each is MN-major, and
+// microseconds by each tiling, or -1 where it does not apply.
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -36,7 +36,8 @@ struct Product {
   }
 };
 
-// Half of the products have a narrow b; strides are whole cache lines, sectors, or neither.
+// A quarter of the products have a narrow b, an eighth are square; strides are whole cache lines, sectors, or
+// neither.
 Product random_product(std::mt19937& random) {
   const auto uniform = [&](double from, double to) {
     return std::uniform_real_distribution(from, to)(random);
@@ -51,9 +52,11 @@ Product random_product(std::mt19937& random) {
   };
   Product x = {};
   do {
+    const double kind = uniform(0, 1);
     x.m = size(65, 16'384);
-    x.n = uniform(0, 1) < 0.5 ? size(1, 64) : size(33, 16'384);
+    x.n = kind < 0.25 ? size(1, 64) : size(33, 16'384);
     x.k = size(2, 16'384);
+    if (kind > 0.875) x.n = x.k = x.m = size(65, 8'192);
     x.mn_major_a = random() % 2, x.mn_major_b = random() % 2;
     x.stride_a = stride(x.mn_major_a ? x.m : x.k);
     x.stride_b = stride(x.mn_major_b ? x.n : x.k);
@@ -63,12 +66,13 @@ Product random_product(std::mt19937& random) {
 
 // In a CUDA graph, so that the host's time does not count.
 template <class Call>
-double microseconds(cudaStream_t stream, const Call& call) {
-  constexpr int kCalls = 20, kRounds = 4;
+double microseconds(cudaStream_t stream, double operations, const Call& call) {
+  constexpr int kRounds = 3;
+  const int calls = static_cast<int>(std::clamp(1e11 / operations, 4.0, 20.0));
   cudaGraph_t graph;
   cudaGraphExec_t executable;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < kCalls; ++i) check(call());
+  for (int i = 0; i < calls; ++i) check(call());
   check(cudaStreamEndCapture(stream, &graph));
   check(cudaGraphInstantiate(&executable, graph, 0));
   static const auto events = [] {
@@ -89,7 +93,7 @@ double microseconds(cudaStream_t stream, const Call& call) {
   }
   check(cudaGraphExecDestroy(executable));
   check(cudaGraphDestroy(graph));
-  return best * 1e3 / kCalls;
+  return best * 1e3 / calls;
 }
 
 __global__ void fill(T* to, int64_t count) {
@@ -112,8 +116,9 @@ int main(int count, char** arguments) {
   DeviceInfo device;
   check(current_device_info(device));
   for (const Tiling& tiling : kTilings) {
-    std::printf("%d %d %d %d %d %d\n", tiling.rows, tiling.columns, tiling.height, tiling.splits,
-                tiling.stream_k, static_cast<int>(clusters_of(device, tiling.height * tiling.splits)));
+    std::printf("%d %d %d %d %d %d %d\n", tiling.rows, tiling.columns, tiling.height, tiling.width,
+                tiling.splits, tiling.stream_k,
+                static_cast<int>(clusters_of(device, tiling.cluster_blocks())));
   }
   std::printf("\n");
   std::mt19937 random(std::atoi(arguments[2]));
@@ -133,7 +138,7 @@ int main(int count, char** arguments) {
       const bool applies = tiling.splits <= tiles_of(x.k, kTileK) &&
                            (!tiling.stream_k || TilingShape(tiling, shape_of(args), device).stream_k_helps());
       const auto call = [&] { return gemm_on_hopper(args, {true, 0, 0, kernel}, device, stream); };
-      std::printf(" %.2f", applies ? microseconds(stream, call) : -1.0);
+      std::printf(" %.2f", applies ? microseconds(stream, 2.0 * x.m * x.n * x.k, call) : -1.0);
     }
     std::printf("\n");
   }

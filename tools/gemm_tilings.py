@@ -8,8 +8,9 @@ On a Hopper GPU, with CUDA's nvcc (where it does not find the headers of CCCL, a
     pip install scipy
     python tools/gemm_tilings.py times.txt
 
-It prints the table, and how much longer the tilings that it chooses take than the best ones. Model.times is
-time_of in gemm_hopper.cu, for all products and tilings at once.
+It prints the table, and how much longer the tilings that it chooses take than the best ones. Files from
+several GPUs give one table for all of them. Model.times is time_of in gemm_hopper.cu, for all products and
+tilings at once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from scipy.optimize import least_squares
 
 GLOBALS = {"bytes per microsecond / 1e6": 20, "kAddSums": 3, "sectors": 0.7, "parts": 0.8, "narrow": 2.4}
 START = (0.3, 3, 1, 0.3)  # of a tiling: slice, launch, ends, store
-ROW_BYTES = 128
+ROW_BYTES, STREAM_K_MARGIN = 128, 1.04
 
 
 @dataclass
 class Measured:
-    tilings: Any  # [tiling]: rows, columns, height, splits, stream_k, clusters at once
+    tilings: Any  # [tiling]: rows, columns, height, width, splits, stream_k, clusters at once
     products: Any  # [product]: m, n, k, stride_a, stride_b, mn_major_a, mn_major_b
     times: Any  # [product, tiling], NaN where a tiling does not apply
 
@@ -44,18 +45,18 @@ class Measured:
 
 class Model:
     def __init__(self, measured: Measured):
-        rows, columns, height, splits, stream_k, clusters = measured.tilings.T
-        m, n, k, *self.strides, _, self.mn_major_b = (x[:, None] for x in measured.products.T)
+        rows, columns, height, width, splits, stream_k, clusters = measured.tilings.T
+        m, n, k, *self.strides, _, _ = (x[:, None] for x in measured.products.T)
         self.shape = measured.times.shape
         self.stream_k = stream_k == 1
-        tiles = -(-m // (rows * height)) * -(-n // columns)
+        tiles = -(-m // (rows * height)) * -(-n // (columns * width))
         at_once = np.where(self.stream_k, clusters, np.minimum(tiles, clusters)) * splits * ROW_BYTES
-        self.bytes_a, self.bytes_b = at_once * height * rows, at_once * columns
+        self.bytes_a, self.bytes_b = at_once * height * rows, at_once * width * columns
         self.slices = -(-k // (64 * splits))
         self.rounds = tiles / clusters
-        self.result = 2e-6 * m * n
+        self.columns, self.result = n, 2e-6 * m * n
         # A slice takes as long in stream-K as in whole tiles of the same shape.
-        shapes = measured.tilings[:, :4].tolist()
+        shapes = measured.tilings[:, :5].tolist()
         self.same_slice = [shapes.index(shape) for shape in shapes]
 
     def start(self) -> Any:
@@ -73,7 +74,7 @@ class Model:
         traffic_a, traffic_b = (
             1 + sectors * (stride % 64 != 0) + parts * (stride % 16 != 0) for stride in self.strides
         )
-        few_columns = (self.mn_major_b == 1) & (self.strides[1] < 64)
+        few_columns = (self.columns <= 64) & (self.strides[1] < 64)
         hot = np.where(few_columns, narrow * 64 / self.strides[1], 0)
         read = self.bytes_a * traffic_a + self.bytes_b * np.maximum(traffic_b, hot)
         slice_time, launch, ends, store = table.T
@@ -84,33 +85,47 @@ class Model:
         return launch + full * ends + store * self.result + rounds * tile + sums
 
 
-def fit(measured: Measured) -> tuple[Any, Any]:
-    model, best = Model(measured), np.nanmin(measured.times, 1, keepdims=True)
-    applies = ~np.isnan(measured.times)
-    weights = np.maximum(0.2, best / measured.times)[applies]  # which of the fast ones is chosen matters most
+def residuals(model: Model, measured: Measured, logarithms: Any) -> Any:
+    applies, best = ~np.isnan(measured.times), np.nanmin(measured.times, 1, keepdims=True)
+    weights = np.maximum(0.2, best / measured.times)  # which of the fast ones is chosen matters most
+    return (weights * np.log(model.times(*model.split(logarithms)) / measured.times))[applies]
 
-    def residuals(logarithms: Any) -> Any:
-        times = model.times(*model.split(logarithms))
-        return weights * np.log(times / measured.times)[applies]
 
-    found = model.start()
+def fit(files: list[Measured]) -> tuple[Any, Any]:
+    models = [Model(measured) for measured in files]
+
+    def all_residuals(logarithms: Any) -> Any:
+        return np.concatenate(
+            [residuals(model, measured, logarithms) for model, measured in zip(models, files, strict=True)]
+        )
+
+    found = models[0].start()
     for _ in range(2):
-        found = least_squares(residuals, found, loss="soft_l1", f_scale=0.07, max_nfev=200).x
-    return model.split(found)
+        found = least_squares(all_residuals, found, loss="soft_l1", f_scale=0.07, max_nfev=200).x
+    return models[0].split(found)
+
+
+def chosen_over_best(measured: Measured, constants: Any, table: Any) -> Any:
+    estimates = Model(measured).times(constants, table) * np.where(measured.tilings[:, 5], STREAM_K_MARGIN, 1)
+    estimates[np.isnan(measured.times)] = np.inf
+    chosen = np.take_along_axis(measured.times, estimates.argmin(1)[:, None], 1)
+    return chosen[:, 0] / np.nanmin(measured.times, 1)
 
 
 def main() -> None:
-    measured = Measured.read(Path(sys.argv[1]))
-    constants, table = fit(measured)
+    files = [Measured.read(Path(path)) for path in sys.argv[1:]]
+    constants, table = fit(files)
     for name, value in zip(GLOBALS, constants, strict=True):
         print(f"{name}: {value:.3g}")
-    for tiling, values in zip(measured.tilings, table, strict=True):
-        numbers = ", ".join(f"{value:.3g}" for value in values)
-        print("    {{{}, {}, {}, {}, {}, {}}},".format(*tiling[:4], ("false", "true")[tiling[4]], numbers))
-    estimates = np.where(np.isnan(measured.times), np.inf, Model(measured).times(constants, table))
-    chosen = np.take_along_axis(measured.times, estimates.argmin(1)[:, None], 1)
-    loss = chosen / np.nanmin(measured.times, 1, keepdims=True)
-    print(f"chosen / best: {np.exp(np.log(loss).mean()):.4f} (geometric mean), {loss.max():.2f} at most")
+    for tiling, values in zip(files[0].tilings, table, strict=True):
+        numbers = ", ".join(f"{value:.3g}" if value > 1e-3 else "0" for value in values)
+        print(
+            "    {{{}, {}, {}, {}, {}, {}, {}}},".format(*tiling[:5], ("false", "true")[tiling[5]], numbers)
+        )
+    for path, measured in zip(sys.argv[1:], files, strict=True):
+        loss = chosen_over_best(measured, constants, table)
+        mean = np.exp(np.log(loss).mean())
+        print(f"{path}: chosen / best {mean:.4f} (geometric mean), {loss.max():.2f} at most")
 
 
 if __name__ == "__main__":

@@ -46,34 +46,46 @@ struct Shape {
   double traffic_a, traffic_b;  // of a tile's row: see row_traffic
 };
 
-// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size, fitted to an
-// H200: lines and sectors that they do not fill are read too. An MN-major operand that is narrower than a
-// tile has several rows in a line, and all blocks read the same few lines. rows: of the tensor; the stride of
-// one is never used.
-inline double row_traffic(int64_t rows, int64_t stride, bool mn_major) {
-  if (rows == 1) return 1;
-  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.66 : 2.5;
-  if (!mn_major || stride >= 64) return unaligned;
-  return std::max(unaligned, 154.0 / static_cast<double>(stride));
+// How much more of the L2 cache's bandwidth the 128 bytes of a tile's row take than their size: lines and
+// sectors that they do not fill are read too. If an operand has few rows, which share lines, all blocks read
+// the same few lines. rows: of a or columns of b; lines: that are `stride` apart, a stride that is never used
+// if there is one. Fitted with kTilings.
+inline double row_traffic(int64_t rows, int64_t lines, int64_t stride) {
+  if (lines == 1) return 1;
+  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.33 : 1.96;
+  return rows <= 64 && stride < 64 ? std::max(unaligned, 120.0 / static_cast<double>(stride)) : unaligned;
 }
 
-// A tile shape and its times in microseconds, fitted to an H200 by tools/gemm_tilings.py. height: the tiles
-// of a cluster, one below the other, which share tiles of b. splits: the blocks of a cluster that split K.
-// stream_k: all clusters divide the last rounds' slices of K.
+// A tile shape and its times in microseconds, fitted to an H100 and an H200 by tools/gemm_tilings.py. A
+// cluster has height x width tiles, which share operands, or one, whose K its blocks split. stream_k: all
+// clusters divide the last rounds' slices of K.
 struct Tiling {
-  int rows, columns, height, splits;
+  int rows, columns, height, width, splits;
   bool stream_k;
   double slice, launch, ends, store;  // slice: a tile of K; store: 10^6 bytes of c
+
+  int cluster_blocks() const { return height * width * splits; }
 };
 
 constexpr Tiling kTilings[] = {
-    {128, 256, 2, 1, false, 0.57, 3.2, 2.7, 0.24},   {128, 192, 1, 1, false, 0.434, 3, 1.7, 0.26},
-    {128, 128, 1, 1, false, 0.319, 3.2, 0.57, 0.43}, {64, 128, 4, 1, false, 0.181, 1.7, 1.4, 0.23},
-    {64, 128, 1, 1, false, 0.21, 2.2, 0.84, 0.43},   {64, 64, 4, 1, false, 0.147, 1.6, 0.84, 0.4},
-    {64, 64, 1, 1, false, 0.157, 1.9, 0.43, 0.69},   {128, 128, 1, 4, false, 0.341, 1.1, 5.3, 2.06},
-    {64, 64, 1, 4, false, 0.182, 2.4, 1.5, 1.67},    {64, 64, 1, 8, false, 0.195, 2.2, 1.4, 5.17},
-    {128, 256, 2, 1, true, 0.57, 8.4, 4, 0},         {128, 192, 1, 1, true, 0.434, 5.7, 3, 0.02},
-    {128, 128, 1, 1, true, 0.319, 4.6, 1.2, 0.27},
+    {64, 64, 1, 1, 1, false, 0.152, 1.77, 0.569, 0.539},
+    {64, 64, 4, 1, 1, false, 0.149, 1.77, 0.94, 0.258},
+    {64, 128, 1, 1, 1, false, 0.206, 2.03, 0.95, 0.39},
+    {64, 128, 4, 1, 1, false, 0.176, 1.92, 1.36, 0.226},
+    {128, 128, 1, 1, 1, false, 0.319, 2.88, 0.818, 0.404},
+    {128, 128, 1, 4, 1, false, 0.32, 2.43, 1.81, 0.237},
+    {128, 192, 1, 1, 1, false, 0.43, 3.02, 1.64, 0.304},
+    {128, 192, 2, 1, 1, false, 0.436, 3.37, 1.93, 0.308},
+    {128, 192, 2, 2, 1, false, 0.446, 2.51, 2.81, 0.193},
+    {128, 256, 2, 1, 1, false, 0.567, 3.44, 2.78, 0.268},
+    {64, 64, 1, 1, 4, false, 0.19, 2.31, 1.81, 0.598},
+    {64, 64, 1, 1, 8, false, 0.192, 1.86, 2.09, 0.004},
+    {128, 128, 1, 1, 1, true, 0.319, 5.16, 1.57, 0.169},
+    {128, 128, 1, 4, 1, true, 0.32, 3.48, 2.26, 0.089},
+    {128, 192, 1, 1, 1, true, 0.43, 6.03, 3.1, 0},
+    {128, 192, 2, 1, 1, true, 0.436, 6.19, 3.42, 0},
+    {128, 192, 2, 2, 1, true, 0.446, 5.33, 3.49, 0},
+    {128, 256, 2, 1, 1, true, 0.567, 9.23, 4.33, 0},
 };
 
 constexpr int kTilingCount = sizeof(kTilings) / sizeof(kTilings[0]);
@@ -88,9 +100,9 @@ struct TilingShape {
   int64_t tiles, clusters, slices;
 
   TilingShape(const Tiling& tiling, const Shape& shape, const DeviceInfo& device)
-      : tiles(int64_t{tiles_of(shape.m, tiling.rows * tiling.height)} * tiles_of(shape.n, tiling.columns) *
-              shape.batch),
-        clusters(clusters_of(device, tiling.height * tiling.splits)),
+      : tiles(int64_t{tiles_of(shape.m, tiling.rows * tiling.height)} *
+              tiles_of(shape.n, tiling.columns * tiling.width) * shape.batch),
+        clusters(clusters_of(device, tiling.cluster_blocks())),
         slices(tiles_of(shape.k, kTileK * tiling.splits)) {}
 
   // Whether the last round of tiles leaves multiprocessors idle, and every cluster gets some of K.
@@ -101,11 +113,12 @@ struct TilingShape {
 
 // A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
 inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 19.5e6;
-  constexpr double kAddSums = 2.9;  // a level of stream-K's tree
+  constexpr double kBytesPerMicrosecond = 14.9e6;
+  constexpr double kAddSums = 2.4;  // a level of stream-K's tree
   const TilingShape counts(tiling, shape, device);
   const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
-  const double rows = tiling.height * tiling.rows * shape.traffic_a + tiling.columns * shape.traffic_b;
+  const double rows =
+      tiling.height * tiling.rows * shape.traffic_a + tiling.width * tiling.columns * shape.traffic_b;
   const double bytes = static_cast<double>(at_once * tiling.splits * kSwizzleBytes) * rows;
   const double of_tile =
       static_cast<double>(counts.slices) * std::hypot(tiling.slice, bytes / kBytesPerMicrosecond);
@@ -117,16 +130,18 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   return time + full_rounds * of_tile;
 }
 
-// The place of the fastest in kTilings.
+// The place of the fastest in kTilings. Where two estimates differ by less than their errors, whole tiles are
+// more often the faster ones than stream-K.
 inline int best_tiling(const Shape& shape, const DeviceInfo& device) {
+  constexpr double kStreamKMargin = 1.04;
   int best = -1;
   double least = 0;
   for (int i = 0; i < kTilingCount; ++i) {
     const Tiling& tiling = kTilings[i];
     if (tiling.splits > tiles_of(shape.k, kTileK)) continue;
-    if (clusters_of(device, tiling.height * tiling.splits) == 0) continue;
+    if (clusters_of(device, tiling.cluster_blocks()) == 0) continue;
     if (tiling.stream_k && !TilingShape(tiling, shape, device).stream_k_helps()) continue;
-    const double time = time_of(tiling, shape, device);
+    const double time = time_of(tiling, shape, device) * (tiling.stream_k ? kStreamKMargin : 1);
     if (best < 0 || time < least) best = i, least = time;
   }
   return best;
@@ -134,37 +149,39 @@ inline int best_tiling(const Shape& shape, const DeviceInfo& device) {
 
 // Of the clusters of a tiling with stream-K.
 inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& device) {
-  return {clusters_of(device, tiling.height), tiling.height * tiling.rows / 64, tiling.columns / 2};
+  const int blocks = tiling.cluster_blocks();
+  return {clusters_of(device, blocks), blocks * tiling.rows / 64, tiling.columns / 2};
 }
 
 template <typename T, bool kMnMajorA, bool kMnMajorB>
 cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, const DeviceInfo& device,
                           void* workspace, cudaStream_t stream) {
-  const auto persistent = [&](auto mainloop) {
-    return launch_persistent<decltype(mainloop)>(problem, clusters_of(device, tiling.height),
-                                                 tiling.stream_k ? workspace : nullptr, stream);
-  };
-  const auto split_k = [&](auto mainloop) {
-    return launch_cluster_split_k<decltype(mainloop)>(problem, tiling.splits, stream);
-  };
   if (tiling.splits > 1) {
-    return tiling.columns == 128 ? split_k(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>())
-                                 : split_k(Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>());
+    return launch_cluster_split_k<Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>>(problem, tiling.splits,
+                                                                                stream);
   }
-  switch (tiling.rows * tiling.columns) {
-    case 64 * 64:
-      return tiling.height == 1 ? persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>())
-                                : persistent(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB, 4>());
-    case 64 * 128:
-      return tiling.height == 1 ? persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>())
-                                : persistent(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB, 4>());
-    case 128 * 128:
-      return persistent(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
-    case 128 * 192:
-      return persistent(Mainloop<T, 128, 192, 4, kMnMajorA, kMnMajorB>());
-    default:
-      return persistent(Mainloop<T, 128, 256, 4, kMnMajorA, kMnMajorB, 2>());
-  }
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto try_shape = [&](auto mainloop) {
+    using M = decltype(mainloop);
+    if (tiling.rows != M::kTileM || tiling.columns != M::kTileN || tiling.height != M::kClusterM ||
+        tiling.width != M::kClusterN) {
+      return false;
+    }
+    error = launch_persistent<M>(problem, clusters_of(device, M::kClusterBlocks),
+                                 tiling.stream_k ? workspace : nullptr, stream);
+    return true;
+  };
+  (void)(try_shape(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>()) ||
+         try_shape(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB, 4>()) ||
+         try_shape(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>()) ||
+         try_shape(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB, 4>()) ||
+         try_shape(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>()) ||
+         try_shape(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB, 1, 4>()) ||
+         try_shape(Mainloop<T, 128, 192, 4, kMnMajorA, kMnMajorB>()) ||
+         try_shape(Mainloop<T, 128, 192, 4, kMnMajorA, kMnMajorB, 2>()) ||
+         try_shape(Mainloop<T, 128, 192, 4, kMnMajorA, kMnMajorB, 2, 2>()) ||
+         try_shape(Mainloop<T, 128, 256, 4, kMnMajorA, kMnMajorB, 2>()));
+  return error;
 }
 
 // How many blocks split K of few tiles: as many as still run all at once, if that pays. Adding their sums
@@ -404,17 +421,16 @@ cudaError_t align(GemmArgs<T>& args, cudaStream_t stream) {
 // Of the product of the copies, before they have been made.
 template <typename T>
 Shape shape_of(const GemmArgs<T>& args) {
-  const auto traffic = [](const TmaOperand& operand, const AlignedCopy<T>& copy) {
-    const GlobalTensor& tensor = operand.tensor;
-    return copy.total > 0 ? row_traffic(copy.lines, copy.to_line_stride, !copy.along_k)
-                          : row_traffic(tensor.rows, tensor.row_stride, operand.mn_major);
+  const auto traffic = [](int64_t rows, const TmaOperand& operand, const AlignedCopy<T>& copy) {
+    return copy.total > 0 ? row_traffic(rows, copy.lines, copy.to_line_stride)
+                          : row_traffic(rows, operand.tensor.rows, operand.tensor.row_stride);
   };
   return {args.m,
           args.n,
           args.k,
           args.batch,
-          traffic(operand_a(args), copy_of_a(args)),
-          traffic(operand_b(args), copy_of_b(args))};
+          traffic(args.m, operand_a(args), copy_of_a(args)),
+          traffic(args.n, operand_b(args), copy_of_b(args))};
 }
 
 // ---- The choice of a kernel: a place in kTilings, or one of these for few rows or columns.

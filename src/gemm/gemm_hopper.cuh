@@ -3,7 +3,7 @@
 //
 // Two kernels:
 // - Persistent: a block computes many tiles of c, and loads the next one's operands during the epilogue.
-//   Clusters of two or four blocks share tiles of b by multicast. Where the tiles would leave multiprocessors
+//   Clusters of two or four blocks share operands by multicast. Where the tiles would leave multiprocessors
 //   idle in the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh).
 // - Cluster split-K, for few tiles: the blocks of a cluster split K, and add their partial sums in a fixed
 //   order through distributed shared memory.
@@ -36,21 +36,21 @@ template <class Mainloop>
 struct PersistentKernel {
   using T = typename Mainloop::T;
   using Out = EpilogueStore<T, Mainloop::kTileN>;
-  static constexpr int kClusterM = Mainloop::kClusterM, kConsumers = Mainloop::kConsumers;
+  static constexpr int kBlocks = Mainloop::kClusterBlocks, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128;  // small tiles need not
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 
-  // The scheduler's rows are of kClusterM tiles.
+  // The scheduler's tiles are those of a cluster.
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
                              const CUtensorMap* pre_activation, const KernelArguments<T>& args,
                              const TileScheduler& scheduler) {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + kOperandsAndOut);
-    const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
+    const uint32_t rank = kBlocks > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
-    const int cluster = blockIdx.x / kClusterM, clusters = gridDim.x / kClusterM;
+    const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
     StreamKParts<kDividesK> parts(args.stream_k, static_cast<int>(scheduler.total()), args.tiles_of_k,
                                   cluster, clusters);
     start_pipeline(pipeline, a, b);
@@ -77,7 +77,7 @@ struct PersistentKernel {
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, parts.end - parts.begin, warpgroup);
         if constexpr (kDividesK) {
-          const StreamKSums<Mainloop::kTileN / 2> sums(args.stream_k, kClusterM * kConsumers,
+          const StreamKSums<Mainloop::kTileN / 2> sums(args.stream_k, kBlocks * kConsumers,
                                                        rank * kConsumers + warpgroup);
           const int after = parts.clusters_after(cluster);
           for (int step = 1; !(after & step) && parts.is_shared_with(cluster - step); step *= 2) {
@@ -94,7 +94,7 @@ struct PersistentKernel {
       out.wait();
     }
     // Other blocks of the cluster may still write to this block's shared memory.
-    if constexpr (kClusterM > 1) cluster_sync();
+    if constexpr (kBlocks > 1) cluster_sync();
   }
 };
 
@@ -104,14 +104,15 @@ struct PersistentKernel {
 template <class Mainloop>
 struct SplitKBlock {
   using T = typename Mainloop::T;
-  static constexpr int kClusterM = Mainloop::kClusterM, kN = Mainloop::kTileN;
+  static constexpr int kN = Mainloop::kTileN;
   static constexpr int kThreads = 128 * Mainloop::kConsumers + 32;
+  static_assert(Mainloop::kClusterBlocks == 1, "the blocks of the cluster split K");
 
-  int row, column, matrix, rank, split, splits, warpgroup;
+  int row, column, matrix, split, splits, warpgroup;
 
   __device__ __forceinline__ explicit SplitKBlock(const TileScheduler& scheduler)
-      : rank(blockIdx.x % kClusterM), split(blockIdx.z), splits(gridDim.z), warpgroup(threadIdx.x / 128) {
-    const TileIndex tile = scheduler.first_element<Mainloop>(blockIdx.x / kClusterM, rank);
+      : split(blockIdx.z), splits(gridDim.z), warpgroup(threadIdx.x / 128) {
+    const TileIndex tile = scheduler.first_element<Mainloop>(blockIdx.x, 0);
     row = tile.row;
     column = tile.column;
     matrix = tile.matrix;
@@ -135,7 +136,7 @@ struct SplitKBlock {
       if (threadIdx.x % 128 == 0) {
         const int matrix_a = args.batched_a ? matrix : 0, matrix_b = args.batched_b ? matrix : 0;
         for (int k = begin; k < end; ++k) {
-          pipeline.load(a, b, row, column, k * kTileK, matrix_a, matrix_b, rank);
+          pipeline.load(a, b, row, column, k * kTileK, matrix_a, matrix_b, 0);
         }
       }
       __syncwarp();
@@ -148,7 +149,6 @@ struct ClusterSplitK {
   using T = typename Mainloop::T;
   static constexpr int kTileM = Mainloop::kTileM, kN = Mainloop::kTileN;
   using Partials = SplitKPartials<kTileM, kN>;
-  static_assert(Mainloop::kClusterM == 1, "the blocks of the cluster split K");
   static constexpr int kThreads = SplitKBlock<Mainloop>::kThreads;
   static constexpr int kOperandsOrPartials = std::max(Mainloop::kBytes, Partials::kBytes);
   static constexpr int kShared = kOperandsOrPartials + kBarrierBytes;
@@ -282,7 +282,8 @@ struct Problem {
   }
   template <class Mainloop>
   TileScheduler scheduler() const {
-    return {tiles_of(m, Mainloop::kTileM * Mainloop::kClusterM), tiles_of(n, Mainloop::kTileN), batch};
+    return {tiles_of(m, Mainloop::kTileM * Mainloop::kClusterM),
+            tiles_of(n, Mainloop::kTileN * Mainloop::kClusterN), batch};
   }
 };
 
@@ -302,17 +303,17 @@ cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, void*
   const auto kernel = gemm_persistent_kernel<Kernel, T>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  constexpr int kClusterM = Mainloop::kClusterM;
+  constexpr int kBlocks = Mainloop::kClusterBlocks;
   const TileScheduler scheduler = problem.template scheduler<Mainloop>();
   StreamK stream_k = {};
   if (stream_k_workspace) {
-    const StreamKShape shape = {clusters, kClusterM * Mainloop::kConsumers, Mainloop::kTileN / 2};
+    const StreamKShape shape = {clusters, kBlocks * Mainloop::kConsumers, Mainloop::kTileN / 2};
     stream_k = shape.arguments(scheduler.total(), stream_k_workspace);
   } else {
     clusters = std::min(scheduler.total(), clusters);
   }
-  return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
-                         Kernel::kShared, /*programmatic=*/true, stream, a, b, c, pre_activation,
+  return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
+                         /*programmatic=*/true, stream, a, b, c, pre_activation,
                          problem.arguments(tma_store, stream_k), scheduler);
 }
 

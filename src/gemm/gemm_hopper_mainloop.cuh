@@ -28,13 +28,13 @@ struct TileScheduler {
     return {first + in_band % height, in_band / height, static_cast<int>(i / (int64_t{rows} * columns))};
   }
 
-  // The same, with the first row and column of c that the block of this rank computes. A cluster has
-  // kClusterM tiles, one below the other.
+  // The same, with the first row and column of c that the block of this rank computes. A cluster's blocks
+  // are counted down its columns.
   template <class Mainloop>
   __device__ __forceinline__ TileIndex first_element(int64_t i, uint32_t rank) const {
     TileIndex tile = at(i);
-    tile.row = (tile.row * Mainloop::kClusterM + rank) * Mainloop::kTileM;
-    tile.column *= Mainloop::kTileN;
+    tile.row = (tile.row * Mainloop::kClusterM + rank % Mainloop::kClusterM) * Mainloop::kTileM;
+    tile.column = (tile.column * Mainloop::kClusterN + rank / Mainloop::kClusterM) * Mainloop::kTileN;
     return tile;
   }
 };
@@ -50,7 +50,7 @@ __device__ __forceinline__ void start_pipeline(Pipeline<Mainloop>& pipeline, con
     prefetch_tensor_map(a);
     prefetch_tensor_map(b);
   }
-  if constexpr (Mainloop::kClusterM > 1) cluster_sync();
+  if constexpr (Mainloop::kClusterBlocks > 1) cluster_sync();
   __syncthreads();
 }
 
@@ -63,9 +63,9 @@ template <class Mainloop>
 cudaError_t encode_operands(CUtensorMap& map_a, CUtensorMap& map_b, const GlobalTensor& a,
                             const GlobalTensor& b) {
   using T = typename Mainloop::T;
-  const cudaError_t error = encode_tensor_map<T>(map_a, a, Mainloop::kMnMajorA ? 64 : Mainloop::kTileM);
+  const cudaError_t error = encode_tensor_map<T>(map_a, a, Mainloop::kPartA);
   if (error != cudaSuccess) return error;
-  return encode_tensor_map<T>(map_b, b, (Mainloop::kMnMajorB ? 64 : Mainloop::kTileN) / Mainloop::kClusterM);
+  return encode_tensor_map<T>(map_b, b, Mainloop::kPartB);
 }
 
 }  // namespace hopper

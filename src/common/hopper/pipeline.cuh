@@ -17,13 +17,15 @@ constexpr int kTileKOf = kSwizzleBytes / sizeof(T);
 constexpr int kTileK = kTileKOf<__half>;
 
 // Tile shape, stages and operand layouts of a mainloop. kTileM: 64 rows for each consumer warpgroup.
-// kClusterM: the blocks of a cluster have the same columns of c; each loads its part of a tile of b, columns
-// if it is K-major, else slices of K, and multicasts it.
+// A cluster has kClusterM x kClusterN tiles of c. Blocks beside each other share rows of a, blocks one below
+// the other share columns of b: each loads its part of a shared tile and multicasts it.
 template <typename T_, int kTileM_, int kTileN_, int kStages_, bool kMnMajorA_, bool kMnMajorB_,
-          int kClusterM_ = 1>
+          int kClusterM_ = 1, int kClusterN_ = 1>
 struct Mainloop {
   using T = T_;
-  static constexpr int kTileM = kTileM_, kTileN = kTileN_, kStages = kStages_, kClusterM = kClusterM_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_, kStages = kStages_;
+  static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
+  static constexpr int kClusterBlocks = kClusterM * kClusterN;
   static constexpr bool kMnMajorA = kMnMajorA_, kMnMajorB = kMnMajorB_;
   static constexpr int kConsumers = kTileM / 64;  // warpgroups
   static constexpr int kBytesA = kTileM * kSwizzleBytes, kBytesB = kTileN * kSwizzleBytes;
@@ -32,7 +34,11 @@ struct Mainloop {
   static constexpr int kTileK = kTileKOf<T>;
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "wgmma takes float operands K-major only");
   static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64 columns");
-  static_assert((kMnMajorB ? 64 : kTileN) % (8 * kClusterM) == 0, "swizzled rows are in groups of 8");
+  // The rows of 128 bytes that a block loads at once, of those that it shares: rows or columns of c if the
+  // operand is K-major, else slices of K.
+  static constexpr int kPartA = (kMnMajorA ? 64 : kTileM) / kClusterN;
+  static constexpr int kPartB = (kMnMajorB ? 64 : kTileN) / kClusterM;
+  static_assert(kPartA % 8 == 0 && kPartB % 8 == 0, "swizzled rows are in groups of 8");
   static_assert(kStageBytes % 1024 == 0, "swizzled tiles start at multiples of 1,024 bytes");
 };
 
@@ -52,7 +58,8 @@ struct PipelineState {
 template <class Mainloop>
 class Pipeline {
   using T = typename Mainloop::T;
-  static constexpr int kStages = Mainloop::kStages, kClusterM = Mainloop::kClusterM;
+  static constexpr int kStages = Mainloop::kStages;
+  static constexpr int kClusterM = Mainloop::kClusterM, kClusterN = Mainloop::kClusterN;
 
  public:
   struct Barriers {
@@ -65,7 +72,7 @@ class Pipeline {
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers_.full[i], 1);
-      mbarrier_init(&barriers_.empty[i], Mainloop::kConsumers * kClusterM);
+      mbarrier_init(&barriers_.empty[i], Mainloop::kConsumers * (kClusterM + kClusterN - 1));
     }
     fence_mbarrier_init();
   }
@@ -93,30 +100,13 @@ class Pipeline {
   __device__ __forceinline__ void load(const CUtensorMap* a, const CUtensorMap* b, int row, int column, int k,
                                        int matrix_a, int matrix_b, uint32_t rank) {
     const Stage to = producer_acquire();
-    if constexpr (Mainloop::kMnMajorA) {
-#pragma unroll
-      for (int i = 0; i < Mainloop::kTileM / 64; ++i) {
-        tma_load(to.a + i * kBlockBytes, a, row + 64 * i, k, matrix_a, to.full);
-      }
-    } else {
-      tma_load(to.a, a, k, row, matrix_a, to.full);
-    }
-    constexpr int kPart =
-        (Mainloop::kMnMajorB ? 64 : Mainloop::kTileN) / kClusterM;  // of the rows of 128 bytes
-    const int first = kClusterM == 1 ? 0 : kPart * static_cast<int>(rank);
-    const auto load_b = [&](int offset, int x, int y) {
-      if constexpr (kClusterM == 1) {
-        tma_load(to.b + offset * kSwizzleBytes, b, x, y, matrix_b, to.full);
-      } else {
-        tma_load_multicast(to.b + offset * kSwizzleBytes, b, x, y, matrix_b, to.full, (1 << kClusterM) - 1);
-      }
-    };
-    if constexpr (Mainloop::kMnMajorB) {
-#pragma unroll
-      for (int i = 0; i < Mainloop::kTileN; i += 64) load_b(i + first, column + i, k + first);
-    } else {
-      load_b(first, k, column + first);
-    }
+    const int m = rank % kClusterM, n = rank / kClusterM;
+    constexpr int kRowOfBlocks = ((1 << Mainloop::kClusterBlocks) - 1) / ((1 << kClusterM) - 1);
+    constexpr int kColumnOfBlocks = (1 << kClusterM) - 1;
+    load_part<Mainloop::kMnMajorA, Mainloop::kTileM, kClusterN>(to.a, a, row, k, matrix_a, to.full, n,
+                                                                kRowOfBlocks << m);
+    load_part<Mainloop::kMnMajorB, Mainloop::kTileN, kClusterM>(to.b, b, column, k, matrix_b, to.full, m,
+                                                                kColumnOfBlocks << n * kClusterM);
   }
 
   // d [64, kTileN] = this warpgroup's 64 rows of a times b, over one or more tiles of K.
@@ -151,13 +141,40 @@ class Pipeline {
   }
 
  private:
-  // Each producer of the cluster multicasts to this block, so each must know.
+  // Loads part number `part` of a tile [kRows, 64] of an operand, which kSharers blocks of the cluster share.
+  template <bool kMnMajor, int kRows, int kSharers>
+  __device__ static __forceinline__ void load_part(unsigned char* to, const CUtensorMap* map, int row, int k,
+                                                   int matrix, uint64_t* full, int part, uint32_t sharers) {
+    const int first = (kMnMajor ? 64 : kRows) / kSharers * part;
+    const auto load = [&](int offset, int x, int y) {
+      if constexpr (kSharers == 1) {
+        tma_load(to + offset * kSwizzleBytes, map, x, y, matrix, full);
+      } else {
+        tma_load_multicast(to + offset * kSwizzleBytes, map, x, y, matrix, full,
+                           static_cast<uint16_t>(sharers));
+      }
+    };
+    if constexpr (kMnMajor) {
+#pragma unroll
+      for (int i = 0; i < kRows; i += 64) load(i + first, row + i, k + first);
+    } else {
+      load(first, k, row + first);
+    }
+  }
+
+  // The producers of the same row and column of blocks multicast to this block, so each must know.
   __device__ __forceinline__ void consumer_release(int stage) {
     const uint32_t thread = threadIdx.x % 128;
-    if constexpr (kClusterM == 1) {
+    if constexpr (Mainloop::kClusterBlocks == 1) {
       if (thread == 0) mbarrier_arrive(&barriers_.empty[stage]);
-    } else {
+    } else if constexpr (kClusterN == 1) {
       if (thread < kClusterM) mbarrier_arrive_cluster(&barriers_.empty[stage], thread);
+    } else if (thread < kClusterM + kClusterN - 1) {
+      const uint32_t rank = cluster_rank(), m = rank % kClusterM, n = rank / kClusterM;
+      const uint32_t beside = thread - kClusterM;  // skips this block's own column
+      const uint32_t producer =
+          thread < kClusterM ? n * kClusterM + thread : (beside + (beside >= n)) * kClusterM + m;
+      mbarrier_arrive_cluster(&barriers_.empty[stage], producer);
     }
   }
 
