@@ -18,21 +18,22 @@ PROGRAM = """
 
 using namespace lltm_ext;
 
-// Each argument: batch,m,n,k. A small tile, a large one, and one thread for an element.
+// Each argument: batch,m,n,k. A small tile, a large one, one thread for an element, and all K of a tile.
 int main(int count, char** questions) {
   const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1}, {256, 128, 16, 1, 2.6, 2.6, 9, 0}};
   const DirectCost direct[] = {{1, 1, 1, 8, 1, 0.4, 0.8, 1}};
+  const OuterCost outer[] = {{64, 128, 61, 2.7, 0.1, 56, 0.25}};
   for (int i = 1; i < count; ++i) {
     long n[4];
     char* at = questions[i];
     for (long& value : n) value = std::strtol(at, &at, 10), ++at;
-    const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, true, false, true};
-    const Schedule found = best_schedule(tiles, 2, direct, 1, sizes, 132);
+    const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, true, false, 8};
+    const Schedule found = best_schedule(tiles, 2, direct, 1, outer, 1, sizes, 132);
     std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.one_round);
   }
 }
 """
-SMALL, LARGE, DIRECT = range(3)
+SMALL, LARGE, DIRECT, OUTER = range(4)
 MOST_BYTES_OF_PARTIAL_SUMS = 64 << 20
 
 
@@ -77,6 +78,12 @@ def test_long_sums_of_few_results_are_split_over_the_multiprocessors(schedule):
 def test_short_sums_of_few_results_take_a_thread_each(schedule):
     (found,) = schedule((1, 30, 50, 8))
     assert (found.tile, found.splits) == (DIRECT, 1)
+
+
+def test_short_sums_of_many_results_keep_all_of_k(schedule):
+    longest, longer = schedule((1, 4096, 16_384, 16), (1, 4096, 16_384, 62))
+    assert (longest.tile, longest.splits) == (OUTER, 1)
+    assert longer.tile != OUTER
 
 
 def test_partial_sums_stay_within_their_memory(schedule):

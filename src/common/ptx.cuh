@@ -46,12 +46,22 @@ __device__ __forceinline__ float4 ld_once(const float* address) {
   return x;
 }
 
-// The same address of shared memory, in a register. Without this the compiler computes where shared memory
-// starts again at every use, from the block's rank in its cluster, and waits for that.
-__device__ __forceinline__ float* in_register(float* shared) {
+// Else the compiler may compute x again at every use.
+template <typename T>
+__device__ __forceinline__ void keep_in_register(T& x) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(x));
+}
+
+// An address in shared memory, in a register. Without this the compiler computes where shared memory starts
+// again at every use, from the block's rank in its cluster, and waits for that.
+__device__ __forceinline__ uint32_t shared_in_register(const void* shared) {
   auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("" : "+r"(address));
-  return static_cast<float*>(__cvta_shared_to_generic(address));
+  keep_in_register(address);
+  return address;
+}
+__device__ __forceinline__ float* in_register(float* shared) {
+  return static_cast<float*>(__cvta_shared_to_generic(shared_in_register(shared)));
 }
 
 // ---- cp.async
@@ -59,14 +69,13 @@ __device__ __forceinline__ float* in_register(float* shared) {
 // Copies the first `valid` of BYTES bytes and clears the others; with `valid` 0 it reads nothing. Both
 // addresses are multiples of BYTES, which is 4, 8 or 16. Synchronous before sm_80.
 template <int BYTES>
-__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid) {
+__device__ __forceinline__ void cp_async(uint32_t shared, const void* global, int valid) {
 #if __CUDA_ARCH__ >= 800
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES),
                  "r"(valid)
                  : "memory");
   }
@@ -83,8 +92,12 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
       if (i < valid / 2) bytes.pair[i] = static_cast<const uint16_t*>(global)[i];
     }
   }
-  *static_cast<Bytes*>(shared) = bytes;
+  *static_cast<Bytes*>(__cvta_shared_to_generic(shared)) = bytes;
 #endif
+}
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid) {
+  cp_async<BYTES>(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), global, valid);
 }
 
 // The same if `when`, by predicate instead of a branch; else `shared` keeps its value.

@@ -1,4 +1,4 @@
-// gemm on CUDA: which kernel computes what. Short sums and small results: gemm_direct.cuh. float32:
+// gemm on CUDA: which kernel computes what. Short sums: gemm_direct.cuh, gemm_outer.cuh. float32:
 // gemm_ffma.cuh. float64: gemm_double.cuh, or gemm_ffma.cuh without tensor cores for it. Half types:
 // gemm_hopper.cuh on Hopper, else gemm_tensor.cuh. The order of additions is fixed, so the same call twice
 // gives the same bits.
@@ -11,6 +11,7 @@
 #include "gemm/gemm_double.cuh"
 #include "gemm/gemm_ffma.cuh"
 #include "gemm/gemm_hopper.h"
+#include "gemm/gemm_outer.cuh"
 #include "gemm/gemm_schedule.h"
 #include "gemm/gemm_split_k.cuh"
 #include "gemm/gemm_tensor.cuh"
@@ -44,8 +45,10 @@ cudaError_t with_tile(TileList<Tile...>, int i, const F& f) {
 }
 
 template <class Tile>
-constexpr TileCost cost(double wait, double work, double ends, double store, double elements = 1) {
-  return {Tile::BM, Tile::BN, Tile::BK, Tile::kBlocksPerMultiprocessor, wait, work, ends, store, elements};
+constexpr TileCost cost(double wait, double work, double ends, double store, double pairs = 1,
+                        double elements = 1) {
+  return {Tile::BM, Tile::BN, Tile::BK, Tile::kBlocksPerMultiprocessor, wait, work, ends,
+          store,    pairs,    elements};
 }
 
 using Small32 = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
@@ -86,9 +89,21 @@ constexpr TileCost kCosts64[] = {cost<Small64>(0.56, 0.338, 3.9, 1.3), cost<Deep
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
 constexpr TileCost kPlainCosts64[] = {cost<Plain64>(10, 10, 3, 0)};
 
-using TilesHalf = TileList<TensorTile<64>, TensorTile<128>>;
-constexpr TileCost kCostsHalf[] = {cost<TensorTile<64>>(0.365, 0.232, 2.7, 1.0, 2.1),
-                                   cost<TensorTile<128>>(0.706, 0.499, 3.8, 2.8, 2.35)};
+using SmallHalf = TensorTile<64, 64, 32, 32, 4, 3>;
+using MediumHalf = TensorTile<128, 128, 32, 64, 3, 2>;
+using LargeHalf = TensorTile<128, 256, 32, 64, 4, 1, true>;
+using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf>;
+constexpr double kNever = 1e9;
+constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
+                                   cost<MediumHalf>(0.42, 0.335, 3.8, 2.8, 1.5, 2.8),
+                                   cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever)};
+static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
+
+using OlderSmallHalf = TensorTile<64, 64, 32, 32, 2, 3>;
+using OlderMediumHalf = TensorTile<128, 128, 32, 64, 2, 2>;
+using OlderTilesHalf = TileList<OlderSmallHalf, OlderMediumHalf>;
+constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 1.0),
+                                        cost<OlderMediumHalf>(0.706, 0.499, 3.8, 2.8)};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
@@ -99,13 +114,32 @@ constexpr DirectCost kDirectCosts[] = {{1, 1, 1, 8, 0.95, 0.4, 0.85, 1.2}, {1, 1
                                        {4, 4, 1, 4, 1.5, 0.65, 1.4, 0.5}};
 constexpr int kDirectCount = sizeof(kDirectCosts) / sizeof(kDirectCosts[0]);
 
+// For results of any size, and for large ones.
+template <typename T>
+using OuterTiles = TileList<OuterTile<acc_t<T>, 1>, OuterTile<acc_t<T>, 2>>;
+constexpr int kOuterCount = 2, kOuterHeights[] = {1, 16};
+template <class Tile>
+constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
+  return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
+}
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.7, 0.1, 56, 0.25),
+                                       outer_cost<OuterTile<float, 2>>(3.5, 0.13, 42, 0.244)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(2.9, 0.1, 98, 0.31),
+                                       outer_cost<OuterTile<double, 2>>(3.5, 0.12, 50, 0.244)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.9, 0.09, 46, 0.465),
+                                         outer_cost<OuterTile<float, 2>>(3.6, 0.13, 42, 0.377)};
+template <typename T>
+constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
+                                         : sizeof(T) == 4 ? kOuterCosts32
+                                                          : kOuterCosts64;
+
 // What multiplies T on a device by the kernels for all architectures: calls f(the list of tiles, the table of
 // their costs, how many of them are for this device).
 template <typename T, class F>
 auto with_tiles_for(const DeviceInfo& device, const F& f) {
   const int capability = device.compute_capability;
   if constexpr (sizeof(T) == 2) {
-    return f(TilesHalf(), kCostsHalf, 2);
+    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 3);
   } else if constexpr (sizeof(T) == 4) {
     return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
                                 : f(Tiles32(), kCosts32, count32(device));
@@ -125,13 +159,15 @@ template <typename T>
 Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool a_along_k = args.a.column_stride <= args.a.row_stride,
              b_along_k = args.b.row_stride < args.b.column_stride;
-  const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
+  const int width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
+                             access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
-                           sizeof(acc_t<T>), a_along_k, b_along_k, vectors};
+                           sizeof(acc_t<T>), a_along_k, b_along_k, width};
   int tiles = 0;
   const Schedule schedule = with_tiles_for<T>(device, [&](auto, const TileCost* costs, int count) {
     tiles = count;
-    return best_schedule(costs, count, kDirectCosts, kDirectCount, sizes, device.multiprocessors);
+    return best_schedule(costs, count, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
+                         device.multiprocessors);
   });
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
@@ -181,6 +217,12 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, c
   const bool hopper = device.compute_capability == kHopper;
   const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
   const cudaError_t error = with_tiles_for<T>(device, [&](auto tiles, const TileCost*, int count) {
+    const int outer = schedule.tile - count - kDirectCount;
+    if (outer >= 0) {
+      return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
+        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic, stream);
+      });
+    }
     if (schedule.tile >= count) {
       return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
         return launch_direct(tile, args, schedule.splits, programmatic, stream);

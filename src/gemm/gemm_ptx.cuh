@@ -1,4 +1,4 @@
-// PTX instructions by name: ldmatrix, mma.sync.
+// PTX instructions by name: accesses of shared memory, mma.sync.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,20 +10,28 @@
 
 namespace lltm_ext {
 
-// Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i. Each
-// lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or of column lane / 4
-// if TRANSPOSE.
+__device__ __forceinline__ void st_shared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i, in
+// shared memory. Each lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or
+// of column lane / 4 if TRANSPOSE.
 template <bool TRANSPOSE>
-__device__ __forceinline__ void ldmatrix(uint32_t (&x)[4], const void* line) {
-  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(line));
+__device__ __forceinline__ void ldmatrix(uint32_t (&x)[4], uint32_t line) {
   if constexpr (TRANSPOSE) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from));
+                 : "r"(line)
+                 : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from));
+                 : "r"(line)
+                 : "memory");
   }
 }
 

@@ -15,18 +15,18 @@ struct GemmSizes {
   int64_t batch, m, n, k;
   int bytes, sum_bytes;       // of an element, and of a partial sum
   bool a_along_k, b_along_k;  // whether neighbours in memory are neighbours along K
-  bool vectors;               // whether lines of both operands are whole 16-byte vectors
+  int width;                  // of half types: how many elements the kernels copy at once
 };
 
 // A kernel's tile, whose blocks copy slices of K to shared memory.
 struct TileCost {
-  int rows, columns, depth;  // depth: of a slice
-  int blocks;                // that a multiprocessor runs at once
-  double wait;               // for a slice, in a block that has a multiprocessor to itself
-  double work;               // for a slice, per block, in a multiprocessor that has all it can run
-  double ends;               // a block's launch, first slice and epilogue
-  double store;              // more for each further block of a multiprocessor
-  double elements = 1;       // by how much these take longer if operands are copied element by element
+  int rows, columns, depth;        // depth: of a slice
+  int blocks;                      // that a multiprocessor runs at once
+  double wait;                     // for a slice, in a block that has a multiprocessor to itself
+  double work;                     // for a slice, per block, in a multiprocessor that has all it can run
+  double ends;                     // a block's launch, first slice and epilogue
+  double store;                    // more for each further block of a multiprocessor
+  double pairs = 1, elements = 1;  // by how much these take longer if copies are of 2 or 4 elements, or of 1
 };
 
 // A thread's tile in the kernel without shared memory (gemm_direct.cuh).
@@ -35,8 +35,15 @@ struct DirectCost {
   double ends, wait, work, store;     // for 10^5 memory accesses of warps, and 10^6 bytes of c
 };
 
+// A block's tile in the kernel that keeps all K in shared memory (gemm_outer.cuh).
+struct OuterCost {
+  int rows, columns, most_k;
+  double ends, depth;  // depth: for each k
+  double work, store;  // for 10^9 multiply-adds, and 10^6 bytes of c
+};
+
 struct Schedule {
-  int tile;    // its place among the tiles, then the direct ones
+  int tile;    // its place among the tiles, then the direct ones, then the outer ones
   int splits;  // of K
   double time;
   bool one_round;  // whether all blocks run at once
@@ -55,7 +62,7 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
                       int multiprocessors) {
   constexpr double kLaunch = 1.5;
   const int64_t slices = ceil_div(ceil_div(sizes.k, cost.depth), splits);
-  const double slower = sizes.vectors ? 1 : cost.elements;
+  const double slower = sizes.width == 8 ? 1 : sizes.width > 1 ? cost.pairs : cost.elements;
   const auto round = [&](int64_t blocks) {  // of a multiprocessor
     const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
     return static_cast<double>(slices) * slice + slower * cost.ends - kLaunch +
@@ -96,9 +103,17 @@ inline double time_of(const GemmSizes& sizes, const DirectCost& cost, int64_t sp
          cost.store * result / 1e6 + time_of_sums(sizes, splits);
 }
 
+inline double time_of(const GemmSizes& sizes, const OuterCost& cost, int64_t tiles) {
+  const double multiply_adds = static_cast<double>(tiles * cost.rows * cost.columns * sizes.k);
+  const double result = static_cast<double>(sizes.batch * sizes.m * sizes.n * sizes.bytes);
+  return cost.ends + cost.depth * static_cast<double>(sizes.k) + cost.work * multiply_adds / 1e9 +
+         cost.store * result / 1e6;
+}
+
 // A tile may be split so that its blocks fill each multiprocessor once, twice, and so on.
 inline Schedule best_schedule(const TileCost* tiles, int tile_count, const DirectCost* direct,
-                              int direct_count, const GemmSizes& sizes, int multiprocessors) {
+                              int direct_count, const OuterCost* outer, int outer_count,
+                              const GemmSizes& sizes, int multiprocessors) {
   constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostSplits = 512;
   Schedule best = {0, 1, -1, false};
   const auto consider = [&](const Schedule& schedule) {
@@ -128,6 +143,13 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, const Direc
       if (splits > 1 && direct[i].sharers > 1) break;
       consider({tile_count + i, static_cast<int>(splits), time_of(sizes, direct[i], splits), true});
     }
+  }
+  for (int i = 0; i < outer_count; ++i) {
+    const OuterCost& cost = outer[i];
+    const int64_t count = sizes.batch * ceil_div(sizes.m, cost.rows) * ceil_div(sizes.n, cost.columns);
+    if (sizes.k > cost.most_k || count > INT32_MAX) continue;
+    consider({tile_count + direct_count + i, 1, time_of(sizes, cost, count),
+              count <= int64_t{multiprocessors} * 2});
   }
   return best;
 }

@@ -1,156 +1,154 @@
 // The kernel for float16 and bfloat16: tensor cores, float32 accumulators.
 //
-// A block of 4 warps computes a SIDE x SIDE tile of c, a quarter per warp. cp.async copies slices of kDepth
-// of K to a ring of kStages in shared memory, in the operands' own layout (K_MAJOR: k is contiguous);
-// ldmatrix transposes where needed. Lines are of 16-byte chunks, permuted so that the eight lines of a
-// fragment are in different banks.
+// A block computes a BM x BN tile of c, each warp SIDE x SIDE of it. Slices of BK of K are copied to a ring
+// of STAGES in shared memory (gemm_tensor_copy.cuh). A warp multiplies 16 of K at a time, and loads the next
+// fragments meanwhile, across slices too, so that the tensor core always finds its operands in registers.
 #pragma once
 
-#include "gemm/gemm_tile.cuh"
+#include "common/shared_memory.h"
+#include "gemm/gemm_tensor_copy.cuh"
 
 namespace lltm_ext {
 
-constexpr int kDepth = 32;
-constexpr int kStages = 3;
-constexpr int kTensorThreads = 128;
-
-template <int SIDE>
+// VECTORS_ONLY: there are no kernels for operands that are not whole 16-byte vectors.
+template <int BM_, int BN_, int BK_, int SIDE_, int STAGES, int BLOCKS, bool VECTORS_ONLY = false>
 struct TensorTile {
-  static constexpr int BM = SIDE, BN = SIDE, BK = kDepth;
-  static constexpr int kBlocksPerMultiprocessor = SIDE == 128 ? 2 : 3;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, SIDE = SIDE_;
+  static constexpr int kStages = STAGES, kBlocksPerMultiprocessor = BLOCKS;
+  static constexpr bool kVectorsOnly = VECTORS_ONLY;
+  static constexpr bool kOlder = STAGES == 2;  // for GPUs before Ampere, with less shared memory
+  static constexpr int kWarpsAcross = BN / SIDE;
+  static constexpr int kThreads = BM / SIDE * kWarpsAcross * 32;
+  static constexpr int kBytes = STAGES * (BM + BN) * BK * 2;
+  // The ring stages the tile of sums, one row of warps at a time.
+  static_assert(SIDE * BN * sizeof(float) <= kBytes);
+  static_assert(STAGES >= 2 && BK % 32 == 0 && SIDE % 32 == 0);
 };
 
-template <bool K_MAJOR, int SIDE>
-struct Slice {
-  static constexpr int kLines = K_MAJOR ? SIDE : kDepth;
-  static constexpr int kChunks = (K_MAJOR ? kDepth : SIDE) / 8;  // per line
-  static constexpr int kElements = SIDE * kDepth;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kBeforeAmpere = true;
+#else
+constexpr bool kBeforeAmpere = false;
+#endif
 
-  static __device__ __forceinline__ int at(int line, int chunk) {
-    // Two lines of 64 bytes share a row of banks, so the permutation changes with every other line.
-    const int permutation = kChunks == 4 ? line / 2 % 4 : line % 8;
-    return (line * kChunks + (chunk ^ permutation)) * 8;
+// 16 of K of a warp's rows of a and columns of b.
+template <typename T, class Tile, class SliceA, class SliceB>
+struct TensorFragment {
+  static constexpr int kBlocks = Tile::SIDE / 16;
+  uint32_t x[kBlocks][4], y[kBlocks][4];
+
+  __device__ __forceinline__ void load(uint32_t slice_a, uint32_t slice_b, int k) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) SliceA::load(x[i], slice_a, i, k);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) SliceB::load(y[i], slice_b, i, k);
   }
 
-  // Copies the slice at x.data, in 16-byte chunks if `vectors`, else in elements.
-  template <typename T>
-  static __device__ __forceinline__ void copy(T* shared, const OperandTile<T>& x, bool vectors,
-                                              int64_t k_left) {
-    constexpr int kStep = kTensorThreads / kChunks;
-    static_assert(kTensorThreads % kChunks == 0 && kLines % kStep == 0);
-    const int depth = clamp_to_int(k_left, kDepth);
-    const int lines = K_MAJOR ? x.extent : depth;
-    const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-    const int valid = min(max((K_MAJOR ? depth : x.extent) - chunk * 8, 0), 8);
-    const int64_t stride = K_MAJOR ? x.k_stride : x.stride, line_stride = K_MAJOR ? x.stride : x.k_stride;
-    if (vectors) {
-      const T* from = x.data + first * line_stride + chunk * 8;
+  __device__ __forceinline__ void multiply(float (&sum)[kBlocks][2 * kBlocks][4]) const {
 #pragma unroll
-      for (int i = 0; i < kLines / kStep; ++i, from += kStep * line_stride) {
-        const int line = first + i * kStep;
-        cp_async<16>(shared + at(line, chunk), from, line < lines ? valid * 2 : 0);
-      }
-      return;
-    }
-    const T* from = x.data + first * line_stride + chunk * 8 * stride;
-#pragma unroll 2
-    for (int i = 0; i < kLines / kStep; ++i, from += kStep * line_stride) {
-      const int line = first + i * kStep;
-      Vec<T, 8> values;
+    for (int r = 0; r < kBlocks; ++r) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        values.data[j] = line < lines && j < valid ? from[j * stride] : narrow<T>(0.0f);
+      for (int s = 0; s < kBlocks; ++s) {
+        mma(sum[r][2 * s], x[r], y[s][0], y[s][1], T{});
+        mma(sum[r][2 * s + 1], x[r], y[s][2], y[s][3], T{});
       }
-      *reinterpret_cast<Vec<T, 8>*>(shared + at(line, chunk)) = values;
-    }
-  }
-
-  // Loads the 16 x 16 fragment at line `first` and k: its four 8 x 8 matrices are lines 0-7 and 8-15 at the
-  // lower 8 k, then both at the upper.
-  template <typename T>
-  static __device__ __forceinline__ void load(uint32_t (&fragment)[4], const T* shared, int first, int k) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (K_MAJOR) {
-      ldmatrix<false>(fragment, shared + at(first + lane % 16, k / 8 + lane / 16));
-    } else {
-      ldmatrix<true>(fragment, shared + at(k + lane / 16 * 8 + lane % 8, first / 8 + lane / 8 % 2));
     }
   }
 };
 
-template <typename T, int SIDE, bool A_K_MAJOR, bool B_K_MAJOR>
-__global__ void __launch_bounds__(kTensorThreads, TensorTile<SIDE>::kBlocksPerMultiprocessor)
-    gemm_tensor_kernel(const GemmArgs<T> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
-  using SliceA = Slice<A_K_MAJOR, SIDE>;
-  using SliceB = Slice<B_K_MAJOR, SIDE>;
-  constexpr int kWarpSide = SIDE / 2;
-  constexpr int kRowBlocks = kWarpSide / 16, kColumnBlocks = kWarpSide / 16;
-  constexpr int kStage = SliceA::kElements + SliceB::kElements;
-  static_assert(kStages * kStage * sizeof(T) >= kWarpSide * SIDE * sizeof(float));
-  __shared__ __align__(128) T shared[kStages * kStage];
+template <typename T, class Tile, bool A_K_MAJOR, bool B_K_MAJOR, Copies COPIES>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
+    gemm_tensor_kernel(const GemmArgs<T> args, const Tiles tiles, TensorAccess<T> access_a,
+                       TensorAccess<T> access_b) {
+  if constexpr (Tile::kOlder != kBeforeAmpere) {
+    __trap();  // never launched on these architectures
+    return;
+  }
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, SIDE = Tile::SIDE, kParts = BK / 16;
+  // Only cp.async has several slices under way.
+  constexpr int kStages = COPIES == Copies::kThroughRegisters ? 2 : Tile::kStages;
+  using SliceA = Slice<Tile, true, A_K_MAJOR>;
+  using SliceB = Slice<Tile, false, B_K_MAJOR>;
+  constexpr int kStage = SliceA::kBytes + SliceB::kBytes;
+  extern __shared__ __align__(128) unsigned char shared[];
 
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = warp / 2 * kWarpSide, warp_column = warp % 2 * kWarpSide;
+  const int warp_row = warp / Tile::kWarpsAcross * SIDE, warp_column = warp % Tile::kWarpsAcross * SIDE;
+  const TilePosition at = position(tiles, BM, BN);
+  const KRange range = range_of_k(args.k, BK, tiles, at);
+  SliceCopies<T, Tile, SliceA, COPIES> a(rows_of_a(args, at, BM, range.begin), args.a.data, access_a);
+  SliceCopies<T, Tile, SliceB, COPIES> b(columns_of_b(args, at, BN, range.begin), args.b.data, access_b);
 
-  const TilePosition at = position(tiles, SIDE, SIDE);
-  const KRange range = range_of_k(args.k, kDepth, tiles, at);
-  OperandTile<T> a = rows_of_a(args, at, SIDE, range.begin), b = columns_of_b(args, at, SIDE, range.begin);
-  float sum[kRowBlocks][2 * kColumnBlocks][4] = {};
+  const uint32_t ring = shared_in_register(shared);
+  const auto next = [](int stage) { return stage == (kStages - 1) * kStage ? 0 : stage + kStage; };
+  int64_t left = range.size;  // to copy
   int filling = 0, stage = 0;
-  // Multiplies the slice at k and copies the one kPrefetch further. The first rounds, at negative k, only
-  // copy.
-  constexpr int kPrefetch = (kStages - 1) * kDepth;
-  for (int64_t k = -kPrefetch; k < range.size; k += kDepth) {
-    if (k >= 0) {
-      cp_async_wait_group<kStages - 2>();
-      __syncthreads();  // the slice at k is here, and no thread reads the one that the next copy overwrites
-    }
-    if (k + kPrefetch < range.size) {
-      SliceA::copy(shared + filling * kStage, a, vectors_a, range.size - (k + kPrefetch));
-      SliceB::copy(shared + filling * kStage + SliceA::kElements, b, vectors_b, range.size - (k + kPrefetch));
-      a.data += kDepth * a.k_stride;
-      b.data += kDepth * b.k_stride;
-    }
-    cp_async_commit_group();  // even if empty: the wait counts groups
-    filling = filling + 1 == kStages ? 0 : filling + 1;
-    if (k >= 0) {
-      const T* slice_a = shared + stage * kStage;
-      const T* slice_b = slice_a + SliceA::kElements;
+  const auto start_copies = [&](int part) {
+    const int depth = clamp_to_int(left, BK);
+    a.start(part, ring + filling, depth);
+    b.start(part, ring + filling + SliceA::kBytes, depth);
+    if (part == kParts - 1) cp_async_commit_group();  // even if empty: the wait counts groups
+  };
+  const auto finish_copies = [&](int part) {
+    const int depth = clamp_to_int(left, BK);
+    a.finish(part, ring + filling, depth);
+    b.finish(part, ring + filling + SliceA::kBytes, depth);
+    if (part < kParts - 1) return;
+    left -= BK;
+    filling = next(filling);
+  };
+  // Waits until the next slice is here for all threads, and all threads have loaded the one before it.
+  const auto wait = [] {
+    cp_async_wait_group<kStages - 2>();
+    __syncthreads();
+  };
+#pragma unroll 1
+  for (int i = 0; i <= (kStages - 1) * kParts; ++i) {
+    start_copies(i % kParts);
+    finish_copies(i % kParts);
+  }
+  wait();
+
+  TensorFragment<T, Tile, SliceA, SliceB> fragment[2];  // one is multiplied while the other is loaded
+  uint32_t first_a = ring + SliceA::fragment_at(warp_row),
+           first_b = ring + SliceA::kBytes + SliceB::fragment_at(warp_column);
+  keep_in_register(first_a);
+  keep_in_register(first_b);
+  fragment[0].load(first_a, first_b, 0);
+  float sum[SIDE / 16][SIDE / 8][4] = {};
+#pragma unroll 1
+  for (int64_t k = 0; k < range.size; k += BK) {
 #pragma unroll
-      for (int i = 0; i < kDepth; i += 16) {
-        uint32_t x[kRowBlocks][4], y[kColumnBlocks][4];
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) SliceA::load(x[r], slice_a, warp_row + r * 16, i);
-#pragma unroll
-        for (int s = 0; s < kColumnBlocks; ++s) SliceB::load(y[s], slice_b, warp_column + s * 16, i);
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-          for (int s = 0; s < kColumnBlocks; ++s) {
-            mma(sum[r][2 * s], x[r], y[s][0], y[s][2], T{});
-            mma(sum[r][2 * s + 1], x[r], y[s][1], y[s][3], T{});
-          }
-        }
+    for (int part = 0; part < kParts; ++part) {
+      // The branch keeps the compiler from moving the last products before the barrier: the tensor core
+      // executes them while the next slice's first fragments are loaded.
+      if (part == kParts - 1 && k + BK < range.size) {
+        wait();
+        stage = next(stage);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      const int next_part = (part + 1) % kParts;
+      fragment[next_part % 2].load(first_a + stage, first_b + stage, next_part * 16);
+      start_copies(next_part);  // from the first part on, they overwrite the slice before
+      fragment[part % 2].multiply(sum);
+      finish_copies(next_part);
     }
   }
 
-  // The upper half of the tile, then the lower, is staged in shared memory as float32.
-  float* staged = reinterpret_cast<float*>(shared);
+  // The tile is staged in shared memory as float32, one row of warps at a time.
+  float* const staged = reinterpret_cast<float*>(shared);
 #pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
+  for (int part = 0; part < BM / SIDE; ++part) {
     __syncthreads();
-    if (warp / 2 == part) {
+    if (warp / Tile::kWarpsAcross == part) {
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
+      for (int r = 0; r < SIDE / 16; ++r) {
 #pragma unroll
-        for (int s = 0; s < 2 * kColumnBlocks; ++s) {
+        for (int s = 0; s < SIDE / 8; ++s) {
           const int row = r * 16 + lane / 4, column = warp_column + s * 8 + lane % 4 * 2;
           const auto stage_pair = [&](int row, float left, float right) {
-            *reinterpret_cast<Vec<float, 2>*>(staged + staged_at<T, SIDE>(row, column)) = {{left, right}};
+            *reinterpret_cast<Vec<float, 2>*>(staged + staged_at<T, BN>(row, column)) = {{left, right}};
           };
           stage_pair(row, sum[r][s][0], sum[r][s][1]);
           stage_pair(row + 8, sum[r][s][2], sum[r][s][3]);
@@ -158,17 +156,36 @@ __global__ void __launch_bounds__(kTensorThreads, TensorTile<SIDE>::kBlocksPerMu
       }
     }
     __syncthreads();
-    write_staged<kWarpSide, SIDE, kTensorThreads>(args, tiles, at, part * kWarpSide, staged);
+    write_staged<SIDE, BN, Tile::kThreads>(args, tiles, at, part * SIDE, staged);
   }
 }
 
-template <int SIDE, typename T>
-cudaError_t launch_tile(TensorTile<SIDE>, const GemmArgs<T>& args, int splits, bool programmatic, bool,
-                        cudaStream_t stream) {
+template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR, Copies COPIES, typename T>
+cudaError_t launch_tensor_kernel(const GemmArgs<T>& args, const TensorAccess<T>& a, const TensorAccess<T>& b,
+                                 int splits, bool programmatic, cudaStream_t stream) {
+  const auto kernel = gemm_tensor_kernel<T, Tile, A_K_MAJOR, B_K_MAJOR, COPIES>;
+  const cudaError_t error = set_max_dynamic_shared(kernel, Tile::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN, splits), Tile::kThreads, Tile::kBytes,
+                      programmatic, stream, args, a, b);
+}
+
+template <int BM, int BN, int BK, int SIDE, int STAGES, int BLOCKS, bool VECTORS_ONLY, typename T>
+cudaError_t launch_tile(TensorTile<BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_ONLY> tile,
+                        const GemmArgs<T>& args, int splits, bool programmatic, bool, cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
-    return launch_tiles(gemm_tensor_kernel<T, SIDE, a_k_major, b_k_major>, tiles_of(args, SIDE, SIDE, splits),
-                        kTensorThreads, /*shared_bytes=*/0, programmatic, stream, args,
-                        has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+    const TensorAccess<T> a = access_of(args.a, a_k_major, args.batch, args.m, args.k),
+                          b = access_of(args.b, !b_k_major, args.batch, args.k, args.n);
+    const auto run = [&](auto copies) {
+      return launch_tensor_kernel<decltype(tile), a_k_major, b_k_major, copies>(args, a, b, splits,
+                                                                                programmatic, stream);
+    };
+    const int width = std::min(a.width, b.width);
+    if constexpr (!decltype(tile)::kOlder) {
+      if (VECTORS_ONLY || width == 8) return run(std::integral_constant<Copies, Copies::kVectors>());
+      if (width >= 2) return run(std::integral_constant<Copies, Copies::kAsync>());
+    }
+    return run(std::integral_constant<Copies, VECTORS_ONLY ? Copies::kVectors : Copies::kThroughRegisters>());
   });
 }
 
