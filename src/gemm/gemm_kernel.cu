@@ -122,12 +122,12 @@ template <class Tile>
 constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
   return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
 }
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.7, 0.1, 56, 0.25),
-                                       outer_cost<OuterTile<float, 2>>(3.5, 0.13, 42, 0.244)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(2.9, 0.1, 98, 0.31),
-                                       outer_cost<OuterTile<double, 2>>(3.5, 0.12, 50, 0.244)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.9, 0.09, 46, 0.465),
-                                         outer_cost<OuterTile<float, 2>>(3.6, 0.13, 42, 0.377)};
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.2, 0.085, 43, 0.284),
+                                       outer_cost<OuterTile<float, 2>>(2.5, 0.131, 42, 0.229)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(2.2, 0.062, 96, 0.259),
+                                       outer_cost<OuterTile<double, 2>>(2.5, 0.103, 56, 0.236)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.3, 0.076, 48, 0.44),
+                                         outer_cost<OuterTile<float, 2>>(2.7, 0.13, 44, 0.37)};
 template <typename T>
 constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
                                          : sizeof(T) == 4 ? kOuterCosts32
@@ -172,10 +172,12 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
     const HopperPlan plan = device.has_sm90a ? hopper_plan(args, device) : HopperPlan();
-    // Hopper's tiles are faster than mma.sync's, whose estimates are too low. But mma.sync never needs copies
-    // of the operands.
+    // Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know how fast
+    // memory is. But mma.sync never needs copies of the operands.
+    constexpr double kMargin = 1.4;
     const bool by_mma_sync = sizeof(T) == 2 && schedule.tile < tiles;
-    const bool is_faster = plan.time < schedule.time || (by_mma_sync && !plan.copies);
+    const bool is_faster =
+        by_mma_sync ? !plan.copies || plan.time < kMargin * schedule.time : plan.time < schedule.time;
     return {schedule, plan.supported && is_faster, plan};
   }
 #endif

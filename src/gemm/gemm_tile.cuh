@@ -161,39 +161,64 @@ __device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, 
   }
 }
 
+// Writes x to V places of a row of c from `to` on, `step` apart, but for those beyond the row's end. step 1:
+// to one aligned vector.
+template <typename T, int V, typename A>
+__device__ __forceinline__ void write_apart(T* to, const A (&x)[V], int step, int64_t left) {
+  if (step == 1) return write_vector(to, x, V, true);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (j * step < left) to[j * step] = narrow<T>(x[j]);
+  }
+}
+
 // Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
 // [splits, batch, m, n]. Called by all THREADS. SWIZZLE: element j of a vector was staged at j ^ SWIZZLE.
+//
+// A thread has V columns of a row: a vector, or, if rows are not whole vectors, each as far from the next as
+// many threads write the row, so that neighbours write neighbours.
 template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tiles& tiles,
                                              const TilePosition& at, int first_row, const acc_t<T>* staged) {
-  constexpr int V = kVecWidth<T>;
-  const bool vectors = args.n % V == 0 && reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
+  constexpr int V = kVecWidth<T>, kAcross = COLUMNS / V, kApart = kAcross < 32 ? kAcross : 32;
+  const bool aligned = reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
+  const bool vectors = args.n % V == 0 && (aligned || tiles.splits > 1);
+  const int step = vectors ? 1 : kApart;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < ROWS * (COLUMNS / V); i += THREADS) {
-    const int tile_row = i / (COLUMNS / V), tile_column = i % (COLUMNS / V) * V;
+  for (int i = threadIdx.x; i < ROWS * kAcross; i += THREADS) {
+    const int tile_row = i / kAcross, place = i % kAcross;
+    const int tile_column = vectors ? place * V : place / kApart * (kApart * V) + place % kApart;
     const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
     if (row >= args.m || column >= args.n) continue;
-    const int valid = clamp_to_int(args.n - column, V);
+    const int64_t left = args.n - column;
     acc_t<T> x[V];
+    if (vectors) {
+      const acc_t<T>* const from = staged + staged_at<T, COLUMNS>(tile_row, tile_column);
 #pragma unroll
-    for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ SWIZZLE)];
+      for (int j = 0; j < V; ++j) x[j] = from[j ^ SWIZZLE];
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart) ^ SWIZZLE];
+      }
+    }
     const int64_t to = (at.matrix * args.m + row) * args.n + column;
     if (tiles.splits > 1) {
       acc_t<T>* const part =
           static_cast<acc_t<T>*>(args.workspace) + at.split * args.batch * args.m * args.n + to;
-      write_vector(part, x, valid, args.n % V == 0);
+      write_apart(part, x, step, left);
       continue;
     }
     if (args.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
+        if (j * step < left) x[j] += widen(args.bias[(column + j * step) * args.bias_stride]);
       }
     }
-    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors);
+    if (args.pre_activation != nullptr) write_apart(args.pre_activation + to, x, step, left);
     activate(args.activation, x);
-    write_vector(args.c + to, x, valid, vectors);
+    write_apart(args.c + to, x, step, left);
   }
 }
 
