@@ -58,9 +58,13 @@ using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
 using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
 using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
 using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Tall32, Narrow32>;
-constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9), cost<Flat32>(0.73, 0.67, 1.9, 0.7),
-                                 cost<Medium32>(1.38, 1.35, 5.2, 0),    cost<Large32>(2.61, 2.61, 8.7, 0),
-                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8),    cost<Narrow32>(0.54, 0.54, 2.4, 0)};
+constexpr double kUnaligned32 = 1.25;  // copies of single elements take so much longer
+constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9, kUnaligned32, kUnaligned32),
+                                 cost<Flat32>(0.73, 0.67, 1.9, 0.7, kUnaligned32, kUnaligned32),
+                                 cost<Medium32>(1.38, 1.35, 5.2, 0, kUnaligned32, kUnaligned32),
+                                 cost<Large32>(2.61, 2.61, 8.7, 0, kUnaligned32, kUnaligned32),
+                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8, kUnaligned32, kUnaligned32),
+                                 cost<Narrow32>(0.54, 0.54, 2.4, 0, kUnaligned32, kUnaligned32)};
 // The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
 constexpr int kCount32 = 4;
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes}) < 98 << 10);
@@ -159,8 +163,12 @@ template <typename T>
 Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool a_along_k = args.a.column_stride <= args.a.row_stride,
              b_along_k = args.b.row_stride < args.b.column_stride;
-  const int width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
-                             access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
+  const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
+  int width = vectors ? kVecWidth<T> : 1;
+  if constexpr (sizeof(T) == 2) {
+    width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
+                     access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
+  }
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
                            sizeof(acc_t<T>), a_along_k, b_along_k, width};
   int tiles = 0;
@@ -174,7 +182,7 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
     const HopperPlan plan = device.has_sm90a ? hopper_plan(args, device) : HopperPlan();
     // Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know how fast
     // memory is. But mma.sync never needs copies of the operands.
-    constexpr double kMargin = 1.4;
+    constexpr double kMargin = 1.25;
     const bool by_mma_sync = sizeof(T) == 2 && schedule.tile < tiles;
     const bool is_faster =
         by_mma_sync ? !plan.copies || plan.time < kMargin * schedule.time : plan.time < schedule.time;

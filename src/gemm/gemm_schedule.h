@@ -15,7 +15,7 @@ struct GemmSizes {
   int64_t batch, m, n, k;
   int bytes, sum_bytes;       // of an element, and of a partial sum
   bool a_along_k, b_along_k;  // whether neighbours in memory are neighbours along K
-  int width;                  // of half types: how many elements the kernels copy at once
+  int width;                  // how many elements of both operands' lines can be copied at once
 };
 
 // A kernel's tile, whose blocks copy slices of K to shared memory.
@@ -62,7 +62,7 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
                       int multiprocessors) {
   constexpr double kLaunch = 1.5;
   const int64_t slices = ceil_div(ceil_div(sizes.k, cost.depth), splits);
-  const double slower = sizes.width == 8 ? 1 : sizes.width > 1 ? cost.pairs : cost.elements;
+  const double slower = sizes.width * sizes.bytes == 16 ? 1 : sizes.width > 1 ? cost.pairs : cost.elements;
   const auto round = [&](int64_t blocks) {  // of a multiprocessor
     const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
     return static_cast<double>(slices) * slice + slower * cost.ends - kLaunch +

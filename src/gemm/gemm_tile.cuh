@@ -161,11 +161,10 @@ __device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, 
   }
 }
 
-// Writes x to V places of a row of c from `to` on, `step` apart, but for those beyond the row's end. step 1:
-// to one aligned vector.
+// Writes x to a row from `to` on: as one vector, or to V places `step` apart, but for those beyond the row.
 template <typename T, int V, typename A>
-__device__ __forceinline__ void write_apart(T* to, const A (&x)[V], int step, int64_t left) {
-  if (step == 1) return write_vector(to, x, V, true);
+__device__ __forceinline__ void write_apart(T* to, const A (&x)[V], int step, int64_t left, bool vector) {
+  if (vector || step == 1) return write_vector(to, x, clamp_to_int(left, V), vector);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     if (j * step < left) to[j * step] = narrow<T>(x[j]);
@@ -175,12 +174,13 @@ __device__ __forceinline__ void write_apart(T* to, const A (&x)[V], int step, in
 // Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
 // [splits, batch, m, n]. Called by all THREADS. SWIZZLE: element j of a vector was staged at j ^ SWIZZLE.
 //
-// A thread has V columns of a row: a vector, or, if rows are not whole vectors, each as far from the next as
-// many threads write the row, so that neighbours write neighbours.
+// A thread has V columns of a row. They are neighbours, unless it has many and rows are not whole vectors:
+// then neighbouring threads write neighbours.
 template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tiles& tiles,
                                              const TilePosition& at, int first_row, const acc_t<T>* staged) {
-  constexpr int V = kVecWidth<T>, kAcross = COLUMNS / V, kApart = kAcross < 32 ? kAcross : 32;
+  constexpr int V = kVecWidth<T>, kAcross = COLUMNS / V;
+  constexpr int kApart = V < 8 ? 1 : kAcross < 32 ? kAcross : 32;
   const bool aligned = reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
   const bool vectors = args.n % V == 0 && (aligned || tiles.splits > 1);
@@ -193,21 +193,18 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
     if (row >= args.m || column >= args.n) continue;
     const int64_t left = args.n - column;
     acc_t<T> x[V];
-    if (vectors) {
-      const acc_t<T>* const from = staged + staged_at<T, COLUMNS>(tile_row, tile_column);
+    if (vectors || kApart == 1) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = from[j ^ SWIZZLE];
+      for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ SWIZZLE)];
     } else {
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart) ^ SWIZZLE];
-      }
+      for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart)];
     }
     const int64_t to = (at.matrix * args.m + row) * args.n + column;
     if (tiles.splits > 1) {
       acc_t<T>* const part =
           static_cast<acc_t<T>*>(args.workspace) + at.split * args.batch * args.m * args.n + to;
-      write_apart(part, x, step, left);
+      write_apart(part, x, step, left, vectors);
       continue;
     }
     if (args.bias != nullptr) {
@@ -216,9 +213,9 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
         if (j * step < left) x[j] += widen(args.bias[(column + j * step) * args.bias_stride]);
       }
     }
-    if (args.pre_activation != nullptr) write_apart(args.pre_activation + to, x, step, left);
+    if (args.pre_activation != nullptr) write_apart(args.pre_activation + to, x, step, left, vectors);
     activate(args.activation, x);
-    write_apart(args.c + to, x, step, left);
+    write_apart(args.c + to, x, step, left, vectors);
   }
 }
 
