@@ -483,6 +483,8 @@ SHAPES = {
     "short sums": (2000, 8, 1000),
     "short sums, odd": (701, 3, 1501),
     "outer product": (781, 1, 7486),
+    "short sums, many results": (3000, 16, 5000),
+    "short sums, many odd rows": (4001, 13, 3003),
     "few results": (19, 77, 14),
     "few results, long K": (10, 10_397, 31),
     "few columns": (5000, 600, 20),
@@ -513,6 +515,9 @@ SHAPES = {
     "stream-K, most of a round": (384, 7048, 4400),
     "stream-K, a round and a half": (3000, 2048, 1600),
     "stream-K, odd": (1501, 5001, 901),
+    "clusters of two by two": (1536, 1536, 1536),
+    "rows of whole 8 bytes": (112, 2100, 2276),
+    "rows of whole 4 bytes": (2598, 2002, 22),
 }
 
 
@@ -546,6 +551,7 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
         (600, 4000, 600),
         (264, 136, 520),
         (301, 2000, 20),
+        (2000, 9, 1001),
         (705, 6000, 9),
         (3, 5, 7),
         (301, 999, 205),

@@ -7,11 +7,11 @@
 
 namespace lltm_ext {
 
-// A warp has kRows rows, a lane kColumns columns of them: in vectors of V neighbours if c is stored so, else
-// every 32nd, so that lanes store neighbours.
-template <typename A, int VECTORS_>
+// A warp has kRows rows, a lane kColumns columns of them: GROUPS vectors of V neighbours if c is stored so,
+// else every 32nd, so that lanes store neighbours.
+template <typename A, int GROUPS>
 struct OuterTile {
-  static constexpr int V = 16 / sizeof(A), kColumns = VECTORS_ * V, kRows = 8, kWarps = 8,
+  static constexpr int V = 16 / sizeof(A), kColumns = GROUPS * V, kRows = 8, kWarps = 8,
                        kThreads = kWarps * 32;
   static constexpr int BM = kWarps * kRows, BN = 32 * kColumns;
   static constexpr int kPitchA = BM + V, kPitchB = BN + V;  // whole vectors, in different banks
@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy_lines(acc_t<T>* shared, const OperandTile<T
   }
 }
 
-// The column in the tile of a lane's column number `place`.
+// Where number `place` of a lane's columns is in the tile.
 template <class Tile, bool VECTORS>
 __device__ __forceinline__ int column_of(int place) {
   const int lane = threadIdx.x % 32;
@@ -194,10 +194,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 // Blocks that compute several tiles read b less often: most_height of them, if there are as many blocks as a
 // GPU runs at once nevertheless.
-template <typename A, int VECTORS, typename T>
-cudaError_t launch_outer(OuterTile<A, VECTORS>, int most_height, const GemmArgs<T>& args, int multiprocessors,
+template <typename A, int GROUPS, typename T>
+cudaError_t launch_outer(OuterTile<A, GROUPS>, int most_height, const GemmArgs<T>& args, int multiprocessors,
                          bool programmatic, cudaStream_t stream) {
-  using Tile = OuterTile<A, VECTORS>;
+  using Tile = OuterTile<A, GROUPS>;
   constexpr uintptr_t kBytes = sizeof(Vec<T, Tile::V>);
   const auto aligned = [](const T* data) { return reinterpret_cast<uintptr_t>(data) % kBytes == 0; };
   const auto copy = [&](int64_t stride, int64_t k_stride) {
