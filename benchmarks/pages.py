@@ -11,7 +11,7 @@ from typing import Any
 Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3"
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 BEGIN, END = "<!-- by benchmarks/harness.py plot -->\n", "<!-- end -->\n"
 MODES = ("forward", "training")
 HALVES = ("bfloat16", "float16")
