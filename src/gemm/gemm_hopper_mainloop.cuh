@@ -28,8 +28,8 @@ struct TileScheduler {
     return {first + in_band % height, in_band / height, static_cast<int>(i / (int64_t{rows} * columns))};
   }
 
-  // The same, with the first row and column of c that the block of this rank computes. A cluster's blocks
-  // are counted down its columns.
+  // The same, with the first row and column of c that the block of this rank computes. Ranks increase down
+  // the columns of a cluster.
   template <class Mainloop>
   __device__ __forceinline__ TileIndex first_element(int64_t i, uint32_t rank) const {
     TileIndex tile = at(i);

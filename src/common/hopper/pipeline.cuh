@@ -17,8 +17,9 @@ constexpr int kTileKOf = kSwizzleBytes / sizeof(T);
 constexpr int kTileK = kTileKOf<__half>;
 
 // Tile shape, stages and operand layouts of a mainloop. kTileM: 64 rows for each consumer warpgroup.
-// A cluster has kClusterM x kClusterN tiles of c. Blocks beside each other share rows of a, blocks one below
-// the other share columns of b: each loads its part of a shared tile and multicasts it.
+// A cluster computes kClusterM x kClusterN tiles of c, one a block. Blocks in the same row of the cluster
+// share a tile of a, blocks in the same column a tile of b. Each loads a part of a shared tile and multicasts
+// it.
 template <typename T_, int kTileM_, int kTileN_, int kStages_, bool kMnMajorA_, bool kMnMajorB_,
           int kClusterM_ = 1, int kClusterN_ = 1>
 struct Mainloop {
@@ -162,7 +163,7 @@ class Pipeline {
     }
   }
 
-  // The producers of the same row and column of blocks multicast to this block, so each must know.
+  // The producers in this block's row and column of the cluster multicast to it, so it tells each of them.
   __device__ __forceinline__ void consumer_release(int stage) {
     const uint32_t thread = threadIdx.x % 128;
     if constexpr (Mainloop::kClusterBlocks == 1) {
@@ -171,9 +172,9 @@ class Pipeline {
       if (thread < kClusterM) mbarrier_arrive_cluster(&barriers_.empty[stage], thread);
     } else if (thread < kClusterM + kClusterN - 1) {
       const uint32_t rank = cluster_rank(), m = rank % kClusterM, n = rank / kClusterM;
-      const uint32_t beside = thread - kClusterM;  // skips this block's own column
+      const uint32_t other = thread - kClusterM;  // counts the columns of blocks, without this block's own
       const uint32_t producer =
-          thread < kClusterM ? n * kClusterM + thread : (beside + (beside >= n)) * kClusterM + m;
+          thread < kClusterM ? n * kClusterM + thread : (other + (other >= n)) * kClusterM + m;
       mbarrier_arrive_cluster(&barriers_.empty[stage], producer);
     }
   }
