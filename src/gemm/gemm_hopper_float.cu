@@ -7,7 +7,8 @@
 // bf16x9 the product of the first parts dominates: it is added every 64 of K. The rounding errors of these
 // additions join the sum of the other eight products, which is added last.
 //
-// tf32: tensor cores read float32 and ignore its last 13 bits, so the operands are rounded to nearest first.
+// tf32: TMA rounds operands to nearest as it loads them; tensor cores would ignore the last 13 bits. Operands
+// that are not K-major, or that TMA cannot address, are copied first.
 #ifdef LLTM_EXT_SM90A
 #include "common/hopper/launch.h"
 #include "common/hopper/split.cuh"
@@ -48,8 +49,7 @@ __device__ __forceinline__ void store_parts(__nv_bfloat16* to, int64_t part_stri
   }
 }
 __device__ __forceinline__ void store_parts(float* to, int64_t, float x, float y) {
-  *reinterpret_cast<Vec<float, 2>*>(to) = {__uint_as_float(cvt_rna_tf32(x)),
-                                           __uint_as_float(cvt_rna_tf32(y))};
+  *reinterpret_cast<Vec<float, 2>*>(to) = {x, y};
 }
 
 // Goes through shared memory, so that both loads and stores are coalesced.
@@ -298,7 +298,7 @@ struct FloatOperand {
   }
 };
 
-// How an operand is packed.
+// How an operand is packed. 0 parts: it is read where it is.
 struct Packing {
   int parts, element_size;
   int64_t padded;
@@ -308,12 +308,18 @@ struct Packing {
   }
 };
 
+inline GlobalTensor unpacked(const FloatOperand& x) {
+  return {x.x.data, x.k, x.rows, x.matrices, x.row_stride, x.x.batch_stride};
+}
+
 inline Packing packing_of(const FloatOperand& x, Precision precision) {
   if (precision != Precision::kTf32) return {3, sizeof(__nv_bfloat16), (x.k + 7) / 8 * 8};
-  return {1, sizeof(float), (x.k + 3) / 4 * 4};
+  const bool readable = x.k_stride == 1 && tma_supports(unpacked(x), sizeof(float));
+  return {readable ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
 }
 
 inline int64_t pack_blocks(const FloatOperand& x, const Packing& packing) {
+  if (packing.parts == 0) return 0;
   return x.matrices * ceil_div(x.rows, kPackRows) * ceil_div(packing.padded, kPackColumns);
 }
 
@@ -333,6 +339,7 @@ inline PackArguments pack_arguments(const FloatOperand& x, const Packing& packin
 }
 
 inline GlobalTensor packed(const FloatOperand& x, const Packing& packing, void* data) {
+  if (packing.parts == 0) return unpacked(x);
   return {data, x.k, x.rows, packing.parts * x.matrices, packing.padded, x.rows * packing.padded};
 }
 
@@ -361,10 +368,11 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
   void* const to_b = workspace + packing_a.bytes(a);
   const PackArguments pack_a = pack_arguments(a, packing_a, workspace),
                       pack_b = pack_arguments(b, packing_b, to_b);
-  const cudaError_t error =
-      launch_kernel(gemm_float_pack_kernel<T>, dim3(pack_a.blocks + pack_b.blocks), dim3(kPackThreads), 0,
-                    /*programmatic=*/true, stream, pack_a, pack_b);
-  if (error != cudaSuccess) return error;
+  if (const uint32_t blocks = pack_a.blocks + pack_b.blocks; blocks > 0) {
+    const cudaError_t error = launch_kernel(gemm_float_pack_kernel<T>, dim3(blocks), dim3(kPackThreads), 0,
+                                            /*programmatic=*/true, stream, pack_a, pack_b);
+    if (error != cudaSuccess) return error;
+  }
   const GlobalTensor tensor_a = packed(a, packing_a, workspace), tensor_b = packed(b, packing_b, to_b);
   const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
   const FloatArguments arguments = {args.bias,

@@ -93,9 +93,11 @@ constexpr TileCost kCosts64[] = {cost<Small64>(0.56, 0.338, 3.9, 1.3), cost<Deep
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
 constexpr TileCost kPlainCosts64[] = {cost<Plain64>(10, 10, 3, 0)};
 
-using SmallHalf = TensorTile<64, 64, 32, 32, 4, 3>;
-using MediumHalf = TensorTile<128, 128, 32, 64, 3, 2>;
-using LargeHalf = TensorTile<128, 256, 32, 64, 4, 1, true>;
+// Half is for bfloat16 too.
+using Half = __half;
+using SmallHalf = TensorTile<Half, 64, 64, 32, 32, 4, 3>;
+using MediumHalf = TensorTile<Half, 128, 128, 32, 64, 3, 2>;
+using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf>;
 constexpr double kNever = 1e9;
 constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
@@ -103,11 +105,17 @@ constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 
                                    cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever)};
 static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
 
-using OlderSmallHalf = TensorTile<64, 64, 32, 32, 2, 3>;
-using OlderMediumHalf = TensorTile<128, 128, 32, 64, 2, 2>;
+using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
+using OlderMediumHalf = TensorTile<Half, 128, 128, 32, 64, 2, 2>;
 using OlderTilesHalf = TileList<OlderSmallHalf, OlderMediumHalf>;
 constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 1.0),
                                         cost<OlderMediumHalf>(0.706, 0.499, 3.8, 2.8)};
+
+using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
+using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
+using TilesTf32 = TileList<SmallTf32, MediumTf32>;
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.30, 0.128, 2.7, 1.0, 1.5, 2),
+                                   cost<MediumTf32>(0.42, 0.335, 3.8, 2.8, 1.5, 2)};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
@@ -140,8 +148,11 @@ constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
 // What multiplies T on a device by the kernels for all architectures: calls f(the list of tiles, the table of
 // their costs, how many of them are for this device).
 template <typename T, class F>
-auto with_tiles_for(const DeviceInfo& device, const F& f) {
+auto with_tiles_for(const DeviceInfo& device, Precision precision, const F& f) {
   const int capability = device.compute_capability;
+  if constexpr (std::is_same_v<T, float>) {
+    if (precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 2);
+  }
   if constexpr (sizeof(T) == 2) {
     return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 3);
   } else if constexpr (sizeof(T) == 4) {
@@ -172,7 +183,7 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
                            sizeof(acc_t<T>), a_along_k, b_along_k, width};
   int tiles = 0;
-  const Schedule schedule = with_tiles_for<T>(device, [&](auto, const TileCost* costs, int count) {
+  const Schedule schedule = with_tiles_for<T>(device, args.precision, [&](auto, const TileCost* costs, int count) {
     tiles = count;
     return best_schedule(costs, count, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
                          device.multiprocessors);
@@ -226,7 +237,7 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, c
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
   const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
-  const cudaError_t error = with_tiles_for<T>(device, [&](auto tiles, const TileCost*, int count) {
+  const cudaError_t error = with_tiles_for<T>(device, args.precision, [&](auto tiles, const TileCost*, int count) {
     const int outer = schedule.tile - count - kDirectCount;
     if (outer >= 0) {
       return with_tile(OuterTiles<T>(), outer, [&](auto tile) {

@@ -17,6 +17,12 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint4 x) {
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i, in
 // shared memory. Each lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or
 // of column lane / 4 if TRANSPOSE.
@@ -54,6 +60,14 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
       "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+// c [16, 8] += a [16, 8] b [8, 8] in TF32. With g = lane / 4 and t = lane % 4: a holds rows g, g + 8 at k = t,
+// then at k = t + 4; b holds column g at k = t, then at t + 4; c as above.
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float) {
+#if __CUDA_ARCH__ >= 800
+  mma_m16n8k8_tf32(c, a[0], a[1], a[2], a[3], b0, b1);
 #endif
 }
 

@@ -1,8 +1,9 @@
-// The kernel for float16 and bfloat16: tensor cores, float32 accumulators.
+// The kernel for float16, bfloat16 and TF32: tensor cores, float32 accumulators.
 //
 // A block computes a BM x BN tile of c, each warp SIDE x SIDE of it. Slices of BK of K are copied to a ring
-// of STAGES in shared memory (gemm_tensor_copy.cuh). A warp multiplies 16 of K at a time, and loads the next
-// fragments meanwhile, across slices too, so that the tensor core always finds its operands in registers.
+// of STAGES in shared memory (gemm_tensor_copy.cuh). A warp multiplies 32 bytes of K at a time, and loads the
+// next fragments meanwhile, across slices too, so that the tensor core always finds its operands in registers.
+// TF32 is float32 rounded to nearest, in registers: the tensor core would cut off the last bits.
 #pragma once
 
 #include "common/shared_memory.h"
@@ -11,7 +12,7 @@
 namespace lltm_ext {
 
 // VECTORS_ONLY: there are no kernels for operands that are not whole 16-byte vectors.
-template <int BM_, int BN_, int BK_, int SIDE_, int STAGES, int BLOCKS, bool VECTORS_ONLY = false>
+template <typename T, int BM_, int BN_, int BK_, int SIDE_, int STAGES, int BLOCKS, bool VECTORS_ONLY = false>
 struct TensorTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, SIDE = SIDE_;
   static constexpr int kStages = STAGES, kBlocksPerMultiprocessor = BLOCKS;
@@ -19,10 +20,11 @@ struct TensorTile {
   static constexpr bool kOlder = STAGES == 2;  // for GPUs before Ampere, with less shared memory
   static constexpr int kWarpsAcross = BN / SIDE;
   static constexpr int kThreads = BM / SIDE * kWarpsAcross * 32;
-  static constexpr int kBytes = STAGES * (BM + BN) * BK * 2;
+  static constexpr int kBytes = STAGES * (BM + BN) * BK * sizeof(T);
+  static constexpr int kDepth = 32 / sizeof(T), kParts = BK / kDepth;  // of K: multiplied at once, in a slice
   // The ring stages the tile of sums, one row of warps at a time.
   static_assert(SIDE * BN * sizeof(float) <= kBytes);
-  static_assert(STAGES >= 2 && BK % 32 == 0 && SIDE % 32 == 0);
+  static_assert(STAGES >= 2 && kParts % 2 == 0 && SIDE % 32 == 0);
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -31,7 +33,7 @@ constexpr bool kBeforeAmpere = true;
 constexpr bool kBeforeAmpere = false;
 #endif
 
-// 16 of K of a warp's rows of a and columns of b.
+// 32 bytes of K of a warp's rows of a and columns of b.
 template <typename T, class Tile, class SliceA, class SliceB>
 struct TensorFragment {
   static constexpr int kBlocks = Tile::SIDE / 16;
@@ -44,7 +46,11 @@ struct TensorFragment {
     for (int i = 0; i < kBlocks; ++i) SliceB::load(y[i], slice_b, i, k);
   }
 
-  __device__ __forceinline__ void multiply(float (&sum)[kBlocks][2 * kBlocks][4]) const {
+  __device__ __forceinline__ void multiply(float (&sum)[kBlocks][2 * kBlocks][4]) {
+    if constexpr (sizeof(T) == 4) {
+      round(x);
+      round(y);
+    }
 #pragma unroll
     for (int r = 0; r < kBlocks; ++r) {
 #pragma unroll
@@ -53,6 +59,12 @@ struct TensorFragment {
         mma(sum[r][2 * s + 1], x[r], y[s][2], y[s][3], T{});
       }
     }
+  }
+
+ private:
+  static __device__ __forceinline__ void round(uint32_t (&x)[kBlocks][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) x[i / 4][i % 4] = cvt_rna_tf32(__uint_as_float(x[i / 4][i % 4]));
   }
 };
 
@@ -64,11 +76,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     __trap();  // never launched on these architectures
     return;
   }
-  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, SIDE = Tile::SIDE, kParts = BK / 16;
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, SIDE = Tile::SIDE, kParts = Tile::kParts;
   // Only cp.async has several slices under way.
   constexpr int kStages = COPIES == Copies::kThroughRegisters ? 2 : Tile::kStages;
-  using SliceA = Slice<Tile, true, A_K_MAJOR>;
-  using SliceB = Slice<Tile, false, B_K_MAJOR>;
+  using SliceA = Slice<T, Tile, true, A_K_MAJOR>;
+  using SliceB = Slice<T, Tile, false, B_K_MAJOR>;
   constexpr int kStage = SliceA::kBytes + SliceB::kBytes;
   extern __shared__ __align__(128) unsigned char shared[];
 
@@ -129,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         stage = next(stage);
       }
       const int next_part = (part + 1) % kParts;
-      fragment[next_part % 2].load(first_a + stage, first_b + stage, next_part * 16);
+      fragment[next_part % 2].load(first_a + stage, first_b + stage, next_part * Tile::kDepth);
       start_copies(next_part);  // from the first part on, they overwrite the slice before
       fragment[part % 2].multiply(sum);
       finish_copies(next_part);
@@ -170,8 +182,8 @@ cudaError_t launch_tensor_kernel(const GemmArgs<T>& args, const TensorAccess<T>&
                       programmatic, stream, args, a, b);
 }
 
-template <int BM, int BN, int BK, int SIDE, int STAGES, int BLOCKS, bool VECTORS_ONLY, typename T>
-cudaError_t launch_tile(TensorTile<BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_ONLY> tile,
+template <typename E, int BM, int BN, int BK, int SIDE, int STAGES, int BLOCKS, bool VECTORS_ONLY, typename T>
+cudaError_t launch_tile(TensorTile<E, BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_ONLY> tile,
                         const GemmArgs<T>& args, int splits, bool programmatic, bool, cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
     const TensorAccess<T> a = access_of(args.a, a_k_major, args.batch, args.m, args.k),
@@ -181,11 +193,18 @@ cudaError_t launch_tile(TensorTile<BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_ONL
                                                                                 programmatic, stream);
     };
     const int width = std::min(a.width, b.width);
-    if constexpr (!decltype(tile)::kOlder) {
-      if (VECTORS_ONLY || width == 8) return run(std::integral_constant<Copies, Copies::kVectors>());
-      if (width >= 2) return run(std::integral_constant<Copies, Copies::kAsync>());
+    const auto vectors = std::integral_constant<Copies, Copies::kVectors>();
+    const auto async = std::integral_constant<Copies, Copies::kAsync>();
+    const auto through_registers = std::integral_constant<Copies, Copies::kThroughRegisters>();
+    if constexpr (decltype(tile)::kOlder) {
+      return run(through_registers);
+    } else if constexpr (VECTORS_ONLY) {
+      return run(vectors);
+    } else if constexpr (sizeof(T) == 4) {
+      return width == kVecWidth<T> ? run(vectors) : run(async);
+    } else {
+      return width == kVecWidth<T> ? run(vectors) : width >= 2 ? run(async) : run(through_registers);
     }
-    return run(std::integral_constant<Copies, VECTORS_ONLY ? Copies::kVectors : Copies::kThroughRegisters>());
   });
 }
 

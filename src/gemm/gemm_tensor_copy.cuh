@@ -1,12 +1,11 @@
 // How gemm_tensor.cuh brings slices of its operands to shared memory.
 //
 // A slice is kept in the operand's own layout: lines along the operand's smaller stride (K_MAJOR: along K),
-// cut into chunks of 16 bytes, which are permuted so that the eight chunks that ldmatrix reads at once are in
-// different banks.
+// cut into chunks of 16 bytes, which are permuted so that what a warp reads at once is in different banks.
 //
-// cp.async copies 16, 8 or 4 bytes, as the operand is aligned. Where it is aligned less, e.g. if rows have an
-// odd number of elements, or where neighbours along a line are not adjacent in memory, copies are through
-// registers: they are loaded before some products and stored after them. So are all copies before sm_80.
+// cp.async copies 16, 8 or 4 bytes, as the operand is aligned. Half types that are aligned less, e.g. if rows
+// have an odd number of elements, or whose neighbours along a line are not adjacent in memory, are copied
+// through registers: loaded before some products and stored after them. So are all copies before sm_80.
 #pragma once
 
 #include "gemm/gemm_tile.cuh"
@@ -19,7 +18,7 @@ enum class Copies { kVectors, kAsync, kThroughRegisters };
 // How an operand is read.
 template <typename T>
 struct TensorAccess {
-  // A line is cut into aligned pieces of this many elements: 8, 4, 2 or 1. 0 if none are adjacent.
+  // A line is cut into aligned pieces of this many elements: 16 bytes or less. 0 if none are adjacent.
   int width;
   const T* end;  // past the operand's last element
 };
@@ -33,67 +32,81 @@ TensorAccess<T> access_of(const Matrices<T>& x, bool row_lines, int64_t batch, i
   const int64_t batch_stride = batch > 1 ? x.batch_stride : 0;
   const int64_t position = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data) / sizeof(T));
   const int64_t multiples = position | line_stride | batch_stride | (row_lines ? columns : rows);
-  int width = stride == 1 ? 8 : 0;
+  int width = stride == 1 ? kVecWidth<T> : 0;
   while (width > 1 && multiples % width != 0) width /= 2;
   return {width, x.data + (batch - 1) * batch_stride + (rows - 1) * x.row_stride +
                      (columns - 1) * x.column_stride + 1};
 }
 
-template <class Tile, bool IS_A, bool K_MAJOR_>
+template <typename T, class Tile, bool IS_A, bool K_MAJOR_>
 struct Slice {
   static constexpr bool K_MAJOR = K_MAJOR_;
   static constexpr int EXTENT = IS_A ? Tile::BM : Tile::BN, BK = Tile::BK;
   static constexpr int kLines = K_MAJOR ? EXTENT : BK, kLength = K_MAJOR ? BK : EXTENT;
-  static constexpr int kPitch = kLength * 2, kBytes = kLines * kPitch;
+  static constexpr int kPitch = kLength * sizeof(T), kBytes = kLines * kPitch;
+
+  // ldmatrix cannot transpose float32: lanes load its elements, of four lines at once.
+  static constexpr bool kByElements = !K_MAJOR && sizeof(T) == 4;
 
   // Two lines of 64 bytes share a row of banks, so the permutation changes with every other line.
   static __device__ __forceinline__ constexpr int permutation(int line) {
-    return (kPitch == 64 ? line / 2 % 4 : line % 8) * 16;
+    return kByElements ? line % 4 * 32 : (kPitch == 64 ? line / 2 % 4 : line % 8) * 16;
   }
   // In bytes. From a line to another whose number has other bits, or from a chunk to another, it is the XOR
   // with a constant and the addition of another.
   static __device__ __forceinline__ int at(int line, int element) {
-    return line * kPitch + (element * 2 ^ permutation(line));
+    return line * kPitch + (element * static_cast<int>(sizeof(T)) ^ permutation(line));
   }
 
-  // A warp's 16 x 16 fragments from line `first` on: where this lane reads the first, at k 0. Its four 8 x 8
-  // matrices are in the order of the registers of mma.sync.
+  // A warp's fragments of 16 lines by 32 bytes of K, from line `first` on: where this lane reads the first, at
+  // k 0. Its four matrices of 8 lines by 16 bytes are in the order of the registers of mma.sync.
   static __device__ __forceinline__ int fragment_at(int first) {
-    const int lane = threadIdx.x % 32, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
-    const int line = first + (IS_A ? low : high), k = IS_A ? high : low;
+    const int lane = threadIdx.x % 32;
+    if constexpr (kByElements) return at(lane % 4, first + lane / 4);
+    const int low = lane / 8 % 2, high = lane / 16;
+    const int line = first + (IS_A ? low : high) * 8, k = (IS_A ? high : low) * kVecWidth<T>;
     return K_MAJOR ? at(line + lane % 8, k) : at(k + lane % 8, line);
   }
   static __device__ __forceinline__ void load(uint32_t (&fragment)[4], uint32_t address, int block, int k) {
+    constexpr int kBlockBytes = 16 * sizeof(T);
     if constexpr (K_MAJOR) {
-      ldmatrix<false>(fragment, (address ^ k * 2) + block * 16 * kPitch);
+      ldmatrix<false>(fragment, (address ^ k * static_cast<int>(sizeof(T))) + block * 16 * kPitch);
+    } else if constexpr (kByElements) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int low = i % 2, high = i / 2, line = IS_A ? low : high, four_k = IS_A ? high : low;
+        fragment[i] = ld_shared((address ^ (block * kBlockBytes + line * 32)) + (k + four_k * 4) * kPitch);
+      }
     } else {
-      ldmatrix<true>(fragment, (address ^ block * 32) + k * kPitch);
+      ldmatrix<true>(fragment, (address ^ block * kBlockBytes) + k * kPitch);
     }
   }
 };
 
 // A thread's share of the copies of an operand's slices, one slice after the other. A slice is copied in
-// BK / 16 parts. Each is started, and finished some time later. depth: how much of K the slice has; the rest
+// kParts parts. Each is started, and finished some time later. depth: how much of K the slice has; the rest
 // becomes zeros. Lines or chunks beyond the operand's extent become zeros, too, or anything: sums of them are
 // never stored.
 template <typename T, class Tile, class Slice, Copies COPIES>
 class SliceCopies {
   static constexpr bool K_MAJOR = Slice::K_MAJOR, kThroughRegisters = COPIES == Copies::kThroughRegisters;
-  static constexpr int BK = Tile::BK, kParts = BK / 16;
+  static constexpr int BK = Tile::BK, kParts = Tile::kParts, V = kVecWidth<T>, kLeast = 4 / sizeof(T);
 
   // How many lines are between this thread's pieces of `width` elements, and how many pieces are in a part.
   static __device__ __forceinline__ constexpr int step(int width) {
     return Tile::kThreads * width / Slice::kLength;
   }
   static constexpr int pieces(int width) { return Slice::kLines / step(width) / kParts; }
-  static constexpr int kHeld = kThroughRegisters ? pieces(8) : 1;
-  static_assert(Tile::kThreads % (Slice::kLength / 2) == 0 && pieces(8) > 0 && step(8) % 8 == 0);
+  static constexpr int kHeld = kThroughRegisters ? pieces(V) : 1;
+  static_assert(Tile::kThreads % (Slice::kLength / kLeast) == 0 && pieces(V) > 0);
+  static_assert((step(V) & (step(V) - 1)) == 0, "so that lines of a thread differ in other bits than threads'");
+  static_assert(!kThroughRegisters || sizeof(T) == 2);
 
  public:
   __device__ __forceinline__ SliceCopies(const OperandTile<T>& x, const T* begin,
                                          const TensorAccess<T>& access)
-      : begin_(begin), end_(access.end), width_(COPIES == Copies::kVectors ? 8 : access.width) {
-    const int width = kThroughRegisters ? 8 : width_, per_line = Slice::kLength / width;
+      : begin_(begin), end_(access.end), width_(COPIES == Copies::kVectors ? V : access.width) {
+    const int width = kThroughRegisters ? V : width_ < kLeast ? kLeast : width_, per_line = Slice::kLength / width;
     const int line = threadIdx.x / per_line, element = threadIdx.x % per_line * width;
     const int64_t line_stride = K_MAJOR ? x.stride : x.k_stride;
     stride_ = K_MAJOR ? x.k_stride : x.stride;
@@ -118,12 +131,12 @@ class SliceCopies {
     if (depth == 0) return;
     if constexpr (kThroughRegisters) {
       load(part, depth);
-    } else if (COPIES == Copies::kVectors || width_ == 8) {
-      copy<8>(part, slice, depth);
-    } else if (width_ == 4) {
-      copy<4>(part, slice, depth);
+    } else if (COPIES == Copies::kVectors || width_ == V) {
+      copy<V>(part, slice, depth);
+    } else if (width_ == V / 2) {
+      copy<V / 2>(part, slice, depth);
     } else {
-      copy<2>(part, slice, depth);
+      copy<V / 4>(part, slice, depth);
     }
     if (part == kParts - 1) from_ += next_slice_;
   }
