@@ -28,7 +28,7 @@ int main(int count, char** questions) {
     char* at = questions[i];
     for (long& value : n) value = std::strtol(at, &at, 10), ++at;
     const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, true, false, 4};
-    const Schedule found = best_schedule(tiles, 2, direct, 1, outer, 1, sizes, 132);
+    const Schedule found = best_schedule(tiles, 2, 1, direct, 1, outer, 1, sizes, 132);
     std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.one_round);
   }
 }

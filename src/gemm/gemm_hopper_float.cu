@@ -17,6 +17,8 @@
 #include "common/vec.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_mainloop.cuh"
+#include "gemm/gemm_schedule.h"
+#include "gemm/gemm_split_k.cuh"
 
 namespace lltm_ext {
 namespace hopper {
@@ -134,6 +136,7 @@ struct FloatArguments {
   int64_t bias_stride;
   float *c, *pre_activation;  // [batch, M, N], contiguous; pre_activation may be null
   int m, n, tiles_of_k;
+  int splits;                        // of K: with several, c is [splits, batch, M, N]
   int part_stride_a, part_stride_b;  // in matrices
   bool batched_a, batched_b;         // else one matrix serves the whole batch
   bool pairs;                        // whether two neighbours can be stored at a time
@@ -154,19 +157,21 @@ struct FloatKernel {
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
     const int64_t first = blockIdx.x / kClusterM, step = gridDim.x / kClusterM;
+    const int64_t per_split = scheduler.total(), total = per_split * args.splits;
     start_pipeline(pipeline, a, b);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
       setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
-        for (int64_t i = first; i < scheduler.total(); i += step) {
-          const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+        for (int64_t i = first; i < total; i += step) {
+          const int split = static_cast<int>(i / per_split), end = first_of_k(args, split + 1);
+          const TileIndex tile = scheduler.first_element<Mainloop>(i % per_split, rank);
           for (int term = 0; term < kTerms; ++term) {
             const int2 part = Terms<kTerms>::at(term);
             const int matrix_a = part.x * args.part_stride_a + (args.batched_a ? tile.matrix : 0),
                       matrix_b = part.y * args.part_stride_b + (args.batched_b ? tile.matrix : 0);
-            for (int k = 0; k < args.tiles_of_k; ++k) {
+            for (int k = first_of_k(args, split); k < end; ++k) {
               pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, matrix_a, matrix_b, rank);
             }
           }
@@ -175,15 +180,17 @@ struct FloatKernel {
       __syncwarp();
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
-      for (int64_t i = first; i < scheduler.total(); i += step) {
-        const TileIndex tile = scheduler.first_element<Mainloop>(i, rank);
+      for (int64_t i = first; i < total; i += step) {
+        const int split = static_cast<int>(i / per_split);
+        const int tiles_of_k = first_of_k(args, split + 1) - first_of_k(args, split);
+        const TileIndex tile = scheduler.first_element<Mainloop>(i % per_split, rank);
         float sum[kN / 2];
         if constexpr (kTerms == 1) {
-          pipeline.mma(sum, args.tiles_of_k, warpgroup);
+          pipeline.mma(sum, tiles_of_k, warpgroup);
         } else {
-          sum_terms(sum, pipeline, args.tiles_of_k, warpgroup);
+          sum_terms(sum, pipeline, tiles_of_k, warpgroup);
         }
-        store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
+        store(sum, args, tile.row + 64 * warpgroup, tile.column, split * scheduler.batch + tile.matrix);
       }
     }
     // Other blocks of the cluster may still write to this block's shared memory.
@@ -191,6 +198,10 @@ struct FloatKernel {
   }
 
  private:
+  __device__ static __forceinline__ int first_of_k(const FloatArguments& args, int split) {
+    return static_cast<int>(int64_t{args.tiles_of_k} * split / args.splits);
+  }
+
   __device__ static __forceinline__ void sum_terms(float (&sum)[kN / 2], Pipeline<Mainloop>& pipeline,
                                                    int tiles_of_k, int warpgroup) {
 #pragma unroll
@@ -313,9 +324,12 @@ inline GlobalTensor unpacked(const FloatOperand& x) {
 }
 
 inline Packing packing_of(const FloatOperand& x, Precision precision) {
-  if (precision != Precision::kTf32) return {3, sizeof(__nv_bfloat16), (x.k + 7) / 8 * 8};
-  const bool readable = x.k_stride == 1 && tma_supports(unpacked(x), sizeof(float));
-  return {readable ? 0 : 1, sizeof(float), (x.k + 3) / 4 * 4};
+  const bool tf32 = precision == Precision::kTf32;
+  const int element_size = tf32 ? sizeof(float) : sizeof(__nv_bfloat16);
+  // Rows of whole cache lines, if they are that long; TMA needs multiples of 16 bytes.
+  const int64_t multiple = (x.k * element_size < 128 ? 16 : 128) / element_size;
+  const bool readable = tf32 && x.k_stride == 1 && tma_supports(unpacked(x), element_size);
+  return {readable ? 0 : tf32 ? 1 : 3, element_size, ceil_div(x.k, multiple) * multiple};
 }
 
 inline int64_t pack_blocks(const FloatOperand& x, const Packing& packing) {
@@ -355,16 +369,22 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
   if (error != cudaSuccess) return error;
   const TileScheduler scheduler = {tiles_of(args.m, Mainloop::kTileM * kClusterM),
                                    tiles_of(args.n, Mainloop::kTileN), batch};
-  const int64_t clusters = std::min<int64_t>(scheduler.total(), multiprocessors / kClusterM);
+  const int64_t clusters = std::min<int64_t>(scheduler.total() * args.splits, multiprocessors / kClusterM);
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
                          Kernel::kShared, /*programmatic=*/true, stream, map_a, map_b, args, scheduler);
 }
 
+// The partial sums are at the start of the workspace, packed operands after them.
+inline int64_t sum_bytes(const GemmArgs<float>& args, int splits) {
+  return (partial_sum_bytes(args, splits) + 127) / 128 * 128;
+}
+
 template <typename T, int kTerms>
-cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t stream) {
+cudaError_t run(const GemmArgs<float>& args, const HopperPlan& plan, int multiprocessors,
+                cudaStream_t stream) {
   const FloatOperand a = FloatOperand::a(args), b = FloatOperand::b(args);
   const Packing packing_a = packing_of(a, args.precision), packing_b = packing_of(b, args.precision);
-  char* const workspace = static_cast<char*>(args.workspace);
+  char* const workspace = static_cast<char*>(args.workspace) + sum_bytes(args, plan.splits);
   void* const to_b = workspace + packing_a.bytes(a);
   const PackArguments pack_a = pack_arguments(a, packing_a, workspace),
                       pack_b = pack_arguments(b, packing_b, to_b);
@@ -375,40 +395,42 @@ cudaError_t run(const GemmArgs<float>& args, int multiprocessors, cudaStream_t s
   }
   const GlobalTensor tensor_a = packed(a, packing_a, workspace), tensor_b = packed(b, packing_b, to_b);
   const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
-  const FloatArguments arguments = {args.bias,
-                                    args.bias_stride,
-                                    args.c,
-                                    args.pre_activation,
-                                    static_cast<int>(args.m),
-                                    static_cast<int>(args.n),
-                                    tiles_of(args.k, kTileKOf<T>),
-                                    static_cast<int>(a.matrices),
-                                    static_cast<int>(b.matrices),
-                                    a.matrices > 1,
-                                    b.matrices > 1,
-                                    args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation),
-                                    args.activation};
-  const int batch = static_cast<int>(args.batch);
-  const auto launch = [&](auto mainloop) {
-    return launch_products<decltype(mainloop), kTerms>(tensor_a, tensor_b, arguments, batch, multiprocessors,
-                                                       stream);
-  };
-  const auto tiles = [&](int columns) { return tiles_of(args.m, 128) * tiles_of(args.n, columns) * batch; };
-  const int64_t rows = tiles_of(args.m, 128);
-  const bool pairs_of_rows = rows % 2 == 0 || rows >= 16;  // few clusters have a block without rows
-  if constexpr (kTerms == 1) {
-    if (tiles(256) > multiprocessors && pairs_of_rows) {
-      return launch(Mainloop<T, 128, 256, 4, false, false, 2>());
-    }
-    if (3 * tiles(256) > 2 * multiprocessors) return launch(Mainloop<T, 128, 256, 4, false, false>());
-    return launch(Mainloop<T, 128, 128, 6, false, false>());
-  } else {
-    // The sums take as many registers as the accumulators: tiles of 256 columns do not fit.
-    if (tiles(128) > multiprocessors && pairs_of_rows) {
-      return launch(Mainloop<T, 128, 128, 6, false, false, 2>());
-    }
-    return launch(Mainloop<T, 128, 128, 6, false, false>());
+  FloatArguments arguments = {args.bias,
+                              args.bias_stride,
+                              args.c,
+                              args.pre_activation,
+                              static_cast<int>(args.m),
+                              static_cast<int>(args.n),
+                              tiles_of(args.k, kTileKOf<T>),
+                              plan.splits,
+                              static_cast<int>(a.matrices),
+                              static_cast<int>(b.matrices),
+                              a.matrices > 1,
+                              b.matrices > 1,
+                              args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation),
+                              args.activation};
+  if (plan.splits > 1) {
+    arguments.bias = nullptr;
+    arguments.pre_activation = nullptr;
+    arguments.c = static_cast<float*>(args.workspace);
+    arguments.pairs = args.n % 2 == 0;
+    arguments.activation = Activation::kNone;
   }
+  const auto launch = [&](auto mainloop) {
+    return launch_products<decltype(mainloop), kTerms>(tensor_a, tensor_b, arguments,
+                                                       static_cast<int>(args.batch), multiprocessors, stream);
+  };
+  cudaError_t error;
+  if constexpr (kTerms == 1) {
+    error = plan.kernel == 0   ? launch(Mainloop<T, 128, 128, 6, false, false>())
+            : plan.kernel == 1 ? launch(Mainloop<T, 128, 256, 4, false, false>())
+                               : launch(Mainloop<T, 128, 256, 4, false, false, 2>());
+  } else {
+    error = plan.kernel == 0 ? launch(Mainloop<T, 128, 128, 6, false, false>())
+                             : launch(Mainloop<T, 128, 128, 6, false, false, 2>());
+  }
+  if (error != cudaSuccess || plan.splits == 1) return error;
+  return launch_reduce(args, plan.splits, /*programmatic=*/false, stream);
 }
 
 bool float_supported(const GemmArgs<float>& args) {
@@ -419,18 +441,62 @@ bool float_supported(const GemmArgs<float>& args) {
              INT32_MAX;
 }
 
-// IEEE products are as good as TF32's, and faster where packing takes the time. The other precisions are
-// asked for because they are more exact, or to save time in large products.
-double float_time(const GemmArgs<float>& args, int64_t packed_bytes, const DeviceInfo& device) {
-  if (args.precision != Precision::kTf32) return 0;
-  constexpr double kPackBytesPerMicrosecond = 2.1e6, kSlice = 0.75, kEnds = 12.7,
-                   kNarrow = 0.35;  // of 128 columns
-  const int64_t tiles = int64_t{tiles_of(args.m, 128)} * args.batch;
-  const double wide = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 256), device.multiprocessors)),
-               narrow = static_cast<double>(ceil_div(tiles * tiles_of(args.n, 128), device.multiprocessors));
-  const double slices = static_cast<double>(tiles_of(args.k, kTileKOf<float>));
-  return 1.1 + 2 * static_cast<double>(packed_bytes) / kPackBytesPerMicrosecond +
-         std::min(wide, kNarrow * narrow) * (slices * kSlice + kEnds);
+// The tiles of TF32, and what they take in microseconds: 32 of K while few blocks run, or all of them, which
+// share L2's bandwidth; the rest of a round of tiles. Fitted to 900 random products on an H200.
+struct FloatTiling {
+  int columns, cluster;
+  double slice, slice_of_all, ends;
+};
+constexpr FloatTiling kFloatTilings[] = {
+    {128, 1, 0.274, 0.693, 2.3}, {256, 1, 0.555, 1.15, 3.9}, {256, 2, 0.554, 0.93, 4.3}};
+
+// Which tiles of TF32, and how many parts of K, take the least time.
+HopperPlan tf32_plan(const GemmArgs<float>& args, int64_t packed_bytes, const DeviceInfo& device) {
+  constexpr double kLaunch = 2, kPack = 2.1, kPackBytesPerMicrosecond = 2.7e6;
+  constexpr int64_t kMostSumBytes = int64_t{64} << 20;
+  const double pack =
+      packed_bytes > 0 ? kPack + 2 * static_cast<double>(packed_bytes) / kPackBytesPerMicrosecond : 0;
+  const int64_t slices = tiles_of(args.k, kTileKOf<float>);
+  const GemmSizes sizes = {args.batch, args.m, args.n, args.k, sizeof(float), sizeof(float)};
+  HopperPlan best = {};
+  for (int i = 0; i < 3; ++i) {
+    const FloatTiling& tiling = kFloatTilings[i];
+    const int64_t at_once = device.multiprocessors / tiling.cluster;
+    const int64_t tiles =
+        args.batch * tiles_of(args.m, 128 * tiling.cluster) * tiles_of(args.n, tiling.columns);
+    for (int64_t filled = 0; filled <= 2; ++filled) {
+      const int64_t splits = filled == 0 ? 1 : std::min(at_once * filled / tiles, slices);
+      if (splits < 1 || (filled > 0 && splits < 2) || partial_sum_bytes(args, splits) > kMostSumBytes)
+        continue;
+      const auto round = [&](double busy) {
+        return static_cast<double>(ceil_div(slices, splits)) *
+                   std::max(tiling.slice, tiling.slice_of_all * busy) +
+               tiling.ends;
+      };
+      const int64_t blocks = tiles * splits;
+      double time =
+          kLaunch + pack + time_of_sums(sizes, splits) + static_cast<double>(blocks / at_once) * round(1);
+      if (const int64_t rest = blocks % at_once; rest > 0) {
+        time += round(static_cast<double>(rest) / static_cast<double>(at_once));
+      }
+      if (best.supported && time >= best.time) continue;
+      best = {true,
+              time,
+              sum_bytes(args, static_cast<int>(splits)) + packed_bytes,
+              i,
+              packed_bytes > 0,
+              static_cast<int>(splits)};
+    }
+  }
+  return best;
+}
+
+// The parts of bfloat16 are asked for because they are more exact, or to save time in large products. Their
+// sums take as many registers as the accumulators: tiles of 256 columns do not fit.
+HopperPlan bf16_plan(const GemmArgs<float>& args, int64_t packed_bytes, const DeviceInfo& device) {
+  const int64_t rows = tiles_of(args.m, 128), tiles = rows * tiles_of(args.n, 128) * args.batch;
+  const bool in_pairs = tiles > device.multiprocessors && (rows % 2 == 0 || rows >= 16);  // few lack rows
+  return {true, 0, packed_bytes, in_pairs, true};
 }
 
 }  // namespace hopper
@@ -442,18 +508,18 @@ HopperPlan hopper_plan(const GemmArgs<float>& args, const DeviceInfo& device) {
   for (const FloatOperand& x : {FloatOperand::a(args), FloatOperand::b(args)}) {
     bytes += packing_of(x, args.precision).bytes(x);
   }
-  return {true, float_time(args, bytes, device), bytes};
+  return args.precision == Precision::kTf32 ? tf32_plan(args, bytes, device) : bf16_plan(args, bytes, device);
 }
 
-cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const HopperPlan&, const DeviceInfo& device,
+cudaError_t gemm_on_hopper(const GemmArgs<float>& args, const HopperPlan& plan, const DeviceInfo& device,
                            cudaStream_t stream) {
   switch (args.precision) {
     case Precision::kBf16x6:
-      return hopper::run<__nv_bfloat16, 6>(args, device.multiprocessors, stream);
+      return hopper::run<__nv_bfloat16, 6>(args, plan, device.multiprocessors, stream);
     case Precision::kBf16x9:
-      return hopper::run<__nv_bfloat16, 9>(args, device.multiprocessors, stream);
+      return hopper::run<__nv_bfloat16, 9>(args, plan, device.multiprocessors, stream);
     default:
-      return hopper::run<float, 1>(args, device.multiprocessors, stream);
+      return hopper::run<float, 1>(args, plan, device.multiprocessors, stream);
   }
 }
 

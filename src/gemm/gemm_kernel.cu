@@ -114,8 +114,8 @@ constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 
 using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 using TilesTf32 = TileList<SmallTf32, MediumTf32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.30, 0.128, 2.7, 1.0, 1.5, 2),
-                                   cost<MediumTf32>(0.42, 0.335, 3.8, 2.8, 1.5, 2)};
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.273, 0.194, 2.9, 0.7, 1.35, 1.4),
+                                   cost<MediumTf32>(0.543, 0.403, 5.2, 1.2, 1.35, 1.4)};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
@@ -182,25 +182,22 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   }
   const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
                            sizeof(acc_t<T>), a_along_k, b_along_k, width};
-  int tiles = 0;
-  const Schedule schedule = with_tiles_for<T>(device, args.precision, [&](auto, const TileCost* costs, int count) {
-    tiles = count;
-    return best_schedule(costs, count, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
-                         device.multiprocessors);
-  });
+  HopperPlan plan;
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
-    const HopperPlan plan = device.has_sm90a ? hopper_plan(args, device) : HopperPlan();
-    // Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know how fast
-    // memory is. But mma.sync never needs copies of the operands.
-    constexpr double kMargin = 1.25;
-    const bool by_mma_sync = sizeof(T) == 2 && schedule.tile < tiles;
-    const bool is_faster =
-        by_mma_sync ? !plan.copies || plan.time < kMargin * schedule.time : plan.time < schedule.time;
-    return {schedule, plan.supported && is_faster, plan};
+    if (device.has_sm90a) plan = hopper_plan(args, device);
   }
 #endif
-  return {schedule};
+  // Of half types, Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know
+  // how fast memory is. But mma.sync never needs copies of the operands.
+  constexpr double kMargin = 1.25;
+  const double slower = sizeof(T) > 2 || !plan.supported ? 1 : plan.copies ? kMargin : kNever;
+  const Schedule schedule =
+      with_tiles_for<T>(device, args.precision, [&](auto, const TileCost* costs, int count) {
+        return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount,
+                             sizes, device.multiprocessors);
+      });
+  return {schedule, plan.supported && plan.time < schedule.time, plan};
 }
 
 // Choosing takes the host some microseconds, so choices are kept.
@@ -237,22 +234,24 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, c
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
   const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
-  const cudaError_t error = with_tiles_for<T>(device, args.precision, [&](auto tiles, const TileCost*, int count) {
-    const int outer = schedule.tile - count - kDirectCount;
-    if (outer >= 0) {
-      return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
-        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic, stream);
+  const cudaError_t error =
+      with_tiles_for<T>(device, args.precision, [&](auto tiles, const TileCost*, int count) {
+        const int outer = schedule.tile - count - kDirectCount;
+        if (outer >= 0) {
+          return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
+            return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic,
+                                stream);
+          });
+        }
+        if (schedule.tile >= count) {
+          return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
+            return launch_direct(tile, args, schedule.splits, programmatic, stream);
+          });
+        }
+        return with_tile(tiles, schedule.tile, [&](auto tile) {
+          return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
+        });
       });
-    }
-    if (schedule.tile >= count) {
-      return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
-        return launch_direct(tile, args, schedule.splits, programmatic, stream);
-      });
-    }
-    return with_tile(tiles, schedule.tile, [&](auto tile) {
-      return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
-    });
-  });
   if (error != cudaSuccess || schedule.splits == 1) return error;
   return launch_reduce(args, schedule.splits, programmatic, stream);
 }

@@ -63,8 +63,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// c [16, 8] += a [16, 8] b [8, 8] in TF32. With g = lane / 4 and t = lane % 4: a holds rows g, g + 8 at k = t,
-// then at k = t + 4; b holds column g at k = t, then at t + 4; c as above.
+// c [16, 8] += a [16, 8] b [8, 8] in TF32. With g = lane / 4 and t = lane % 4: a holds rows g, g + 8 at k =
+// t, then at k = t + 4; b holds column g at k = t, then at t + 4; c as above.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float) {
 #if __CUDA_ARCH__ >= 800
   mma_m16n8k8_tf32(c, a[0], a[1], a[2], a[3], b0, b1);

@@ -111,7 +111,8 @@ inline double time_of(const GemmSizes& sizes, const OuterCost& cost, int64_t til
 }
 
 // A tile may be split so that its blocks fill each multiprocessor once, twice, and so on.
-inline Schedule best_schedule(const TileCost* tiles, int tile_count, const DirectCost* direct,
+// slower: by how much tiles take longer than estimated.
+inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slower, const DirectCost* direct,
                               int direct_count, const OuterCost* outer, int outer_count,
                               const GemmSizes& sizes, int multiprocessors) {
   constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostSplits = 512;
@@ -131,7 +132,7 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, const Direc
         splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
       if (filled > 0 && splits < 2) continue;
       if (splits > 1) splits = ceil_div(slices, ceil_div(slices, splits));  // as few as are as fast
-      consider({i, static_cast<int>(splits), time_of(sizes, cost, count, splits, multiprocessors),
+      consider({i, static_cast<int>(splits), slower * time_of(sizes, cost, count, splits, multiprocessors),
                 count * splits <= int64_t{multiprocessors} * cost.blocks});
     }
   }

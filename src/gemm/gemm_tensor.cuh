@@ -2,8 +2,8 @@
 //
 // A block computes a BM x BN tile of c, each warp SIDE x SIDE of it. Slices of BK of K are copied to a ring
 // of STAGES in shared memory (gemm_tensor_copy.cuh). A warp multiplies 32 bytes of K at a time, and loads the
-// next fragments meanwhile, across slices too, so that the tensor core always finds its operands in registers.
-// TF32 is float32 rounded to nearest, in registers: the tensor core would cut off the last bits.
+// next fragments meanwhile, across slices too, so that the tensor core always finds its operands in
+// registers. TF32 is float32 rounded to nearest, in registers: the tensor core would cut off the last bits.
 #pragma once
 
 #include "common/shared_memory.h"
@@ -192,19 +192,20 @@ cudaError_t launch_tile(TensorTile<E, BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_
       return launch_tensor_kernel<decltype(tile), a_k_major, b_k_major, copies>(args, a, b, splits,
                                                                                 programmatic, stream);
     };
+    constexpr bool kVectorsOnly = decltype(tile)::kVectorsOnly, kOlder = decltype(tile)::kOlder;
     const int width = std::min(a.width, b.width);
-    const auto vectors = std::integral_constant<Copies, Copies::kVectors>();
-    const auto async = std::integral_constant<Copies, Copies::kAsync>();
-    const auto through_registers = std::integral_constant<Copies, Copies::kThroughRegisters>();
-    if constexpr (decltype(tile)::kOlder) {
-      return run(through_registers);
-    } else if constexpr (VECTORS_ONLY) {
-      return run(vectors);
-    } else if constexpr (sizeof(T) == 4) {
-      return width == kVecWidth<T> ? run(vectors) : run(async);
-    } else {
-      return width == kVecWidth<T> ? run(vectors) : width >= 2 ? run(async) : run(through_registers);
+    if constexpr (!kOlder) {
+      if (kVectorsOnly || width == kVecWidth<T>) {
+        return run(std::integral_constant<Copies, Copies::kVectors>());
+      }
     }
+    if constexpr (!kOlder && !kVectorsOnly) {
+      if (sizeof(T) == 4 || width >= 2) return run(std::integral_constant<Copies, Copies::kAsync>());
+    }
+    if constexpr (!kVectorsOnly && sizeof(T) == 2) {
+      return run(std::integral_constant<Copies, Copies::kThroughRegisters>());
+    }
+    return cudaErrorInvalidValue;  // not reached
   });
 }
 

@@ -58,8 +58,8 @@ struct Slice {
     return line * kPitch + (element * static_cast<int>(sizeof(T)) ^ permutation(line));
   }
 
-  // A warp's fragments of 16 lines by 32 bytes of K, from line `first` on: where this lane reads the first, at
-  // k 0. Its four matrices of 8 lines by 16 bytes are in the order of the registers of mma.sync.
+  // A warp's fragments of 16 lines by 32 bytes of K, from line `first` on: where this lane reads the first,
+  // at k 0. Its four matrices of 8 lines by 16 bytes are in the order of the registers of mma.sync.
   static __device__ __forceinline__ int fragment_at(int first) {
     const int lane = threadIdx.x % 32;
     if constexpr (kByElements) return at(lane % 4, first + lane / 4);
@@ -99,14 +99,18 @@ class SliceCopies {
   static constexpr int pieces(int width) { return Slice::kLines / step(width) / kParts; }
   static constexpr int kHeld = kThroughRegisters ? pieces(V) : 1;
   static_assert(Tile::kThreads % (Slice::kLength / kLeast) == 0 && pieces(V) > 0);
-  static_assert((step(V) & (step(V) - 1)) == 0, "so that lines of a thread differ in other bits than threads'");
+  static_assert((step(V) & (step(V) - 1)) == 0,
+                "so that lines of a thread differ in other bits than threads'");
   static_assert(!kThroughRegisters || sizeof(T) == 2);
 
  public:
   __device__ __forceinline__ SliceCopies(const OperandTile<T>& x, const T* begin,
                                          const TensorAccess<T>& access)
       : begin_(begin), end_(access.end), width_(COPIES == Copies::kVectors ? V : access.width) {
-    const int width = kThroughRegisters ? V : width_ < kLeast ? kLeast : width_, per_line = Slice::kLength / width;
+    const int width = kThroughRegisters ? V
+                      : width_ < kLeast ? kLeast
+                                        : width_,
+              per_line = Slice::kLength / width;
     const int line = threadIdx.x / per_line, element = threadIdx.x % per_line * width;
     const int64_t line_stride = K_MAJOR ? x.stride : x.k_stride;
     stride_ = K_MAJOR ? x.k_stride : x.stride;

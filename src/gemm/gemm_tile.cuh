@@ -8,6 +8,7 @@
 #include "common/types.h"
 #include "common/vec.cuh"
 #include "gemm/gemm.h"
+#include "gemm/gemm_activate.cuh"
 #include "gemm/gemm_ptx.cuh"
 
 namespace lltm_ext {
@@ -214,7 +215,7 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
       }
     }
     if (args.pre_activation != nullptr) write_apart(args.pre_activation + to, x, step, left, vectors);
-    activate(args.activation, x);
+    activate_sums(args.activation, x);
     write_apart(args.c + to, x, step, left, vectors);
   }
 }
