@@ -770,6 +770,56 @@ def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
     assert abs(too_large) < 2e-5
 
 
+# (m, k, n): tiles of all sizes, with and without a split of K; rows of whole vectors and others; few rows,
+# columns, and k.
+TF32_SIZES = [
+    (736, 5000, 128),
+    (96, 10112, 2274),
+    (1192, 6144, 768),
+    (2024, 3552, 288),
+    (2100, 300, 2100),
+    (4097, 64, 1030),
+    (513, 258, 1031),
+    (40, 2048, 496),
+    (300, 1027, 2),
+    (1, 700, 900),
+    (130, 9, 70),
+]
+
+
+@devices
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("sizes", TF32_SIZES, ids=str)
+def test_tf32_multiplies_small_integers_exactly(sizes, layout, device):
+    m, k, n = sizes
+    integers = functools.partial(torch.randint, -4, 5, device=device)
+    a, b, bias = (integers(shape).float() for shape in ((m, k), (k, n), (n,)))
+    if layout[0] == "T":
+        a = transposed(a)
+    if layout[1] == "T":
+        b = transposed(b)
+    for _ in range(2):
+        c = lltm_ext.gemm(a, b, bias=bias, activation="relu", precision="tf32")
+        assert torch.equal(c.double(), (a.double() @ b.double() + bias.double()).relu())
+        a, b = a[:, ::2], b[::2]  # again, with every other k
+
+
+@needs_cuda
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("size", [100, 1000])
+def test_tf32_propagates_nan_and_infinity(size, layout):
+    a, b = torch.ones(2, size, size, device="cuda")
+    a[1, 2], a[3, 4] = float("nan"), float("inf")
+    b[5, 6] = float("-inf")
+    # CUDA's own NaN has all bits set: rounding must not carry out of them.
+    b.view(torch.int32)[7, 8] = 0x7FFFFFFF
+    exact = a @ b
+    a = transposed(a) if layout[0] == "T" else a
+    b = transposed(b) if layout[1] == "T" else b
+    assert_same_bits([lltm_ext.gemm(a, b, precision="tf32").isnan()], [exact.isnan()])
+    torch.testing.assert_close(lltm_ext.gemm(a, b, precision="tf32"), exact, equal_nan=True)
+
+
 @devices
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sums_beyond_float32_are_infinite(precision, device):
