@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kDirectThreads)
       }
     }
     if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors_c);
-    activate_sums(args.activation, x);
+    activate(args.activation, x);
     write_vector(args.c + to, x, valid, vectors_c);
   }
 }

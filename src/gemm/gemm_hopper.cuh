@@ -38,7 +38,8 @@ struct PersistentKernel {
   using Out = EpilogueStore<T, Mainloop::kTileN>;
   static constexpr int kBlocks = Mainloop::kClusterBlocks, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128;  // small tiles need not
+  // Small tiles and single blocks need not.
+  static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128 && kBlocks > 1;
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 

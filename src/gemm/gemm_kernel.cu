@@ -114,8 +114,8 @@ constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 
 using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 using TilesTf32 = TileList<SmallTf32, MediumTf32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.273, 0.194, 2.9, 0.7, 1.35, 1.4),
-                                   cost<MediumTf32>(0.543, 0.403, 5.2, 1.2, 1.35, 1.4)};
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.275, 0.195, 2.7, 0.76, 1.38, 1.44),
+                                   cost<MediumTf32>(0.541, 0.396, 4.9, 1.46, 1.39, 1.46)};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,

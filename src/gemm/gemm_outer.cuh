@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_rows(A (&sum)[Tile::kRows][Tile::kColumns]
       for (int j = 0; j < C; ++j) sum[i][j] = sum[i + 1][j];
     }
     if (args.pre_activation != nullptr) store_lane<Tile, VECTORS>(args.pre_activation + to, x, columns);
-    activate_sums(args.activation, x);
+    activate(args.activation, x);
     store_lane<Tile, VECTORS>(args.c + to, x, columns);
   }
 }

@@ -4,7 +4,6 @@
 
 #include "common/launch.cuh"
 #include "gemm/gemm.h"
-#include "gemm/gemm_activate.cuh"
 
 namespace lltm_ext {
 
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kReduceThreads) gemm_reduce_kernel(const GemmA
   A x[1] = {sum};
   if (args.bias != nullptr) x[0] += widen(args.bias[element % args.n * args.bias_stride]);
   if (args.pre_activation != nullptr) args.pre_activation[element] = narrow<T>(x[0]);
-  activate_sums(args.activation, x);
+  activate(args.activation, x);
   args.c[element] = narrow<T>(x[0]);
 }
 

@@ -1,8 +1,9 @@
 // The mainloop of a Hopper kernel: a producer warp fills a ring of shared-memory stages by TMA, one tile of K
 // after the other, and consumer warpgroups multiply each stage by wgmma and hand it back.
 //
-// Operand tiles of [rows, 64] have the 128-byte swizzle. K-major: a row of 128 bytes for each row. MN-major:
-// a row of 128 bytes for each k, 64 rows of the operand wide, in blocks of 64 k.
+// Operand tiles of [rows, kTileK] have the 128-byte swizzle. K-major: a row of 128 bytes for each row.
+// MN-major: a row of 128 bytes for each k, kTileK rows of the operand wide, in blocks of kTileK k. wgmma
+// reads float32 in K-major tiles only: MN-major ones of a go through registers.
 #pragma once
 
 #include "common/hopper/ptx.cuh"
@@ -33,12 +34,13 @@ struct Mainloop {
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kTileK = kTileKOf<T>;
-  static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "wgmma takes float operands K-major only");
+  static_assert(sizeof(T) == 2 || !kMnMajorB, "wgmma takes float operands K-major only");
   static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64 columns");
+  static constexpr bool kFromRegisters = sizeof(T) == 4 && kMnMajorA;
   // The rows of 128 bytes that a block loads at once, of those that it shares: rows or columns of c if the
   // operand is K-major, else slices of K.
-  static constexpr int kPartA = (kMnMajorA ? 64 : kTileM) / kClusterN;
-  static constexpr int kPartB = (kMnMajorB ? 64 : kTileN) / kClusterM;
+  static constexpr int kPartA = (kMnMajorA ? kTileK : kTileM) / kClusterN;
+  static constexpr int kPartB = (kMnMajorB ? kTileK : kTileN) / kClusterM;
   static_assert(kPartA % 8 == 0 && kPartB % 8 == 0, "swizzled rows are in groups of 8");
   static_assert(kStageBytes % 1024 == 0, "swizzled tiles start at multiples of 1,024 bytes");
 };
@@ -110,9 +112,26 @@ class Pipeline {
                                                                 kColumnOfBlocks << n * kClusterM);
   }
 
+  // The rows of c, of this warpgroup's 64, that a thread has after mma: this one, and kRowStep below it.
+  static constexpr int kRowStep = Mainloop::kFromRegisters ? 16 : 8;
+  static __device__ __forceinline__ int first_row() {
+    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
+    return Mainloop::kFromRegisters ? warp / 2 * 32 + warp % 2 * 8 + g : warp * 16 + g;
+  }
+
   // d [64, kTileN] = this warpgroup's 64 rows of a times b, over one or more tiles of K.
   template <int kCount>
   __device__ __forceinline__ void mma(float (&d)[kCount], int tiles, int warpgroup) {
+    if constexpr (Mainloop::kFromRegisters) {
+      mma_from_registers(d, tiles, warpgroup);
+    } else {
+      mma_from_shared(d, tiles, warpgroup);
+    }
+  }
+
+ private:
+  template <int kCount>
+  __device__ __forceinline__ void mma_from_shared(float (&d)[kCount], int tiles, int warpgroup) {
     int last = 0;
     for (int i = 0; i < tiles; ++i) {
       mbarrier_wait(&barriers_.full[state_.stage], state_.phase);
@@ -141,12 +160,55 @@ class Pipeline {
     consumer_release(last);
   }
 
- private:
+  // A block of a has 32 rows for each k, and a warp half of them: 16 from 8 (warp % 2) on, without every
+  // other 8. With g = lane / 4 a lane multiplies rows g % 4 + 16 (g / 4) of those, and 4 below: so a warp
+  // reads 32 different banks. Then lanes swap sums, and have rows g and g + 16. While one warpgroup loads,
+  // the other multiplies.
+  template <int kCount>
+  __device__ __forceinline__ void mma_from_registers(float (&d)[kCount], int tiles, int warpgroup) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t first = shared_address(stages_) + (warpgroup * 2 + warp / 2) * 32 * kSwizzleBytes +
+                           t * kSwizzleBytes + ((warp % 2 * 2 + g / 4 * 4) ^ t) * 16 + g % 4 * 4;
+    constexpr int kSteps = kSwizzleBytes / 32;
+    for (int i = 0; i < tiles; ++i) {
+      mbarrier_wait(&barriers_.full[state_.stage], state_.phase);
+      const uint32_t a = first + state_.stage * Mainloop::kStageBytes;
+      const uint32_t b = shared_address(stages_ + state_.stage * Mainloop::kStageBytes + Mainloop::kBytesA);
+      uint32_t x[kSteps][4];
+#pragma unroll
+      for (int j = 0; j < 4 * kSteps; ++j) {
+        const int k = j / 4, below = j % 2, further = j / 2 % 2;  // 4 rows, 4 of K
+        x[k][j % 4] = load_shared((a ^ (below * 16 + further * 64)) + (8 * k + further * 4) * kSwizzleBytes);
+      }
+      fence_accumulator(d);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        WgmmaTf32Registers<Mainloop::kTileN>::run(d, x[k], matrix_descriptor(b + k * 32, kBlockBytes),
+                                                  i + k > 0);
+      }
+      wgmma_commit_group();
+      wgmma_wait_group<0>();
+      fence_accumulator(d);
+      consumer_release(state_.stage);
+      state_.advance();
+    }
+    const bool upper = g >= 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i % 4 >= 2) continue;
+      float &first_row = d[i], &second_row = d[i + 2];
+      const float found = __shfl_xor_sync(0xffffffffu, upper ? first_row : second_row, 16);
+      (upper ? first_row : second_row) = found;
+    }
+  }
+
   // Loads part number `part` of a tile [kRows, 64] of an operand, which kSharers blocks of the cluster share.
   template <bool kMnMajor, int kRows, int kSharers>
   __device__ static __forceinline__ void load_part(unsigned char* to, const CUtensorMap* map, int row, int k,
                                                    int matrix, uint64_t* full, int part, uint32_t sharers) {
-    const int first = (kMnMajor ? 64 : kRows) / kSharers * part;
+    constexpr int kTileK = Mainloop::kTileK;
+    const int first = (kMnMajor ? kTileK : kRows) / kSharers * part;
     const auto load = [&](int offset, int x, int y) {
       if constexpr (kSharers == 1) {
         tma_load(to + offset * kSwizzleBytes, map, x, y, matrix, full);
@@ -157,7 +219,7 @@ class Pipeline {
     };
     if constexpr (kMnMajor) {
 #pragma unroll
-      for (int i = 0; i < kRows; i += 64) load(i + first, row + i, k + first);
+      for (int i = 0; i < kRows; i += kTileK) load(i + first, row + i, k + first);
     } else {
       load(first, k, row + first);
     }

@@ -19,6 +19,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // ---- mbarrier. A phase ends when `count` threads have arrived and all expected bytes are written.
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
@@ -307,6 +313,26 @@ struct Wgmma;
   };
 LLTM_WGMMA_TF32(128, 64, "64", "65", "66")
 LLTM_WGMMA_TF32(256, 128, "128", "129", "130")
+
+// The same with a in registers: with g = lane / 4 and t = lane % 4, a lane of warp w holds rows 16 w + g, + 8
+// at k = t, then at t + 4. They must not be touched until wgmma_wait_group either.
+template <int kN>
+struct WgmmaTf32Registers;
+#define LLTM_WGMMA_TF32_REGISTERS(N, COUNT, A0, A1, A2, A3, B, KEEP)                                   \
+  template <>                                                                                          \
+  struct WgmmaTf32Registers<N> {                                                                       \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b,  \
+                                               bool keep) {                                            \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
+                   ", 0;\n"                                                                            \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LLTM_R##COUNT          \
+                   "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", keep, 1, 1;\n}"                   \
+                   : LLTM_F##COUNT(0)                                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep))); \
+    }                                                                                                  \
+  };
+LLTM_WGMMA_TF32_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69")
+LLTM_WGMMA_TF32_REGISTERS(256, 128, "128", "129", "130", "131", "132", "133")
 LLTM_WGMMAS(__half, "f16")
 LLTM_WGMMAS(__nv_bfloat16, "bf16")
 
