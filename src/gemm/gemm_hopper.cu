@@ -117,7 +117,9 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
   const double rows =
       tiling.height * tiling.rows * shape.traffic_a + tiling.width * tiling.columns * shape.traffic_b;
-  const double bytes = static_cast<double>(at_once * tiling.splits * kSwizzleBytes) * rows;
+  const double filled =  // of the slices, which K's end leaves partly empty
+      static_cast<double>(shape.k) / static_cast<double>(counts.slices * kTileK * tiling.splits);
+  const double bytes = filled * static_cast<double>(at_once * tiling.splits * kSwizzleBytes) * rows;
   const double of_tile =
       static_cast<double>(counts.slices) * std::hypot(tiling.slice, bytes / kBytesPerMicrosecond);
   const double rounds = static_cast<double>(counts.tiles) / static_cast<double>(counts.clusters);

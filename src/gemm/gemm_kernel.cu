@@ -134,12 +134,12 @@ template <class Tile>
 constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
   return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
 }
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.2, 0.085, 43, 0.284),
-                                       outer_cost<OuterTile<float, 2>>(2.5, 0.131, 42, 0.229)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(2.2, 0.062, 96, 0.259),
-                                       outer_cost<OuterTile<double, 2>>(2.5, 0.103, 56, 0.236)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.3, 0.076, 48, 0.44),
-                                         outer_cost<OuterTile<float, 2>>(2.7, 0.13, 44, 0.37)};
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.04, 0.08, 39.4, 0.312),
+                                       outer_cost<OuterTile<float, 2>>(2.42, 0.116, 34.6, 0.286)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.87, 0.065, 93.5, 0.346),
+                                       outer_cost<OuterTile<double, 2>>(2.24, 0.103, 48, 0.272)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.05, 0.08, 51, 0.575),
+                                         outer_cost<OuterTile<float, 2>>(2.47, 0.137, 36, 0.53)};
 template <typename T>
 constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
                                          : sizeof(T) == 4 ? kOuterCosts32
