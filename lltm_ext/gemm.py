@@ -144,13 +144,13 @@ def gemm(
             ``"bf16x9"``: each value as the sum of three bfloat16, and six or all nine of their products
             summed in float32; as exact as ``"ieee"`` for finite values from 1e-33 on (smaller ones
             lose their last bits, infinities may give NaN). ``"tf32"``: values rounded to 11 bits,
-            but for products so small that ``"ieee"`` is faster. GPUs other than Hopper, and other dtypes,
-            compute as ``"ieee"``.
+            but for products so small that ``"ieee"`` is faster. The first two are for Hopper, ``"tf32"`` for
+            GPUs from compute capability 8.0 on; other GPUs, and other dtypes, compute as ``"ieee"``.
         out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
         Any strides: a transposed or expanded operand is read in place, without a copy. (On Hopper an operand
-        in a half type whose rows are not a multiple of 16 bytes apart is copied first if that is faster, and
-        a precision other than ``"ieee"`` reads copies. Long sums of few results take a workspace of at most
+        in a half type whose rows are not a multiple of 16 bytes apart is copied first if that is faster.
+        ``"bf16x6"`` and ``"bf16x9"`` read copies, ``"tf32"`` copies of some operands. Long sums of few results take a workspace of at most
         64 MiB.) Any sizes, including 0 (with K = 0 the product is 0). All tensors have one dtype and are on
         one device.
 
