@@ -208,7 +208,8 @@ class FewRowsKernel {
   __device__ void run() {
     float sums[kColumns * kRows] = {};
     multiply(sums);
-    __syncthreads();  // the ring is free: the partial sums replace it
+    cp_async_wait_group<0>();  // the copies of zeros behind K's end
+    __syncthreads();           // the ring is free: the partial sums replace it
     store(sums);
     __syncthreads();
     const int units = shape_.tile.units;
