@@ -150,9 +150,9 @@ def gemm(
 
         Any strides: a transposed or expanded operand is read in place, without a copy. (On Hopper an operand
         in a half type whose rows are not a multiple of 16 bytes apart is copied first if that is faster.
-        ``"bf16x6"`` and ``"bf16x9"`` read copies, ``"tf32"`` copies of some operands. Long sums of few results take a workspace of at most
-        64 MiB.) Any sizes, including 0 (with K = 0 the product is 0). All tensors have one dtype and are on
-        one device.
+        ``"bf16x6"`` and ``"bf16x9"`` read copies, ``"tf32"`` copies of some operands. Long sums of few
+        results take a workspace of at most 64 MiB.) Any sizes, including 0 (with K = 0 the product is 0). All
+        tensors have one dtype and are on one device.
 
     Returns:
         ``[M, N]`` or ``[B, M, N]``, contiguous, of the dtype of ``a``; or ``out``. Bias and activation are
