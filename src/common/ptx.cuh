@@ -137,6 +137,14 @@ __device__ __forceinline__ void cp_async_wait_group() {
 #endif
 }
 
+// ---- shared memory
+
+__device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // ---- barriers
 
 // A barrier for kThreads threads of the block. Barrier 0 is __syncthreads'.

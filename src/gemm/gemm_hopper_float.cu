@@ -313,7 +313,9 @@ struct FloatOperand {
     if (k_stride == 1) return {x.data, k, rows, matrices, row_stride, x.batch_stride};
     return {x.data, rows, k, matrices, k_stride, x.batch_stride};
   }
-  bool is_small_of(const FloatOperand& other) const { return rows * matrices < other.rows * other.matrices; }
+  bool is_smaller_than(const FloatOperand& other) const {
+    return rows * matrices < other.rows * other.matrices;
+  }
 };
 
 inline FloatOperand float_operand(const Matrices<float>& x, int64_t rows, int64_t k, int64_t row_stride,
@@ -338,7 +340,7 @@ inline FloatProduct float_product(const GemmArgs<float>& args) {
   FloatOperand a = float_operand(args.a, args.m, args.k, args.a.row_stride, args.a.column_stride, args),
                b = float_operand(args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args);
   if (a.reading == Reading::kThroughRegisters && b.reading == Reading::kThroughRegisters) {
-    (a.is_small_of(b) ? a : b).reading = Reading::kPacked;
+    (a.is_smaller_than(b) ? a : b).reading = Reading::kPacked;
   }
   // The transpose of c is stored in larger pieces than c, if c's rows are not pairs.
   const bool is_a_through_registers = a.reading == Reading::kThroughRegisters;

@@ -17,12 +17,6 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint4 x) {
                : "memory");
 }
 
-__device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-
 // Loads four 8 x 8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i, in
 // shared memory. Each lane receives, of every matrix, elements 2 (lane % 4) and the next of row lane / 4, or
 // of column lane / 4 if TRANSPOSE.

@@ -8,6 +8,7 @@
 
 #include "common/hopper/ptx.cuh"
 #include "common/hopper/sizes.h"
+#include "common/ptx.cuh"
 
 namespace lltm_ext {
 namespace hopper {
@@ -178,7 +179,7 @@ class Pipeline {
 #pragma unroll
       for (int j = 0; j < 4 * kSteps; ++j) {
         const int k = j / 4, below = j % 2, further = j / 2 % 2;  // 4 rows, 4 of K
-        x[k][j % 4] = load_shared((a ^ (below * 16 + further * 64)) + (8 * k + further * 4) * kSwizzleBytes);
+        x[k][j % 4] = ld_shared((a ^ (below * 16 + further * 64)) + (8 * k + further * 4) * kSwizzleBytes);
       }
       fence_accumulator(d);
       wgmma_fence();

@@ -19,12 +19,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-
 // ---- mbarrier. A phase ends when `count` threads have arrived and all expected bytes are written.
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
