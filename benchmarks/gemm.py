@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import DTYPES, INK, OURS, Bench, color, finish, parse, series, sets_beyond_cache
+from harness import DTYPES, INK, OURS, Bench, Row, color, finish, parse, series, sets_beyond_cache
 from torch import Tensor
 
 import lltm_ext
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 HALF = ("bfloat16", "float16")
-SQUARE, FEW_ROWS, ODD, FUSED = "square", "few rows", "odd shapes", "fused"
+SQUARE, FEW_ROWS, ODD, FUSED, BATCHES = "square", "few rows", "odd shapes", "fused", "batches"
 PRECISION = "float32 by matrix units"
 CEILING = "measured peak"
 COMPILED = "torch.compile"  # tries its own kernels and cuBLAS's, and keeps the fastest
@@ -34,11 +34,28 @@ ODD_SHAPES = {
     "unaligned rows": (2048, 2047, 2048),
     "unaligned result": (2048, 2048, 2047),
 }
+# batch, M, K, N and the layout
+BATCH_SHAPES = {
+    "attention: scores": (128, 1024, 64, 1024, "NT"),
+    "attention: values": (128, 1024, 1024, 64, "NN"),
+    "attention to 77: scores": (128, 1024, 64, 77, "NT"),
+    "attention to 77: values": (128, 1024, 77, 64, "NN"),
+    "64 experts, up": (64, 256, 1024, 4096, "NT"),
+    "64 experts, down": (64, 256, 4096, 1024, "NT"),
+    "64 experts, weights": (64, 1024, 256, 4096, "TN"),
+    "8 rows an expert": (64, 8, 1024, 4096, "NT"),
+    "one weight": (32, 512, 1024, 1024, "NN"),  # of all matrices: its stride is 0
+    "32 x 32": (4096, 32, 32, 32, "NN"),
+    "6 x 6": (65_536, 6, 6, 6, "NN"),
+}
+ONE_WEIGHT = "one weight"
 
 
-def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any]) -> Tensor:
+def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any], *batch: int) -> Tensor:
     """`transposed`: stored as [columns, rows] and passed as a transposed view."""
-    return torch.randn(columns, rows, **like).t() if transposed else torch.randn(rows, columns, **like)
+    if transposed:
+        return torch.randn(*batch, columns, rows, **like).mT
+    return torch.randn(*batch, rows, columns, **like)
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
@@ -47,6 +64,26 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
 
 def ours(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return lltm_ext.gemm(a, b)
+
+
+def measure_batch(bench: Bench, dtype: str, shape: str, sizes: tuple[int, int, int, int], layout: str) -> Row:
+    batch, m, k, n = sizes
+    like = {"device": bench.device, "dtype": DTYPES[dtype]}
+    weights = (1,) if shape == ONE_WEIGHT else (batch,)
+    elements = batch * (m * k + m * n) + weights[0] * k * n
+    operands = [
+        (
+            operand(m, k, layout[0] == "T", like, batch),
+            operand(k, n, layout[1] == "T", like, *weights).expand(batch, k, n),
+        )
+        for _ in range(sets_beyond_cache(elements * DTYPES[dtype].itemsize, bench.device))
+    ]
+    times = bench.device_milliseconds({OURS: lltm_ext.gemm, "torch": torch.bmm}, operands)
+    found: Row = {"part": BATCHES, "dtype": dtype, "shape": shape, "layout": layout}
+    found |= {"batch": batch, "m": m, "k": k, "n": n}
+    for name, milliseconds in times.items():
+        found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": 2 * batch * m * k * n / milliseconds / 1e9}
+    return found | {"ours / torch": times["torch"] / times[OURS]}
 
 
 def fused(activation: str, backward: bool, cuda: bool) -> dict[str, Callable[..., Any]]:
@@ -151,6 +188,10 @@ def main() -> None:
                 rows.append(measure(bench, FEW_ROWS, dtype, "NT", (m, k, n)))
         for name, shape in ({"primes": (251, 257, 263)} if args.small else ODD_SHAPES).items():
             rows.append(measure(bench, ODD, dtype, "NN", shape, shape=name))
+    for dtype in ("bfloat16", "float32"):
+        for name, (batch, *sizes, layout) in BATCH_SHAPES.items():
+            few = min(batch, 4) if args.small else batch
+            rows.append(measure_batch(bench, dtype, name, (few, *sizes), layout))
     for activation in ("relu", "gelu"):
         for backward in (False, True):
             for k in (64,) if args.small else (512, 1024, 4096):
@@ -170,6 +211,7 @@ def main() -> None:
         SQUARE: ["dtype", "layout", *found],
         FEW_ROWS: ["dtype", *found],
         ODD: ["dtype", "shape", *found],
+        BATCHES: ["dtype", "shape", "layout", "batch", *found],
         FUSED: ["activation", "backward", *found, f"{COMPILED} ms"],
         PRECISION: ["precision", "layout", *found, f"{OURS} error", "torch error"],
         CEILING: ["dtype", "TFLOP/s"],
@@ -181,6 +223,7 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
     """The geometric mean and the minimum of each part."""
     groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
     groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
+    groups |= {f"{BATCHES}, {dtype}": (BATCHES, (dtype,)) for dtype in ("bfloat16", "float32")}
     ratios_of = {
         name: [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
         for name, (part, dtypes) in groups.items()
@@ -206,9 +249,9 @@ def draw(record: dict[str, Any]) -> Any:
     styles = {"NN": "-", "NT": ":", "TN": "-.", "TT": "--"}
     ceilings = {row["dtype"]: row["TFLOP/s"] for row in record["rows"] if row["part"] == CEILING}
     roof = {"color": INK, "linewidth": 0.8, "label": CEILING}
-    figure, grid = plt.subplots(
-        2, max(len(dtypes), 3), figsize=(3.4 * max(len(dtypes), 3), 6.6), layout="constrained", squeeze=False
-    )
+    figure, grid = plt.subplots(2, 5, figsize=(17, 6.6), layout="constrained")
+    for axes in grid[0][len(dtypes) :]:
+        axes.set_axis_off()
     for axes, dtype in zip(grid[0], dtypes, strict=False):
         for name in names:
             for layout, style in styles.items():
@@ -222,14 +265,13 @@ def draw(record: dict[str, Any]) -> Any:
         axes.set_title(dtype, loc="left")
         axes.set_xlabel("M = N = K")
     grid[0][0].set_ylabel("TFLOP/s")
-    for axes, part in zip(grid[1], (FEW_ROWS, ODD, FUSED), strict=False):
+    for axes, part in zip(grid[1], (FEW_ROWS, ODD, FUSED, BATCHES), strict=False):
         ratios(axes, part, [row for row in record["rows"] if row["part"] == part])
-    for axes in grid[1][3:4]:
-        precisions(axes, [row for row in record["rows"] if row["part"] == PRECISION])
+    precisions(grid[1][4], [row for row in record["rows"] if row["part"] == PRECISION])
     handles = [Line2D([], [], color=color(name, names), linewidth=3, label=name) for name in names]
     handles += [Line2D([], [], color=INK, linestyle=style, label=layout) for layout, style in styles.items()]
     handles += [Line2D([], [], **roof)] if ceilings else []
-    figure.legend(handles=handles, loc="outside right upper")
+    grid[0][4].legend(handles=handles, loc="upper left")
     return figure
 
 
@@ -261,11 +303,10 @@ def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
         return f"{row['activation']}{', training' if row['backward'] else ''}, K {row['k']}"
 
     labels = list(dict.fromkeys(map(label, rows)))
-    for dtype, marker in zip(HALF, ("o", "x"), strict=True):
+    for dtype, marker in zip(dict.fromkeys(row["dtype"] for row in rows), ("o", "x"), strict=False):
         here = [row for row in rows if row["dtype"] == dtype]
-        if here:
-            points = [labels.index(label(row)) for row in here], [row["ours / torch"] for row in here]
-            axes.plot(*points, marker, color=color(OURS, ["torch", OURS]), markersize=4, label=dtype)
+        points = [labels.index(label(row)) for row in here], [row["ours / torch"] for row in here]
+        axes.plot(*points, marker, color=color(OURS, ["torch", OURS]), markersize=4, label=dtype)
     axes.axhline(1, color=color("torch", ["torch", OURS]), linewidth=1)
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
     axes.set_ylim(0, 1.1 * max(row["ours / torch"] for row in rows))

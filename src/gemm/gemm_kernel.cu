@@ -113,9 +113,11 @@ constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 
 
 using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
-using TilesTf32 = TileList<SmallTf32, MediumTf32>;
+// Few rows, or few elements, are faster in float32.
+using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32>;
 constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.275, 0.195, 2.7, 0.76, 1.38, 1.44),
-                                   cost<MediumTf32>(0.541, 0.396, 4.9, 1.46, 1.39, 1.46)};
+                                   cost<MediumTf32>(0.541, 0.396, 4.9, 1.46, 1.39, 1.46), kCosts32[0],
+                                   kCosts32[1]};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
@@ -151,7 +153,7 @@ template <typename T, class F>
 auto with_tiles_for(const DeviceInfo& device, Precision precision, const F& f) {
   const int capability = device.compute_capability;
   if constexpr (std::is_same_v<T, float>) {
-    if (precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 2);
+    if (precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 4);
   }
   if constexpr (sizeof(T) == 2) {
     return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 3);
