@@ -189,9 +189,9 @@ def main() -> None:
         for name, shape in ({"primes": (251, 257, 263)} if args.small else ODD_SHAPES).items():
             rows.append(measure(bench, ODD, dtype, "NN", shape, shape=name))
     for dtype in ("bfloat16", "float32"):
-        for name, (batch, *sizes, layout) in BATCH_SHAPES.items():
+        for name, (batch, *matrices, layout) in BATCH_SHAPES.items():
             few = min(batch, 4) if args.small else batch
-            rows.append(measure_batch(bench, dtype, name, (few, *sizes), layout))
+            rows.append(measure_batch(bench, dtype, name, (few, *matrices), layout))
     for activation in ("relu", "gelu"):
         for backward in (False, True):
             for k in (64,) if args.small else (512, 1024, 4096):
