@@ -56,9 +56,10 @@ test-stream: $(INSTALLED)
 test-deterministic: $(INSTALLED)
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(TEST) --pass deterministic $(PYTEST)
 
-# Every op and algorithm in small sizes under compute-sanitizer, which comes with the CUDA toolkit, on a GPU.
+# Every op and algorithm in small sizes under compute-sanitizer, which comes with the CUDA toolkit, on a GPU. Not
+# initcheck: it does not see what TMA writes. Where memory is NaN before it is written: test-deterministic.
 test-sanitizer: $(INSTALLED)
-	for tool in memcheck racecheck synccheck initcheck; do \
+	for tool in memcheck racecheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(BIN)/python -m lltm_ext selftest || exit 1; \
 	done

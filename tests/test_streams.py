@@ -1,9 +1,12 @@
 """Work runs on the current stream, forward and backward. (Each op: op_suite.py.)"""
 
+import pytest
 import torch
 from op_suite import Make, assert_same_bits, needs_cuda
+from torch.autograd import DeviceType
 
 import lltm_ext
+from lltm_ext import _portable
 
 pytestmark = needs_cuda
 
@@ -76,3 +79,21 @@ def test_no_call_waits_for_the_gpu():
         lltm_ext.sigmoid(lltm_ext.relu(lltm_ext.round(lltm_ext.gemm(a, a.T))))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(_portable.in_use, reason="the portable library has no second stream")
+def test_two_directions_that_run_stepwise_use_two_streams():
+    layer = lltm_ext.LSTM(7, 16, bidirectional=True, device="cuda", dtype=torch.float64)
+    input = Make(torch.float64, "cuda")(30, 8, 7)
+    layer(input)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        layer(input)
+        torch.cuda.synchronize()
+    kernels = [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and "recurrence" in event.name()
+    ]
+    assert len(kernels) >= 60
+    assert len({kernel.device_resource_id() for kernel in kernels}) == 2
