@@ -149,8 +149,10 @@ def test_float64_and_odd_sizes_run_stepwise(name):
 @both_resets
 @pytest.mark.parametrize("sizes", [None, [20] * 9 + [4, 1]], ids=["dense", "packed"])
 def test_hidden_sizes_that_are_no_multiple_of_8(name, reset_to, sizes):
-    """Blocks of one row take 5 units as they are. Units are added to 100 of a cell whose zeros stay zeros, but
-    not by the portable library."""
+    """Blocks of one row take 5 units as they are. Units are added to 100 of a cell whose zeros stay zeros.
+
+    The portable library adds none.
+    """
     for hidden in (5, 100):
         for reset in (False, True):
             example = Example(
