@@ -309,7 +309,11 @@ def ratios(axes: Any, part: str, rows: list[dict[str, Any]]) -> None:
         axes.plot(*points, marker, color=color(OURS, ["torch", OURS]), markersize=4, label=dtype)
     axes.axhline(1, color=color("torch", ["torch", OURS]), linewidth=1)
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
-    axes.set_ylim(0, 1.1 * max(row["ours / torch"] for row in rows))
+    if part == BATCHES:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, 1.1 * max(row["ours / torch"] for row in rows))
     axes.set_title(f"{part}: x torch's rate", loc="left")
     axes.legend(fontsize=7)
 

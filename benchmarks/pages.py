@@ -217,7 +217,10 @@ def of_gemm(rows: Sequence[Row]) -> str:
     float32, float64 = (against_torch(where(squares, dtype=dtype)) for dtype in ("float32", "float64"))
     text += line("gemm in float32, 512^3 to 8192^3, all layouts", "", "cuBLAS", float32)
     text += "".join(of_precision(name, where(rows, precision=name)) for name in ("bf16x6", "bf16x9", "tf32"))
-    return text + line("gemm in float64, 512^3 to 4096^3, all layouts", "", "cuBLAS", float64)
+    text += line("gemm in float64, 512^3 to 4096^3, all layouts", "", "cuBLAS", float64)
+    batches = [against_torch(where(rows, part="batches", dtype=dtype)) for dtype in ("bfloat16", "float32")]
+    title = "batches: attention, experts, 6 x 6 and 32 x 32 matrices, in bfloat16; float32"
+    return text + line(title, "", "`torch.bmm`", "; ".join(batches))
 
 
 def of_fused(rows: Sequence[Row]) -> str:
