@@ -6,6 +6,7 @@ CUDA or Python.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def build() -> Path:
     with_cuda, architectures = wanted()
     folder = _cache() / _name(with_cuda, architectures)
     if not _is_complete(folder):
-        with _lock(folder):
+        with _writing_to(folder.parent), _lock(folder):
             if not _is_complete(folder):  # no other process has built it meanwhile
                 _build_new(folder, environment_for(with_cuda, architectures))
     return folder
@@ -86,20 +88,27 @@ def _digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("_C/*.so")}
 
 
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Says what to do if the folder is read-only or its disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ToolchainError(
+            f"{folder} cannot be written ({error}). "
+            "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
+        ) from error
+
+
 def _lock(folder: Path) -> AbstractContextManager[Any]:
     """For one process at a time. The operating system releases the lock of a process that is killed."""
     lock = FileLock(f"{folder}.lock")
+    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         return lock.acquire(blocking=False)
     except Timeout:
         _log("another process is building the modules; waiting for it")
         return lock.acquire()
-    except OSError as error:
-        raise ToolchainError(
-            f"{folder.parent} cannot be written ({error}). "
-            "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
-        ) from error
 
 
 def environment_for(with_cuda: bool, architectures: list[str]) -> dict[str, str]:

@@ -384,6 +384,15 @@ def test_a_killed_build_is_repeated(tiny: Tiny) -> None:
         process.communicate()
 
 
+def test_a_build_on_a_full_disk_is_reported_and_repeated(tiny: Tiny) -> None:
+    """As on one, a write stops in the middle: here at the largest size of a file."""
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
+    last = tiny.run(f"{full}\n{BUILD}", fails=True)[1].splitlines()[-1]
+    assert "cannot be written ([Errno 27] File too large). Run: export TORCH_EXTENSIONS_DIR=" in last
+    assert tiny.kept == ["lock", "log"]
+    assert Path(tiny.run(BUILD)[0].strip()).is_file()
+
+
 def test_a_compiler_error_names_the_log(tiny: Tiny) -> None:
     tiny.source.write_text("not C++\n")
     last = tiny.run(BUILD, fails=True)[1].splitlines()[-1]
