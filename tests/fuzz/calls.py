@@ -9,6 +9,7 @@ writes it to --log, so that the call that ends the process is known.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,6 +153,57 @@ def of_fake_quantize(draw: Draw) -> dict[str, Any]:
     }
 
 
+class Layer(NamedTuple):
+    """A layer with random options, and torch's with its parameters, in float64."""
+
+    ours: torch.nn.Module
+    theirs: torch.nn.Module
+
+    def __repr__(self) -> str:
+        return repr(self.ours)
+
+
+def of_layer(name: str) -> Callable[[Draw], dict[str, Any]]:
+    ours, theirs = getattr(lltm_ext, name), getattr(torch.nn, name)
+
+    def arguments(draw: Draw) -> dict[str, Any]:
+        t, b = draw(st.sampled_from([1, 2, 9]), "length"), draw(SIZES.filter(bool), "batch")
+        i, h, layers = (
+            draw(SIZES.filter(bool), "inputs"),
+            draw(SIZES.filter(bool), "units"),
+            draw(st.integers(1, 3), "layers"),
+        )
+        bidirectional, batch_first, bias = (draw(st.booleans()) for _ in range(3))
+        batched = draw(st.booleans(), "batched")
+        options = {
+            "num_layers": layers,
+            "bias": bias,
+            "batch_first": batch_first,
+            "bidirectional": bidirectional,
+        }
+        torch.manual_seed(draw(st.integers(0, 1000), "parameters"))
+        exact = theirs(i, h, **options, dtype=torch.float64, device=draw.device)
+        layer = ours(i, h, **options, dtype=draw.dtype, device=draw.device)
+        layer.load_state_dict(exact.state_dict())
+        exact.load_state_dict(layer.state_dict())  # rounded
+        sizes = ([b, t] if batch_first else [t, b]) if batched else [t]
+        found = {"layer": Layer(layer, exact), "input": draw.tensor(*sizes, i)}
+        if draw(st.booleans(), "states"):
+            for state in ("h0", "c0") if name == "LSTM" else ("h0",):
+                found[state] = draw.tensor(
+                    layers * (1 + bidirectional), *([b] if batched else []), h, scale=0.5
+                )
+        return found
+
+    return arguments
+
+
+def run_layer(layer: torch.nn.Module, input: Any, states: dict[str, Any]) -> tuple[Tensor, ...]:
+    hx = tuple(states.values())
+    output, last = layer(input, *([hx] if len(hx) > 1 else hx))
+    return output, *outputs_of(last)
+
+
 def straight_through_round(input: Tensor) -> Tensor:
     return input + (torch.round(input) - input).detach()
 
@@ -170,6 +222,14 @@ OPS = {
     "fake_quantize": Op(
         of_fake_quantize, lltm_ext.fake_quantize, fake_quantize_reference, exact=True, large=LARGE
     ),
+    **{
+        name: Op(
+            of_layer(name),
+            lambda layer, input, **states: run_layer(layer.ours, input, states),
+            lambda layer, input, **states: run_layer(layer.theirs, input, states),
+        )
+        for name in ("LSTM", "GRU", "RNN")
+    },
 }
 
 
@@ -211,7 +271,11 @@ def check(
         found = outputs_of(op.call(**leaves))
     except REFUSALS as error:
         assert not fits, f"refused: {call}: {error}"
-        assert str(error).startswith((name, f"lltm_ext::{name}")), f"unnamed: {call}: {error}"
+        names_op = str(error).lower().startswith((name.lower(), f"lltm_ext::{name}"))
+        assert names_op or str(error) == torchs_error(arguments), f"unnamed: {call}: {error}"
+        return
+    if (refusal := torchs_error(arguments)) is not None:
+        assert "sequence length to be larger than 0" in refusal, f"torch refuses {call}: {refusal}"
         return
     exact_leaves = {key: leaf(wide(x)) for key, x in arguments.items()}
     exact = outputs_of(op.reference(**exact_leaves))
@@ -228,6 +292,20 @@ def check(
     gradients = gradients_of(leaves, found, cotangents)
     for g, e in zip(gradients, gradients_of(exact_leaves, exact, cotangents), strict=True):
         check_near(g, e, BACKWARD, f"gradient of {call}")
+
+
+def torchs_error(arguments: dict[str, Any]) -> str | None:
+    """What torch's layer says to the same call."""
+    if "layer" not in arguments:
+        return None
+    layer, input, states = arguments["layer"], arguments["input"], dict(arguments)
+    del states["layer"], states["input"]
+    dtype = next(layer.ours.parameters()).dtype
+    try:
+        run_layer(copy.deepcopy(layer.theirs).to(dtype), input, states)
+    except REFUSALS as error:
+        return str(error)
+    return None
 
 
 def leaf(x: Any) -> Any:
@@ -266,6 +344,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"))
     args = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = False  # the bounds are those of float32
 
     @hypothesis.seed(args.seed)
     @hypothesis.settings(
@@ -279,7 +358,8 @@ def main() -> None:
         draw = Draw(data, args.device, OPS[args.op].large)
         arguments = OPS[args.op].arguments(draw)
         count = draw(st.sampled_from([0, 0, 1, 1, 2]), "changes")
-        for key in draw(st.permutations(sorted(arguments)), "arguments")[:count]:
+        names = sorted(arguments.keys() - {"layer"})
+        for key in draw(st.permutations(names), "arguments")[:count]:
             arguments[key] = changed(draw, arguments[key])
         args.log.write_text(described(args.op, arguments))
         check(args.op, arguments, count == 0, draw.scale > 0.1, draw.generator)

@@ -8,9 +8,10 @@ import pytest
 
 CALLS = Path(__file__).with_name("calls.py")
 OPS = ["sigmoid", "relu", "round", "binarize", "gemm", "lltm_cell", "lltm", "lstm", "gru", "fake_quantize"]
+LAYERS = ["LSTM", "GRU", "RNN"]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + LAYERS)
 def test_random_calls_equal_the_reference_or_are_refused_by_name(op, device, tmp_path, pytestconfig):
     log, examples = tmp_path / "last_call", str(pytestconfig.getoption("--examples"))
     command = [sys.executable, CALLS, "--op", op, "--examples", examples, "--device", device, "--log", log]
