@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # CUDA's compiler on PyPI. Installed next to torch, it is resolved to the CUDA version of that torch.
 TOOLKIT = "cuda-toolkit[nvcc,crt,nvvm,cccl]"
