@@ -378,6 +378,14 @@ class TestGemm(SmoothSuite):
 
     @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("activation", [None, "silu"])
+    def test_a_bias_with_strides_in_products_large_enough_for_onednn(self, half, activation):
+        a, b = operands(Make(half), 128, 128, 128)
+        bias = Make(half)(128, 2)[:, 0]
+        expected = gemm_reference(a.double(), b.double(), bias=bias.double(), activation=activation)
+        assert_near(lltm_ext.gemm(a, b, bias=bias, activation=activation), expected, FORWARD[half])
+
+    @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("activation", [None, "silu"])
     def test_a_product_of_half_types_takes_no_reference_implementation(self, half, activation):
         """oneDNN has one for weights stored as [K, N], which takes 250 ms here on CPUs with AMX."""
         for layout in ("NN", "NT", "TN", "TT"):

@@ -22,13 +22,15 @@ std::optional<c10::TypedOperatorHandle<Signature>> find_onednn(const char* op) {
   return found->typed<Signature>();
 }
 
-// activation(x [..., K] @ b [K, N] (+ bias [N])), rounded once. Undefined without oneDNN.
+// activation(x [..., K] @ b [K, N] (+ bias [N])), rounded once. Undefined without oneDNN. The op reads a bias
+// as if it were contiguous.
 inline at::Tensor onednn_linear(const at::Tensor& x, const at::Tensor& b,
                                 const std::optional<at::Tensor>& bias = std::nullopt,
                                 c10::string_view activation = "none", c10::string_view algorithm = "") {
   static const auto linear = find_onednn<OneDnnLinear>("mkldnn::_linear_pointwise");
   if (!linear) return {};
-  return linear->call(x, b.t(), bias, activation, c10::List<std::optional<at::Scalar>>(), algorithm);
+  const std::optional<at::Tensor> read = bias ? std::optional(bias->contiguous()) : std::nullopt;
+  return linear->call(x, b.t(), read, activation, c10::List<std::optional<at::Scalar>>(), algorithm);
 }
 
 // Whether the CPU has instructions for products of a half type.
