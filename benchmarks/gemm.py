@@ -34,6 +34,7 @@ ODD_SHAPES = {
     "unaligned rows": (2048, 2047, 2048),
     "unaligned result": (2048, 2048, 2047),
 }
+ONE_WEIGHT = "one weight"  # of all matrices of a batch: its stride is 0
 # batch, M, K, N and the layout
 BATCH_SHAPES = {
     "attention: scores": (128, 1024, 64, 1024, "NT"),
@@ -44,11 +45,11 @@ BATCH_SHAPES = {
     "64 experts, down": (64, 256, 4096, 1024, "NT"),
     "64 experts, weights": (64, 1024, 256, 4096, "TN"),
     "8 rows an expert": (64, 8, 1024, 4096, "NT"),
-    "one weight": (32, 512, 1024, 1024, "NN"),  # of all matrices: its stride is 0
+    ONE_WEIGHT: (32, 512, 1024, 1024, "NN"),
     "32 x 32": (4096, 32, 32, 32, "NN"),
     "6 x 6": (65_536, 6, 6, 6, "NN"),
 }
-ONE_WEIGHT = "one weight"
+BATCH_DTYPES = ("bfloat16", "float32")
 
 
 def operand(rows: int, columns: int, transposed: bool, like: dict[str, Any], *batch: int) -> Tensor:
@@ -188,7 +189,7 @@ def main() -> None:
                 rows.append(measure(bench, FEW_ROWS, dtype, "NT", (m, k, n)))
         for name, shape in ({"primes": (251, 257, 263)} if args.small else ODD_SHAPES).items():
             rows.append(measure(bench, ODD, dtype, "NN", shape, shape=name))
-    for dtype in ("bfloat16", "float32"):
+    for dtype in BATCH_DTYPES:
         for name, (batch, *matrices, layout) in BATCH_SHAPES.items():
             few = min(batch, 4) if args.small else batch
             rows.append(measure_batch(bench, dtype, name, (few, *matrices), layout))
@@ -223,7 +224,7 @@ def claims(rows: list[dict[str, Any]]) -> list[str]:
     """The geometric mean and the minimum of each part."""
     groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
     groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
-    groups |= {f"{BATCHES}, {dtype}": (BATCHES, (dtype,)) for dtype in ("bfloat16", "float32")}
+    groups |= {f"{BATCHES}, {dtype}": (BATCHES, (dtype,)) for dtype in BATCH_DTYPES}
     ratios_of = {
         name: [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
         for name, (part, dtypes) in groups.items()
