@@ -13,8 +13,10 @@ straight-through one), `ElementwiseSuite` what holds for functions of one tensor
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -128,6 +130,17 @@ class Call:
             return outputs[0] if len(outputs) == 1 else outputs
 
         return of_tensors
+
+
+def assert_checkpointing_frees(function, call):
+    """Its recomputation ends by an exception, which a node must survive without a tensor that holds it."""
+    call = call.leaves()
+    outputs = torch.utils.checkpoint.checkpoint(call.bind(function), *call.tensors, use_reentrant=False)
+    torch.autograd.backward(pytree.tree_leaves(outputs), cotangents(pytree.tree_leaves(outputs)))
+    inputs = [weakref.ref(x) for x in call.tensors]  # a node that stays holds them
+    del call, outputs
+    gc.collect()
+    assert [x() for x in inputs] == [None] * len(inputs)
 
 
 class Module(torch.nn.Module):
@@ -288,6 +301,9 @@ class OpSuite:
             outputs, gradients = forward_and_gradients(checkpointed, call)
             plain, plain_gradients = forward_and_gradients(function, call)
             assert_same_bits(outputs + gradients, plain + plain_gradients)
+
+    def test_activation_checkpointing_frees_what_it_recomputes(self, case, device):
+        assert_checkpointing_frees(self.function, self.call(case, DOUBLE, device))
 
     def test_saved_tensors_may_be_kept_elsewhere(self, device):
         """As save_on_cpu does: the backward gets other tensors of the same values."""

@@ -21,6 +21,7 @@ from op_suite import (
     ModuleSuite,
     SmoothSuite,
     assert_all_near,
+    assert_checkpointing_frees,
     assert_near,
     assert_same_bits,
     cotangents,
@@ -678,6 +679,16 @@ class LayerSuite(ModuleSuite):
         else:
             expected, states_expected = self.peer(layer)(values, hx)
             assert_all_near([output, h_n, c_n], [expected, *states_expected], self.near[0])
+
+    @kinds
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    def test_activation_checkpointing_frees_what_it_recomputes(self, kind, packed, device):
+        layer, make = self.build(kind, device, torch.float32), Make(device=device)
+
+        def of_rows(*rows):
+            return layer(pack_sequence(rows))[0].data if packed else layer(torch.stack(rows, 1))
+
+        assert_checkpointing_frees(of_rows, Call(make(6, INPUT), make(6, INPUT)))
 
     def test_autocast(self, device):
         """As near to float64 as the lower dtype allows, for the cell state is float32 between the steps."""

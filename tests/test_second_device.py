@@ -9,9 +9,10 @@ from lltm_ext import _C
 
 
 @needs_two_gpus
-def test_the_layer_runs_on_a_device_that_is_not_current():
+@pytest.mark.parametrize("layer", [lltm_ext.LLTM, lltm_ext.LSTM, lltm_ext.GRU, lltm_ext.RNN])
+def test_a_layer_runs_on_a_device_that_is_not_current(layer):
     torch.cuda.set_device(0)
-    layer = lltm_ext.LLTM(7, 16, num_layers=2, bidirectional=True, device="cuda:1")
+    layer = layer(7, 16, num_layers=2, bidirectional=True, device="cuda:1")
     input = Make(device="cuda:1")(20, 8, 7)
     output, _ = layer(input)
     output.sum().backward()

@@ -22,6 +22,7 @@
 
 #include "common/checks.h"
 #include "common/elementwise.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "common/python.h"
 
@@ -99,7 +100,7 @@ struct UnaryOps {
   // ---- Autograd
 
   template <bool kInPlace>
-  struct Node : torch::autograd::Function<Node<kInPlace>> {
+  struct Node : Function<Node<kInPlace>> {
     static at::Tensor forward(Context* context, const at::Tensor& input, P... parameters) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       Op::keep(context, kInPlace, input, parameters...);

@@ -7,6 +7,7 @@
 // T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
 // recurrence/cell.h.
 #include "common/differentiable.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
@@ -143,7 +144,7 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
 #ifndef LLTM_EXT_STABLE_ABI
 // ---- autograd
 
-struct CustomCellFunction : torch::autograd::Function<CustomCellFunction> {
+struct CustomCellFunction : Function<CustomCellFunction> {
   static constexpr size_t kArguments = 13, kDifferentiable = 7, kTensors = 9;
 
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,

@@ -12,6 +12,7 @@
 #include "common/call_op.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
@@ -152,7 +153,7 @@ bool list_needs_grad(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
 }
 
-struct Node : torch::autograd::Function<Node> {
+struct Node : Function<Node> {
   static at::Tensor forward(Context* context, at::TensorList inputs, at::ArrayRef<double> scalars,
                             const Program& program) {
     GradMask mask = 0;

@@ -24,6 +24,7 @@
 
 #include "common/checks.h"
 #include "common/elementwise.h"
+#include "common/function.h"
 #include "common/library.h"
 #ifndef LLTM_EXT_STABLE_ABI
 #include <ATen/ops/gelu.h>
@@ -457,7 +458,7 @@ at::Tensor gradient_of_b(const at::Tensor& a, const OperandShape& b, const at::T
 
 // {c}, or {c, a @ b + bias} for activations whose backward needs the latter. It is an output of the node, so
 // that the double backward differentiates through it.
-struct GemmNode : torch::autograd::Function<GemmNode> {
+struct GemmNode : Function<GemmNode> {
   using variable_list = torch::autograd::variable_list;
 
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& a,

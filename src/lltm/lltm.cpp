@@ -14,6 +14,7 @@
 #include <climits>
 
 #include "common/dispatch.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "common/matmul.h"
 #include "common/python.h"
@@ -295,7 +296,7 @@ std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::
   return op.call(input, weights, bias, old_h, old_cell);
 }
 
-struct CellFunction : torch::autograd::Function<CellFunction> {
+struct CellFunction : Function<CellFunction> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                const at::Tensor& weights, const OptionalTensor& bias, const at::Tensor& old_h,
                                const at::Tensor& old_cell) {

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "common/differentiable.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "common/onednn.h"
 #include "recurrence/tensors/inputs.h"
@@ -83,7 +84,7 @@ struct OneDnnLstm {
 
   // Second derivatives are those of Composed::composed (SequenceOps::SequenceFunction).
   template <class Composed>
-  struct Node : torch::autograd::Function<Node<Composed>> {
+  struct Node : Function<Node<Composed>> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                  const OptionalTensor& h0, const OptionalTensor& c0,
                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,

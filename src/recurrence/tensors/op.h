@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "common/differentiable.h"
+#include "common/function.h"
 #include "common/library.h"
 #include "recurrence/tensors/backward.h"
 #include "recurrence/tensors/forward.h"
@@ -96,7 +97,7 @@ struct SequenceOps {
     return entry->second.toIntVector();
   }
 
-  struct SequenceFunction : torch::autograd::Function<SequenceFunction> {
+  struct SequenceFunction : Function<SequenceFunction> {
     static constexpr size_t kArguments = 11, kBias = 5, kBiasHh = 10;
 
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
@@ -196,7 +197,7 @@ struct SequenceOps {
     }
   };
 
-  struct BidirectionalFunction : torch::autograd::Function<BidirectionalFunction> {
+  struct BidirectionalFunction : Function<BidirectionalFunction> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                  at::TensorList forward_direction, at::TensorList reverse_direction,
                                  at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
