@@ -107,9 +107,9 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def dense(weight: Tensor, hidden: int) -> Tensor:
     """[G*H, H] of a block-diagonal [G*H, H/heads]."""
     size = weight.shape[1]
-    heads = hidden // size
-    if heads == 1:
+    if size == hidden:
         return weight
+    heads = hidden // size
     blocks = weight.view(-1, heads, size, 1, size)
     return (blocks * torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]).reshape(
         -1, hidden

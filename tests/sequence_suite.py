@@ -42,7 +42,7 @@ def sequence_arguments(make, gates, length, batch, input_size, hidden_size, bias
         "h0": make(batch, hidden_size, scale=0.5),
         "c0": make(batch, hidden_size),
         "weight_ih": make(gates * hidden_size, input_size, scale=max(input_size, 1) ** -0.5),
-        "weight_hh": make(gates * hidden_size, hidden_size, scale=0.5 * hidden_size**-0.5),
+        "weight_hh": make(gates * hidden_size, hidden_size, scale=0.5 * max(hidden_size, 1) ** -0.5),
         "bias": make(gates * hidden_size) if bias else None,
     }
 
@@ -132,6 +132,7 @@ def sequence_empty_samples(gates):
         "no rows": sample(gates, 6, 0, 3, 5),
         "no steps and no rows": sample(gates, 0, 0, 3, 5),
         "no features": sample(gates, 6, 4, 0, 5),
+        "no units": sample(gates, 6, 4, 3, 0),
     }
 
 

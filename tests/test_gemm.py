@@ -595,6 +595,26 @@ def test_every_kernel_supports_batches(sizes, dtype):
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(
+    "sizes", [(32, 32, 32), (24, 40, 8), (40, 96, 24), (8, 200, 48), (20, 24, 36)], ids=str
+)
+def test_batches_of_small_matrices(sizes, layout, dtype):
+    make = Make(dtype, "cuda")
+    a, b = operands(make, *sizes, 1000)
+    bias = make(b.shape[-1])
+    if layout[0] == "T":
+        a = transposed(a)
+    if layout[1] == "T":
+        b = transposed(b)
+    for activation in (None, "gelu"):
+        found = lltm_ext.gemm(a, b, bias=bias, activation=activation)
+        exact = gemm_reference(a.double(), b.double(), bias.double(), activation)
+        assert_near(found, exact, FORWARD[dtype])
+
+
+@needs_cuda
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
     make = Make(DOUBLE, "cuda")

@@ -214,13 +214,13 @@ def test_half_types_keep_states_in_float32_and_round_h(device):
 
 
 @cells
-@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (0, 0)])
-def test_no_steps_or_rows(cell, length, batch, device):
-    call = arguments(cell, Make(DOUBLE, device), length=length, batch=batch)
+@pytest.mark.parametrize("length, batch, hidden", [(0, 3, 6), (5, 0, 6), (0, 0, 6), (5, 3, 0), (0, 0, 0)])
+def test_no_steps_rows_or_units(cell, length, batch, hidden, device):
+    call = arguments(cell, Make(DOUBLE, device), length=length, batch=batch, hidden=hidden)
     function, _, call = without_gradients_of_steps(cell, call)
     call = call.leaves()
     output, *final = call.run(function)
-    assert output.shape == (length, batch, 6)
+    assert output.shape == (length, batch, hidden)
     states = call.args[1] if cell.states else (call.args[1],)
     if length == 0:
         assert_same_bits(final, states)

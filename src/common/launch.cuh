@@ -41,10 +41,12 @@ cudaError_t compute_capability(int& capability) {
 }
 
 // programmatic: a programmatic dependent launch, for compute capability 9.0 and later. The kernel may start
-// before the previous one ends, and calls griddepcontrol_wait before it reads that one's results.
+// before the previous one ends, and calls griddepcontrol_wait before it reads that one's results. Without
+// blocks there is nothing to do, which CUDA would refuse.
 template <class F, class... Args>
 cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes, bool programmatic,
                           cudaStream_t stream, const Args&... args) {
+  if (blocks.x == 0) return cudaSuccess;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

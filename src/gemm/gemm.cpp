@@ -209,6 +209,7 @@ at::Tensor onednn_gemm(const at::Tensor& a, const at::Tensor& b, const OptionalT
   if (!at::globalContext().userEnabledMkldnn() || a.numel() * b.size(1) < kLeastProducts) return {};
   if (onednn_may_lose_nan(a, b, bias, activation)) return {};
   if (!bias && activation == Activation::kNone) return at::matmul(a, b);
+  if (!bias && activation == Activation::kRelu) return at::matmul(a, b).relu_();
   const at::Tensor stored_along_k = b.t().contiguous().t();
   for (const OneDnnActivation& known : kOneDnnActivations) {
     if (activation != known.activation) continue;

@@ -223,20 +223,29 @@ cudaError_t launch_narrow(const Problem<T>& problem, const DeviceInfo& device, c
 
 // One tile has all rows. One block a multiprocessor fills all of its shared memory with stages; the tile has
 // the width whose rounds of blocks take the least time.
+struct OneTileRow {
+  int columns = 32;
+  int64_t rounds;
+
+  OneTileRow(int64_t n, int64_t batch, const DeviceInfo& device) {
+    const auto rounds_of = [&](int columns) {
+      return ceil_div(int64_t{tiles_of(n, columns)} * batch, device.multiprocessors);
+    };
+    for (int wider : {88, 128}) {
+      if (rounds_of(wider) * wider <= rounds_of(columns) * columns) columns = wider;
+    }
+    rounds = rounds_of(columns);
+  }
+};
+
 template <typename T>
 cudaError_t launch_one_tile_row(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
-  const auto time = [&](int columns) {
-    return ceil_div(int64_t{tiles_of(problem.n, columns)} * problem.batch, device.multiprocessors) * columns;
-  };
-  int best = 32;
-  for (int columns : {88, 128}) {
-    if (time(columns) <= time(best)) best = columns;
-  }
   const auto run = [&](auto mainloop) {
     return launch_few_tiles<decltype(mainloop)>(problem, device, stream);
   };
-  if (best == 32) return run(Mainloop<T, kFewRows, 32, 16, false, false>());
-  if (best == 88) return run(Mainloop<T, kFewRows, 88, 10, false, false>());
+  const int columns = OneTileRow(problem.n, problem.batch, device).columns;
+  if (columns == 32) return run(Mainloop<T, kFewRows, 32, 16, false, false>());
+  if (columns == 88) return run(Mainloop<T, kFewRows, 88, 10, false, false>());
   return run(Mainloop<T, kFewRows, 128, 9, false, false>());
 }
 
@@ -478,14 +487,17 @@ double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& dev
   if (kernel == kFewRowsKernel) {
     return 1.75 + result + std::max({0.29 * weights, 0.03 * slices, 1.3 * (rounds(kFewRowsColumns) - 1)});
   }
-  if (kernel == kOneTileRow) return 3.5 + result + 0.42 * weights + 0.01 * slices;
+  if (kernel == kOneTileRow) {
+    const auto more_rounds = static_cast<double>(OneTileRow(args.n, args.batch, device).rounds - 1);
+    return 3.5 + result + 0.42 * weights + 0.01 * slices + 2.9 * more_rounds;
+  }
   const int64_t narrow = few_rows ? args.m : args.n;
   const bool wide = narrow > kNarrow || (few_rows && !a_is_k_major(args));
   const double columns = wide ? kFewRows : narrow > 16 ? kNarrow : narrow > 8 ? 16 : 8;
   const int splits = splits_of(tiles_of(rows, 64) * args.batch, slices, device);
-  const double sums = splits > 1 ? 1.3 : 0;
-  return 1.35 + result + 0.21 * weights + sums +
-         std::max(1.0, rounds(64)) * (0.13 * slices / splits + 0.7 + 0.02 * columns);
+  const double sums = splits > 1 ? 1.3 : 0, more_rounds = std::max(0.0, rounds(64) - 1);
+  const double round = 0.13 * slices / splits + 0.7 + 0.02 * columns;
+  return 1.35 + result + 0.21 * weights + sums + round + more_rounds * (round + (wide ? 3 : 0));
 }
 
 }  // namespace hopper

@@ -98,11 +98,13 @@ using Half = __half;
 using SmallHalf = TensorTile<Half, 64, 64, 32, 32, 4, 3>;
 using MediumHalf = TensorTile<Half, 128, 128, 32, 64, 3, 2>;
 using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
-using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf>;
+using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;  // for batches of small matrices
+using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
 constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
                                    cost<MediumHalf>(0.42, 0.335, 3.8, 2.8, 1.5, 2.8),
-                                   cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever)};
+                                   cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever),
+                                   cost<TinyHalf>(0.20, 0.073, 3.1, 0.16, kNever, kNever)};
 static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
@@ -156,7 +158,7 @@ auto with_tiles_for(const DeviceInfo& device, Precision precision, const F& f) {
     if (precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 4);
   }
   if constexpr (sizeof(T) == 2) {
-    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 3);
+    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 4);
   } else if constexpr (sizeof(T) == 4) {
     return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
                                 : f(Tiles32(), kCosts32, count32(device));
@@ -191,9 +193,11 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   }
 #endif
   // Of half types, Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know
-  // how fast memory is. But mma.sync never needs copies of the operands.
-  constexpr double kMargin = 1.25;
-  const double slower = sizeof(T) > 2 || !plan.supported ? 1 : plan.copies ? kMargin : kNever;
+  // how fast memory is. But mma.sync never needs copies of the operands, and has a tile for small matrices.
+  const double slower = sizeof(T) > 2 || !plan.supported ? 1
+                        : plan.copies                    ? 1.25
+                        : args.batch > 1                 ? 1.1
+                                                         : kNever;
   const Schedule schedule =
       with_tiles_for<T>(device, args.precision, [&](auto, const TileCost* costs, int count) {
         return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount,

@@ -142,9 +142,9 @@ cudaError_t with_layouts(const GemmArgs<T>& args, F&& launch) {
 // rows that a warp writes at once over the banks.
 template <typename T, int COLUMNS>
 __device__ __forceinline__ int staged_at(int row, int column) {
-  constexpr int V = kVecWidth<T>;
-  static_assert(COLUMNS % (8 * V) == 0);
-  return row * COLUMNS + (column / V ^ (row & 7)) * V + column % V;
+  constexpr int V = kVecWidth<T>, kVectors = COLUMNS / V < 8 ? COLUMNS / V : 8;
+  static_assert(COLUMNS % (kVectors * V) == 0);
+  return row * COLUMNS + (column / V ^ (row & (kVectors - 1))) * V + column % V;
 }
 
 // Writes the first `valid` of V values, or all of them in one store if `vector`.

@@ -204,6 +204,14 @@ def run_layer(layer: torch.nn.Module, input: Any, states: dict[str, Any]) -> tup
     return output, *outputs_of(last)
 
 
+def contiguous(states: dict[str, Any]) -> dict[str, Any]:
+    """As cuDNN demands of torch's layers."""
+    return {
+        key: x.contiguous() if isinstance(x, Tensor) and x.layout == torch.strided else x
+        for key, x in states.items()
+    }
+
+
 def straight_through_round(input: Tensor) -> Tensor:
     return input + (torch.round(input) - input).detach()
 
@@ -226,7 +234,7 @@ OPS = {
         name: Op(
             of_layer(name),
             lambda layer, input, **states: run_layer(layer.ours, input, states),
-            lambda layer, input, **states: run_layer(layer.theirs, input, states),
+            lambda layer, input, **states: run_layer(layer.theirs, input, contiguous(states)),
         )
         for name in ("LSTM", "GRU", "RNN")
     },
@@ -302,7 +310,7 @@ def torchs_error(arguments: dict[str, Any]) -> str | None:
     del states["layer"], states["input"]
     dtype = next(layer.ours.parameters()).dtype
     try:
-        run_layer(copy.deepcopy(layer.theirs).to(dtype), input, states)
+        run_layer(copy.deepcopy(layer.theirs).to(dtype), input, contiguous(states))
     except REFUSALS as error:
         return str(error)
     return None

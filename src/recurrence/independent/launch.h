@@ -11,6 +11,7 @@ namespace lltm_ext {
 // Runs a kernel (a __global__ function or a cudaKernel_t) of independent_units(hidden) units a thread.
 template <class Arguments>
 cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, cudaStream_t stream) {
+  if (sequence.steps.batch * sequence.hidden == 0) return cudaSuccess;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(independent_blocks(sequence.steps.batch, sequence.hidden)));
   config.blockDim = dim3(kIndependentThreads);
