@@ -98,7 +98,7 @@ using Half = __half;
 using SmallHalf = TensorTile<Half, 64, 64, 32, 32, 4, 3>;
 using MediumHalf = TensorTile<Half, 128, 128, 32, 64, 3, 2>;
 using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
-using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;  // for batches of small matrices
+using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;  // for batches only
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
 constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
@@ -152,13 +152,14 @@ constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
 // What multiplies T on a device by the kernels for all architectures: calls f(the list of tiles, the table of
 // their costs, how many of them are for this device).
 template <typename T, class F>
-auto with_tiles_for(const DeviceInfo& device, Precision precision, const F& f) {
+auto with_tiles_for(const DeviceInfo& device, const GemmArgs<T>& args, const F& f) {
   const int capability = device.compute_capability;
   if constexpr (std::is_same_v<T, float>) {
-    if (precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 4);
+    if (args.precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 4);
   }
   if constexpr (sizeof(T) == 2) {
-    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 4);
+    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2)
+                                : f(TilesHalf(), kCostsHalf, args.batch > 1 ? 4 : 3);
   } else if constexpr (sizeof(T) == 4) {
     return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
                                 : f(Tiles32(), kCosts32, count32(device));
@@ -198,11 +199,10 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
                         : plan.copies                    ? 1.25
                         : args.batch > 1                 ? 1.1
                                                          : kNever;
-  const Schedule schedule =
-      with_tiles_for<T>(device, args.precision, [&](auto, const TileCost* costs, int count) {
-        return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount,
-                             sizes, device.multiprocessors);
-      });
+  const Schedule schedule = with_tiles_for<T>(device, args, [&](auto, const TileCost* costs, int count) {
+    return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
+                         device.multiprocessors);
+  });
   return {schedule, plan.supported && plan.time < schedule.time, plan};
 }
 
@@ -240,24 +240,22 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, c
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
   const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
-  const cudaError_t error =
-      with_tiles_for<T>(device, args.precision, [&](auto tiles, const TileCost*, int count) {
-        const int outer = schedule.tile - count - kDirectCount;
-        if (outer >= 0) {
-          return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
-            return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic,
-                                stream);
-          });
-        }
-        if (schedule.tile >= count) {
-          return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
-            return launch_direct(tile, args, schedule.splits, programmatic, stream);
-          });
-        }
-        return with_tile(tiles, schedule.tile, [&](auto tile) {
-          return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
-        });
+  const cudaError_t error = with_tiles_for<T>(device, args, [&](auto tiles, const TileCost*, int count) {
+    const int outer = schedule.tile - count - kDirectCount;
+    if (outer >= 0) {
+      return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
+        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic, stream);
       });
+    }
+    if (schedule.tile >= count) {
+      return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
+        return launch_direct(tile, args, schedule.splits, programmatic, stream);
+      });
+    }
+    return with_tile(tiles, schedule.tile, [&](auto tile) {
+      return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
+    });
+  });
   if (error != cudaSuccess || schedule.splits == 1) return error;
   return launch_reduce(args, schedule.splits, programmatic, stream);
 }
