@@ -139,7 +139,7 @@ def assert_checkpointing_frees(function, call):
     torch.autograd.backward(pytree.tree_leaves(outputs), cotangents(pytree.tree_leaves(outputs)))
     inputs = [weakref.ref(x) for x in call.tensors]  # a node that stays holds them
     del call, outputs
-    gc.collect(1)  # of cycles among young objects only: all would take most of the test
+    gc.collect()
     assert [x() for x in inputs] == [None] * len(inputs)
 
 
