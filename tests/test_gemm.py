@@ -595,10 +595,21 @@ def test_every_kernel_supports_batches(sizes, dtype):
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize(
-    "sizes", [(32, 32, 32), (24, 40, 8), (40, 96, 24), (8, 200, 48), (20, 24, 36)], ids=str
+    "sizes",
+    [
+        (32, 32, 32),
+        (24, 40, 8),
+        (40, 96, 24),
+        (8, 200, 48),
+        (20, 24, 36),
+        (23, 90, 31),
+        (45, 17, 33),
+        (300, 40, 77),
+    ],
+    ids=str,
 )
 def test_batches_of_small_matrices(sizes, layout, dtype):
     make = Make(dtype, "cuda")

@@ -51,23 +51,33 @@ constexpr TileCost cost(double wait, double work, double ends, double store, dou
           store,    pairs,    elements};
 }
 
+constexpr TileCost for_batches(TileCost cost) {
+  cost.batches_only = true;
+  return cost;
+}
+
 using Small32 = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
 using Flat32 = FfmaTile<float, 16, 128, 32, 4, 4, 1, 3, 3>;
 using Tall32 = FfmaTile<float, 256, 32, 32, 8, 4, 1, 3, 2>;
 using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
 using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
+using Overlapped32 = FfmaTile<float, 128, 64, 16, 8, 8, 1, 3, 4>;  // short K: a block starts while others end
+using Tiny32 = FfmaTile<float, 32, 32, 16, 8, 4, 1, 2, 16>;
 using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
-using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Tall32, Narrow32>;
+using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Overlapped32, Tiny32, Tall32, Narrow32>;
 constexpr double kUnaligned32 = 1.25;  // copies of single elements take so much longer
 constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9, kUnaligned32, kUnaligned32),
                                  cost<Flat32>(0.73, 0.67, 1.9, 0.7, kUnaligned32, kUnaligned32),
                                  cost<Medium32>(1.38, 1.35, 5.2, 0, kUnaligned32, kUnaligned32),
                                  cost<Large32>(2.61, 2.61, 8.7, 0, kUnaligned32, kUnaligned32),
+                                 cost<Overlapped32>(0.873, 0.717, 5.4, 0.38, 1.06, 1.06),
+                                 for_batches(cost<Tiny32>(0.51, 0.125, 3.7, 0.064, 1.09, 1.09)),
                                  cost<Tall32>(1.88, 1.67, 3.0, 2.8, kUnaligned32, kUnaligned32),
                                  cost<Narrow32>(0.54, 0.54, 2.4, 0, kUnaligned32, kUnaligned32)};
 // The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
-constexpr int kCount32 = 4;
-static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes}) < 98 << 10);
+constexpr int kCount32 = 6;
+static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
+                        Overlapped32::kBytes, Tiny32::kBytes}) < 98 << 10);
 inline int count32(const DeviceInfo& device) {
   if (device.compute_capability == kHopper) return kCount32 + 2;
   constexpr int kStatic = 1 << 10;
@@ -98,13 +108,13 @@ using Half = __half;
 using SmallHalf = TensorTile<Half, 64, 64, 32, 32, 4, 3>;
 using MediumHalf = TensorTile<Half, 128, 128, 32, 64, 3, 2>;
 using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
-using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;  // for batches only
+using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
 constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
                                    cost<MediumHalf>(0.42, 0.335, 3.8, 2.8, 1.5, 2.8),
                                    cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever),
-                                   cost<TinyHalf>(0.20, 0.073, 3.1, 0.16, kNever, kNever)};
+                                   for_batches(cost<TinyHalf>(0.20, 0.073, 3.1, 0.16, kNever, kNever))};
 static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
@@ -116,10 +126,10 @@ constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 
 using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 // Few rows, or few elements, are faster in float32.
-using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32>;
+using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32>;
 constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.275, 0.195, 2.7, 0.76, 1.38, 1.44),
                                    cost<MediumTf32>(0.541, 0.396, 4.9, 1.46, 1.39, 1.46), kCosts32[0],
-                                   kCosts32[1]};
+                                   kCosts32[1], kCosts32[5]};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
@@ -155,11 +165,10 @@ template <typename T, class F>
 auto with_tiles_for(const DeviceInfo& device, const GemmArgs<T>& args, const F& f) {
   const int capability = device.compute_capability;
   if constexpr (std::is_same_v<T, float>) {
-    if (args.precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 4);
+    if (args.precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 5);
   }
   if constexpr (sizeof(T) == 2) {
-    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2)
-                                : f(TilesHalf(), kCostsHalf, args.batch > 1 ? 4 : 3);
+    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 4);
   } else if constexpr (sizeof(T) == 4) {
     return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
                                 : f(Tiles32(), kCosts32, count32(device));

@@ -27,6 +27,7 @@ struct TileCost {
   double ends;                     // a block's launch, first slice and epilogue
   double store;                    // more for each further block of a multiprocessor
   double pairs = 1, elements = 1;  // by how much these take longer if copies are of 2 or 4 elements, or of 1
+  bool batches_only = false;       // for many small matrices
 };
 
 // A thread's tile in the kernel without shared memory (gemm_direct.cuh).
@@ -123,6 +124,7 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slow
   const int64_t elements = sizes.batch * sizes.m * sizes.n, sum_bytes = elements * sizes.sum_bytes;
   for (int i = 0; i < tile_count; ++i) {
     const TileCost& cost = tiles[i];
+    if (cost.batches_only && sizes.batch == 1) continue;
     const int64_t count = sizes.batch * ceil_div(sizes.m, cost.rows) * ceil_div(sizes.n, cost.columns);
     const int64_t slices = ceil_div(sizes.k, cost.depth);
     const int64_t most = std::min({slices, kMostSumBytes / std::max<int64_t>(sum_bytes, 1), kMostSplits});
