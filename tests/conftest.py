@@ -86,10 +86,10 @@ def pytest_generate_tests(metafunc):
 # Those that take minutes, the longest first.
 LONG = [
     "test_packaging.py",
+    "test_persistent_kernels.py",
     "test_jit.py",
     "test_cpp.py",
-    "test_custom_cell.py",
-    "test_persistent_kernels.py",
+    "test_fuzz.py",
 ]
 
 
