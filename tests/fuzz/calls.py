@@ -154,6 +154,19 @@ def of_fake_quantize(draw: Draw) -> dict[str, Any]:
     }
 
 
+def of_stochastic_round(draw: Draw) -> dict[str, Any]:
+    draw.dtype = torch.float32
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16]), "dtype")
+    return of_input(draw) | {"dtype": dtype}
+
+
+def neighbour(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """Either neighbour in a half type is within the bounds of the input itself."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"no half type: {dtype}")
+    return input
+
+
 class Layer(NamedTuple):
     """A layer with random options, and torch's with its parameters, in float64."""
 
@@ -236,6 +249,7 @@ OPS = {
     "fake_quantize": Op(
         of_fake_quantize, lltm_ext.fake_quantize, fake_quantize_reference, exact=True, large=LARGE
     ),
+    "stochastic_round": Op(of_stochastic_round, lltm_ext.stochastic_round, neighbour),
     **{
         name: Op(
             of_layer(name),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 CALLS = Path(__file__).with_name("calls.py")
-OPS = ["sigmoid", "relu", "round", "binarize", "gemm", "lltm_cell", "lltm", "lstm", "gru", "fake_quantize"]
+OPS = ["sigmoid", "relu", "round", "binarize", "fake_quantize", "stochastic_round"]
+OPS += ["gemm", "lltm_cell", "lltm", "lstm", "gru"]
 LAYERS = ["LSTM", "GRU", "RNN"]
 
 
