@@ -17,9 +17,8 @@ TOOLS := .venv/.tools
 LINT := .venv/.lint
 INSTALLED := .venv/.installed
 INSTALLED_WHEEL := .venv/.installed-wheel
-# Two at a time, the tests of a file one after the other, and the files in the order of tests/conftest.py. Threads that
-# wait sleep, because spinning would take the other process's core.
-TEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two at a time, the tests of a file one after the other, and the files in the order of tests/conftest.py.
+TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # For make test-asan: libraries that must be loaded before Python's, and the tests of the ops.
 SANITIZERS = $(foreach library,asan ubsan stdc++,$(shell c++ -print-file-name=lib$(library).so))
 SANITIZED := $(patsubst %,tests/test_%.py,sanitizers no_storage written_tensors threads sigmoid relu round gemm \

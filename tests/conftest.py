@@ -6,6 +6,11 @@ import os
 import shlex
 
 import pytest
+
+# Threads that wait sleep. Spinning, as they do by default, they would take the cores of pytest-xdist's other
+# workers. OpenMP reads it when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from lltm_ext import _portable
