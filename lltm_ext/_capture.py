@@ -214,7 +214,7 @@ def truth(x: Operand) -> Node:
 
 
 def clamp(x: Node, low: Operand | None = None, high: Operand | None = None, **bounds: Any) -> Node:
-    """Not maximum and minimum: at a bound the whole gradient passes."""
+    """Not maximum and minimum: at a bound the whole gradient passes, as in torch up to 2.14."""
     low, high = bounds.get("min", low), bounds.get("max", high)
     x = x if low is None else where(make("lt", x, low), low, x)
     return x if high is None else where(make("gt", x, high), high, x)

@@ -7,6 +7,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks" / "results").is_dir(), reason="the sdist has no results of benchmarks"
+)
+
 
 @pytest.mark.parametrize(
     "page", ["README.md", "docs/benchmarks.md", "docs/design/recurrence.md", "docs/libraries.md"]

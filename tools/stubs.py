@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TYPES = {
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",
+    " | typing.SupportsIndex": "",
     "torch.Tensor": "Tensor",
     "collections.abc.Sequence": "Sequence",
 }
