@@ -17,6 +17,7 @@ from lltm_ext._library import (
     differentiable_gradients,
     differentiable_tangents,
     has_tangents,
+    implement,
     ops,
     transforms_active,
     vmap_rows,
@@ -207,5 +208,4 @@ def by_loop(
     return output, final[0], torch.stack(final[1:]) if final[1:] else states
 
 
-LIBRARY = torch.library.Library("lltm_ext", "FRAGMENT")
-LIBRARY.impl("custom_cell_by_loop", by_loop, "CompositeImplicitAutograd")
+implement("custom_cell_by_loop", by_loop, "CompositeImplicitAutograd")

@@ -46,6 +46,11 @@ def with_bias(*sizes, **options):
     return lambda make: Call(*operands(make, *sizes), bias=make(sizes[2]), **options)
 
 
+def in_layout(layout, a, b):
+    """The operands, stored as their transposes where the layout has a T."""
+    return [transposed(x) if stored == "T" else x for stored, x in zip(layout, (a, b), strict=True)]
+
+
 # Shapes of a and b, one of which is broadcast over the other's batch.
 BROADCASTS = {
     "b": ((3, 7, 5), (5, 9)),
@@ -555,10 +560,7 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
     make = Make(dtype, "cuda")
     a, b = operands(make, *sizes)
     bias = make(sizes[2])
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     found = lltm_ext.gemm(a, b, bias=bias, activation="gelu")
     exact = gemm_reference(a.double(), b.double(), bias.double(), "gelu")
     assert_near(found, exact, FORWARD[dtype])
@@ -615,10 +617,7 @@ def test_batches_of_small_matrices(sizes, layout, dtype):
     make = Make(dtype, "cuda")
     a, b = operands(make, *sizes, 1000)
     bias = make(b.shape[-1])
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     for activation in (None, "gelu"):
         found = lltm_ext.gemm(a, b, bias=bias, activation=activation)
         exact = gemm_reference(a.double(), b.double(), bias.double(), activation)
@@ -630,10 +629,7 @@ def test_batches_of_small_matrices(sizes, layout, dtype):
 def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
     make = Make(DOUBLE, "cuda")
     a, b = operands(make, 2047, 34, 1023, 2)
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     wide_a, wide_b = (x.repeat_interleave(2, -1)[..., ::2] for x in (a, b))  # no stride is 1
     exact = a @ b
     for left, right in ((a, b), (wide_a, b), (a, wide_b), (a[:, 1:], b), (a, b[:, :, 1:])):
@@ -753,10 +749,7 @@ def test_float32_in_tiles_of_every_size(sizes, layout):
     make = Make(torch.float32, "cuda")
     a, b = operands(make, *sizes)
     bias = make(sizes[2])
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     for _ in range(2):
         c = lltm_ext.gemm(a, b, bias=bias, activation="relu")
         exact = gemm_reference(a.double(), b.double(), bias=bias.double(), activation="relu")
@@ -787,10 +780,7 @@ def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, dev
         a, b = a * torch.exp2(make(515, 1, scale=10)), b * torch.exp2(make(390, scale=10))
     elif scaled == "K":  # few terms dominate each sum, and their rounding the error
         a = a * torch.exp2(make(2055, scale=10))
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     product = lltm_ext.gemm(a, b, precision=precision)
     torchs = error_of(torch.matmul(a, b), a, b)
     bound = {"ieee": 4 * torchs, "bf16x6": 2 * torchs, "bf16x9": 1.2 * torchs, "tf32": 1e-3}[precision]
@@ -804,10 +794,7 @@ def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, dev
 def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
     make = Make(torch.float32, "cuda")
     a, b = operands(make, *sizes)
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     exact = a.double() @ b.double()
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -846,10 +833,7 @@ def test_tf32_multiplies_small_integers_exactly(sizes, layout, device):
     m, k, n = sizes
     integers = functools.partial(torch.randint, -4, 5, device=device)
     a, b, bias = (integers(shape).float() for shape in ((m, k), (k, n), (n,)))
-    if layout[0] == "T":
-        a = transposed(a)
-    if layout[1] == "T":
-        b = transposed(b)
+    a, b = in_layout(layout, a, b)
     for _ in range(2):
         c = lltm_ext.gemm(a, b, bias=bias, activation="relu", precision="tf32")
         assert torch.equal(c.double(), (a.double() @ b.double() + bias.double()).relu())
@@ -866,8 +850,7 @@ def test_tf32_propagates_nan_and_infinity(size, layout):
     # CUDA's own NaN has all bits set: rounding must not carry out of them.
     b.view(torch.int32)[7, 8] = 0x7FFFFFFF
     exact = a @ b
-    a = transposed(a) if layout[0] == "T" else a
-    b = transposed(b) if layout[1] == "T" else b
+    a, b = in_layout(layout, a, b)
     assert_same_bits([lltm_ext.gemm(a, b, precision="tf32").isnan()], [exact.isnan()])
     torch.testing.assert_close(lltm_ext.gemm(a, b, precision="tf32"), exact, equal_nan=True)
 
@@ -954,8 +937,7 @@ def test_few_columns_compute_every_sum(columns, rows, k, layout, dtype, device):
         for shape in ((rows, k), (k, columns), (columns,))
     )
     exact = a.double() @ b.double()
-    a = transposed(a) if layout[0] == "T" else a
-    b = transposed(b) if layout[1] == "T" else b
+    a, b = in_layout(layout, a, b)
     assert_same_bits([lltm_ext.gemm(a, b)], [exact.to(dtype)])
     found = lltm_ext.gemm(a, b, bias=bias, activation="relu")
     assert_same_bits([found], [(exact + bias.double()).relu().to(dtype)])
