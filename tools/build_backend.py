@@ -18,8 +18,8 @@ from setuptools.build_meta import *  # noqa: F403 (build_wheel, build_sdist, bui
 version = runpy.run_path(str(Path(__file__).resolve().parent.parent / "lltm_ext/_version.py"))
 
 # 2.11 is the first that PyPI has with CUDA 13. If pip could fall back to an older one it would, and pair it
-# with a compiler newer than any torch's. pip resolves what has an == first: pip 23 does not find the compiler of
-# torch's CUDA if it has already chosen the newest one.
+# with a compiler newer than any torch's. pip resolves what has an == first: pip 23 does not find the compiler
+# of torch's CUDA if it has already chosen the newest one.
 ANY_TORCH = "torch>=2.11,==2.*"
 
 FIND_TORCH = """
