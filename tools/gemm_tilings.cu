@@ -1,7 +1,8 @@
-// Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py.
+// Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py. Operands
+// come from memory, not from the L2 cache, as in the layers of a model.
 //
 // Prints a line for each tiling (rows, columns, height, width, splits, stream_k, clusters at once), an empty
-// line, and a line for each product: m, n, k, the operands' row strides, whether each is MN-major, and
+// line, and a line for each product: batch, m, n, k, the operands' row strides, whether each is MN-major, and
 // microseconds by each tiling, or -1 where it does not apply.
 #include <array>
 #include <cmath>
@@ -18,6 +19,8 @@ using namespace lltm_ext::hopper;
 using T = __nv_bfloat16;
 
 constexpr int64_t kMostElements = 96 << 20;
+constexpr int kLeastCalls = 4, kMostSets = 64;
+constexpr double kCacheBytes = 200e6;  // four times the L2 cache of an H100 or H200
 constexpr double kMostOperations = 3e11;
 
 void check(cudaError_t error) {
@@ -27,17 +30,20 @@ void check(cudaError_t error) {
 }
 
 struct Product {
-  int64_t m, n, k, stride_a, stride_b;
+  int64_t batch, m, n, k, stride_a, stride_b;
   bool mn_major_a, mn_major_b;
 
+  int64_t elements_of_a() const { return stride_a * (mn_major_a ? k : m); }
+  int64_t elements_of_b() const { return stride_b * (mn_major_b ? k : n); }
   bool fits() const {
-    return 2.0 * m * n * k < kMostOperations && m * n < kMostElements / 2 &&
-           stride_a * (mn_major_a ? k : m) < kMostElements && stride_b * (mn_major_b ? k : n) < kMostElements;
+    return 2.0 * batch * m * n * k < kMostOperations && batch * m * n < kMostElements / 2 &&
+           batch * std::max(elements_of_a(), elements_of_b()) < kMostElements;
   }
 };
 
-// A quarter of the products have a narrow b, an eighth are square; strides are whole cache lines, sectors, or
-// neither.
+// A quarter of the products have a narrow b, an eighth are square, an eighth batches of small ones; half have
+// rows of c that TMA can store.
+// Strides are whole cache lines, sectors, or neither.
 Product random_product(std::mt19937& random) {
   const auto uniform = [&](double from, double to) {
     return std::uniform_real_distribution(from, to)(random);
@@ -53,10 +59,16 @@ Product random_product(std::mt19937& random) {
   Product x = {};
   do {
     const double kind = uniform(0, 1);
-    x.m = size(65, 16'384);
+    x.batch = 1;
+    x.m = size(17, 16'384);
     x.n = kind < 0.25 ? size(1, 64) : size(33, 16'384);
     x.k = size(2, 16'384);
     if (kind > 0.875) x.n = x.k = x.m = size(65, 8'192);
+    if (kind > 0.25 && kind < 0.375) {
+      x.batch = size(16, 8'192);
+      x.m = size(8, 256), x.n = size(8, 256), x.k = size(8, 512);
+    }
+    if (random() % 2) x.n = ceil_div(x.n, 8) * 8;
     x.mn_major_a = random() % 2, x.mn_major_b = random() % 2;
     x.stride_a = stride(x.mn_major_a ? x.m : x.k);
     x.stride_b = stride(x.mn_major_b ? x.n : x.k);
@@ -64,15 +76,14 @@ Product random_product(std::mt19937& random) {
   return x;
 }
 
-// In a CUDA graph, so that the host's time does not count.
+// In a CUDA graph, so that the host's time does not count. call(i) has the i-th operands.
 template <class Call>
-double microseconds(cudaStream_t stream, double operations, const Call& call) {
+double microseconds(cudaStream_t stream, int calls, const Call& call) {
   constexpr int kRounds = 3;
-  const int calls = static_cast<int>(std::clamp(1e11 / operations, 4.0, 20.0));
   cudaGraph_t graph;
   cudaGraphExec_t executable;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < calls; ++i) check(call());
+  for (int i = 0; i < calls; ++i) check(call(i));
   check(cudaStreamEndCapture(stream, &graph));
   check(cudaGraphInstantiate(&executable, graph, 0));
   static const auto events = [] {
@@ -125,20 +136,30 @@ int main(int count, char** arguments) {
   for (int i = 0; i < std::atoi(arguments[1]); ++i) {
     const Product x = random_product(random);
     GemmArgs<T> args = {};
-    args.a = {memory[0], 0, x.mn_major_a ? 1 : x.stride_a, x.mn_major_a ? x.stride_a : 1};
-    args.b = {memory[1], 0, x.mn_major_b ? x.stride_b : 1, x.mn_major_b ? 1 : x.stride_b};
+    args.a = {memory[0], x.elements_of_a(), x.mn_major_a ? 1 : x.stride_a, x.mn_major_a ? x.stride_a : 1};
+    args.b = {memory[1], x.elements_of_b(), x.mn_major_b ? x.stride_b : 1, x.mn_major_b ? 1 : x.stride_b};
     args.c = memory[2];
-    args.batch = 1, args.m = x.m, args.n = x.n, args.k = x.k;
+    args.batch = x.batch, args.m = x.m, args.n = x.n, args.k = x.k;
     args.workspace = workspace;
     if (copy_of_a(args).total > 0 || copy_of_b(args).total > 0) continue;  // the copies would count
-    std::printf("%ld %ld %ld %ld %ld %d %d", x.m, x.n, x.k, x.stride_a, x.stride_b, x.mn_major_a,
+    std::printf("%ld %ld %ld %ld %ld %ld %d %d", x.batch, x.m, x.n, x.k, x.stride_a, x.stride_b, x.mn_major_a,
                 x.mn_major_b);
+    const auto padded = [](int64_t elements) { return ceil_div(elements, 256) * 256; };
+    const int64_t of_a = padded(x.batch * x.elements_of_a()), of_b = padded(x.batch * x.elements_of_b()),
+                  of_c = padded(x.batch * x.m * x.n);
+    const auto to_exceed_cache = static_cast<int64_t>(kCacheBytes / (sizeof(T) * (of_a + of_b + of_c)));
+    const int sets = static_cast<int>(std::min(kMostElements / std::max({of_a, of_b, of_c}),
+                                               std::clamp<int64_t>(to_exceed_cache, kLeastCalls, kMostSets)));
     for (int kernel = 0; kernel < kTilingCount; ++kernel) {
       const Tiling& tiling = kTilings[kernel];
       const bool applies = tiling.splits <= tiles_of(x.k, kTileK) &&
                            (!tiling.stream_k || TilingShape(tiling, shape_of(args), device).stream_k_helps());
-      const auto call = [&] { return gemm_on_hopper(args, {true, 0, 0, kernel}, device, stream); };
-      std::printf(" %.2f", applies ? microseconds(stream, 2.0 * x.m * x.n * x.k, call) : -1.0);
+      const auto call = [&](int i) {
+        args.a.data = memory[0] + i % sets * of_a, args.b.data = memory[1] + i % sets * of_b;
+        args.c = memory[2] + i % sets * of_c;
+        return gemm_on_hopper(args, {true, 0, 0, kernel}, device, stream);
+      };
+      std::printf(" %.2f", applies ? microseconds(stream, std::max(sets, kLeastCalls), call) : -1.0);
     }
     std::printf("\n");
   }

@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-GLOBALS = {"bytes per microsecond / 1e6": 20, "kAddSums": 3, "sectors": 0.7, "parts": 0.8, "narrow": 2.4}
+GLOBALS = {
+    "bytes per microsecond / 1e6": 20,
+    "kAddSums": 3,
+    "sectors": 0.7,
+    "parts": 0.8,
+    "narrow": 2.4,
+    "kUnalignedEnds": 0.5,
+    "kUnalignedStore": 0.3,
+}
 START = (0.3, 3, 1, 0.3)  # of a tiling: slice, launch, ends, store
 ROW_BYTES, STREAM_K_MARGIN = 128, 1.04
 
@@ -31,7 +39,7 @@ ROW_BYTES, STREAM_K_MARGIN = 128, 1.04
 @dataclass
 class Measured:
     tilings: Any  # [tiling]: rows, columns, height, width, splits, stream_k, clusters at once
-    products: Any  # [product]: m, n, k, stride_a, stride_b, mn_major_a, mn_major_b
+    products: Any  # [product]: batch, m, n, k, stride_a, stride_b, mn_major_a, mn_major_b
     times: Any  # [product, tiling], NaN where a tiling does not apply
 
     @classmethod
@@ -39,22 +47,22 @@ class Measured:
         header, lines = path.read_text().split("\n\n")
         tilings = np.array([line.split() for line in header.splitlines()], int)
         table = np.array([line.split() for line in lines.splitlines()], float)
-        times = np.where(table[:, 7:] < 0, np.nan, table[:, 7:])
-        return cls(tilings, table[:, :7].astype(int), times)
+        times = np.where(table[:, 8:] < 0, np.nan, table[:, 8:])
+        return cls(tilings, table[:, :8].astype(int), times)
 
 
 class Model:
     def __init__(self, measured: Measured):
         rows, columns, height, width, splits, stream_k, clusters = measured.tilings.T
-        m, n, k, *self.strides, _, _ = (x[:, None] for x in measured.products.T)
+        batch, m, n, k, *self.strides, _, _ = (x[:, None] for x in measured.products.T)
         self.shape = measured.times.shape
         self.stream_k = stream_k == 1
-        tiles = -(-m // (rows * height)) * -(-n // (columns * width))
+        tiles = batch * -(-m // (rows * height)) * -(-n // (columns * width))
         at_once = np.where(self.stream_k, clusters, np.minimum(tiles, clusters)) * splits * ROW_BYTES
         self.bytes_a, self.bytes_b = at_once * height * rows, at_once * width * columns
         self.slices = -(-k // (64 * splits))
         self.rounds = tiles / clusters
-        self.columns, self.result = n, 2e-6 * m * n
+        self.columns, self.result, self.unaligned = n, 2e-6 * batch * m * n, n % 8 != 0
         # A slice takes as long in stream-K as in whole tiles of the same shape.
         shapes = measured.tilings[:, :5].tolist()
         self.same_slice = [shapes.index(shape) for shape in shapes]
@@ -70,7 +78,7 @@ class Model:
         return values[: len(GLOBALS)], table
 
     def times(self, constants: Any, table: Any) -> Any:
-        bandwidth, add_sums, sectors, parts, narrow = constants
+        bandwidth, add_sums, sectors, parts, narrow, unaligned_ends, unaligned_store = constants
         traffic_a, traffic_b = (
             1 + sectors * (stride % 64 != 0) + parts * (stride % 16 != 0) for stride in self.strides
         )
@@ -82,12 +90,13 @@ class Model:
         full = np.ceil(self.rounds)
         rounds = np.where(self.stream_k, self.rounds, full)
         sums = np.where(self.stream_k, add_sums * np.log2(1 + 1 / self.rounds), 0)
-        return launch + full * ends + store * self.result + rounds * tile + sums
+        unaligned = np.where(self.unaligned, unaligned_ends + unaligned_store * self.result, 0)
+        return launch + full * ends + store * self.result + unaligned + rounds * tile + sums
 
 
 def residuals(model: Model, measured: Measured, logarithms: Any) -> Any:
     applies, best = ~np.isnan(measured.times), np.nanmin(measured.times, 1, keepdims=True)
-    weights = np.maximum(0.2, best / measured.times)  # which of the fast ones is chosen matters most
+    weights = np.maximum(0.1, (best / measured.times) ** 2)  # which of the fast ones is chosen matters most
     return (weights * np.log(model.times(*model.split(logarithms)) / measured.times))[applies]
 
 

@@ -52,8 +52,8 @@ struct Shape {
 // if there is one. Fitted with kTilings.
 inline double row_traffic(int64_t rows, int64_t lines, int64_t stride) {
   if (lines == 1) return 1;
-  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.33 : 1.96;
-  return rows <= 64 && stride < 64 ? std::max(unaligned, 120.0 / static_cast<double>(stride)) : unaligned;
+  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.31 : 2.1;
+  return rows <= 64 && stride < 64 ? std::max(unaligned, 121.0 / static_cast<double>(stride)) : unaligned;
 }
 
 // A tile shape and its times in microseconds, fitted to an H100 and an H200 by tools/gemm_tilings.py. A
@@ -68,22 +68,22 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {64, 64, 1, 1, 1, false, 0.152, 1.77, 0.569, 0.539},
-    {64, 64, 4, 1, 1, false, 0.149, 1.77, 0.94, 0.258},
-    {64, 128, 1, 1, 1, false, 0.206, 2.03, 0.95, 0.39},
-    {64, 128, 4, 1, 1, false, 0.176, 1.92, 1.36, 0.226},
-    {128, 128, 1, 1, 1, false, 0.319, 2.88, 0.818, 0.404},
-    {128, 128, 1, 4, 1, false, 0.32, 2.43, 1.81, 0.237},
-    {128, 192, 1, 1, 1, false, 0.43, 3.02, 1.64, 0.304},
-    {128, 192, 2, 1, 1, false, 0.436, 3.37, 1.93, 0.308},
-    {128, 192, 2, 2, 1, false, 0.446, 2.51, 2.81, 0.193},
-    {128, 256, 2, 1, 1, false, 0.567, 3.44, 2.78, 0.268},
-    {64, 64, 1, 1, 4, false, 0.19, 2.31, 1.81, 0.598},
-    {64, 64, 1, 1, 8, false, 0.192, 1.86, 2.09, 0.004},
-    {128, 128, 1, 4, 1, true, 0.32, 3.48, 2.26, 0.089},
-    {128, 192, 2, 1, 1, true, 0.436, 6.19, 3.42, 0},
-    {128, 192, 2, 2, 1, true, 0.446, 5.33, 3.49, 0},
-    {128, 256, 2, 1, 1, true, 0.567, 9.23, 4.33, 0},
+    {64, 64, 1, 1, 1, false, 0.171, 1.22, 0.648, 0.341},
+    {64, 64, 4, 1, 1, false, 0.166, 1.4, 0.792, 0.279},
+    {64, 128, 1, 1, 1, false, 0.22, 1.4, 0.864, 0.292},
+    {64, 128, 4, 1, 1, false, 0.19, 1.6, 1.04, 0.171},
+    {128, 128, 1, 1, 1, false, 0.317, 1.79, 0.935, 0.187},
+    {128, 128, 1, 4, 1, false, 0.325, 2.32, 1.15, 0.165},
+    {128, 192, 1, 1, 1, false, 0.423, 2.11, 1.24, 0.163},
+    {128, 192, 2, 1, 1, false, 0.445, 2.75, 1.48, 0.128},
+    {128, 192, 2, 2, 1, false, 0.457, 2.46, 1.71, 0.0856},
+    {128, 256, 2, 1, 1, false, 0.558, 3.03, 1.78, 0.143},
+    {64, 64, 1, 1, 4, false, 0.216, 2.37, 1.4, 2.07},
+    {64, 64, 1, 1, 8, false, 0.227, 2.16, 1.39, 5.47},
+    {128, 128, 1, 4, 1, true, 0.325, 3.74, 1.51, 0},
+    {128, 192, 2, 1, 1, true, 0.445, 6.73, 1.71, 0},
+    {128, 192, 2, 2, 1, true, 0.457, 5.76, 1.76, 0},
+    {128, 256, 2, 1, 1, true, 0.558, 9.84, 2.08, 0},
 };
 
 constexpr int kTilingCount = sizeof(kTilings) / sizeof(kTilings[0]);
@@ -111,8 +111,9 @@ struct TilingShape {
 
 // A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
 inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 14.9e6;
-  constexpr double kAddSums = 2.4;  // a level of stream-K's tree
+  constexpr double kBytesPerMicrosecond = 16.2e6;
+  constexpr double kAddSums = 2.8;                                 // a level of stream-K's tree
+  constexpr double kUnalignedEnds = 0.52, kUnalignedStore = 0.34;  // more for rows that TMA cannot store
   const TilingShape counts(tiling, shape, device);
   const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
   const double rows =
@@ -125,7 +126,8 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   const double rounds = static_cast<double>(counts.tiles) / static_cast<double>(counts.clusters);
   const double full_rounds = std::ceil(rounds);
   const double result = static_cast<double>(shape.batch * shape.m * shape.n) * 2e-6;
-  const double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result;
+  const double unaligned = shape.n % 8 == 0 ? 0 : kUnalignedEnds + kUnalignedStore * result;
+  const double time = tiling.launch + full_rounds * tiling.ends + tiling.store * result + unaligned;
   if (tiling.stream_k) return time + rounds * of_tile + kAddSums * std::log2(1 + 1 / rounds);
   return time + full_rounds * of_tile;
 }
@@ -495,9 +497,10 @@ double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& dev
   const bool wide = narrow > kNarrow || (few_rows && !a_is_k_major(args));
   const double columns = wide ? kFewRows : narrow > 16 ? kNarrow : narrow > 8 ? 16 : 8;
   const int splits = splits_of(tiles_of(rows, 64) * args.batch, slices, device);
-  const double sums = splits > 1 ? 1.3 : 0, more_rounds = std::max(0.0, rounds(64) - 1);
-  const double round = 0.13 * slices / splits + 0.7 + 0.02 * columns;
-  return 1.35 + result + 0.21 * weights + sums + round + more_rounds * (round + (wide ? 3 : 0));
+  const double sums = splits > 1 ? 1.67 : 0, filled = std::min(1.0, rounds(64)) * (wide ? 2.8 : 1.74);
+  const double round = 0.159 * slices / splits + 0.56 + 0.045 * columns;
+  const double more_rounds = std::max(0.0, rounds(64) - 1) * (round + (wide ? 1.46 : 0));
+  return 0.56 + 0.7 * result + 0.155 * weights + sums + round + filled + more_rounds;
 }
 
 }  // namespace hopper
@@ -523,7 +526,8 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   } else if (tiling.stream_k) {
     plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
   }
-  if (plan.copies) plan.time += 1.5 + 0.69 * static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
+  if (plan.copies)
+    plan.time += 1.09 + 0.65 * static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
   return plan;
 }
 

@@ -491,12 +491,12 @@ struct FloatTiling {
   double slice, slice_of_all, ends;
 };
 constexpr FloatTiling kFloatTilings[] = {
-    {128, 1, 0.32, 0.66, 2.3}, {256, 1, 0.57, 1.07, 4.2}, {256, 2, 0.575, 1.02, 4.6}};
+    {128, 1, 0.304, 0.636, 1.38}, {256, 1, 0.557, 0.927, 3.2}, {256, 2, 0.566, 0.754, 3.64}};
 
 // Which tiles of TF32, and how many parts of K, take the least time.
 HopperPlan tf32_plan(const GemmArgs<float>& args, const FloatProduct& product, int64_t packed_bytes,
                      const DeviceInfo& device) {
-  constexpr double kLaunch = 2, kPack = 2.2, kPackBytesPerMicrosecond = 3e6, kOddElement = 2e-6;
+  constexpr double kLaunch = 2.36, kPack = 2.53, kPackBytesPerMicrosecond = 3.1e6, kOddElement = 1.9e-6;
   constexpr int64_t kMostSumBytes = int64_t{64} << 20;
   const double pack =
       packed_bytes > 0 ? kPack + 2 * static_cast<double>(packed_bytes) / kPackBytesPerMicrosecond : 0;
@@ -514,14 +514,14 @@ HopperPlan tf32_plan(const GemmArgs<float>& args, const FloatProduct& product, i
         continue;
       const auto round = [&](double busy) {
         return static_cast<double>(ceil_div(slices, splits)) *
-                   std::max(tiling.slice, tiling.slice_of_all * busy) +
+                   std::hypot(tiling.slice, tiling.slice_of_all * busy) +
                tiling.ends;
       };
       const int64_t blocks = tiles * splits;
       // Rows of c that are not pairs take longer to store.
       const double odd =
           args.n % 2 == 0 ? 0 : kOddElement * static_cast<double>(args.batch * args.m * args.n * splits);
-      double time = kLaunch + pack + odd + time_of_sums(sizes, splits) +
+      double time = kLaunch + pack + odd + time_of_result(sizes) + time_of_sums(sizes, splits) +
                     static_cast<double>(blocks / at_once) * round(1);
       if (const int64_t rest = blocks % at_once; rest > 0) {
         time += round(static_cast<double>(rest) / static_cast<double>(at_once));

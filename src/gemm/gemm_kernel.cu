@@ -3,6 +3,7 @@
 // gemm_hopper.cuh on Hopper, else gemm_tensor.cuh. The order of additions is fixed, so the same call twice
 // gives the same bits.
 #include <array>
+#include <iterator>
 
 #include "common/device.cuh"
 #include "common/elementwise.cuh"
@@ -45,10 +46,10 @@ cudaError_t with_tile(TileList<Tile...>, int i, const F& f) {
 }
 
 template <class Tile>
-constexpr TileCost cost(double wait, double work, double ends, double store, double pairs = 1,
-                        double elements = 1) {
+constexpr TileCost cost(double wait, double work, double ends, double store, double pieces = 1,
+                        double latency = 0) {
   return {Tile::BM, Tile::BN, Tile::BK, Tile::kBlocksPerMultiprocessor, wait, work, ends,
-          store,    pairs,    elements};
+          store,    pieces,   latency};
 }
 
 constexpr TileCost for_batches(TileCost cost) {
@@ -65,17 +66,24 @@ using Overlapped32 = FfmaTile<float, 128, 64, 16, 8, 8, 1, 3, 4>;  // short K: a
 using Tiny32 = FfmaTile<float, 32, 32, 16, 8, 4, 1, 2, 16>;
 using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
 using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Overlapped32, Tiny32, Tall32, Narrow32>;
-constexpr double kUnaligned32 = 1.25;  // copies of single elements take so much longer
-constexpr TileCost kCosts32[] = {cost<Small32>(0.535, 0.456, 2.5, 0.9, kUnaligned32, kUnaligned32),
-                                 cost<Flat32>(0.73, 0.67, 1.9, 0.7, kUnaligned32, kUnaligned32),
-                                 cost<Medium32>(1.38, 1.35, 5.2, 0, kUnaligned32, kUnaligned32),
-                                 cost<Large32>(2.61, 2.61, 8.7, 0, kUnaligned32, kUnaligned32),
-                                 cost<Overlapped32>(0.873, 0.717, 5.4, 0.38, 1.06, 1.06),
-                                 for_batches(cost<Tiny32>(0.51, 0.125, 3.7, 0.064, 1.09, 1.09)),
-                                 cost<Tall32>(1.88, 1.67, 3.0, 2.8, kUnaligned32, kUnaligned32),
-                                 cost<Narrow32>(0.54, 0.54, 2.4, 0, kUnaligned32, kUnaligned32)};
+template <class Tile>
+constexpr TileCost cost32(double wait, double work, double ends, double store) {
+  constexpr double kPieces = 1.05;
+  return cost<Tile>(wait, work, ends, store, kPieces);
+}
+constexpr TileCost kCostSmall32 = cost32<Small32>(0.59, 0.411, 2.25, 0.62),
+                   kCostFlat32 = cost32<Flat32>(0.84, 0.627, 1.84, 0.52),
+                   kCostTiny32 = for_batches(cost32<Tiny32>(0.79, 0.118, 2.2, 0.18));
+constexpr TileCost kCosts32[] = {kCostSmall32,
+                                 kCostFlat32,
+                                 cost32<Medium32>(1.38, 1.38, 5.2, 0),
+                                 cost32<Large32>(2.61, 2.61, 8.0, 0),
+                                 cost32<Overlapped32>(0.755, 0.755, 4.15, 0.31),
+                                 kCostTiny32,
+                                 cost32<Tall32>(1.83, 1.83, 2.9, 0.87),
+                                 cost32<Narrow32>(0.5, 0.5, 2.3, 0)};
 // The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
-constexpr int kCount32 = 6;
+constexpr int kCount32 = std::size(kCosts32) - 2;
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
                         Overlapped32::kBytes, Tiny32::kBytes}) < 98 << 10);
 inline int count32(const DeviceInfo& device) {
@@ -87,7 +95,7 @@ inline int count32(const DeviceInfo& device) {
 // Before Ampere there is less shared memory and no cp.async.
 using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
 using OlderTiles32 = TileList<Small32, Square32>;
-constexpr TileCost kOlderCosts32[] = {kCosts32[0], cost<Square32>(1.9, 1.7, 7, 0)};
+constexpr TileCost kOlderCosts32[] = {kCostSmall32, cost<Square32>(1.9, 1.7, 7, 0)};
 
 using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
 using Deep64 = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // more stages instead of room for a third block
@@ -95,9 +103,9 @@ using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
 using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3>;
 using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
 using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
-constexpr TileCost kCosts64[] = {cost<Small64>(0.56, 0.338, 3.9, 1.3), cost<Deep64>(0.505, 0.322, 3.8, 2.3),
-                                 cost<Large64>(0.84, 0.614, 5.8, 3.1), cost<Flat64>(0.323, 0.216, 2.8, 0.6),
-                                 cost<Narrow64>(0.54, 0.54, 3.2, 0)};
+constexpr TileCost kCosts64[] = {cost<Small64>(0.511, 0.286, 3.74, 0.32),
+                                 cost<Deep64>(0.489, 0.302, 3.57, 0.63), cost<Large64>(0.6, 0.6, 5.36, 0.06),
+                                 cost<Flat64>(0.311, 0.173, 2.8, 0.26), cost<Narrow64>(0.51, 0.51, 3.06, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
@@ -111,10 +119,10 @@ using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
 using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
-constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.30, 0.128, 2.7, 1.0, 1.93, 3.9),
-                                   cost<MediumHalf>(0.42, 0.335, 3.8, 2.8, 1.5, 2.8),
-                                   cost<LargeHalf>(0.66, 0.67, 6.0, 0, kNever, kNever),
-                                   for_batches(cost<TinyHalf>(0.20, 0.073, 3.1, 0.16, kNever, kNever))};
+constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.265, 0.151, 2.62, 0.745, 1.24, 1.42),
+                                   cost<MediumHalf>(0.4, 0.336, 4.1, 1.47, 1.33, 2.17),
+                                   cost<LargeHalf>(0.57, 0.57, 5.6, 0, kNever, kNever),
+                                   for_batches(cost<TinyHalf>(0.3, 0.03, 2.5, 0.2, kNever, kNever))};
 static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
@@ -127,18 +135,19 @@ using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 // Few rows, or few elements, are faster in float32.
 using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.275, 0.195, 2.7, 0.76, 1.38, 1.44),
-                                   cost<MediumTf32>(0.541, 0.396, 4.9, 1.46, 1.39, 1.46), kCosts32[0],
-                                   kCosts32[1], kCosts32[5]};
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.21, 0.21, 3.25, 0.17, 1.2),
+                                   cost<MediumTf32>(0.62, 0.4, 4.65, 1.4, 1.3), kCostSmall32, kCostFlat32,
+                                   kCostTiny32};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
              DirectTile<1, 4, 1>, DirectTile<4, 1, 1>, DirectTile<4, 4, 1>>;
-constexpr DirectCost kDirectCosts[] = {{1, 1, 1, 8, 0.95, 0.4, 0.85, 1.2}, {1, 1, 4, 8, 0.9, 0.6, 0.6, 3},
-                                       {1, 1, 32, 8, 0.85, 0.65, 1.8, 10}, {1, 1, 128, 8, 1.4, 0.3, 2, 0.8},
-                                       {1, 4, 1, 4, 1.1, 0.4, 1.2, 0.6},   {4, 1, 1, 4, 1.3, 0.55, 0.9, 0.8},
-                                       {4, 4, 1, 4, 1.5, 0.65, 1.4, 0.5}};
-constexpr int kDirectCount = sizeof(kDirectCosts) / sizeof(kDirectCosts[0]);
+constexpr DirectCost kDirectCosts[] = {
+    {1, 1, 1, 8, 1.07, 0.34, 1.01, 1.27}, {1, 1, 4, 8, 0.95, 0.44, 0.72, 6.8},
+    {1, 1, 32, 8, 1.04, 0.44, 1.31, 20},  {1, 1, 128, 8, 1.06, 0.51, 2.09, 20},
+    {1, 4, 1, 4, 1.1, 0.377, 1.03, 0.88}, {4, 1, 1, 4, 1.37, 0.372, 1.08, 0.86},
+    {4, 4, 1, 4, 1.57, 0.71, 1.39, 0.42}};
+constexpr int kDirectCount = std::size(kDirectCosts);
 
 // For results of any size, and for large ones.
 template <typename T>
@@ -148,12 +157,12 @@ template <class Tile>
 constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
   return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
 }
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.04, 0.08, 39.4, 0.312),
-                                       outer_cost<OuterTile<float, 2>>(2.42, 0.116, 34.6, 0.286)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.87, 0.065, 93.5, 0.346),
-                                       outer_cost<OuterTile<double, 2>>(2.24, 0.103, 48, 0.272)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(2.05, 0.08, 51, 0.575),
-                                         outer_cost<OuterTile<float, 2>>(2.47, 0.137, 36, 0.53)};
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(1.74, 0.085, 55, 0.32),
+                                       outer_cost<OuterTile<float, 2>>(2.04, 0.114, 51, 0.313)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.82, 0.062, 124, 0.353),
+                                       outer_cost<OuterTile<double, 2>>(2.01, 0.099, 85, 0.275)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.72, 0.075, 78, 0.506),
+                                         outer_cost<OuterTile<float, 2>>(2.04, 0.132, 60, 0.523)};
 template <typename T>
 constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
                                          : sizeof(T) == 4 ? kOuterCosts32
@@ -165,16 +174,18 @@ template <typename T, class F>
 auto with_tiles_for(const DeviceInfo& device, const GemmArgs<T>& args, const F& f) {
   const int capability = device.compute_capability;
   if constexpr (std::is_same_v<T, float>) {
-    if (args.precision == Precision::kTf32 && capability >= kAmpere) return f(TilesTf32(), kCostsTf32, 5);
+    if (args.precision == Precision::kTf32 && capability >= kAmpere)
+      return f(TilesTf32(), kCostsTf32, std::size(kCostsTf32));
   }
   if constexpr (sizeof(T) == 2) {
-    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, 2) : f(TilesHalf(), kCostsHalf, 4);
+    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, std::size(kOlderCostsHalf))
+                                : f(TilesHalf(), kCostsHalf, std::size(kCostsHalf));
   } else if constexpr (sizeof(T) == 4) {
-    return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, 2)
+    return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, std::size(kOlderCosts32))
                                 : f(Tiles32(), kCosts32, count32(device));
   } else {
-    return has_double_tensor_cores(capability) ? f(Tiles64(), kCosts64, capability == kHopper ? 5 : 4)
-                                               : f(TileList<Plain64>(), kPlainCosts64, 1);
+    if (!has_double_tensor_cores(capability)) return f(TileList<Plain64>(), kPlainCosts64, 1);
+    return f(Tiles64(), kCosts64, std::size(kCosts64) - (capability != kHopper));  // the last is for Hopper
   }
 }
 
@@ -194,20 +205,21 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
     width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
                      access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
   }
-  const GemmSizes sizes = {args.batch,       args.m,    args.n,    args.k, sizeof(T),
-                           sizeof(acc_t<T>), a_along_k, b_along_k, width};
+  const auto elements = [&](const Matrices<T>& x, int64_t of_matrix) {
+    return static_cast<double>((x.batch_stride == 0 ? 1 : args.batch) * of_matrix);
+  };
+  const double operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
+  const GemmSizes sizes = {args.batch,       args.m,   args.n,    args.k,    sizeof(T),
+                           sizeof(acc_t<T>), operands, a_along_k, b_along_k, width};
   HopperPlan plan;
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {
     if (device.has_sm90a) plan = hopper_plan(args, device);
   }
 #endif
-  // Of half types, Hopper's tiles are faster than mma.sync's, whose estimates are too low: they do not know
-  // how fast memory is. But mma.sync never needs copies of the operands, and has a tile for small matrices.
-  const double slower = sizeof(T) > 2 || !plan.supported ? 1
-                        : plan.copies                    ? 1.25
-                        : args.batch > 1                 ? 1.1
-                                                         : kNever;
+  // Of half types, Hopper's tiles are more often the faster ones where two estimates differ by less than
+  // their errors.
+  const double slower = sizeof(T) == 2 && plan.supported ? 1.05 : 1;
   const Schedule schedule = with_tiles_for<T>(device, args, [&](auto, const TileCost* costs, int count) {
     return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
                          device.multiprocessors);
@@ -242,13 +254,11 @@ Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
   return place.choice;
 }
 
-// Launches are programmatic only if all blocks run at once: else the next launch's blocks would take the
-// place of this one's last round.
 template <typename T>
 cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, const DeviceInfo& device,
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
-  const bool programmatic = device.compute_capability >= kHopper && schedule.one_round;
+  const bool programmatic = device.compute_capability >= kHopper && schedule.programmatic;
   const cudaError_t error = with_tiles_for<T>(device, args, [&](auto tiles, const TileCost*, int count) {
     const int outer = schedule.tile - count - kDirectCount;
     if (outer >= 0) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "common/device.h"
@@ -14,20 +15,22 @@ namespace lltm_ext {
 struct GemmSizes {
   int64_t batch, m, n, k;
   int bytes, sum_bytes;       // of an element, and of a partial sum
+  double operands;            // elements of a and b
   bool a_along_k, b_along_k;  // whether neighbours in memory are neighbours along K
   int width;                  // how many elements of both operands' lines can be copied at once
 };
 
 // A kernel's tile, whose blocks copy slices of K to shared memory.
 struct TileCost {
-  int rows, columns, depth;        // depth: of a slice
-  int blocks;                      // that a multiprocessor runs at once
-  double wait;                     // for a slice, in a block that has a multiprocessor to itself
-  double work;                     // for a slice, per block, in a multiprocessor that has all it can run
-  double ends;                     // a block's launch, first slice and epilogue
-  double store;                    // more for each further block of a multiprocessor
-  double pairs = 1, elements = 1;  // by how much these take longer if copies are of 2 or 4 elements, or of 1
-  bool batches_only = false;       // for many small matrices
+  int rows, columns, depth;   // depth: of a slice
+  int blocks;                 // that a multiprocessor runs at once
+  double wait;                // for a slice, in a block that has a multiprocessor to itself
+  double work;                // for a slice, per block, in a multiprocessor that has all it can run
+  double ends;                // a block's launch, first slice and epilogue
+  double store;               // more for each further block of a multiprocessor
+  double pieces = 1;          // by how much these take longer if copies are of 4 or 8 bytes
+  double latency = 0;         // more wait for a slice if copies are of 2 bytes, through registers
+  bool batches_only = false;  // for many small matrices
 };
 
 // A thread's tile in the kernel without shared memory (gemm_direct.cuh).
@@ -47,12 +50,21 @@ struct Schedule {
   int tile;    // its place among the tiles, then the direct ones, then the outer ones
   int splits;  // of K
   double time;
-  bool one_round;  // whether all blocks run at once
+  bool programmatic;  // whether its blocks may start before the launch before has ended
 };
+
+// Operands come from memory, not from the L2 cache, as the weights of a model do.
+constexpr double kMemory = 0.25;  // for 10^6 bytes
+inline double time_of_operands(const GemmSizes& sizes) {
+  return kMemory * sizes.operands * sizes.bytes / 1e6;
+}
+inline double time_of_result(const GemmSizes& sizes) {
+  return kMemory * static_cast<double>(sizes.batch * sizes.m * sizes.n) * sizes.bytes / 1e6;
+}
 
 // Of writing partial sums, and of the kernel that adds them.
 inline double time_of_sums(const GemmSizes& sizes, int64_t splits) {
-  constexpr double kSecondKernel = 2.0, kBytesPerMicrosecond = 5e6;
+  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6;
   if (splits == 1) return 0;
   const double bytes = static_cast<double>(sizes.batch * sizes.m * sizes.n * splits) * sizes.sum_bytes;
   return kSecondKernel + 2 * bytes / kBytesPerMicrosecond;
@@ -63,16 +75,24 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
                       int multiprocessors) {
   constexpr double kLaunch = 1.5;
   const int64_t slices = ceil_div(ceil_div(sizes.k, cost.depth), splits);
-  const double slower = sizes.width * sizes.bytes == 16 ? 1 : sizes.width > 1 ? cost.pairs : cost.elements;
-  const auto round = [&](int64_t blocks) {  // of a multiprocessor
-    const double slice = slower * std::max(cost.wait, cost.work * static_cast<double>(blocks));
-    return static_cast<double>(slices) * slice + slower * cost.ends - kLaunch +
-           cost.store * static_cast<double>(blocks - 1);
+  const int copied = sizes.width * sizes.bytes;  // at once
+  const double slower = copied == 16 || copied < 4 ? 1 : cost.pieces;
+  const double wait = slower * cost.wait + (copied < 4 ? cost.latency : 0);
+  const auto multiply = [&](int64_t blocks) {  // of a multiprocessor
+    return static_cast<double>(slices) * std::max(wait, slower * cost.work * static_cast<double>(blocks));
+  };
+  const auto start_and_end = [&](int64_t blocks) {
+    return slower * cost.ends - kLaunch + cost.store * static_cast<double>(blocks - 1);
   };
   const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
-  double time = kLaunch + static_cast<double>(blocks / at_once) * round(cost.blocks);
-  if (blocks % at_once > 0) time += round(ceil_div(blocks % at_once, multiprocessors));
-  return time + time_of_sums(sizes, splits);
+  const auto full = static_cast<double>(blocks / at_once);
+  double products = full * multiply(cost.blocks), rest = full * start_and_end(cost.blocks);
+  if (const int64_t last = ceil_div(blocks % at_once, multiprocessors); last > 0) {
+    products += multiply(last);
+    rest += start_and_end(last);
+  }
+  return kLaunch + std::hypot(products, time_of_operands(sizes)) + rest + time_of_result(sizes) +
+         time_of_sums(sizes, splits);
 }
 
 // Memory accesses are counted in warps, and each counts more the more sectors of 32 bytes it touches.
@@ -108,7 +128,17 @@ inline double time_of(const GemmSizes& sizes, const OuterCost& cost, int64_t til
   const double multiply_adds = static_cast<double>(tiles * cost.rows * cost.columns * sizes.k);
   const double result = static_cast<double>(sizes.batch * sizes.m * sizes.n * sizes.bytes);
   return cost.ends + cost.depth * static_cast<double>(sizes.k) + cost.work * multiply_adds / 1e9 +
-         cost.store * result / 1e6;
+         time_of_operands(sizes) + cost.store * result / 1e6;
+}
+
+// Blocks that start early take the places that the launch before leaves, so some multiprocessors get more of
+// them than others, which costs more than an early start gains if the blocks take long. In more than one
+// round they would take the places of the last round of the launch before.
+inline bool starts_early(const TileCost& cost, int64_t blocks, int multiprocessors, double time) {
+  constexpr double kLong = 10;
+  const bool one_round = blocks <= int64_t{multiprocessors} * cost.blocks;
+  const bool evenly = blocks > int64_t{multiprocessors} * (cost.blocks - 1);
+  return one_round && (evenly || time < kLong);
 }
 
 // A tile may be split so that its blocks fill each multiprocessor once, twice, and so on.
@@ -134,8 +164,9 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slow
         splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
       if (filled > 0 && splits < 2) continue;
       if (splits > 1) splits = ceil_div(slices, ceil_div(slices, splits));  // as few as are as fast
-      consider({i, static_cast<int>(splits), slower * time_of(sizes, cost, count, splits, multiprocessors),
-                count * splits <= int64_t{multiprocessors} * cost.blocks});
+      const double time = slower * time_of(sizes, cost, count, splits, multiprocessors);
+      consider(
+          {i, static_cast<int>(splits), time, starts_early(cost, count * splits, multiprocessors, time)});
     }
   }
   constexpr int64_t kMostDirectElements = int64_t{1} << 26;  // they fit a grid with 128 threads each
