@@ -27,9 +27,10 @@ int main(int count, char** questions) {
     long n[4];
     char* at = questions[i];
     for (long& value : n) value = std::strtol(at, &at, 10), ++at;
-    const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, true, false, 4};
+    const double operands = static_cast<double>(n[0] * (n[1] + n[2]) * n[3]);
+    const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, operands, true, false, 4};
     const Schedule found = best_schedule(tiles, 2, 1, direct, 1, outer, 1, sizes, 132);
-    std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.one_round);
+    std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.programmatic);
   }
 }
 """
@@ -41,7 +42,7 @@ class Schedule(NamedTuple):
     tile: int
     splits: int
     time: float
-    one_round: bool
+    programmatic: bool
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +66,21 @@ def schedule(tmp_path_factory):
 
 def test_large_products_take_large_tiles_in_one_part(schedule):
     (found,) = schedule((1, 8192, 8192, 8192))
-    assert (found.tile, found.splits, found.one_round) == (LARGE, 1, False)
+    assert (found.tile, found.splits, found.programmatic) == (LARGE, 1, False)
 
 
 def test_long_sums_of_few_results_are_split_over_the_multiprocessors(schedule):
     (found,) = schedule((1, 60, 60, 16_384))
     assert found.tile == SMALL
     assert 100 <= found.splits <= 528
-    assert found.one_round
+    assert found.programmatic
+
+
+def test_blocks_that_take_long_start_early_only_if_they_fill_all_multiprocessors(schedule):
+    # 256 and 512 small tiles, of which 132 multiprocessors run 528 at once.
+    uneven, even, short = schedule((1, 1024, 1024, 800), (1, 2048, 1024, 200), (1, 1024, 1024, 70))
+    assert (uneven.tile, even.tile, short.tile) == (SMALL, SMALL, SMALL)
+    assert (uneven.programmatic, even.programmatic, short.programmatic) == (False, True, True)
 
 
 def test_short_sums_of_few_results_take_a_thread_each(schedule):

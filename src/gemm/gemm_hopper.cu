@@ -512,7 +512,6 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   const AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
   const Shape shape = shape_of(args);
   HopperPlan plan = {true, 0, (a.elements() + b.elements()) * int64_t{sizeof(T)}, best_tiling(shape, device)};
-  plan.copies = plan.workspace_bytes > 0;
   const Tiling& tiling = kTilings[plan.kernel];
   plan.time = time_of(tiling, shape, device);
   const std::optional<int> narrow = narrow_kernel(args, device);
@@ -526,8 +525,9 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   } else if (tiling.stream_k) {
     plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
   }
-  if (plan.copies)
-    plan.time += 1.09 + 0.65 * static_cast<double>(a.written_bytes() + b.written_bytes()) / 1e6;
+  if (const int64_t copied = a.written_bytes() + b.written_bytes(); copied > 0) {
+    plan.time += 1.09 + 0.65 * static_cast<double>(copied) / 1e6;
+  }
   return plan;
 }
 

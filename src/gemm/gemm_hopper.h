@@ -13,9 +13,8 @@ struct HopperPlan {
   bool supported = false;
   double time = 0;  // estimated, in microseconds
   int64_t workspace_bytes = 0;
-  int kernel = 0;       // its place among the tilings
-  bool copies = false;  // whether operands are copied first
-  int splits = 1;       // of K, in float32
+  int kernel = 0;  // its place among the tilings
+  int splits = 1;  // of K, in float32
 };
 
 template <typename T>

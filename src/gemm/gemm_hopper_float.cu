@@ -485,7 +485,7 @@ bool float_supported(const GemmArgs<float>& args) {
 }
 
 // The tiles of TF32, and what they take in microseconds: 32 of K while few blocks run, or all of them, which
-// share L2's bandwidth; the rest of a round of tiles. Fitted to 700 random products on an H200.
+// share L2's bandwidth; the rest of a round of tiles. Fitted to 650 random products on an H200.
 struct FloatTiling {
   int columns, cluster;
   double slice, slice_of_all, ends;
@@ -527,11 +527,7 @@ HopperPlan tf32_plan(const GemmArgs<float>& args, const FloatProduct& product, i
         time += round(static_cast<double>(rest) / static_cast<double>(at_once));
       }
       if (best.supported && time >= best.time) continue;
-      best = {true,
-              time,
-              sum_bytes(args, static_cast<int>(splits)) + packed_bytes,
-              i,
-              packed_bytes > 0,
+      best = {true, time, sum_bytes(args, static_cast<int>(splits)) + packed_bytes, i,
               static_cast<int>(splits)};
     }
   }
@@ -543,7 +539,7 @@ HopperPlan tf32_plan(const GemmArgs<float>& args, const FloatProduct& product, i
 HopperPlan bf16_plan(const GemmArgs<float>& args, int64_t packed_bytes, const DeviceInfo& device) {
   const int64_t rows = tiles_of(args.m, 128), tiles = rows * tiles_of(args.n, 128) * args.batch;
   const bool in_pairs = tiles > device.multiprocessors && (rows % 2 == 0 || rows >= 16);  // few lack rows
-  return {true, 0, packed_bytes, in_pairs, true};
+  return {true, 0, packed_bytes, in_pairs};
 }
 
 }  // namespace hopper

@@ -103,9 +103,10 @@ using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
 using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3>;
 using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
 using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
-constexpr TileCost kCosts64[] = {cost<Small64>(0.511, 0.286, 3.74, 0.32),
-                                 cost<Deep64>(0.489, 0.302, 3.57, 0.63), cost<Large64>(0.6, 0.6, 5.36, 0.06),
-                                 cost<Flat64>(0.311, 0.173, 2.8, 0.26), cost<Narrow64>(0.51, 0.51, 3.06, 0)};
+constexpr TileCost kCosts64[] = {cost<Small64>(0.511, 0.306, 3.74, 0.32),
+                                 cost<Deep64>(0.489, 0.302, 3.57, 0.63),
+                                 cost<Large64>(0.78, 0.595, 5.0, 0.54), cost<Flat64>(0.311, 0.173, 2.8, 0.26),
+                                 cost<Narrow64>(0.51, 0.51, 3.06, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
