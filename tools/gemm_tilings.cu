@@ -41,9 +41,8 @@ struct Product {
   }
 };
 
-// A quarter of the products have a narrow b, an eighth are square, an eighth batches of small ones; half have
-// rows of c that TMA can store.
-// Strides are whole cache lines, sectors, or neither.
+// A quarter of the products have a narrow b, an eighth are square, an eighth are batches of small ones. TMA
+// can store the rows of c of half of them. Strides are whole cache lines, sectors, or neither.
 Product random_product(std::mt19937& random) {
   const auto uniform = [&](double from, double to) {
     return std::uniform_real_distribution(from, to)(random);

@@ -58,9 +58,10 @@ class Model:
         self.shape = measured.times.shape
         self.stream_k = stream_k == 1
         tiles = batch * -(-m // (rows * height)) * -(-n // (columns * width))
-        at_once = np.where(self.stream_k, clusters, np.minimum(tiles, clusters)) * splits * ROW_BYTES
-        self.bytes_a, self.bytes_b = at_once * height * rows, at_once * width * columns
         self.slices = -(-k // (64 * splits))
+        filled = k / (self.slices * 64 * splits)  # K's end leaves the last slice partly empty
+        at_once = np.where(self.stream_k, clusters, np.minimum(tiles, clusters)) * splits * ROW_BYTES * filled
+        self.bytes_a, self.bytes_b = at_once * height * rows, at_once * width * columns
         self.rounds = tiles / clusters
         self.columns, self.result, self.unaligned = n, 2e-6 * batch * m * n, n % 8 != 0
         # A slice takes as long in stream-K as in whole tiles of the same shape.
