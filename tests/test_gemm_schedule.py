@@ -18,19 +18,23 @@ PROGRAM = """
 
 using namespace lltm_ext;
 
-// Each argument: batch,m,n,k. A small tile, a large one, one thread for an element, and all K of a tile.
+// A compute capability, then batch,m,n,k in each argument. A small tile, a large one, one thread for an element, and all K of a tile.
 int main(int count, char** questions) {
-  const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1}, {256, 128, 16, 1, 2.6, 2.6, 9, 0}};
+  const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1, 1, 0, true},
+                            {256, 128, 16, 1, 2.6, 2.6, 9, 0}};
   const DirectCost direct[] = {{1, 1, 1, 8, 1, 0.4, 0.8, 1}};
   const OuterCost outer[] = {{64, 128, 61, 2.7, 0.1, 56, 0.25}};
-  for (int i = 1; i < count; ++i) {
+  const int capability = std::atoi(questions[1]);
+  for (int i = 2; i < count; ++i) {
     long n[4];
     char* at = questions[i];
     for (long& value : n) value = std::strtol(at, &at, 10), ++at;
     const double operands = static_cast<double>(n[0] * (n[1] + n[2]) * n[3]);
     const GemmSizes sizes = {n[0], n[1], n[2], n[3], 4, 4, operands, true, false, 4};
-    const Schedule found = best_schedule(tiles, 2, 1, direct, 1, outer, 1, sizes, 132);
-    std::printf("%d|%d|%f|%d\\n", found.tile, found.splits, found.time, found.programmatic);
+    const DeviceInfo device = {capability, 132, true, {0, 132, 132, 132, 128, 120, 120, 119, 120}, 227 << 10};
+    const Schedule found = best_schedule(tiles, 2, 1, direct, 1, outer, 1, sizes, device);
+    std::printf("%d|%d|%f|%d|%d\\n", found.tile, found.splits, found.time, found.programmatic,
+                found.in_cluster);
   }
 }
 """
@@ -43,6 +47,7 @@ class Schedule(NamedTuple):
     splits: int
     time: float
     programmatic: bool
+    in_cluster: bool
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +60,12 @@ def schedule(tmp_path_factory):
     command = [COMPILER, "-std=c++17", "-Wall", "-Werror", "-I", SOURCES, "schedule.cpp", "-o", "schedule"]
     subprocess.run(command, cwd=folder, check=True)
 
-    def choose(*sizes):
+    def choose(*sizes, capability=90):
         lines = [",".join(map(str, each)) for each in sizes]
-        done = subprocess.run([folder / "schedule", *lines], capture_output=True, text=True, check=True)
+        command = [folder / "schedule", str(capability), *lines]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         parts = [line.split("|") for line in done.stdout.splitlines()]
-        return [Schedule(int(a), int(b), float(c), bool(int(d))) for a, b, c, d in parts]
+        return [Schedule(int(a), int(b), float(c), d == "1", e == "1") for a, b, c, d, e in parts]
 
     return choose
 
@@ -99,9 +105,19 @@ def test_partial_sums_stay_within_their_memory(schedule):
     sizes = [tuple(round(2 ** draw.uniform(0, 14)) for _ in range(4)) for _ in range(500)]
     for (batch, m, n, k), found in zip(sizes, schedule(*sizes), strict=True):
         assert 1 <= found.splits <= k
-        if found.splits > 1:
+        if found.splits > 1 and not found.in_cluster:
             assert batch * m * n * found.splits * 4 <= MOST_BYTES_OF_PARTIAL_SUMS
         assert found.time > 0
+
+
+def test_a_cluster_adds_the_sums_of_few_blocks_on_hopper_only(schedule):
+    sizes = (1, 256, 256, 512)
+    (on_hopper,) = schedule(sizes)
+    (elsewhere,) = schedule(sizes, capability=80)
+    assert on_hopper.in_cluster
+    assert 2 <= on_hopper.splits <= 8
+    assert not elsewhere.in_cluster
+    assert elsewhere.time >= on_hopper.time
 
 
 def test_an_empty_sum_is_not_split(schedule):

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "common/divisor.h"
 #include "common/elementwise_kernel.cuh"
 #include "common/launch.cuh"
 #include "fake_quantize/fake_quantize.h"
@@ -19,24 +20,6 @@ constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kReductionThreads = 1024;
 // 16-byte vectors per thread, which share a quantizer.
 constexpr int kVectors = 2;
-
-// A divisor known on the host. For 0 <= a < 2^63, a / divisor is the exact product of a and 2^(63 + shift) /
-// divisor, rounded up. The GPU's own 64-bit division takes 80 instructions.
-struct Divisor {
-  explicit Divisor(int64_t divisor_) : divisor(divisor_) {
-    while (int64_t{1} << shift < divisor) ++shift;
-    multiplier =
-        static_cast<uint64_t>(((static_cast<unsigned __int128>(1) << (63 + shift)) + divisor - 1) / divisor);
-  }
-  __device__ __forceinline__ int64_t quotient(int64_t a) const {
-    return __umul64hi(2 * static_cast<uint64_t>(a), multiplier) >> shift;
-  }
-  __device__ __forceinline__ int64_t remainder(int64_t a) const { return a - quotient(a) * divisor; }
-
-  int64_t divisor;
-  uint64_t multiplier;
-  int shift = 0;
-};
 
 // Maps elements to channels and channels to quantizers. If scale and zero point are numbers, the host
 // computes the only quantizer.

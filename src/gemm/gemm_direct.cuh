@@ -47,11 +47,15 @@ __global__ void __launch_bounds__(kDirectThreads)
                 column = int64_t{tile - row_of_tiles * groups} * C;
   const bool inside = matrix < args.batch;
   const int valid = clamp_to_int(args.n - column, C), valid_rows = clamp_to_int(args.m - row, R);
+  int64_t begin = 0, end = args.k;
+  if (gridDim.y > 1) {
+    begin = args.k * blockIdx.y / gridDim.y;
+    end = args.k * (blockIdx.y + 1) / gridDim.y;
+  }
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   A sum[R][C] = {};
   if (inside) {
-    const int64_t begin = args.k * blockIdx.y / gridDim.y, end = args.k * (blockIdx.y + 1) / gridDim.y;
     const T* a = args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride +
                  (begin + sharer) * args.a.column_stride;
     const T* b = args.b.data + matrix * args.b.batch_stride + column * args.b.column_stride +

@@ -9,17 +9,18 @@
 // another order for one operand of most layouts, and shared memory is only half busy.
 #pragma once
 
-#include "common/shared_memory.h"
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
 
 // HOPPER: compiled for Hopper only.
-template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int BLOCKS, bool HOPPER = false>
+// CLUSTERS: there are kernels whose clusters split K.
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int STAGES, int BLOCKS, bool CLUSTERS = false,
+          bool HOPPER = false>
 struct DoubleTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_;
   static constexpr int kStages = STAGES, kBlocksPerMultiprocessor = BLOCKS;
-  static constexpr bool kHopper = HOPPER;
+  static constexpr bool kClusters = CLUSTERS, kHopper = HOPPER;
   static constexpr int kWarpsAcross = BN / WN;
   static constexpr int kThreads = BM / WM * kWarpsAcross * 32;
   // The ring stages the tile of sums, one row of warps at a time.
@@ -146,10 +147,11 @@ struct DoubleRing {
   static constexpr int kBytes = Tile::kStages * kStage * static_cast<int>(sizeof(double));
 };
 
-template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR>
+// CLUSTER: the blocks that split K are a cluster, and add their sums.
+template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR, bool CLUSTER>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     gemm_double_kernel(const GemmArgs<double> args, const Tiles tiles, bool vectors_a, bool vectors_b) {
-  if constexpr (!kForDoubleTensorCores || (Tile::kHopper && !kForHopper)) {
+  if constexpr (!kForDoubleTensorCores || ((Tile::kHopper || CLUSTER) && !kForHopper)) {
     __trap();  // never launched on these architectures
     return;
   }
@@ -160,8 +162,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   using SliceB = typename Ring::B;
   extern __shared__ __align__(128) double ring[];  // kStages slices of a and b
 
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsAcross * WM, warp_column = warp % Tile::kWarpsAcross * WN;
   const TilePosition at = position(tiles, BM, BN);
@@ -169,6 +169,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   OperandTile<double> a = rows_of_a(args, at, BM, range.begin), b = columns_of_b(args, at, BN, range.begin);
   a.data += SliceA::offset(a, vectors_a);
   b.data += SliceB::offset(b, vectors_b);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const auto next = [](int stage) {
     return stage == (kStages - 1) * Ring::kStage ? 0 : stage + Ring::kStage;
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
   for (int part = 0; part < BM / WM; ++part) {
-    __syncthreads();
+    if (part == 0) __syncthreads();
     if (warp / Tile::kWarpsAcross == part) {
 #pragma unroll
       for (int r = 0; r < kRowBlocks; ++r) {
@@ -252,23 +254,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         }
       }
     }
-    __syncthreads();
-    write_staged<WM, BN, Tile::kThreads>(args, tiles, at, part * WM, ring);
+    sync_sharers<CLUSTER>();
+    write_staged<WM, BN, Tile::kThreads, 0, CLUSTER>(args, tiles, at, part * WM, ring);
+    if (CLUSTER || part + 1 < BM / WM) sync_sharers<CLUSTER>();  // all have read what is staged
   }
 }
 
-template <int BM, int BN, int BK, int WM, int WN, int STAGES, int BLOCKS, bool HOPPER>
-cudaError_t launch_tile(DoubleTile<BM, BN, BK, WM, WN, STAGES, BLOCKS, HOPPER> tile,
-                        const GemmArgs<double>& args, int splits, bool programmatic, bool,
-                        cudaStream_t stream) {
+template <int BM, int BN, int BK, int WM, int WN, int STAGES, int BLOCKS, bool CLUSTERS, bool HOPPER>
+cudaError_t launch_tile(DoubleTile<BM, BN, BK, WM, WN, STAGES, BLOCKS, CLUSTERS, HOPPER> tile,
+                        const GemmArgs<double>& args, const Schedule& schedule, bool, cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
     using Tile = decltype(tile);
-    const auto kernel = gemm_double_kernel<Tile, a_k_major, b_k_major>;
-    constexpr int kShared = DoubleRing<Tile, a_k_major, b_k_major>::kBytes;
-    const cudaError_t error = set_max_dynamic_shared(kernel, kShared);
-    if (error != cudaSuccess) return error;
-    return launch_tiles(kernel, tiles_of(args, BM, BN, splits), Tile::kThreads, kShared, programmatic, stream,
-                        args, has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+    const auto run = [&](auto cluster) {
+      return launch_tiles<Tile>(gemm_double_kernel<Tile, a_k_major, b_k_major, cluster>,
+                                DoubleRing<Tile, a_k_major, b_k_major>::kBytes, args, schedule, stream,
+                                has_vectors(args.a, a_k_major), has_vectors(args.b, !b_k_major));
+    };
+    if constexpr (CLUSTERS) {
+      if (schedule.in_cluster) return run(std::true_type());
+    }
+    return run(std::false_type());
   });
 }
 

@@ -10,7 +10,6 @@
 // computes many elements, and its sums are in the other bank than their columns: see swap_pairs.
 #pragma once
 
-#include "common/shared_memory.h"
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
@@ -128,7 +127,7 @@ class SliceCopy {
 // A thread's rows of a and columns of b at one k.
 template <typename Tile, typename T = typename Tile::T>
 struct Fragment {
-  static constexpr int TM = Tile::TM, TN = Tile::TN, V = Tile::V;
+  static constexpr int TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
   using Vector = Vec<T, V>;
   Vector x[TM / V], y[TN / V];
 
@@ -308,43 +307,30 @@ Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_
   return k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
 }
 
-template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS = 1, typename T = typename Tile::T>
-cudaError_t launch_ffma_kernel(const GemmArgs<T>& args, Access a, Access b, int splits, bool programmatic,
-                               cudaStream_t stream) {
-  const auto kernel = gemm_ffma_kernel<Tile, ACCESS_A, ACCESS_B, PARTS>;
-  constexpr int kDefaultLimit = (48 << 10) - 64;
-  if constexpr (Tile::kBytes > kDefaultLimit) {
-    const cudaError_t error = set_max_dynamic_shared(kernel, Tile::kBytes);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN, splits), Tile::kThreads, Tile::kBytes,
-                      programmatic, stream, args, a, b);
-}
-
-// hopper: use the kernels that are compiled for Hopper only, specialised by access (vectors, or dense along
-// K), if the tile has them.
+// Hopper has kernels of its own for some tiles, specialised by access: vectors, or dense along K.
 template <typename T, int BM, int BN, int BK, int TM, int TN, int GROUPS, int STAGES, int BLOCKS, bool HOPPER>
 cudaError_t launch_tile(FfmaTile<T, BM, BN, BK, TM, TN, GROUPS, STAGES, BLOCKS, HOPPER> tile,
-                        const GemmArgs<T>& args, int splits, bool programmatic, bool hopper,
-                        cudaStream_t stream) {
+                        const GemmArgs<T>& args, const Schedule& schedule, bool hopper, cudaStream_t stream) {
   using Tile = decltype(tile);
   const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
   const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
+  const auto run = [&](auto x, auto y, auto parts) {
+    return launch_tiles<Tile>(gemm_ffma_kernel<Tile, x, y, parts>, Tile::kBytes, args, schedule, stream, a,
+                              b);
+  };
   if constexpr (Tile::kParts > 1) {
     constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;
     const auto is = [&](Access x, Access y) { return hopper && a == x && b == y; };
-    const auto run = [&](auto x, auto y) {
-      return launch_ffma_kernel<Tile, x, y, Tile::kParts>(args, a, b, splits, programmatic, stream);
-    };
     constexpr std::integral_constant<Access, kVectors> vectors;
     constexpr std::integral_constant<Access, kDenseK> dense_k;
-    if (is(kVectors, kVectors)) return run(vectors, vectors);
-    if (is(kVectors, kDenseK)) return run(vectors, dense_k);
-    if (is(kDenseK, kVectors)) return run(dense_k, vectors);
-    if (is(kDenseK, kDenseK)) return run(dense_k, dense_k);
+    constexpr std::integral_constant<int, Tile::kParts> parts;
+    if (is(kVectors, kVectors)) return run(vectors, vectors, parts);
+    if (is(kVectors, kDenseK)) return run(vectors, dense_k, parts);
+    if (is(kDenseK, kVectors)) return run(dense_k, vectors, parts);
+    if (is(kDenseK, kDenseK)) return run(dense_k, dense_k, parts);
   }
-  return launch_ffma_kernel<Tile, Access::kAtRunTime, Access::kAtRunTime>(args, a, b, splits, programmatic,
-                                                                          stream);
+  constexpr std::integral_constant<Access, Access::kAtRunTime> at_run_time;
+  return run(at_run_time, at_run_time, std::integral_constant<int, 1>());
 }
 
 }  // namespace lltm_ext

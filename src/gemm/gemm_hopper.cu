@@ -199,7 +199,7 @@ inline int splits_of(int64_t tiles, int64_t slices, const DeviceInfo& device) {
 
 template <class Mainloop, typename T>
 cudaError_t launch_few_tiles(const Problem<T>& problem, const DeviceInfo& device, cudaStream_t stream) {
-  const int64_t tiles = problem.template scheduler<Mainloop>().total();
+  const int64_t tiles = problem.template order<Mainloop>().total;
   const int splits = splits_of(tiles, tiles_of(problem.k, kTileK), device);
   return launch_cluster_split_k<Mainloop>(problem, splits, stream);
 }

@@ -43,17 +43,17 @@ struct PersistentKernel {
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 
-  // The scheduler's tiles are those of a cluster.
+  // The tiles of `order` are those of a cluster.
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* c,
                              const CUtensorMap* pre_activation, const KernelArguments<T>& args,
-                             const TileScheduler& scheduler) {
+                             const TileOrder& order) {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + kOperandsAndOut);
     const uint32_t rank = kBlocks > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
     const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
-    StreamKParts<kDividesK> parts(args.stream_k, static_cast<int>(scheduler.total()), args.tiles_of_k,
-                                  cluster, clusters);
+    StreamKParts<kDividesK> parts(args.stream_k, static_cast<int>(order.total), args.tiles_of_k, cluster,
+                                  clusters);
     start_pipeline(pipeline, a, b);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -61,7 +61,7 @@ struct PersistentKernel {
       setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
         while (parts.next()) {
-          const TileIndex tile = scheduler.first_element<Mainloop>(parts.tile, rank);
+          const TileIndex tile = first_element<Mainloop>(order, parts.tile, rank);
           const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
           for (int k = parts.begin; k < parts.end; ++k) {
             pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
@@ -73,7 +73,7 @@ struct PersistentKernel {
       setmaxnreg_inc<kConsumerRegisters>();
       Out out(shared + Mainloop::kBytes, warpgroup, kConsumers);
       while (parts.next()) {
-        const TileIndex tile = scheduler.first_element<Mainloop>(parts.tile, rank);
+        const TileIndex tile = first_element<Mainloop>(order, parts.tile, rank);
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, parts.end - parts.begin, warpgroup);
@@ -111,9 +111,9 @@ struct SplitKBlock {
 
   int row, column, matrix, split, splits, warpgroup;
 
-  __device__ __forceinline__ explicit SplitKBlock(const TileScheduler& scheduler)
+  __device__ __forceinline__ explicit SplitKBlock(const TileOrder& order)
       : split(blockIdx.z), splits(gridDim.z), warpgroup(threadIdx.x / 128) {
-    const TileIndex tile = scheduler.first_element<Mainloop>(blockIdx.x, 0);
+    const TileIndex tile = first_element<Mainloop>(order, blockIdx.x, 0);
     row = tile.row;
     column = tile.column;
     matrix = tile.matrix;
@@ -125,12 +125,11 @@ struct SplitKBlock {
   __device__ __forceinline__ void mma(float (&d)[kN / 2], unsigned char* stages, unsigned char* barriers,
                                       const CUtensorMap* a, const CUtensorMap* b,
                                       const KernelArguments<T>& args) const {
+    const int begin = args.tiles_of_k * split / splits, end = args.tiles_of_k * (split + 1) / splits;
     auto pipeline = pipeline_of<Mainloop>(stages, barriers);
     start_pipeline(pipeline, a, b);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const int begin = static_cast<int>(int64_t{args.tiles_of_k} * split / splits);
-    const int end = static_cast<int>(int64_t{args.tiles_of_k} * (split + 1) / splits);
     if (is_consumer()) {
       pipeline.mma(d, end - begin, warpgroup);
     } else {
@@ -155,9 +154,9 @@ struct ClusterSplitK {
   static constexpr int kShared = kOperandsOrPartials + kBarrierBytes;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const KernelArguments<T>& args,
-                             const TileScheduler& scheduler) {
+                             const TileOrder& order) {
     unsigned char* shared = dynamic_shared();
-    const SplitKBlock<Mainloop> block(scheduler);
+    const SplitKBlock<Mainloop> block(order);
     float d[kN / 2];
     block.mma(d, shared, shared + kOperandsOrPartials, a, b, args);
     if (block.splits == 1) {
@@ -252,16 +251,15 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     gemm_persistent_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                            const __grid_constant__ CUtensorMap c,
                            const __grid_constant__ CUtensorMap pre_activation,
-                           const __grid_constant__ KernelArguments<T> args, const TileScheduler scheduler) {
-  LLTM_HOPPER(Kernel::run(&a, &b, &c, &pre_activation, args, scheduler));
+                           const __grid_constant__ KernelArguments<T> args, const TileOrder order) {
+  LLTM_HOPPER(Kernel::run(&a, &b, &c, &pre_activation, args, order));
 }
 
 template <class Kernel, typename T>
 __global__ void __launch_bounds__(Kernel::kThreads)
     gemm_cluster_split_k_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                                const __grid_constant__ KernelArguments<T> args,
-                                const TileScheduler scheduler) {
-  LLTM_HOPPER(Kernel::run(&a, &b, args, scheduler));
+                                const __grid_constant__ KernelArguments<T> args, const TileOrder order) {
+  LLTM_HOPPER(Kernel::run(&a, &b, args, order));
 }
 
 // ---- launchers
@@ -282,7 +280,7 @@ struct Problem {
     return {data, columns, rows, batch, columns, rows * columns};
   }
   template <class Mainloop>
-  TileScheduler scheduler() const {
+  TileOrder order() const {
     return {tiles_of(m, Mainloop::kTileM * Mainloop::kClusterM),
             tiles_of(n, Mainloop::kTileN * Mainloop::kClusterN), batch};
   }
@@ -305,17 +303,17 @@ cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, void*
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
   constexpr int kBlocks = Mainloop::kClusterBlocks;
-  const TileScheduler scheduler = problem.template scheduler<Mainloop>();
+  const TileOrder order = problem.template order<Mainloop>();
   StreamK stream_k = {};
   if (stream_k_workspace) {
     const StreamKShape shape = {clusters, kBlocks * Mainloop::kConsumers, Mainloop::kTileN / 2};
-    stream_k = shape.arguments(scheduler.total(), stream_k_workspace);
+    stream_k = shape.arguments(order.total, stream_k_workspace);
   } else {
-    clusters = std::min(scheduler.total(), clusters);
+    clusters = std::min(order.total, clusters);
   }
   return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
                          /*programmatic=*/true, stream, a, b, c, pre_activation,
-                         problem.arguments(tma_store, stream_k), scheduler);
+                         problem.arguments(tma_store, stream_k), order);
 }
 
 template <class Mainloop, typename T>
@@ -326,10 +324,9 @@ cudaError_t launch_cluster_split_k(const Problem<T>& problem, int splits, cudaSt
   const auto kernel = gemm_cluster_split_k_kernel<Kernel, T>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileScheduler scheduler = problem.template scheduler<Mainloop>();
-  return launch_clusters(kernel, dim3(scheduler.total(), 1, splits), dim3(1, 1, splits), Kernel::kThreads,
-                         Kernel::kShared, /*programmatic=*/true, stream, a, b, problem.arguments(),
-                         scheduler);
+  const TileOrder order = problem.template order<Mainloop>();
+  return launch_clusters(kernel, dim3(order.total, 1, splits), dim3(1, 1, splits), Kernel::kThreads,
+                         Kernel::kShared, /*programmatic=*/true, stream, a, b, problem.arguments(), order);
 }
 
 }  // namespace hopper

@@ -138,13 +138,21 @@ struct FloatArguments {
   const float* bias;  // [N], or null
   int64_t bias_stride;
   float *c, *pre_activation;  // [batch, M, N], contiguous; pre_activation may be null
-  int rows, columns, tiles_of_k;
-  int splits;                               // of K: with several, c is [splits, batch, M, N]
+  int rows, columns, tiles_of_k, batch;
+  int splits;  // of K: with several, c is [splits, batch, M, N], and so are the tiles
+  Divisor by_splits, by_batch;
   int part_stride_left, part_stride_right;  // in matrices
   bool batched_left, batched_right;         // else one matrix serves the whole batch
   bool transposed;
   bool pairs;  // whether two neighbours can be stored at a time
   Activation activation;
+
+  __device__ __forceinline__ int split_of(const TileIndex& tile) const {
+    return static_cast<int>(by_batch.quotient(tile.matrix));
+  }
+  __device__ __forceinline__ int first_of_k(int split) const {
+    return static_cast<int>(by_splits.quotient(int64_t{tiles_of_k} * split));
+  }
 };
 
 template <class Mainloop, int kTerms>
@@ -155,27 +163,27 @@ struct FloatKernel {
   static constexpr int kShared = Mainloop::kBytes + kBarrierBytes;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const FloatArguments& args,
-                             const TileScheduler& scheduler) {
+                             const TileOrder& order) {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + Mainloop::kBytes);
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
     const int64_t first = blockIdx.x / kClusterM, step = gridDim.x / kClusterM;
-    const int64_t per_split = scheduler.total(), total = per_split * args.splits;
     start_pipeline(pipeline, a, b);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
       setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
-        for (int64_t i = first; i < total; i += step) {
-          const int split = static_cast<int>(i / per_split), end = first_of_k(args, split + 1);
-          const TileIndex tile = scheduler.first_element<Mainloop>(i % per_split, rank);
+        for (int64_t i = first; i < order.total; i += step) {
+          const TileIndex tile = first_element<Mainloop>(order, i, rank);
+          const int split = args.split_of(tile), matrix = tile.matrix - split * args.batch;
+          const int end = args.first_of_k(split + 1);
           for (int term = 0; term < kTerms; ++term) {
             const int2 part = Terms<kTerms>::at(term);
-            const int matrix_a = part.x * args.part_stride_left + (args.batched_left ? tile.matrix : 0),
-                      matrix_b = part.y * args.part_stride_right + (args.batched_right ? tile.matrix : 0);
-            for (int k = first_of_k(args, split); k < end; ++k) {
+            const int matrix_a = part.x * args.part_stride_left + (args.batched_left ? matrix : 0),
+                      matrix_b = part.y * args.part_stride_right + (args.batched_right ? matrix : 0);
+            for (int k = args.first_of_k(split); k < end; ++k) {
               pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, matrix_a, matrix_b, rank);
             }
           }
@@ -184,17 +192,17 @@ struct FloatKernel {
       __syncwarp();
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
-      for (int64_t i = first; i < total; i += step) {
-        const int split = static_cast<int>(i / per_split);
-        const int tiles_of_k = first_of_k(args, split + 1) - first_of_k(args, split);
-        const TileIndex tile = scheduler.first_element<Mainloop>(i % per_split, rank);
+      for (int64_t i = first; i < order.total; i += step) {
+        const TileIndex tile = first_element<Mainloop>(order, i, rank);
+        const int split = args.split_of(tile),
+                  tiles_of_k = args.first_of_k(split + 1) - args.first_of_k(split);
         float sum[kN / 2];
         if constexpr (kTerms == 1) {
           pipeline.mma(sum, tiles_of_k, warpgroup);
         } else {
           sum_terms(sum, pipeline, tiles_of_k, warpgroup);
         }
-        store(sum, args, tile.row + 64 * warpgroup, tile.column, split * scheduler.batch + tile.matrix);
+        store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
     }
     // Other blocks of the cluster may still write to this block's shared memory.
@@ -202,10 +210,6 @@ struct FloatKernel {
   }
 
  private:
-  __device__ static __forceinline__ int first_of_k(const FloatArguments& args, int split) {
-    return static_cast<int>(int64_t{args.tiles_of_k} * split / args.splits);
-  }
-
   __device__ static __forceinline__ void sum_terms(float (&sum)[kN / 2], Pipeline<Mainloop>& pipeline,
                                                    int tiles_of_k, int warpgroup) {
 #pragma unroll
@@ -293,8 +297,8 @@ struct FloatKernel {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     gemm_float_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                      const __grid_constant__ FloatArguments args, const TileScheduler scheduler) {
-  LLTM_HOPPER(Kernel::run(&a, &b, args, scheduler));
+                      const __grid_constant__ FloatArguments args, const TileOrder order) {
+  LLTM_HOPPER(Kernel::run(&a, &b, args, order));
 }
 
 // ---- launchers
@@ -395,7 +399,7 @@ inline GlobalTensor packed(const FloatOperand& x, const Packing& packing, void* 
 
 template <class Mainloop, int kTerms>
 cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const FloatArguments& args,
-                            int batch, int multiprocessors, cudaStream_t stream) {
+                            int multiprocessors, cudaStream_t stream) {
   using Kernel = FloatKernel<Mainloop, kTerms>;
   constexpr int kClusterM = Mainloop::kClusterM;
   CUtensorMap map_a, map_b;
@@ -403,11 +407,11 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
   const auto kernel = gemm_float_kernel<Kernel>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileScheduler scheduler = {tiles_of(args.rows, Mainloop::kTileM * kClusterM),
-                                   tiles_of(args.columns, Mainloop::kTileN), batch};
-  const int64_t clusters = std::min<int64_t>(scheduler.total() * args.splits, multiprocessors / kClusterM);
+  const TileOrder order(tiles_of(args.rows, Mainloop::kTileM * kClusterM),
+                        tiles_of(args.columns, Mainloop::kTileN), int64_t{args.batch} * args.splits);
+  const int64_t clusters = std::min<int64_t>(order.total, multiprocessors / kClusterM);
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
-                         Kernel::kShared, /*programmatic=*/true, stream, map_a, map_b, args, scheduler);
+                         Kernel::kShared, /*programmatic=*/true, stream, map_a, map_b, args, order);
 }
 
 // The partial sums are at the start of the workspace, packed operands after them.
@@ -443,7 +447,10 @@ cudaError_t run(const GemmArgs<float>& args, const HopperPlan& plan, int multipr
       static_cast<int>(left.rows),
       static_cast<int>(right.rows),
       tiles_of(args.k, kTileKOf<T>),
+      static_cast<int>(args.batch),
       plan.splits,
+      Divisor(plan.splits),
+      Divisor(args.batch),
       static_cast<int>(left.matrices),
       static_cast<int>(right.matrices),
       left.matrices > 1,
@@ -452,8 +459,8 @@ cudaError_t run(const GemmArgs<float>& args, const HopperPlan& plan, int multipr
       !product.transposed && args.n % 2 == 0 && (in_parts || (pairs(args.c) && pairs(args.pre_activation))),
       in_parts ? Activation::kNone : args.activation};
   const auto launch = [&](auto mainloop) {
-    return launch_products<decltype(mainloop), kTerms>(tensor_left, tensor_right, arguments,
-                                                       static_cast<int>(args.batch), multiprocessors, stream);
+    return launch_products<decltype(mainloop), kTerms>(tensor_left, tensor_right, arguments, multiprocessors,
+                                                       stream);
   };
   cudaError_t error;
   if constexpr (kTerms == 1) {
@@ -470,7 +477,7 @@ cudaError_t run(const GemmArgs<float>& args, const HopperPlan& plan, int multipr
                              : launch(Mainloop<T, 128, 128, 6, false, false, 2>());
   }
   if (error != cudaSuccess || plan.splits == 1) return error;
-  return launch_reduce(args, plan.splits, /*programmatic=*/false, stream);
+  return launch_reduce(args, plan.splits, /*programmatic=*/true, stream);
 }
 
 bool float_supported(const GemmArgs<float>& args) {

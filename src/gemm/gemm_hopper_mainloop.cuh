@@ -5,6 +5,7 @@
 #include "common/hopper/launch.h"
 #include "common/hopper/pipeline.cuh"
 #include "common/math.h"
+#include "gemm/gemm_tile_order.h"
 
 namespace lltm_ext {
 namespace hopper {
@@ -13,31 +14,16 @@ struct TileIndex {
   int row, column, matrix;
 };
 
-// Tiles of a batch of matrices, `rows` x `columns` each. Bands of kBand tile rows are walked column by
-// column, so that blocks that run at the same time share rows of a and columns of b in L2.
-struct TileScheduler {
-  static constexpr int kBand = 8;
-  int rows, columns, batch;
-
-  LLTM_HOST_DEVICE int64_t total() const { return int64_t{rows} * columns * batch; }
-
-  LLTM_HOST_DEVICE TileIndex at(int64_t i) const {
-    const int in_matrix = static_cast<int>(i % (int64_t{rows} * columns));
-    const int band = in_matrix / (kBand * columns), first = band * kBand;
-    const int height = rows - first < kBand ? rows - first : kBand, in_band = in_matrix - first * columns;
-    return {first + in_band % height, in_band / height, static_cast<int>(i / (int64_t{rows} * columns))};
-  }
-
-  // The same, with the first row and column of c that the block of this rank computes. Ranks increase down
-  // the columns of a cluster.
-  template <class Mainloop>
-  __device__ __forceinline__ TileIndex first_element(int64_t i, uint32_t rank) const {
-    TileIndex tile = at(i);
-    tile.row = (tile.row * Mainloop::kClusterM + rank % Mainloop::kClusterM) * Mainloop::kTileM;
-    tile.column = (tile.column * Mainloop::kClusterN + rank / Mainloop::kClusterM) * Mainloop::kTileN;
-    return tile;
-  }
-};
+// The first row and column of c that the block of this rank computes of a cluster's tiles. Ranks increase
+// down the columns of a cluster.
+template <class Mainloop>
+__device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64_t i, uint32_t rank) {
+  const TileOrder::Tile tile = order.at(i);
+  const int row = static_cast<int>(tile.row), column = static_cast<int>(tile.column);
+  return {(row * Mainloop::kClusterM + static_cast<int>(rank % Mainloop::kClusterM)) * Mainloop::kTileM,
+          (column * Mainloop::kClusterN + static_cast<int>(rank / Mainloop::kClusterM)) * Mainloop::kTileN,
+          static_cast<int>(tile.matrix)};
+}
 
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread; two consumers fit
 

@@ -27,7 +27,7 @@ cudaError_t query_device(DeviceInfo& device) {
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
 }
 
-constexpr int kAmpere = 80, kHopper = 90;
+constexpr int kAmpere = 80;
 
 // ---- Tiles. Large ones read each operand less often, small ones make more blocks. In tiles of few elements
 // groups of threads split K. Flat and tall ones are for few rows or columns, where reading an operand takes
@@ -54,6 +54,11 @@ constexpr TileCost cost(double wait, double work, double ends, double store, dou
 
 constexpr TileCost for_batches(TileCost cost) {
   cost.batches_only = true;
+  return cost;
+}
+
+constexpr TileCost in_clusters(TileCost cost) {
+  cost.in_clusters = true;
   return cost;
 }
 
@@ -97,16 +102,16 @@ using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
 using OlderTiles32 = TileList<Small32, Square32>;
 constexpr TileCost kOlderCosts32[] = {kCostSmall32, cost<Square32>(1.9, 1.7, 7, 0)};
 
-using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3>;
+using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3, true>;
 using Deep64 = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // more stages instead of room for a third block
 using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
-using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3>;
-using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, true>;
+using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3, true>;
+using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, false, true>;
 using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
-constexpr TileCost kCosts64[] = {cost<Small64>(0.511, 0.306, 3.74, 0.32),
-                                 cost<Deep64>(0.489, 0.302, 3.57, 0.63),
-                                 cost<Large64>(0.78, 0.595, 5.0, 0.54), cost<Flat64>(0.311, 0.173, 2.8, 0.26),
-                                 cost<Narrow64>(0.51, 0.51, 3.06, 0)};
+constexpr TileCost kCosts64[] = {
+    in_clusters(cost<Small64>(0.511, 0.306, 3.74, 0.32)), cost<Deep64>(0.489, 0.302, 3.57, 0.63),
+    cost<Large64>(0.78, 0.595, 5.0, 0.54), in_clusters(cost<Flat64>(0.311, 0.173, 2.8, 0.26)),
+    cost<Narrow64>(0.51, 0.51, 3.06, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
@@ -223,7 +228,7 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   const double slower = sizeof(T) == 2 && plan.supported ? 1.05 : 1;
   const Schedule schedule = with_tiles_for<T>(device, args, [&](auto, const TileCost* costs, int count) {
     return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
-                         device.multiprocessors);
+                         device);
   });
   return {schedule, plan.supported && plan.time < schedule.time, plan};
 }
@@ -256,28 +261,28 @@ Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
 }
 
 template <typename T>
-cudaError_t launch_schedule(const GemmArgs<T>& args, const Schedule& schedule, const DeviceInfo& device,
+cudaError_t launch_schedule(const GemmArgs<T>& args, Schedule schedule, const DeviceInfo& device,
                             cudaStream_t stream) {
   const bool hopper = device.compute_capability == kHopper;
-  const bool programmatic = device.compute_capability >= kHopper && schedule.programmatic;
+  schedule.programmatic = schedule.programmatic && device.compute_capability >= kHopper;
   const cudaError_t error = with_tiles_for<T>(device, args, [&](auto tiles, const TileCost*, int count) {
     const int outer = schedule.tile - count - kDirectCount;
     if (outer >= 0) {
       return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
-        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, programmatic, stream);
+        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, schedule.programmatic,
+                            stream);
       });
     }
     if (schedule.tile >= count) {
       return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
-        return launch_direct(tile, args, schedule.splits, programmatic, stream);
+        return launch_direct(tile, args, schedule.splits, schedule.programmatic, stream);
       });
     }
-    return with_tile(tiles, schedule.tile, [&](auto tile) {
-      return launch_tile(tile, args, schedule.splits, programmatic, hopper, stream);
-    });
+    return with_tile(tiles, schedule.tile,
+                     [&](auto tile) { return launch_tile(tile, args, schedule, hopper, stream); });
   });
-  if (error != cudaSuccess || schedule.splits == 1) return error;
-  return launch_reduce(args, schedule.splits, programmatic, stream);
+  if (error != cudaSuccess || schedule.splits == 1 || schedule.in_cluster) return error;
+  return launch_reduce(args, schedule.splits, schedule.programmatic, stream);
 }
 
 template <typename T>
@@ -304,7 +309,7 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
     if (choice.on_hopper) return choice.plan.workspace_bytes;
   }
 #endif
-  return partial_sum_bytes(args, choice.schedule.splits);
+  return choice.schedule.in_cluster ? 0 : partial_sum_bytes(args, choice.schedule.splits);
 }
 
 template <typename T>

@@ -18,52 +18,67 @@ struct OuterTile {
   static constexpr int kBytesOfK = (kPitchA + kPitchB) * sizeof(A), kMostK = (48 << 10) / kBytesOfK;
 };
 
-// How to copy an operand's lines of all k. Neighbouring threads read neighbours, along K or along the lines.
+// How to copy an operand's lines of all k. Neighbouring threads read neighbours, along K or along the lines:
+// elements, or aligned vectors of 16 bytes.
 struct OuterCopy {
-  bool along_k;
-  uint32_t reciprocal;  // of k, times 2^32
-
-  // The line of element i, if elements are along K.
-  __device__ __forceinline__ uint32_t line_of(uint32_t i) const { return __umulhi(i, reciprocal); }
+  bool along_k, vectors;
+  uint32_t reciprocal;  // of how many elements or vectors of K a line has, times 2^32; 0 if it has one
 };
 
-// Copies to shared memory, [k][line]. A batch is loaded before its first element is stored.
-template <int LINES, int PITCH, int THREADS, typename T>
-__device__ __forceinline__ void copy_lines(acc_t<T>* shared, const OperandTile<T>& x, uint32_t k,
-                                           const OuterCopy& copy) {
-  constexpr uint32_t kBatch = 4, kStep = THREADS / LINES;
-  static_assert(THREADS % LINES == 0);
-  const uint32_t extent = x.extent, line = threadIdx.x % LINES, first = threadIdx.x / LINES;
-  acc_t<T> values[kBatch];
+// Copies to shared memory, [k][line], W elements at once. A batch is loaded before its first element is
+// stored.
+template <int W, int LINES, int PITCH, int THREADS, typename T>
+__device__ __forceinline__ void copy_pieces(acc_t<T>* shared, const OperandTile<T>& x, uint32_t k,
+                                            const OuterCopy& copy) {
+  constexpr uint32_t kBatch = 4, kAcross = LINES / W, kStep = THREADS / kAcross;
+  static_assert(THREADS % kAcross == 0);
+  using Piece = Vec<T, W>;
+  const uint32_t extent = x.extent;
+  Piece pieces[kBatch];
   if (!copy.along_k) {
+    const uint32_t line = threadIdx.x % kAcross * W, first = threadIdx.x / kAcross;
     const T* from = x.data + line * x.stride + first * x.k_stride;
     acc_t<T>* to = shared + first * PITCH + line;
     for (uint32_t at = first; at < k; at += kBatch * kStep) {
 #pragma unroll
       for (uint32_t j = 0; j < kBatch; ++j, from += kStep * x.k_stride) {
-        values[j] = at + j * kStep < k && line < extent ? widen(*from) : acc_t<T>(0);
+        pieces[j] = at + j * kStep < k && line < extent ? *reinterpret_cast<const Piece*>(from) : Piece{};
       }
 #pragma unroll
       for (uint32_t j = 0; j < kBatch; ++j, to += kStep * PITCH) {
-        if (at + j * kStep < k) *to = values[j];
+        if (at + j * kStep >= k) continue;
+#pragma unroll
+        for (int i = 0; i < W; ++i) to[i] = widen(pieces[j].data[i]);
       }
     }
     return;
   }
-  const uint32_t count = LINES * k;
-  for (uint32_t i = threadIdx.x; i < count; i += kBatch * THREADS) {
+  const uint32_t per_line = k / W, count = LINES * per_line;
+  for (uint32_t piece = threadIdx.x; piece < count; piece += kBatch * THREADS) {
     uint32_t places[kBatch];
 #pragma unroll
     for (uint32_t j = 0; j < kBatch; ++j) {
-      const uint32_t element = i + j * THREADS, line = copy.line_of(element), at = element - line * k;
+      const uint32_t number = piece + j * THREADS,
+                     line = copy.reciprocal == 0 ? number : __umulhi(number, copy.reciprocal),
+                     at = (number - line * per_line) * W;
       places[j] = at * PITCH + line;
-      values[j] = line < extent ? widen(x.data[line * x.stride + at * x.k_stride]) : acc_t<T>(0);
+      pieces[j] = line < extent ? *reinterpret_cast<const Piece*>(x.data + line * x.stride + at * x.k_stride)
+                                : Piece{};
     }
 #pragma unroll
     for (uint32_t j = 0; j < kBatch; ++j) {
-      if (i + j * THREADS < count) shared[places[j]] = values[j];
+      if (piece + j * THREADS >= count) continue;
+#pragma unroll
+      for (int i = 0; i < W; ++i) shared[places[j] + i * PITCH] = widen(pieces[j].data[i]);
     }
   }
+}
+
+template <int LINES, int PITCH, int THREADS, typename T>
+__device__ __forceinline__ void copy_lines(acc_t<T>* shared, const OperandTile<T>& x, uint32_t k,
+                                           const OuterCopy& copy) {
+  if (copy.vectors) return copy_pieces<kVecWidth<T>, LINES, PITCH, THREADS>(shared, x, k, copy);
+  copy_pieces<1, LINES, PITCH, THREADS>(shared, x, k, copy);
 }
 
 // Where number `place` of a lane's columns is in the tile.
@@ -200,19 +215,24 @@ cudaError_t launch_outer(OuterTile<A, GROUPS>, int most_height, const GemmArgs<T
   using Tile = OuterTile<A, GROUPS>;
   constexpr uintptr_t kBytes = sizeof(Vec<T, Tile::V>);
   const auto aligned = [](const T* data) { return reinterpret_cast<uintptr_t>(data) % kBytes == 0; };
-  const auto copy = [&](int64_t stride, int64_t k_stride) {
-    const auto k = static_cast<uint32_t>(args.k);
-    return OuterCopy{k > 1 && k_stride < stride, k > 1 ? UINT32_MAX / k + 1 : 0};
+  const auto copy = [&](const Matrices<T>& x, int64_t stride, int64_t k_stride) {
+    const bool along_k = args.k > 1 && k_stride < stride;
+    const bool vectors =
+        along_k ? args.k % kVecWidth<T> == 0 && has_vectors(x.data, k_stride, stride, x.batch_stride)
+                : (&x == &args.a ? args.m : args.n) % kVecWidth<T> == 0 &&
+                      has_vectors(x.data, stride, k_stride, x.batch_stride);
+    const auto per_line = static_cast<uint32_t>(vectors ? args.k / kVecWidth<T> : args.k);
+    return OuterCopy{along_k, vectors, per_line > 1 ? UINT32_MAX / per_line + 1 : 0};
   };
   const bool vectors = args.n % Tile::V == 0 && aligned(args.c) && aligned(args.pre_activation);
-  const int64_t tiles = tiles_of(args, Tile::BM, Tile::BN, 1).total, at_once = int64_t{multiprocessors} * 4;
+  const int64_t tiles = Tiles(args, Tile::BM, Tile::BN).order.total, at_once = int64_t{multiprocessors} * 4;
   const int height = static_cast<int>(std::clamp<int64_t>(tiles / at_once, 1, most_height));
-  const Tiles columns = tiles_of(args, Tile::BM * height, Tile::BN, 1);
+  const Tiles columns(args, Tile::BM * height, Tile::BN);
   return launch_kernel(vectors ? gemm_outer_kernel<T, Tile, true> : gemm_outer_kernel<T, Tile, false>,
-                       dim3(static_cast<unsigned>(columns.total)), dim3(Tile::kThreads),
+                       dim3(static_cast<unsigned>(columns.order.total)), dim3(Tile::kThreads),
                        static_cast<int>(args.k) * Tile::kBytesOfK, programmatic, stream, args, columns,
-                       height, copy(args.a.row_stride, args.a.column_stride),
-                       copy(args.b.column_stride, args.b.row_stride));
+                       height, copy(args.a, args.a.row_stride, args.a.column_stride),
+                       copy(args.b, args.b.column_stride, args.b.row_stride));
 }
 
 }  // namespace lltm_ext

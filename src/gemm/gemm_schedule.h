@@ -30,6 +30,7 @@ struct TileCost {
   double store;               // more for each further block of a multiprocessor
   double pieces = 1;          // by how much these take longer if copies are of 4 or 8 bytes
   double latency = 0;         // more wait for a slice if copies are of 2 bytes, through registers
+  bool in_clusters = false;   // whether there is a kernel for Hopper whose clusters split K
   bool batches_only = false;  // for many small matrices
 };
 
@@ -50,8 +51,11 @@ struct Schedule {
   int tile;    // its place among the tiles, then the direct ones, then the outer ones
   int splits;  // of K
   double time;
-  bool programmatic;  // whether its blocks may start before the launch before has ended
+  bool programmatic;        // whether its blocks may start while the previous kernel still runs
+  bool in_cluster = false;  // whether the blocks that split K are a cluster, which adds their sums
 };
+
+constexpr int kHopper = 90;  // compute capability
 
 // Operands come from memory, not from the L2 cache, as the weights of a model do.
 constexpr double kMemory = 0.25;  // for 10^6 bytes
@@ -62,21 +66,24 @@ inline double time_of_result(const GemmSizes& sizes) {
   return kMemory * static_cast<double>(sizes.batch * sizes.m * sizes.n) * sizes.bytes / 1e6;
 }
 
-// Of writing partial sums, and of the kernel that adds them.
-inline double time_of_sums(const GemmSizes& sizes, int64_t splits) {
-  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6;
+// Of writing partial sums, and of the kernel that adds them; or of adding them in a cluster.
+inline double time_of_sums(const GemmSizes& sizes, int64_t splits, bool in_cluster = false) {
+  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6, kCluster = 0.6, kBlock = 0.03;
   if (splits == 1) return 0;
+  if (in_cluster) return kCluster + kBlock * static_cast<double>(splits);
   const double bytes = static_cast<double>(sizes.batch * sizes.m * sizes.n * splits) * sizes.sum_bytes;
   return kSecondKernel + 2 * bytes / kBytesPerMicrosecond;
 }
 
 // The time of a product whose tiles are multiplied in `splits` parts each.
 inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tiles, int64_t splits,
-                      int multiprocessors) {
+                      bool in_cluster, const DeviceInfo& device) {
   constexpr double kLaunch = 1.5;
+  const int multiprocessors = in_cluster ? device.cluster_multiprocessors[splits] : device.multiprocessors;
   const int64_t slices = ceil_div(ceil_div(sizes.k, cost.depth), splits);
   const int copied = sizes.width * sizes.bytes;  // at once
   const double slower = copied == 16 || copied < 4 ? 1 : cost.pieces;
+  const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
   const double wait = slower * cost.wait + (copied < 4 ? cost.latency : 0);
   const auto multiply = [&](int64_t blocks) {  // of a multiprocessor
     return static_cast<double>(slices) * std::max(wait, slower * cost.work * static_cast<double>(blocks));
@@ -84,7 +91,6 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
   const auto start_and_end = [&](int64_t blocks) {
     return slower * cost.ends - kLaunch + cost.store * static_cast<double>(blocks - 1);
   };
-  const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
   const auto full = static_cast<double>(blocks / at_once);
   double products = full * multiply(cost.blocks), rest = full * start_and_end(cost.blocks);
   if (const int64_t last = ceil_div(blocks % at_once, multiprocessors); last > 0) {
@@ -92,7 +98,7 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
     rest += start_and_end(last);
   }
   return kLaunch + std::hypot(products, time_of_operands(sizes)) + rest + time_of_result(sizes) +
-         time_of_sums(sizes, splits);
+         time_of_sums(sizes, splits, in_cluster);
 }
 
 // Memory accesses are counted in warps, and each counts more the more sectors of 32 bytes it touches.
@@ -131,11 +137,12 @@ inline double time_of(const GemmSizes& sizes, const OuterCost& cost, int64_t til
          time_of_operands(sizes) + cost.store * result / 1e6;
 }
 
-// Blocks that start early take the places that the launch before leaves, so some multiprocessors get more of
-// them than others, which costs more than an early start gains if the blocks take long. In more than one
-// round they would take the places of the last round of the launch before.
-inline bool starts_early(const TileCost& cost, int64_t blocks, int multiprocessors, double time) {
+// With an early start (PDL), blocks start while the previous kernel still runs, wherever it leaves room. Some
+// multiprocessors then get more blocks than others, which costs more than the early start gains if the blocks
+// take long. In more than one round they would take the places of the previous kernel's last round.
+inline bool starts_early(const TileCost& cost, int64_t blocks, const DeviceInfo& device, double time) {
   constexpr double kLong = 10;
+  const int multiprocessors = device.multiprocessors;
   const bool one_round = blocks <= int64_t{multiprocessors} * cost.blocks;
   const bool evenly = blocks > int64_t{multiprocessors} * (cost.blocks - 1);
   return one_round && (evenly || time < kLong);
@@ -145,7 +152,8 @@ inline bool starts_early(const TileCost& cost, int64_t blocks, int multiprocesso
 // slower: by how much tiles take longer than estimated.
 inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slower, const DirectCost* direct,
                               int direct_count, const OuterCost* outer, int outer_count,
-                              const GemmSizes& sizes, int multiprocessors) {
+                              const GemmSizes& sizes, const DeviceInfo& device) {
+  const int multiprocessors = device.multiprocessors;
   constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostSplits = 512;
   Schedule best = {0, 1, -1, false};
   const auto consider = [&](const Schedule& schedule) {
@@ -158,15 +166,23 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slow
     const int64_t count = sizes.batch * ceil_div(sizes.m, cost.rows) * ceil_div(sizes.n, cost.columns);
     const int64_t slices = ceil_div(sizes.k, cost.depth);
     const int64_t most = std::min({slices, kMostSumBytes / std::max<int64_t>(sum_bytes, 1), kMostSplits});
-    for (int filled = 0; filled <= cost.blocks; ++filled) {
-      int64_t splits = 1;
-      if (filled > 0)
-        splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
-      if (filled > 0 && splits < 2) continue;
-      if (splits > 1) splits = ceil_div(slices, ceil_div(slices, splits));  // as few as are as fast
-      const double time = slower * time_of(sizes, cost, count, splits, multiprocessors);
-      consider(
-          {i, static_cast<int>(splits), time, starts_early(cost, count * splits, multiprocessors, time)});
+    const auto consider_splits = [&](int64_t splits, bool in_cluster) {
+      const double time = slower * time_of(sizes, cost, count, splits, in_cluster, device);
+      const bool early = starts_early(cost, count * splits, device, time);
+      consider({i, static_cast<int>(splits), time, early, in_cluster});
+    };
+    const auto as_few_as_are_as_fast = [&](int64_t splits) {
+      return ceil_div(slices, ceil_div(slices, splits));
+    };
+    consider_splits(1, false);
+    for (int filled = 1; filled <= cost.blocks; ++filled) {
+      const int64_t splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
+      if (splits >= 2) consider_splits(as_few_as_are_as_fast(splits), false);
+    }
+    if (!cost.in_clusters || device.compute_capability != kHopper) continue;
+    for (int64_t splits = 2; splits <= std::min<int64_t>(slices, kMostClusterBlocks); ++splits) {
+      const bool at_once = count * splits <= int64_t{device.cluster_multiprocessors[splits]} * cost.blocks;
+      if (at_once && as_few_as_are_as_fast(splits) == splits) consider_splits(splits, true);
     }
   }
   constexpr int64_t kMostDirectElements = int64_t{1} << 26;  // they fit a grid with 128 threads each

@@ -6,7 +6,6 @@
 // registers. TF32 is float32 rounded to nearest, in registers: the tensor core would cut off the last bits.
 #pragma once
 
-#include "common/shared_memory.h"
 #include "gemm/gemm_tensor_copy.cuh"
 
 namespace lltm_ext {
@@ -84,14 +83,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   constexpr int kStage = SliceA::kBytes + SliceB::kBytes;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / Tile::kWarpsAcross * SIDE, warp_column = warp % Tile::kWarpsAcross * SIDE;
   const TilePosition at = position(tiles, BM, BN);
   const KRange range = range_of_k(args.k, BK, tiles, at);
   SliceCopies<T, Tile, SliceA, COPIES> a(rows_of_a(args, at, BM, range.begin), args.a.data, access_a);
   SliceCopies<T, Tile, SliceB, COPIES> b(columns_of_b(args, at, BN, range.begin), args.b.data, access_b);
+
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const uint32_t ring = shared_in_register(shared);
   const auto next = [](int stage) { return stage == (kStages - 1) * kStage ? 0 : stage + kStage; };
@@ -172,27 +172,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   }
 }
 
-template <class Tile, bool A_K_MAJOR, bool B_K_MAJOR, Copies COPIES, typename T>
-cudaError_t launch_tensor_kernel(const GemmArgs<T>& args, const TensorAccess<T>& a, const TensorAccess<T>& b,
-                                 int splits, bool programmatic, cudaStream_t stream) {
-  const auto kernel = gemm_tensor_kernel<T, Tile, A_K_MAJOR, B_K_MAJOR, COPIES>;
-  const cudaError_t error = set_max_dynamic_shared(kernel, Tile::kBytes);
-  if (error != cudaSuccess) return error;
-  return launch_tiles(kernel, tiles_of(args, Tile::BM, Tile::BN, splits), Tile::kThreads, Tile::kBytes,
-                      programmatic, stream, args, a, b);
-}
-
 template <typename E, int BM, int BN, int BK, int SIDE, int STAGES, int BLOCKS, bool VECTORS_ONLY, typename T>
 cudaError_t launch_tile(TensorTile<E, BM, BN, BK, SIDE, STAGES, BLOCKS, VECTORS_ONLY> tile,
-                        const GemmArgs<T>& args, int splits, bool programmatic, bool, cudaStream_t stream) {
+                        const GemmArgs<T>& args, const Schedule& schedule, bool, cudaStream_t stream) {
   return with_layouts(args, [&](auto a_k_major, auto b_k_major) {
     const TensorAccess<T> a = access_of(args.a, a_k_major, args.batch, args.m, args.k),
                           b = access_of(args.b, !b_k_major, args.batch, args.k, args.n);
+    using Tile = decltype(tile);
     const auto run = [&](auto copies) {
-      return launch_tensor_kernel<decltype(tile), a_k_major, b_k_major, copies>(args, a, b, splits,
-                                                                                programmatic, stream);
+      return launch_tiles<Tile>(gemm_tensor_kernel<T, Tile, a_k_major, b_k_major, copies>, Tile::kBytes, args,
+                                schedule, stream, a, b);
     };
-    constexpr bool kVectorsOnly = decltype(tile)::kVectorsOnly, kOlder = decltype(tile)::kOlder;
+    constexpr bool kVectorsOnly = Tile::kVectorsOnly, kOlder = Tile::kOlder;
     const int width = std::min(a.width, b.width);
     if constexpr (!kOlder) {
       if (kVectorsOnly || width == kVecWidth<T>) {

@@ -6,11 +6,16 @@
 #include <type_traits>
 
 #include "common/activations.h"
+#include "common/hopper/launch.h"
+#include "common/hopper/ptx.cuh"
 #include "common/launch.cuh"
+#include "common/shared_memory.h"
 #include "common/types.h"
 #include "common/vec.cuh"
 #include "gemm/gemm.h"
 #include "gemm/gemm_ptx.cuh"
+#include "gemm/gemm_schedule.h"
+#include "gemm/gemm_tile_order.h"
 
 namespace lltm_ext {
 
@@ -19,12 +24,16 @@ namespace lltm_ext {
 // grid's dimensions.
 
 struct Tiles {
-  int64_t rows, columns;  // of one matrix
-  int64_t total;          // of the batch
-  int splits = 1;         // of K
-  int64_t first = 0;      // the number of block 0
+  template <typename T>
+  Tiles(const GemmArgs<T>& args, int tile_rows, int tile_columns, int splits_ = 1)
+      : order(ceil_div(args.m, tile_rows), ceil_div(args.n, tile_columns), args.batch),
+        by_splits(splits_),
+        splits(splits_) {}
 
-  int64_t blocks() const { return total * splits; }
+  TileOrder order;
+  Divisor by_splits;
+  int splits;         // of K
+  int64_t first = 0;  // the number of block 0
 };
 
 struct TilePosition {
@@ -32,40 +41,9 @@ struct TilePosition {
   int split;
 };
 
-template <typename T>
-Tiles tiles_of(const GemmArgs<T>& args, int tile_rows, int tile_columns, int splits) {
-  const int64_t rows = ceil_div(args.m, tile_rows), columns = ceil_div(args.n, tile_columns);
-  return {rows, columns, args.batch * rows * columns, splits};
-}
-
-// One launch, or several if a grid cannot have that many blocks. access_a and access_b: how the kernel loads
-// the operands.
-template <class F, typename T, typename Access>
-cudaError_t launch_tiles(F* kernel, Tiles tiles, int threads, int shared_bytes, bool programmatic,
-                         cudaStream_t stream, const GemmArgs<T>& args, Access access_a, Access access_b) {
-  cudaError_t error = cudaSuccess;
-  for (; tiles.first < tiles.blocks() && error == cudaSuccess; tiles.first += INT32_MAX) {
-    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.blocks() - tiles.first, INT32_MAX)));
-    error = launch_kernel(kernel, blocks, dim3(threads), shared_bytes, programmatic, stream, args, tiles,
-                          access_a, access_b);
-  }
-  return error;
-}
-
-// Bands of 8 tile rows are walked column by column, so that blocks that run at the same time share rows of a
-// and columns of b in L2.
 __device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
-  constexpr int64_t kBand = 8;
-  const int64_t block = tiles.first + blockIdx.x, split = block / tiles.total;
-  const int64_t tile = block - split * tiles.total;
-  const int64_t per_matrix = tiles.rows * tiles.columns;
-  const int64_t matrix = tile / per_matrix;
-  const int64_t index = tile - matrix * per_matrix;
-  const int64_t band = index / (kBand * tiles.columns);
-  const int64_t within = index - band * kBand * tiles.columns;
-  const int64_t band_rows = min(kBand, tiles.rows - band * kBand);
-  return {matrix, (band * kBand + within % band_rows) * tile_rows, within / band_rows * tile_columns,
-          static_cast<int>(split)};
+  const TileOrder::Tile tile = tiles.order.at(tiles.first + blockIdx.x);
+  return {tile.matrix, tile.row * tile_rows, tile.column * tile_columns, static_cast<int>(blockIdx.y)};
 }
 
 // The part of K that a block multiplies, in whole slices of `depth`, but for K's end.
@@ -76,9 +54,30 @@ __device__ __forceinline__ KRange range_of_k(int64_t k, int depth, const Tiles& 
                                              const TilePosition& at) {
   if (tiles.splits == 1) return {0, k};
   const int64_t slices = ceil_div(k, depth);
-  const int64_t begin = slices * at.split / tiles.splits * depth,
-                end = min(slices * (at.split + 1) / tiles.splits * depth, k);
+  const int64_t begin = tiles.by_splits.quotient(slices * at.split) * depth,
+                end = min(tiles.by_splits.quotient(slices * (at.split + 1)) * depth, k);
   return {begin, end - begin};
+}
+
+// One launch, or several if a grid cannot have that many blocks. access_a and access_b: how the kernel loads
+// the operands.
+template <class Tile, class F, typename T, typename Access>
+cudaError_t launch_tiles(F* kernel, int shared_bytes, const GemmArgs<T>& args, const Schedule& schedule,
+                         cudaStream_t stream, Access access_a, Access access_b) {
+  constexpr int kDefaultLimit = (48 << 10) - 64;
+  Tiles tiles(args, Tile::BM, Tile::BN, schedule.splits);
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > kDefaultLimit) error = set_max_dynamic_shared(kernel, shared_bytes);
+  for (; tiles.first < tiles.order.total && error == cudaSuccess; tiles.first += INT32_MAX) {
+    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.order.total - tiles.first, INT32_MAX)),
+                      tiles.splits);
+    error = schedule.in_cluster
+                ? hopper::launch_clusters(kernel, blocks, dim3(1, tiles.splits), Tile::kThreads, shared_bytes,
+                                          schedule.programmatic, stream, args, tiles, access_a, access_b)
+                : launch_kernel(kernel, blocks, dim3(Tile::kThreads), shared_bytes, schedule.programmatic,
+                                stream, args, tiles, access_a, access_b);
+  }
+  return error;
 }
 
 // ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
@@ -201,22 +200,55 @@ __device__ __forceinline__ void activate_sums(Activation activation, A (&sums)[N
   }
 }
 
+// Waits for all threads of the block, or of the cluster that adds its blocks' sums.
+template <bool CLUSTER>
+__device__ __forceinline__ void sync_sharers() {
+  if constexpr (CLUSTER) {
+    hopper::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Staged sums from `place` on, of this block, or of all `splits` blocks of the cluster in their order.
+// SWIZZLE: element j was staged at j ^ SWIZZLE.
+template <bool CLUSTER, int SWIZZLE, int V, typename A>
+__device__ __forceinline__ void load_staged(A (&x)[V], const A* staged, int place, int splits) {
+  // float64 is read faster one by one.
+  constexpr int W = sizeof(A) == 8 || V < kVecWidth<A> ? 1 : kVecWidth<A>;
+#pragma unroll
+  for (int j = 0; j < V; ++j) x[j] = 0;
+#pragma unroll 4
+  for (int rank = 0; rank < (CLUSTER ? splits : 1); ++rank) {
+    const A* const from = CLUSTER ? hopper::in_block(staged, rank) : staged;
+#pragma unroll
+    for (int i = 0; i < V; i += W) {
+      const Vec<A, W> found = *reinterpret_cast<const Vec<A, W>*>(from + place + i);
+#pragma unroll
+      for (int j = 0; j < W; ++j) x[(i + j) ^ SWIZZLE] += found.data[j];
+    }
+  }
+}
+
 // Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
 // [splits, batch, m, n]. Called by all THREADS. SWIZZLE: element j of a vector was staged at j ^ SWIZZLE.
+// CLUSTER: the blocks that split K are a cluster, and each writes its share of the sums of all.
 //
 // A thread has V columns of a row. They are neighbours, unless it has many and rows are not whole vectors:
 // then neighbouring threads write neighbours.
-template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, typename T>
+template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, bool CLUSTER = false, typename T>
 __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tiles& tiles,
                                              const TilePosition& at, int first_row, const acc_t<T>* staged) {
   constexpr int V = kVecWidth<T>, kAcross = COLUMNS / V;
   constexpr int kApart = V < 8 ? 1 : kAcross < 32 ? kAcross : 32;
   const bool aligned = reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
-  const bool vectors = args.n % V == 0 && (aligned || tiles.splits > 1);
+  const bool leave_sums = !CLUSTER && tiles.splits > 1, vectors = args.n % V == 0 && (aligned || leave_sums);
   const int step = vectors ? 1 : kApart;
+  const int first = (CLUSTER ? at.split * THREADS : 0) + threadIdx.x,
+            threads = THREADS * (CLUSTER ? tiles.splits : 1);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < ROWS * kAcross; i += THREADS) {
+  for (int i = first; i < ROWS * kAcross; i += threads) {
     const int tile_row = i / kAcross, place = i % kAcross;
     const int tile_column = vectors ? place * V : place / kApart * (kApart * V) + place % kApart;
     const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
@@ -224,14 +256,18 @@ __device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tile
     const int64_t left = args.n - column;
     acc_t<T> x[V];
     if (vectors || kApart == 1) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column) + (j ^ SWIZZLE)];
+      load_staged<CLUSTER, SWIZZLE>(x, staged, staged_at<T, COLUMNS>(tile_row, tile_column), tiles.splits);
     } else {
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = staged[staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart)];
+      for (int j = 0; j < V; ++j) {
+        acc_t<T> one[1];
+        load_staged<CLUSTER, 0>(one, staged, staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart),
+                                tiles.splits);
+        x[j] = one[0];
+      }
     }
     const int64_t to = (at.matrix * args.m + row) * args.n + column;
-    if (tiles.splits > 1) {
+    if (leave_sums) {
       acc_t<T>* const part =
           static_cast<acc_t<T>*>(args.workspace) + at.split * args.batch * args.m * args.n + to;
       write_apart(part, x, step, left, vectors);

@@ -110,6 +110,14 @@ __device__ __forceinline__ uint32_t mapa(const void* here, uint32_t rank) {
   return there;
 }
 
+// The same place in the shared memory of another block of the cluster.
+template <typename T>
+__device__ __forceinline__ const T* in_block(const T* here, uint32_t rank) {
+  const T* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+  return there;
+}
+
 // Stores to another block's shared memory and completes 16 bytes of its mbarrier; both addresses by mapa.
 __device__ __forceinline__ void st_async(uint32_t to, const uint4& x, uint32_t barrier) {
   asm volatile(
