@@ -54,14 +54,20 @@ struct PersistentKernel {
     const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
     StreamKParts<kDividesK> parts(args.stream_k, static_cast<int>(order.total), args.tiles_of_k, cluster,
                                   clusters);
+    TileIndex tile;
+    const auto next = [&] {
+      if (!parts.next()) return false;
+      tile = first_element<Mainloop>(order, parts.tile, rank);
+      return true;
+    };
     start_pipeline(pipeline, a, b);
+    bool more = next();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
       setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
-        while (parts.next()) {
-          const TileIndex tile = first_element<Mainloop>(order, parts.tile, rank);
+        for (; more; more = next()) {
           const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
           for (int k = parts.begin; k < parts.end; ++k) {
             pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
@@ -72,8 +78,7 @@ struct PersistentKernel {
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
       Out out(shared + Mainloop::kBytes, warpgroup, kConsumers);
-      while (parts.next()) {
-        const TileIndex tile = first_element<Mainloop>(order, parts.tile, rank);
+      for (; more; more = next()) {
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, parts.end - parts.begin, warpgroup);

@@ -157,6 +157,12 @@ struct FloatArguments {
 
 template <class Mainloop, int kTerms>
 struct FloatKernel {
+  // A tile of c, and the slices of K that are multiplied for it.
+  struct Part {
+    TileIndex tile;
+    int matrix, first_of_k, tiles_of_k;  // matrix: of the batch; tile.matrix counts splits too
+  };
+
   static constexpr int kClusterM = Mainloop::kClusterM, kN = Mainloop::kTileN;
   static constexpr int kConsumers = Mainloop::kConsumers, kRowStep = Pipeline<Mainloop>::kRowStep;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -168,23 +174,28 @@ struct FloatKernel {
     auto pipeline = pipeline_of<Mainloop>(shared, shared + Mainloop::kBytes);
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / 128;
-    const int64_t first = blockIdx.x / kClusterM, step = gridDim.x / kClusterM;
+    const int64_t step = gridDim.x / kClusterM;
+    int64_t i = blockIdx.x / kClusterM;
+    const auto part_at = [&](int64_t i) {
+      const TileIndex tile = first_element<Mainloop>(order, i, rank);
+      const int split = args.split_of(tile), first_of_k = args.first_of_k(split);
+      return Part{tile, tile.matrix - split * args.batch, first_of_k,
+                  args.first_of_k(split + 1) - first_of_k};
+    };
     start_pipeline(pipeline, a, b);
+    Part part = part_at(i);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (warpgroup == kConsumers) {
       setmaxnreg_dec<kProducerRegisters>();
       if (threadIdx.x % 128 == 0) {
-        for (int64_t i = first; i < order.total; i += step) {
-          const TileIndex tile = first_element<Mainloop>(order, i, rank);
-          const int split = args.split_of(tile), matrix = tile.matrix - split * args.batch;
-          const int end = args.first_of_k(split + 1);
+        for (; i < order.total; part = part_at(i += step)) {
           for (int term = 0; term < kTerms; ++term) {
-            const int2 part = Terms<kTerms>::at(term);
-            const int matrix_a = part.x * args.part_stride_left + (args.batched_left ? matrix : 0),
-                      matrix_b = part.y * args.part_stride_right + (args.batched_right ? matrix : 0);
-            for (int k = args.first_of_k(split); k < end; ++k) {
-              pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, matrix_a, matrix_b, rank);
+            const int2 factors = Terms<kTerms>::at(term);
+            const int a_at = factors.x * args.part_stride_left + (args.batched_left ? part.matrix : 0),
+                      b_at = factors.y * args.part_stride_right + (args.batched_right ? part.matrix : 0);
+            for (int k = part.first_of_k; k < part.first_of_k + part.tiles_of_k; ++k) {
+              pipeline.load(a, b, part.tile.row, part.tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
             }
           }
         }
@@ -192,17 +203,14 @@ struct FloatKernel {
       __syncwarp();
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
-      for (int64_t i = first; i < order.total; i += step) {
-        const TileIndex tile = first_element<Mainloop>(order, i, rank);
-        const int split = args.split_of(tile),
-                  tiles_of_k = args.first_of_k(split + 1) - args.first_of_k(split);
+      for (; i < order.total; part = part_at(i += step)) {
         float sum[kN / 2];
         if constexpr (kTerms == 1) {
-          pipeline.mma(sum, tiles_of_k, warpgroup);
+          pipeline.mma(sum, part.tiles_of_k, warpgroup);
         } else {
-          sum_terms(sum, pipeline, tiles_of_k, warpgroup);
+          sum_terms(sum, pipeline, part.tiles_of_k, warpgroup);
         }
-        store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
+        store(sum, args, part.tile.row + 64 * warpgroup, part.tile.column, part.tile.matrix);
       }
     }
     // Other blocks of the cluster may still write to this block's shared memory.

@@ -233,6 +233,18 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   return {schedule, plan.supported && plan.time < schedule.time, plan};
 }
 
+// The only row of a, or column of b, lies along K whatever its other stride is, which then is made a whole
+// number of vectors.
+template <typename T>
+GemmArgs<T> with_vectors_along_k(GemmArgs<T> args) {
+  const auto line_stride = [&](int64_t k_stride) {
+    return ceil_div(std::max<int64_t>(args.k * k_stride, 1), kVecWidth<T>) * kVecWidth<T>;
+  };
+  if (args.m == 1) args.a.row_stride = line_stride(args.a.column_stride);
+  if (args.n == 1) args.b.column_stride = line_stride(args.b.row_stride);
+  return args;
+}
+
 // Choosing takes the host some microseconds, so choices are kept.
 template <typename T>
 Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
@@ -286,7 +298,8 @@ cudaError_t launch_schedule(const GemmArgs<T>& args, Schedule schedule, const De
 }
 
 template <typename T>
-cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
+cudaError_t gemm(const GemmArgs<T>& any_strides, cudaStream_t stream) {
+  const GemmArgs<T> args = with_vectors_along_k(any_strides);
   DeviceInfo device;
   const cudaError_t error = query_device(device);
   if (error != cudaSuccess) return error;
@@ -300,7 +313,8 @@ cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream) {
 }
 
 template <typename T>
-int64_t gemm_workspace_bytes(const GemmArgs<T>& args) {
+int64_t gemm_workspace_bytes(const GemmArgs<T>& any_strides) {
+  const GemmArgs<T> args = with_vectors_along_k(any_strides);
   DeviceInfo device;
   if (query_device(device) != cudaSuccess) return 0;
   const Choice choice = choice_for(args, device);
