@@ -511,6 +511,9 @@ SHAPES = {
     "outer product": (781, 1, 7486),
     "short sums, many results": (3000, 16, 5000),
     "short sums, many odd rows": (4001, 13, 3003),
+    "short sums, one vector of K": (16_200, 8, 72),
+    "short sums, one vector of K, few rows": (64, 8, 14_496),
+    "short sums, half a vector of K": (3000, 4, 4000),
     "few results": (19, 77, 14),
     "few results, long K": (10, 10_397, 31),
     "few columns": (5000, 600, 20),
@@ -523,6 +526,8 @@ SHAPES = {
     "64 rows": (64, 2048, 4096),
     "64 rows, many tiles": (64, 136, 20_000),
     "split-K": (136, 4096, 264),
+    "split-K in clusters": (232, 128, 80),
+    "split-K in clusters, odd": (351, 121, 105),
     "split-K, narrow tiles": (128, 2048, 64),
     "long K": (256, 20_000, 264),
     "long K, one tile": (100, 30_000, 72),
@@ -578,6 +583,7 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
         (136, 16_384, 136),
         (600, 4000, 600),
         (264, 136, 520),
+        (232, 128, 80),
         (301, 2000, 20),
         (2000, 9, 1001),
         (705, 6000, 9),
@@ -643,11 +649,13 @@ def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, DOUBLE])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize(
     "sizes",
     [
         (8, 264, 520),
+        (232, 128, 80),
         (136, 2048, 136),
         (264, 136, 520),
         (136, 20_000, 264),
@@ -661,15 +669,15 @@ def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
     ],
     ids=str,
 )
-def test_every_kernel_saves_what_backward_needs(sizes, activation):
-    make = Make(torch.bfloat16, "cuda")
+def test_every_kernel_saves_what_backward_needs(sizes, activation, dtype):
+    make = Make(dtype, "cuda")
     call = Call(*operands(make, *sizes), bias=make(sizes[2]), activation=activation)
     outputs, gradients = forward_and_gradients(lltm_ext.gemm, call)
     exact, exact_gradients = forward_and_gradients(
         gemm_reference, call.map(torch.Tensor.double), cotangents(outputs)
     )
-    assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
-    assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
+    assert_all_near(outputs, exact, FORWARD[dtype])
+    assert_all_near(gradients, exact_gradients, BACKWARD[dtype])
 
 
 # Every value of a half type as the activation's input: with few rows, one tile of rows, TMA stores, and rows

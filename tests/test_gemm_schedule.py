@@ -18,7 +18,8 @@ PROGRAM = """
 
 using namespace lltm_ext;
 
-// A compute capability, then batch,m,n,k in each argument. A small tile, a large one, one thread for an element, and all K of a tile.
+// A compute capability, then batch,m,n,k in each argument. A small tile, a large one, one thread for an
+// element, and all K of a tile.
 int main(int count, char** questions) {
   const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1, 1, 0, true},
                             {256, 128, 16, 1, 2.6, 2.6, 9, 0}};

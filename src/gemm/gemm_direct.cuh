@@ -52,14 +52,14 @@ __global__ void __launch_bounds__(kDirectThreads)
     begin = args.k * blockIdx.y / gridDim.y;
     end = args.k * (blockIdx.y + 1) / gridDim.y;
   }
+  const T* a = args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride +
+               (begin + sharer) * args.a.column_stride;
+  const T* b = args.b.data + matrix * args.b.batch_stride + column * args.b.column_stride +
+               (begin + sharer) * args.b.row_stride;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   A sum[R][C] = {};
   if (inside) {
-    const T* a = args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride +
-                 (begin + sharer) * args.a.column_stride;
-    const T* b = args.b.data + matrix * args.b.batch_stride + column * args.b.column_stride +
-                 (begin + sharer) * args.b.row_stride;
     const int64_t step_a = kSharers * args.a.column_stride, step_b = kSharers * args.b.row_stride;
     const int64_t row_stride = args.a.row_stride, column_stride = args.b.column_stride;
     for (int64_t k = begin + sharer; k < end; k += kBatch * kSharers) {

@@ -68,22 +68,22 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {64, 64, 1, 1, 1, false, 0.171, 1.22, 0.648, 0.341},
-    {64, 64, 4, 1, 1, false, 0.166, 1.4, 0.792, 0.279},
-    {64, 128, 1, 1, 1, false, 0.22, 1.4, 0.864, 0.292},
-    {64, 128, 4, 1, 1, false, 0.19, 1.6, 1.04, 0.171},
-    {128, 128, 1, 1, 1, false, 0.317, 1.79, 0.935, 0.187},
-    {128, 128, 1, 4, 1, false, 0.325, 2.32, 1.15, 0.165},
-    {128, 192, 1, 1, 1, false, 0.423, 2.11, 1.24, 0.163},
-    {128, 192, 2, 1, 1, false, 0.445, 2.75, 1.48, 0.128},
-    {128, 192, 2, 2, 1, false, 0.457, 2.46, 1.71, 0.0856},
-    {128, 256, 2, 1, 1, false, 0.558, 3.03, 1.78, 0.143},
-    {64, 64, 1, 1, 4, false, 0.216, 2.37, 1.4, 2.07},
-    {64, 64, 1, 1, 8, false, 0.227, 2.16, 1.39, 5.47},
-    {128, 128, 1, 4, 1, true, 0.325, 3.74, 1.51, 0},
-    {128, 192, 2, 1, 1, true, 0.445, 6.73, 1.71, 0},
-    {128, 192, 2, 2, 1, true, 0.457, 5.76, 1.76, 0},
-    {128, 256, 2, 1, 1, true, 0.558, 9.84, 2.08, 0},
+    {64, 64, 1, 1, 1, false, 0.171, 0.92, 0.648, 0.341},
+    {64, 64, 4, 1, 1, false, 0.166, 1.1, 0.792, 0.279},
+    {64, 128, 1, 1, 1, false, 0.22, 1.1, 0.864, 0.292},
+    {64, 128, 4, 1, 1, false, 0.19, 1.3, 1.04, 0.171},
+    {128, 128, 1, 1, 1, false, 0.317, 1.49, 0.935, 0.187},
+    {128, 128, 1, 4, 1, false, 0.325, 1.87, 1.15, 0.165},
+    {128, 192, 1, 1, 1, false, 0.423, 1.81, 1.24, 0.163},
+    {128, 192, 2, 1, 1, false, 0.445, 2.35, 1.48, 0.128},
+    {128, 192, 2, 2, 1, false, 0.457, 2.11, 1.71, 0.0856},
+    {128, 256, 2, 1, 1, false, 0.558, 2.68, 1.78, 0.143},
+    {64, 64, 1, 1, 4, false, 0.216, 2.07, 1.4, 2.07},
+    {64, 64, 1, 1, 8, false, 0.227, 1.86, 1.39, 5.47},
+    {128, 128, 1, 4, 1, true, 0.325, 3.14, 1.51, 0},
+    {128, 192, 2, 1, 1, true, 0.445, 6.23, 1.71, 0},
+    {128, 192, 2, 2, 1, true, 0.457, 5.26, 1.76, 0},
+    {128, 256, 2, 1, 1, true, 0.558, 9.34, 2.08, 0},
 };
 
 constexpr int kTilingCount = sizeof(kTilings) / sizeof(kTilings[0]);
@@ -487,7 +487,7 @@ double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& dev
     return static_cast<double>(tiles_of(rows, tile_rows) * args.batch) / (2 * device.multiprocessors);
   };
   if (kernel == kFewRowsKernel) {
-    return 1.75 + result + std::max({0.29 * weights, 0.03 * slices, 1.3 * (rounds(kFewRowsColumns) - 1)});
+    return 1.45 + result + std::max({0.29 * weights, 0.03 * slices, 1.3 * (rounds(kFewRowsColumns) - 1)});
   }
   if (kernel == kOneTileRow) {
     const auto more_rounds = static_cast<double>(OneTileRow(args.n, args.batch, device).rounds - 1);
@@ -526,7 +526,7 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
     plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
   }
   if (const int64_t copied = a.written_bytes() + b.written_bytes(); copied > 0) {
-    plan.time += 1.09 + 0.65 * static_cast<double>(copied) / 1e6;
+    plan.time += 0.85 + 0.65 * static_cast<double>(copied) / 1e6;
   }
   return plan;
 }

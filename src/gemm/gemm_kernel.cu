@@ -76,17 +76,17 @@ constexpr TileCost cost32(double wait, double work, double ends, double store) {
   constexpr double kPieces = 1.05;
   return cost<Tile>(wait, work, ends, store, kPieces);
 }
-constexpr TileCost kCostSmall32 = cost32<Small32>(0.59, 0.411, 2.25, 0.62),
-                   kCostFlat32 = cost32<Flat32>(0.84, 0.627, 1.84, 0.52),
-                   kCostTiny32 = for_batches(cost32<Tiny32>(0.79, 0.118, 2.2, 0.18));
+constexpr TileCost kCostSmall32 = cost32<Small32>(0.595, 0.43, 2.1, 0.625),
+                   kCostFlat32 = cost32<Flat32>(0.835, 0.66, 1.71, 0.48),
+                   kCostTiny32 = for_batches(cost32<Tiny32>(0.825, 0.124, 1.95, 0.22));
 constexpr TileCost kCosts32[] = {kCostSmall32,
                                  kCostFlat32,
-                                 cost32<Medium32>(1.38, 1.38, 5.2, 0),
-                                 cost32<Large32>(2.61, 2.61, 8.0, 0),
-                                 cost32<Overlapped32>(0.755, 0.755, 4.15, 0.31),
+                                 cost32<Medium32>(1.37, 1.37, 5.15, 0),
+                                 cost32<Large32>(2.6, 2.6, 7.8, 0),
+                                 cost32<Overlapped32>(0.82, 0.755, 4.2, 0.32),
                                  kCostTiny32,
-                                 cost32<Tall32>(1.83, 1.83, 2.9, 0.87),
-                                 cost32<Narrow32>(0.5, 0.5, 2.3, 0)};
+                                 cost32<Tall32>(2.05, 1.78, 2.7, 0.93),
+                                 cost32<Narrow32>(0.495, 0.495, 2.2, 0)};
 // The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
 constexpr int kCount32 = std::size(kCosts32) - 2;
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
@@ -108,10 +108,15 @@ using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
 using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3, true>;
 using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, false, true>;
 using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
+template <class Tile>
+constexpr TileCost cost64(double wait, double work, double ends, double store) {
+  constexpr double kPieces = 1.07;
+  return cost<Tile>(wait, work, ends, store, kPieces);
+}
 constexpr TileCost kCosts64[] = {
-    in_clusters(cost<Small64>(0.511, 0.306, 3.74, 0.32)), cost<Deep64>(0.489, 0.302, 3.57, 0.63),
-    cost<Large64>(0.78, 0.595, 5.0, 0.54), in_clusters(cost<Flat64>(0.311, 0.173, 2.8, 0.26)),
-    cost<Narrow64>(0.51, 0.51, 3.06, 0)};
+    in_clusters(cost64<Small64>(0.536, 0.304, 3.25, 0.34)), cost64<Deep64>(0.488, 0.314, 3.02, 0.63),
+    cost64<Large64>(0.815, 0.595, 4.92, 0.53), in_clusters(cost64<Flat64>(0.332, 0.189, 2.11, 0.41)),
+    cost64<Narrow64>(0.526, 0.526, 2.32, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
@@ -125,10 +130,10 @@ using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
 using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
-constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.265, 0.151, 2.62, 0.745, 1.24, 1.42),
-                                   cost<MediumHalf>(0.4, 0.336, 4.1, 1.47, 1.33, 2.17),
-                                   cost<LargeHalf>(0.57, 0.57, 5.6, 0, kNever, kNever),
-                                   for_batches(cost<TinyHalf>(0.3, 0.03, 2.5, 0.2, kNever, kNever))};
+constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.271, 0.147, 1.91, 0.73, 1.33, 1.36),
+                                   cost<MediumHalf>(0.485, 0.317, 3.58, 1.34, 1.42, 2.18),
+                                   cost<LargeHalf>(0.55, 0.55, 4.98, 0, kNever, kNever),
+                                   for_batches(cost<TinyHalf>(0.34, 0.06, 1.72, 0.2, kNever, kNever))};
 static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
@@ -141,19 +146,25 @@ using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 // Few rows, or few elements, are faster in float32.
 using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.21, 0.21, 3.25, 0.17, 1.2),
-                                   cost<MediumTf32>(0.62, 0.4, 4.65, 1.4, 1.3), kCostSmall32, kCostFlat32,
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.309, 0.201, 2.34, 0.52, 1.33),
+                                   cost<MediumTf32>(0.654, 0.411, 4.84, 1.34, 1.3), kCostSmall32, kCostFlat32,
                                    kCostTiny32};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
              DirectTile<1, 4, 1>, DirectTile<4, 1, 1>, DirectTile<4, 4, 1>>;
 constexpr DirectCost kDirectCosts[] = {
-    {1, 1, 1, 8, 1.07, 0.34, 1.01, 1.27}, {1, 1, 4, 8, 0.95, 0.44, 0.72, 6.8},
-    {1, 1, 32, 8, 1.04, 0.44, 1.31, 20},  {1, 1, 128, 8, 1.06, 0.51, 2.09, 20},
-    {1, 4, 1, 4, 1.1, 0.377, 1.03, 0.88}, {4, 1, 1, 4, 1.37, 0.372, 1.08, 0.86},
-    {4, 4, 1, 4, 1.57, 0.71, 1.39, 0.42}};
+    {1, 1, 1, 8, 0.78, 0.34, 1.05, 1.15},  {1, 1, 4, 8, 0.68, 0.44, 0.78, 5.8},
+    {1, 1, 32, 8, 0.77, 0.425, 1.31, 20},  {1, 1, 128, 8, 0.78, 0.455, 2.1, 20},
+    {1, 4, 1, 4, 0.87, 0.333, 1.11, 0.81}, {4, 1, 1, 4, 1.09, 0.366, 1.09, 0.77},
+    {4, 4, 1, 4, 1.36, 0.624, 1.42, 0.38}};
+constexpr DirectCost kDirectCostsHalf[] = {
+    {1, 1, 1, 8, 0.75, 0.484, 1.08, 1.31}, {1, 1, 4, 8, 0.62, 0.53, 0.68, 7.4},
+    {1, 1, 32, 8, 0.68, 0.5, 1.1, 20},     {1, 1, 128, 8, 0.805, 0.488, 2.06, 22},
+    {1, 4, 1, 4, 0.83, 0.497, 1.13, 0.96}, {4, 1, 1, 4, 1.19, 0.525, 1.13, 0.82},
+    {4, 4, 1, 4, 1.44, 0.767, 2.18, 0.43}};
 constexpr int kDirectCount = std::size(kDirectCosts);
+static_assert(std::size(kDirectCostsHalf) == kDirectCount);
 
 // For results of any size, and for large ones.
 template <typename T>
@@ -163,12 +174,12 @@ template <class Tile>
 constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
   return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
 }
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(1.74, 0.085, 55, 0.32),
-                                       outer_cost<OuterTile<float, 2>>(2.04, 0.114, 51, 0.313)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.82, 0.062, 124, 0.353),
-                                       outer_cost<OuterTile<double, 2>>(2.01, 0.099, 85, 0.275)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.72, 0.075, 78, 0.506),
-                                         outer_cost<OuterTile<float, 2>>(2.04, 0.132, 60, 0.523)};
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(1.94, 0.058, 50.7, 0.31),
+                                       outer_cost<OuterTile<float, 2>>(2.24, 0.088, 49.6, 0.3)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.97, 0.061, 89, 0.3),
+                                       outer_cost<OuterTile<double, 2>>(2.15, 0.093, 79, 0.27)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.87, 0.072, 65.6, 0.46),
+                                         outer_cost<OuterTile<float, 2>>(2.13, 0.126, 54, 0.47)};
 template <typename T>
 constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
                                          : sizeof(T) == 4 ? kOuterCosts32
@@ -227,8 +238,8 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   // their errors.
   const double slower = sizeof(T) == 2 && plan.supported ? 1.05 : 1;
   const Schedule schedule = with_tiles_for<T>(device, args, [&](auto, const TileCost* costs, int count) {
-    return best_schedule(costs, count, slower, kDirectCosts, kDirectCount, kOuterCosts<T>, kOuterCount, sizes,
-                         device);
+    return best_schedule(costs, count, slower, sizeof(T) == 2 ? kDirectCostsHalf : kDirectCosts, kDirectCount,
+                         kOuterCosts<T>, kOuterCount, sizes, device);
   });
   return {schedule, plan.supported && plan.time < schedule.time, plan};
 }

@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int k = static_cast<int>(args.k), first = threadIdx.x / 32 * R;
   A* const shared_b = shared_a + k * Tile::kPitchA;
   TilePosition at = position(tiles, Tile::BM * height, Tile::BN);
+  const OperandTile<T> b = columns_of_b(args, at, Tile::BN, 0);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const OperandTile<T> b = columns_of_b(args, at, Tile::BN, 0);
   copy_lines<Tile::BN, Tile::kPitchB, Tile::kThreads>(shared_b, b, k, copy_b);
   A bias[C];
 #pragma unroll
