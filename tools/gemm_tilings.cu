@@ -1,33 +1,18 @@
-// Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py. Operands
-// come from memory, not from the L2 cache, as in the layers of a model.
+// Times every tiling of gemm_hopper.cu at random products in bfloat16, for tools/gemm_tilings.py.
 //
 // Prints a line for each tiling (rows, columns, height, width, splits, stream_k, clusters at once), an empty
 // line, and a line for each product: batch, m, n, k, the operands' row strides, whether each is MN-major, and
 // microseconds by each tiling, or -1 where it does not apply.
-#include <array>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <vector>
-
 #include "common/device.cuh"
 #include "gemm/gemm_hopper.cu"
+#include "gemm_times.cuh"
 
 using namespace lltm_ext;
 using namespace lltm_ext::hopper;
 using T = __nv_bfloat16;
 
 constexpr int64_t kMostElements = 96 << 20;
-constexpr int kLeastCalls = 4, kMostSets = 64;
-constexpr double kCacheBytes = 200e6;  // four times the L2 cache of an H100 or H200
 constexpr double kMostOperations = 3e11;
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
 
 struct Product {
   int64_t batch, m, n, k, stride_a, stride_b;
@@ -47,9 +32,7 @@ Product random_product(std::mt19937& random) {
   const auto uniform = [&](double from, double to) {
     return std::uniform_real_distribution(from, to)(random);
   };
-  const auto size = [&](double from, double to) {
-    return static_cast<int64_t>(std::round(from * std::pow(to / from, uniform(0, 1))));
-  };
+  const auto size = [&](double from, double to) { return random_size(random, from, to); };
   const auto stride = [&](int64_t length) {
     const int64_t multiple = std::array{64, 16, 8}[random() % 3];
     const int64_t found = ceil_div(length, multiple) * multiple, larger = multiple == 16 ? 64 : 16;
@@ -75,50 +58,9 @@ Product random_product(std::mt19937& random) {
   return x;
 }
 
-// In a CUDA graph, so that the host's time does not count. call(i) has the i-th operands.
-template <class Call>
-double microseconds(cudaStream_t stream, int calls, const Call& call) {
-  constexpr int kRounds = 3;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < calls; ++i) check(call(i));
-  check(cudaStreamEndCapture(stream, &graph));
-  check(cudaGraphInstantiate(&executable, graph, 0));
-  static const auto events = [] {
-    std::array<cudaEvent_t, 2> made;
-    for (cudaEvent_t& event : made) check(cudaEventCreate(&event));
-    return made;
-  }();
-  check(cudaGraphLaunch(executable, stream));
-  float best = 0;
-  for (int i = 0; i < kRounds; ++i) {
-    float milliseconds;
-    check(cudaEventRecord(events[0], stream));
-    check(cudaGraphLaunch(executable, stream));
-    check(cudaEventRecord(events[1], stream));
-    check(cudaEventSynchronize(events[1]));
-    check(cudaEventElapsedTime(&milliseconds, events[0], events[1]));
-    if (i == 0 || milliseconds < best) best = milliseconds;
-  }
-  check(cudaGraphExecDestroy(executable));
-  check(cudaGraphDestroy(graph));
-  return best * 1e3 / calls;
-}
-
-__global__ void fill(T* to, int64_t count) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < count; i += gridDim.x * 256) {
-    to[i] = narrow<T>(static_cast<float>((i * 2654435761u >> 7) % 1024) / 1024 - 0.5f);
-  }
-}
-
 int main(int count, char** arguments) {
   if (count != 3) return std::fprintf(stderr, "usage: gemm_tilings PRODUCTS_AT_MOST SEED\n"), 1;
-  T* memory[3];
-  for (T*& x : memory) {
-    check(cudaMalloc(&x, kMostElements * sizeof(T)));
-    fill<<<1024, 256>>>(x, kMostElements);
-  }
+  const Operands<T> operands(kMostElements);
   void* workspace;
   check(cudaMalloc(&workspace, int64_t{512} << 20));
   cudaStream_t stream;
@@ -135,30 +77,26 @@ int main(int count, char** arguments) {
   for (int i = 0; i < std::atoi(arguments[1]); ++i) {
     const Product x = random_product(random);
     GemmArgs<T> args = {};
-    args.a = {memory[0], x.elements_of_a(), x.mn_major_a ? 1 : x.stride_a, x.mn_major_a ? x.stride_a : 1};
-    args.b = {memory[1], x.elements_of_b(), x.mn_major_b ? x.stride_b : 1, x.mn_major_b ? 1 : x.stride_b};
-    args.c = memory[2];
+    args.a = {operands.memory[0], x.elements_of_a(), x.mn_major_a ? 1 : x.stride_a,
+              x.mn_major_a ? x.stride_a : 1};
+    args.b = {operands.memory[1], x.elements_of_b(), x.mn_major_b ? x.stride_b : 1,
+              x.mn_major_b ? 1 : x.stride_b};
+    args.c = operands.memory[2];
     args.batch = x.batch, args.m = x.m, args.n = x.n, args.k = x.k;
     args.workspace = workspace;
     if (copy_of_a(args).total > 0 || copy_of_b(args).total > 0) continue;  // the copies would count
     std::printf("%ld %ld %ld %ld %ld %ld %d %d", x.batch, x.m, x.n, x.k, x.stride_a, x.stride_b, x.mn_major_a,
                 x.mn_major_b);
-    const auto padded = [](int64_t elements) { return ceil_div(elements, 256) * 256; };
-    const int64_t of_a = padded(x.batch * x.elements_of_a()), of_b = padded(x.batch * x.elements_of_b()),
-                  of_c = padded(x.batch * x.m * x.n);
-    const auto to_exceed_cache = static_cast<int64_t>(kCacheBytes / (sizeof(T) * (of_a + of_b + of_c)));
-    const int sets = static_cast<int>(std::min(kMostElements / std::max({of_a, of_b, of_c}),
-                                               std::clamp<int64_t>(to_exceed_cache, kLeastCalls, kMostSets)));
     for (int kernel = 0; kernel < kTilingCount; ++kernel) {
       const Tiling& tiling = kTilings[kernel];
       const bool applies = tiling.splits <= tiles_of(x.k, kTileK) &&
                            (!tiling.stream_k || TilingShape(tiling, shape_of(args), device).stream_k_helps());
-      const auto call = [&](int i) {
-        args.a.data = memory[0] + i % sets * of_a, args.b.data = memory[1] + i % sets * of_b;
-        args.c = memory[2] + i % sets * of_c;
+      const auto launch = [&](const GemmArgs<T>& args) {
         return gemm_on_hopper(args, {true, 0, 0, kernel}, device, stream);
       };
-      std::printf(" %.2f", applies ? microseconds(stream, std::max(sets, kLeastCalls), call) : -1.0);
+      std::printf(" %.2f", applies ? operands.time(stream, args, x.batch * x.elements_of_a(),
+                                                   x.batch * x.elements_of_b(), launch)
+                                   : -1.0);
     }
     std::printf("\n");
   }
