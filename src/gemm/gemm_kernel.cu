@@ -244,8 +244,8 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
   return {schedule, plan.supported && plan.time < schedule.time, plan};
 }
 
-// The only row of a, or column of b, lies along K whatever its other stride is, which then is made a whole
-// number of vectors.
+// If a has one row, or b one column, the stride between its rows or columns is never used. It becomes a whole
+// number of vectors, so that kernels load vectors along K.
 template <typename T>
 GemmArgs<T> with_vectors_along_k(GemmArgs<T> args) {
   const auto line_stride = [&](int64_t k_stride) {
