@@ -38,21 +38,6 @@ Product random_product(std::mt19937& random, int64_t elements) {
   return x;
 }
 
-// As gemm_kernel.cu's choose has them.
-template <typename T>
-GemmSizes sizes_of(const GemmArgs<T>& args) {
-  const bool a_along_k = args.a.column_stride <= args.a.row_stride,
-             b_along_k = args.b.row_stride < args.b.column_stride;
-  int width = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k) ? kVecWidth<T> : 1;
-  if constexpr (sizeof(T) == 2) {
-    width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
-                     access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
-  }
-  const auto operands = static_cast<double>(args.batch * args.k * (args.m + args.n));
-  return {args.batch,       args.m,   args.n,    args.k,    sizeof(T),
-          sizeof(acc_t<T>), operands, a_along_k, b_along_k, width};
-}
-
 template <typename T>
 class Timer {
  public:
@@ -70,8 +55,8 @@ class Timer {
         const int64_t tiles = sizes.batch * ceil_div(sizes.m, cost.rows) * ceil_div(sizes.n, cost.columns);
         const int64_t slices = ceil_div(sizes.k, cost.depth);
         for (const int64_t splits : {1, 2, 4, 8, 16, 32, 64}) {
-          const bool helps = tiles * splits <= int64_t{device_.multiprocessors} * cost.blocks;
-          if (splits > 1 && (splits > slices || !helps)) break;
+          const int64_t most_blocks = device_.multiprocessors * cost.blocks * kMostRounds;
+          if (splits > 1 && (splits > slices || tiles * splits > most_blocks)) break;
           const double time = time_of(sizes, cost, tiles, splits, false, device_);
           show(0, i, {cost.rows, cost.columns, cost.depth, cost.blocks}, static_cast<int>(splits), i, time,
                starts_early(cost, tiles * splits, device_, time));

@@ -7,6 +7,8 @@
 #include "gemm/gemm_hopper.cuh"
 #include "gemm/gemm_hopper.h"
 #include "gemm/gemm_hopper_few_rows.cuh"
+#include "gemm/gemm_schedule.h"
+#include "gemm/gemm_split_k.cuh"
 
 namespace lltm_ext {
 namespace hopper {
@@ -52,13 +54,13 @@ struct Shape {
 // if there is one. Fitted with kTilings.
 inline double row_traffic(int64_t rows, int64_t lines, int64_t stride) {
   if (lines == 1) return 1;
-  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.31 : 2.1;
-  return rows <= 64 && stride < 64 ? std::max(unaligned, 121.0 / static_cast<double>(stride)) : unaligned;
+  const double unaligned = stride % 64 == 0 ? 1 : stride % 16 == 0 ? 1.6 : 2.63;
+  return rows <= 64 && stride < 64 ? std::max(unaligned, 189.0 / static_cast<double>(stride)) : unaligned;
 }
 
-// A tile shape and its times in microseconds, fitted to an H100 and an H200 by tools/gemm_tilings.py. A
-// cluster has height x width tiles, which share operands, or one, whose K its blocks split. stream_k: all
-// clusters divide the last rounds' slices of K.
+// A tile shape and its times in microseconds, fitted to an H200 by tools/gemm_tilings.py. A cluster has
+// height x width tiles, which share operands, or one, whose K its blocks split. stream_k: all clusters divide
+// the last rounds' slices of K.
 struct Tiling {
   int rows, columns, height, width, splits;
   bool stream_k;
@@ -68,22 +70,22 @@ struct Tiling {
 };
 
 constexpr Tiling kTilings[] = {
-    {64, 64, 1, 1, 1, false, 0.171, 0.92, 0.648, 0.341},
-    {64, 64, 4, 1, 1, false, 0.166, 1.1, 0.792, 0.279},
-    {64, 128, 1, 1, 1, false, 0.22, 1.1, 0.864, 0.292},
-    {64, 128, 4, 1, 1, false, 0.19, 1.3, 1.04, 0.171},
-    {128, 128, 1, 1, 1, false, 0.317, 1.49, 0.935, 0.187},
-    {128, 128, 1, 4, 1, false, 0.325, 1.87, 1.15, 0.165},
-    {128, 192, 1, 1, 1, false, 0.423, 1.81, 1.24, 0.163},
-    {128, 192, 2, 1, 1, false, 0.445, 2.35, 1.48, 0.128},
-    {128, 192, 2, 2, 1, false, 0.457, 2.11, 1.71, 0.0856},
-    {128, 256, 2, 1, 1, false, 0.558, 2.68, 1.78, 0.143},
-    {64, 64, 1, 1, 4, false, 0.216, 2.07, 1.4, 2.07},
-    {64, 64, 1, 1, 8, false, 0.227, 1.86, 1.39, 5.47},
-    {128, 128, 1, 4, 1, true, 0.325, 3.14, 1.51, 0},
-    {128, 192, 2, 1, 1, true, 0.445, 6.23, 1.71, 0},
-    {128, 192, 2, 2, 1, true, 0.457, 5.26, 1.76, 0},
-    {128, 256, 2, 1, 1, true, 0.558, 9.34, 2.08, 0},
+    {64, 64, 1, 1, 1, false, 0.181, 1.02, 0.566, 0.354},
+    {64, 64, 4, 1, 1, false, 0.17, 1.21, 0.574, 0.327},
+    {64, 128, 1, 1, 1, false, 0.226, 1.18, 0.885, 0.274},
+    {64, 128, 4, 1, 1, false, 0.194, 1.41, 0.869, 0.227},
+    {128, 128, 1, 1, 1, false, 0.32, 1.56, 0.988, 0.162},
+    {128, 128, 1, 4, 1, false, 0.298, 1.93, 1.01, 0.18},
+    {128, 192, 1, 1, 1, false, 0.428, 1.78, 1.43, 0.127},
+    {128, 192, 2, 1, 1, false, 0.441, 2.29, 1.37, 0.144},
+    {128, 192, 2, 2, 1, false, 0.446, 2.14, 1.57, 0.124},
+    {128, 256, 2, 1, 1, false, 0.569, 2.49, 1.83, 0.142},
+    {64, 64, 1, 1, 4, false, 0.219, 2.09, 1.26, 2.56},
+    {64, 64, 1, 1, 8, false, 0.215, 1.8, 1.36, 5.57},
+    {128, 128, 1, 4, 1, true, 0.298, 3.48, 1.42, 0},
+    {128, 192, 2, 1, 1, true, 0.441, 6.25, 1.74, 0},
+    {128, 192, 2, 2, 1, true, 0.446, 5.77, 1.81, 0},
+    {128, 256, 2, 1, 1, true, 0.569, 9.58, 2.14, 0},
 };
 
 constexpr int kTilingCount = sizeof(kTilings) / sizeof(kTilings[0]);
@@ -111,9 +113,9 @@ struct TilingShape {
 
 // A slice takes the longer, the more of the L2 cache's bandwidth the blocks that run at once need.
 inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo& device) {
-  constexpr double kBytesPerMicrosecond = 16.2e6;
-  constexpr double kAddSums = 2.8;                                 // a level of stream-K's tree
-  constexpr double kUnalignedEnds = 0.52, kUnalignedStore = 0.34;  // more for rows that TMA cannot store
+  constexpr double kBytesPerMicrosecond = 21.9e6;
+  constexpr double kAddSums = 2.57;                               // a level of stream-K's tree
+  constexpr double kUnalignedEnds = 0.4, kUnalignedStore = 0.34;  // more for rows that TMA cannot store
   const TilingShape counts(tiling, shape, device);
   const int64_t at_once = tiling.stream_k ? counts.clusters : std::min(counts.tiles, counts.clusters);
   const double rows =
@@ -132,19 +134,47 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   return time + full_rounds * of_tile;
 }
 
-// The place of the fastest in kTilings. Where two estimates differ by less than their errors, whole tiles are
-// more often the faster ones than stream-K.
-inline int best_tiling(const Shape& shape, const DeviceInfo& device) {
+// With several splits of K, whose products are a batch, and whose sums a second kernel adds.
+inline double time_of(const Tiling& tiling, const Shape& shape, int splits, const DeviceInfo& device) {
+  if (splits == 1) return time_of(tiling, shape, device);
+  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6;
+  Shape parts = shape;
+  parts.batch = splits;
+  parts.k = ceil_div(ceil_div(shape.k, kTileK), splits) * kTileK;
+  const double sum_bytes = static_cast<double>(shape.m * shape.n * splits) * sizeof(float);
+  return time_of(tiling, parts, device) + kSecondKernel + sum_bytes / kBytesPerMicrosecond;
+}
+
+struct TilingChoice {
+  int tiling = -1;  // its place in kTilings
+  int splits = 1;   // of K, whose sums are in the workspace
+  double time = 0;
+};
+
+// The fastest. Where two estimates differ by less than their errors, whole tiles are more often the faster
+// ones than stream-K. Splits are such that clusters take one round, two, or three.
+inline TilingChoice best_tiling(const Shape& shape, const DeviceInfo& device) {
   constexpr double kStreamKMargin = 1.04;
-  int best = -1;
-  double least = 0;
+  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostRounds = 3;
+  TilingChoice best;
+  const auto consider = [&](const TilingChoice& choice) {
+    if (best.tiling < 0 || choice.time < best.time) best = choice;
+  };
   for (int i = 0; i < kTilingCount; ++i) {
     const Tiling& tiling = kTilings[i];
     if (tiling.splits > tiles_of(shape.k, kTileK)) continue;
     if (clusters_of(device, tiling.cluster_blocks()) == 0) continue;
-    if (tiling.stream_k && !TilingShape(tiling, shape, device).stream_k_helps()) continue;
-    const double time = time_of(tiling, shape, device) * (tiling.stream_k ? kStreamKMargin : 1);
-    if (best < 0 || time < least) best = i, least = time;
+    const TilingShape counts(tiling, shape, device);
+    if (tiling.stream_k && !counts.stream_k_helps()) continue;
+    consider({i, 1, time_of(tiling, shape, device) * (tiling.stream_k ? kStreamKMargin : 1)});
+    if (tiling.stream_k || tiling.splits > 1 || tiling.columns > kMostSplitColumns || shape.batch > 1)
+      continue;
+    const int64_t most =
+        std::min(counts.slices / 2, kMostSumBytes / (shape.m * shape.n * int64_t{sizeof(float)}));
+    for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {
+      const int splits = static_cast<int>(std::min(counts.clusters * rounds / counts.tiles, most));
+      if (splits > 1) consider({i, splits, time_of(tiling, shape, splits, device)});
+    }
   }
   return best;
 }
@@ -155,9 +185,10 @@ inline StreamKShape stream_k_shape(const Tiling& tiling, const DeviceInfo& devic
   return {clusters_of(device, blocks), blocks * tiling.rows / 64, tiling.columns / 2};
 }
 
+// splits: of K, whose sums a second kernel adds.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, const DeviceInfo& device,
-                          void* workspace, cudaStream_t stream) {
+cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, int splits,
+                          const DeviceInfo& device, void* workspace, cudaStream_t stream) {
   if (tiling.splits > 1) {
     return launch_cluster_split_k<Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>>(problem, tiling.splits,
                                                                                 stream);
@@ -169,8 +200,8 @@ cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, const
         tiling.width != M::kClusterN) {
       return false;
     }
-    error = launch_persistent<M>(problem, clusters_of(device, M::kClusterBlocks),
-                                 tiling.stream_k ? workspace : nullptr, stream);
+    error = launch_persistent<M>(problem, clusters_of(device, M::kClusterBlocks), splits,
+                                 tiling.stream_k || splits > 1 ? workspace : nullptr, stream);
     return true;
   };
   (void)(try_shape(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>()) ||
@@ -487,7 +518,7 @@ double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& dev
     return static_cast<double>(tiles_of(rows, tile_rows) * args.batch) / (2 * device.multiprocessors);
   };
   if (kernel == kFewRowsKernel) {
-    return 1.45 + result + std::max({0.29 * weights, 0.03 * slices, 1.3 * (rounds(kFewRowsColumns) - 1)});
+    return 1.6 + result + std::max({0.32 * weights, 0.033 * slices, 1.45 * (rounds(kFewRowsColumns) - 1)});
   }
   if (kernel == kOneTileRow) {
     const auto more_rounds = static_cast<double>(OneTileRow(args.n, args.batch, device).rounds - 1);
@@ -511,9 +542,10 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   if (!supports(args)) return {};
   const AlignedCopy<T> a = copy_of_a(args), b = copy_of_b(args);
   const Shape shape = shape_of(args);
-  HopperPlan plan = {true, 0, (a.elements() + b.elements()) * int64_t{sizeof(T)}, best_tiling(shape, device)};
-  const Tiling& tiling = kTilings[plan.kernel];
-  plan.time = time_of(tiling, shape, device);
+  const TilingChoice choice = best_tiling(shape, device);
+  const Tiling& tiling = kTilings[choice.tiling];
+  HopperPlan plan = {true, choice.time, (a.elements() + b.elements()) * int64_t{sizeof(T)}, choice.tiling,
+                     choice.splits};
   const std::optional<int> narrow = narrow_kernel(args, device);
   const double narrow_time = narrow ? time_of_narrow(*narrow, args, device) : 0;
   // Narrow kernels read many weights faster than tilings do, which the estimates do not show.
@@ -521,9 +553,12 @@ HopperPlan hopper_plan(const GemmArgs<T>& args, const DeviceInfo& device) {
   const bool reads_weights = weight_elements(args) >= kManyWeights && args.k >= kLongK;
   if (narrow && (reads_weights || narrow_time < plan.time)) {
     plan.kernel = *narrow;
+    plan.splits = 1;
     plan.time = narrow_time;
   } else if (tiling.stream_k) {
     plan.workspace_bytes += stream_k_shape(tiling, device).bytes();
+  } else {
+    plan.workspace_bytes += partial_sum_bytes(args, plan.splits);
   }
   if (const int64_t copied = a.written_bytes() + b.written_bytes(); copied > 0) {
     plan.time += 0.85 + 0.65 * static_cast<double>(copied) / 1e6;
@@ -557,13 +592,19 @@ cudaError_t gemm_on_hopper(const GemmArgs<T>& given, const HopperPlan& plan, con
     if (plan.kernel == kNarrowTiles) {
       return launch_narrow<T, mn_major_a, mn_major_b>(problem, device, stream);
     }
-    return launch_tiling<T, mn_major_a, mn_major_b>(problem, kTilings[plan.kernel], device, args.workspace,
-                                                    stream);
+    return launch_tiling<T, mn_major_a, mn_major_b>(problem, kTilings[plan.kernel], plan.splits, device,
+                                                    args.workspace, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
-  if (a.mn_major) return b.mn_major ? run(Yes(), Yes()) : run(Yes(), No());
-  return b.mn_major ? run(No(), Yes()) : run(No(), No());
+  cudaError_t launched;
+  if (a.mn_major) {
+    launched = b.mn_major ? run(Yes(), Yes()) : run(Yes(), No());
+  } else {
+    launched = b.mn_major ? run(No(), Yes()) : run(No(), No());
+  }
+  if (launched != cudaSuccess || plan.splits == 1) return launched;
+  return launch_reduce(args, plan.splits, /*programmatic=*/true, stream);
 }
 
 #define INSTANTIATE(T)                                                    \

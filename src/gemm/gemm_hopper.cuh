@@ -4,7 +4,8 @@
 // Two kernels:
 // - Persistent: a block computes many tiles of c, and loads the next one's operands during the epilogue.
 //   Clusters of two or four blocks share operands by multicast. Where the tiles would leave multiprocessors
-//   idle in the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh).
+//   idle in the last round, its blocks divide K among them (gemm_hopper_stream_k.cuh). Where there are few
+//   tiles, K is split: blocks leave partial sums in the workspace (gemm_split_k.cuh).
 // - Cluster split-K, for few tiles: the blocks of a cluster split K, and add their partial sums in a fixed
 //   order through distributed shared memory.
 #pragma once
@@ -20,6 +21,8 @@
 namespace lltm_ext {
 namespace hopper {
 
+constexpr int kMostSplitColumns = 128;  // of tiles whose K is split: results with wider ones are large
+
 template <typename T>
 struct KernelArguments {
   Epilogue<T> epilogue;
@@ -28,6 +31,8 @@ struct KernelArguments {
   bool tma_store;             // whether TMA can address the results
   bool swap_ab;               // a and b are each other's transposes, so a tile is of c's transpose
   StreamK stream_k;
+  int splits;       // of K, of one product: the matrices of c are their sums
+  float* partials;  // [splits, m, n], if there are several
 };
 
 // ---- persistent
@@ -39,6 +44,7 @@ struct PersistentKernel {
   static constexpr int kBlocks = Mainloop::kClusterBlocks, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Small tiles and single blocks need not.
+  static constexpr bool kSplitsK = Mainloop::kTileN <= kMostSplitColumns;
   static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128 && kBlocks > 1;
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
@@ -58,6 +64,11 @@ struct PersistentKernel {
     const auto next = [&] {
       if (!parts.next()) return false;
       tile = first_element<Mainloop>(order, parts.tile, rank);
+      if (kSplitsK && args.splits > 1) {
+        const int64_t slices = args.tiles_of_k;
+        parts.begin = static_cast<int>(slices * tile.matrix / args.splits);
+        parts.end = static_cast<int>(slices * (tile.matrix + 1) / args.splits);
+      }
       return true;
     };
     start_pipeline(pipeline, a, b);
@@ -82,6 +93,10 @@ struct PersistentKernel {
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, parts.end - parts.begin, warpgroup);
+        if (kSplitsK && args.splits > 1) {
+          store_partials(d, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
+          continue;
+        }
         if constexpr (kDividesK) {
           const StreamKSums<Mainloop::kTileN / 2> sums(args.stream_k, kBlocks * kConsumers,
                                                        rank * kConsumers + warpgroup);
@@ -102,9 +117,36 @@ struct PersistentKernel {
     // Other blocks of the cluster may still write to this block's shared memory.
     if constexpr (kBlocks > 1) cluster_sync();
   }
+
+ private:
+  // wgmma gives a thread two neighbours in a row and the same two 8 rows below.
+  __device__ static __forceinline__ void store_partials(const float (&d)[Mainloop::kTileN / 2],
+                                                        const KernelArguments<T>& args, int row, int column,
+                                                        int split) {
+    const int thread = threadIdx.x % 128, m = args.epilogue.m, n = args.epilogue.n;
+    row += thread / 32 * 16 + thread % 32 / 4;
+    column += thread % 4 * 2;
+    float* to = args.partials + (int64_t{split} * m + row) * n + column;
+    const bool pairs = n % 2 == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, to += int64_t{8} * n) {
+      if (row + 8 * half >= m) return;
+#pragma unroll
+      for (int i = 0; i < Mainloop::kTileN / 8; ++i) {
+        const float left = d[4 * i + 2 * half], right = d[4 * i + 2 * half + 1];
+        const int rest = n - column - 8 * i;
+        if (pairs) {
+          if (rest > 0) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(left, right);
+        } else {
+          if (rest > 0) to[8 * i] = left;
+          if (rest > 1) to[8 * i + 1] = right;
+        }
+      }
+    }
+  }
 };
 
-// ---- split-K
+// ---- split-K in clusters
 
 // A block's tile and its part of K, which gridDim.z blocks split.
 template <class Mainloop>
@@ -277,22 +319,25 @@ struct Problem {
   bool swap_ab;
   Epilogue<T> epilogue;  // of c itself
 
-  KernelArguments<T> arguments(bool tma_store = false, const StreamK& stream_k = {}) const {
-    return {epilogue, tiles_of(k, kTileK), a.batch > 1, b.batch > 1, tma_store, swap_ab, stream_k};
+  KernelArguments<T> arguments(bool tma_store = false, const StreamK& stream_k = {}, int splits = 1,
+                               float* partials = nullptr) const {
+    return {epilogue, tiles_of(k, kTileK), a.batch > 1, b.batch > 1, tma_store, swap_ab, stream_k, splits,
+            partials};
   }
   GlobalTensor result(const T* data) const {
     const int64_t rows = epilogue.m, columns = epilogue.n;
     return {data, columns, rows, batch, columns, rows * columns};
   }
   template <class Mainloop>
-  TileOrder order() const {
+  TileOrder order(int splits = 1) const {
     return {tiles_of(m, Mainloop::kTileM * Mainloop::kClusterM),
-            tiles_of(n, Mainloop::kTileN * Mainloop::kClusterN), batch};
+            tiles_of(n, Mainloop::kTileN * Mainloop::kClusterN), int64_t{batch} * splits};
   }
 };
 
+// With a workspace: by stream-K, or split-K if there are splits.
 template <class Mainloop, typename T>
-cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, void* stream_k_workspace,
+cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, int splits, void* workspace,
                               cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop>;
   CUtensorMap a, b, c = {}, pre_activation = {};
@@ -308,17 +353,18 @@ cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, void*
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
   constexpr int kBlocks = Mainloop::kClusterBlocks;
-  const TileOrder order = problem.template order<Mainloop>();
+  const TileOrder order = problem.template order<Mainloop>(splits);
   StreamK stream_k = {};
-  if (stream_k_workspace) {
+  if (workspace && splits == 1) {
     const StreamKShape shape = {clusters, kBlocks * Mainloop::kConsumers, Mainloop::kTileN / 2};
-    stream_k = shape.arguments(order.total, stream_k_workspace);
+    stream_k = shape.arguments(order.total, workspace);
   } else {
     clusters = std::min(order.total, clusters);
   }
   return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
                          /*programmatic=*/true, stream, a, b, c, pre_activation,
-                         problem.arguments(tma_store, stream_k), order);
+                         problem.arguments(tma_store, stream_k, splits, static_cast<float*>(workspace)),
+                         order);
 }
 
 template <class Mainloop, typename T>

@@ -138,9 +138,8 @@ struct FloatArguments {
   const float* bias;  // [N], or null
   int64_t bias_stride;
   float *c, *pre_activation;  // [batch, M, N], contiguous; pre_activation may be null
-  int rows, columns, tiles_of_k, batch;
-  int splits;  // of K: with several, c is [splits, batch, M, N], and so are the tiles
-  Divisor by_splits, by_batch;
+  int rows, columns, tiles_of_k;
+  Divisor by_splits, by_batch;  // with several splits of K, c is [splits, batch, M, N], and so are the tiles
   int part_stride_left, part_stride_right;  // in matrices
   bool batched_left, batched_right;         // else one matrix serves the whole batch
   bool transposed;
@@ -179,7 +178,7 @@ struct FloatKernel {
     const auto part_at = [&](int64_t i) {
       const TileIndex tile = first_element<Mainloop>(order, i, rank);
       const int split = args.split_of(tile), first_of_k = args.first_of_k(split);
-      return Part{tile, tile.matrix - split * args.batch, first_of_k,
+      return Part{tile, tile.matrix - split * static_cast<int>(args.by_batch.divisor), first_of_k,
                   args.first_of_k(split + 1) - first_of_k};
     };
     start_pipeline(pipeline, a, b);
@@ -416,7 +415,8 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
   const TileOrder order(tiles_of(args.rows, Mainloop::kTileM * kClusterM),
-                        tiles_of(args.columns, Mainloop::kTileN), int64_t{args.batch} * args.splits);
+                        tiles_of(args.columns, Mainloop::kTileN),
+                        args.by_batch.divisor * args.by_splits.divisor);
   const int64_t clusters = std::min<int64_t>(order.total, multiprocessors / kClusterM);
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
                          Kernel::kShared, /*programmatic=*/true, stream, map_a, map_b, args, order);
@@ -455,8 +455,6 @@ cudaError_t run(const GemmArgs<float>& args, const HopperPlan& plan, int multipr
       static_cast<int>(left.rows),
       static_cast<int>(right.rows),
       tiles_of(args.k, kTileKOf<T>),
-      static_cast<int>(args.batch),
-      plan.splits,
       Divisor(plan.splits),
       Divisor(args.batch),
       static_cast<int>(left.matrices),

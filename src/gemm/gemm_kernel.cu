@@ -64,7 +64,7 @@ constexpr TileCost in_clusters(TileCost cost) {
 
 using Small32 = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
 using Flat32 = FfmaTile<float, 16, 128, 32, 4, 4, 1, 3, 3>;
-using Tall32 = FfmaTile<float, 256, 32, 32, 8, 4, 1, 3, 2>;
+using Tall32 = FfmaTile<float, 128, 32, 16, 8, 4, 1, 3, 5>;
 using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
 using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
 using Overlapped32 = FfmaTile<float, 128, 64, 16, 8, 8, 1, 3, 4>;  // short K: a block starts while others end
@@ -73,54 +73,52 @@ using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
 using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Overlapped32, Tiny32, Tall32, Narrow32>;
 template <class Tile>
 constexpr TileCost cost32(double wait, double work, double ends, double store) {
-  constexpr double kPieces = 1.05;
+  constexpr double kPieces = 1.06;
   return cost<Tile>(wait, work, ends, store, kPieces);
 }
-constexpr TileCost kCostSmall32 = cost32<Small32>(0.595, 0.43, 2.1, 0.625),
-                   kCostFlat32 = cost32<Flat32>(0.835, 0.66, 1.71, 0.48),
-                   kCostTiny32 = for_batches(cost32<Tiny32>(0.825, 0.124, 1.95, 0.22));
+constexpr TileCost kCostSmall32 = cost32<Small32>(0.478, 0.385, 1.9, 0.705),
+                   kCostFlat32 = cost32<Flat32>(0.543, 0.6, 1.63, 0.58),
+                   kCostTiny32 = for_batches(cost32<Tiny32>(0.741, 0.0945, 2.11, 0.141)),
+                   kCostTall32 = cost32<Tall32>(0.477, 0.412, 1.91, 0.738);
 constexpr TileCost kCosts32[] = {kCostSmall32,
                                  kCostFlat32,
-                                 cost32<Medium32>(1.37, 1.37, 5.15, 0),
-                                 cost32<Large32>(2.6, 2.6, 7.8, 0),
-                                 cost32<Overlapped32>(0.82, 0.755, 4.2, 0.32),
+                                 cost32<Medium32>(0.957, 0.957, 5.44, 0),
+                                 cost32<Large32>(1.87, 1.87, 6.99, 0),
+                                 cost32<Overlapped32>(0.651, 0.708, 4.32, 0.376),
                                  kCostTiny32,
-                                 cost32<Tall32>(2.05, 1.78, 2.7, 0.93),
-                                 cost32<Narrow32>(0.495, 0.495, 2.2, 0)};
-// The last two are for some GPUs only: those with more shared memory than 8.6, 8.9 and 12.0 have, and Hopper.
-constexpr int kCount32 = std::size(kCosts32) - 2;
+                                 kCostTall32,
+                                 cost32<Narrow32>(0.342, 0.342, 2.21, 0)};
+constexpr int kMostBytes = 98 << 10;  // of shared memory, that a block of 8.6, 8.9 and 12.0 may have
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
-                        Overlapped32::kBytes, Tiny32::kBytes}) < 98 << 10);
-inline int count32(const DeviceInfo& device) {
-  if (device.compute_capability == kHopper) return kCount32 + 2;
-  constexpr int kStatic = 1 << 10;
-  return kCount32 + (Tall32::kBytes + kStatic <= device.shared_bytes);
-}
+                        Overlapped32::kBytes, Tiny32::kBytes, Tall32::kBytes}) < kMostBytes);
 
 // Before Ampere there is less shared memory and no cp.async.
 using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
 using OlderTiles32 = TileList<Small32, Square32>;
-constexpr TileCost kOlderCosts32[] = {kCostSmall32, cost<Square32>(1.9, 1.7, 7, 0)};
+constexpr TileCost kOlderCosts32[] = {kCostSmall32, cost<Square32>(0.98, 1.63, 7, 0)};
 
 using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3, true>;
 using Deep64 = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // more stages instead of room for a third block
 using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
 using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3, true>;
+using Tall64 = DoubleTile<64, 32, 32, 32, 16, 3, 2, true>;
 using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, false, true>;
-using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Narrow64>;
+using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Tall64, Narrow64>;
 template <class Tile>
 constexpr TileCost cost64(double wait, double work, double ends, double store) {
   constexpr double kPieces = 1.07;
   return cost<Tile>(wait, work, ends, store, kPieces);
 }
-constexpr TileCost kCosts64[] = {
-    in_clusters(cost64<Small64>(0.536, 0.304, 3.25, 0.34)), cost64<Deep64>(0.488, 0.314, 3.02, 0.63),
-    cost64<Large64>(0.815, 0.595, 4.92, 0.53), in_clusters(cost64<Flat64>(0.332, 0.189, 2.11, 0.41)),
-    cost64<Narrow64>(0.526, 0.526, 2.32, 0)};
+constexpr TileCost kCosts64[] = {in_clusters(cost64<Small64>(0.516, 0.227, 2.95, 0.592)),
+                                 cost64<Deep64>(0.417, 0.215, 2.76, 0.82),
+                                 cost64<Large64>(0.587, 0.505, 5.17, 0),
+                                 in_clusters(cost64<Flat64>(0.301, 0.143, 1.83, 0.586)),
+                                 in_clusters(cost64<Tall64>(0.495, 0.261, 2, 0.857)),
+                                 cost64<Narrow64>(0.342, 0.342, 2.31, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
-constexpr TileCost kPlainCosts64[] = {cost<Plain64>(10, 10, 3, 0)};
+constexpr TileCost kPlainCosts64[] = {cost<Plain64>(1, 10, 3, 0)};
 
 // Half is for bfloat16 too.
 using Half = __half;
@@ -130,39 +128,42 @@ using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
 using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;
 using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
 constexpr double kNever = 1e9;
-constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.271, 0.147, 1.91, 0.73, 1.33, 1.36),
-                                   cost<MediumHalf>(0.485, 0.317, 3.58, 1.34, 1.42, 2.18),
-                                   cost<LargeHalf>(0.55, 0.55, 4.98, 0, kNever, kNever),
-                                   for_batches(cost<TinyHalf>(0.34, 0.06, 1.72, 0.2, kNever, kNever))};
-static_assert(LargeHalf::kBytes < 98 << 10);  // all that a block of 8.6, 8.9 and 12.0 may have
+constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.186, 0.124, 1.81, 0.792, 1.38, 1.3),
+                                   cost<MediumHalf>(0.399, 0.221, 3.32, 1.84, 1.47, 2.39),
+                                   cost<LargeHalf>(0.308, 0.308, 5.38, 0, kNever, kNever),
+                                   for_batches(cost<TinyHalf>(0.277, 0.0577, 1.95, 0.117, kNever, kNever))};
+static_assert(LargeHalf::kBytes < kMostBytes);
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
 using OlderMediumHalf = TensorTile<Half, 128, 128, 32, 64, 2, 2>;
 using OlderTilesHalf = TileList<OlderSmallHalf, OlderMediumHalf>;
-constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.365, 0.232, 2.7, 1.0),
-                                        cost<OlderMediumHalf>(0.706, 0.499, 3.8, 2.8)};
+constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.3, 0.21, 2.7, 1.0),
+                                        cost<OlderMediumHalf>(0.576, 0.407, 3.8, 2.8)};
 
-using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
+using SmallTf32 = TensorTile<float, 64, 64, 32, 32, 3, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
-// Few rows, or few elements, are faster in float32.
-using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.309, 0.201, 2.34, 0.52, 1.33),
-                                   cost<MediumTf32>(0.654, 0.411, 4.84, 1.34, 1.3), kCostSmall32, kCostFlat32,
-                                   kCostTiny32};
+// Few rows, columns, or elements are faster in float32.
+using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32, Tall32>;
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.439, 0.257, 2.04, 0.805, 1.44),
+                                   cost<MediumTf32>(0.562, 0.321, 4.93, 0.649, 1.3),
+                                   kCostSmall32,
+                                   kCostFlat32,
+                                   kCostTiny32,
+                                   kCostTall32};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
              DirectTile<1, 4, 1>, DirectTile<4, 1, 1>, DirectTile<4, 4, 1>>;
 constexpr DirectCost kDirectCosts[] = {
-    {1, 1, 1, 8, 0.78, 0.34, 1.05, 1.15},  {1, 1, 4, 8, 0.68, 0.44, 0.78, 5.8},
-    {1, 1, 32, 8, 0.77, 0.425, 1.31, 20},  {1, 1, 128, 8, 0.78, 0.455, 2.1, 20},
-    {1, 4, 1, 4, 0.87, 0.333, 1.11, 0.81}, {4, 1, 1, 4, 1.09, 0.366, 1.09, 0.77},
-    {4, 4, 1, 4, 1.36, 0.624, 1.42, 0.38}};
+    {1, 1, 1, 8, 0.7, 0.316, 1.01, 1.16},   {1, 1, 4, 8, 0.553, 0.462, 0.658, 6.28},
+    {1, 1, 32, 8, 0.571, 0.482, 1.01, 41},  {1, 1, 128, 8, 0.691, 0.462, 1.62, 54},
+    {1, 4, 1, 4, 0.782, 0.328, 1.1, 0.763}, {4, 1, 1, 4, 0.929, 0.42, 1.03, 0.664},
+    {4, 4, 1, 4, 1.18, 0.603, 1.31, 0.425}};
 constexpr DirectCost kDirectCostsHalf[] = {
-    {1, 1, 1, 8, 0.75, 0.484, 1.08, 1.31}, {1, 1, 4, 8, 0.62, 0.53, 0.68, 7.4},
-    {1, 1, 32, 8, 0.68, 0.5, 1.1, 20},     {1, 1, 128, 8, 0.805, 0.488, 2.06, 22},
-    {1, 4, 1, 4, 0.83, 0.497, 1.13, 0.96}, {4, 1, 1, 4, 1.19, 0.525, 1.13, 0.82},
-    {4, 4, 1, 4, 1.44, 0.767, 2.18, 0.43}};
+    {1, 1, 1, 8, 0.641, 0.543, 0.906, 1.66}, {1, 1, 4, 8, 0.493, 0.582, 0.496, 7.77},
+    {1, 1, 32, 8, 0.519, 0.594, 0.892, 54},  {1, 1, 128, 8, 0.725, 0.501, 1.8, 54},
+    {1, 4, 1, 4, 0.749, 0.546, 1.04, 0.821}, {4, 1, 1, 4, 1.05, 0.603, 0.973, 0.816},
+    {4, 4, 1, 4, 1.03, 1.01, 1.85, 0.408}};
 constexpr int kDirectCount = std::size(kDirectCosts);
 static_assert(std::size(kDirectCostsHalf) == kDirectCount);
 
@@ -174,12 +175,12 @@ template <class Tile>
 constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
   return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
 }
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(1.94, 0.058, 50.7, 0.31),
-                                       outer_cost<OuterTile<float, 2>>(2.24, 0.088, 49.6, 0.3)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.97, 0.061, 89, 0.3),
-                                       outer_cost<OuterTile<double, 2>>(2.15, 0.093, 79, 0.27)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.87, 0.072, 65.6, 0.46),
-                                         outer_cost<OuterTile<float, 2>>(2.13, 0.126, 54, 0.47)};
+constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.01, 0.0572, 45.7, 0.31),
+                                       outer_cost<OuterTile<float, 2>>(2.27, 0.0944, 39, 0.304)};
+constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.97, 0.0601, 93.7, 0.289),
+                                       outer_cost<OuterTile<double, 2>>(2.15, 0.0917, 72.8, 0.273)};
+constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.91, 0.0657, 69.7, 0.425),
+                                         outer_cost<OuterTile<float, 2>>(2.21, 0.114, 53.2, 0.472)};
 template <typename T>
 constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
                                          : sizeof(T) == 4 ? kOuterCosts32
@@ -199,7 +200,8 @@ auto with_tiles_for(const DeviceInfo& device, const GemmArgs<T>& args, const F& 
                                 : f(TilesHalf(), kCostsHalf, std::size(kCostsHalf));
   } else if constexpr (sizeof(T) == 4) {
     return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, std::size(kOlderCosts32))
-                                : f(Tiles32(), kCosts32, count32(device));
+                                : f(Tiles32(), kCosts32,
+                                    std::size(kCosts32) - (capability != kHopper));  // the last is for Hopper
   } else {
     if (!has_double_tensor_cores(capability)) return f(TileList<Plain64>(), kPlainCosts64, 1);
     return f(Tiles64(), kCosts64, std::size(kCosts64) - (capability != kHopper));  // the last is for Hopper
@@ -213,7 +215,7 @@ struct Choice {
 };
 
 template <typename T>
-Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
+GemmSizes sizes_of(const GemmArgs<T>& args) {
   const bool a_along_k = args.a.column_stride <= args.a.row_stride,
              b_along_k = args.b.row_stride < args.b.column_stride;
   const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
@@ -226,8 +228,13 @@ Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
     return static_cast<double>((x.batch_stride == 0 ? 1 : args.batch) * of_matrix);
   };
   const double operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
-  const GemmSizes sizes = {args.batch,       args.m,   args.n,    args.k,    sizeof(T),
-                           sizeof(acc_t<T>), operands, a_along_k, b_along_k, width};
+  return {args.batch,       args.m,   args.n,    args.k,    sizeof(T),
+          sizeof(acc_t<T>), operands, a_along_k, b_along_k, width};
+}
+
+template <typename T>
+Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
+  const GemmSizes sizes = sizes_of(args);
   HopperPlan plan;
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) <= 4) {

@@ -24,8 +24,7 @@ struct GemmSizes {
 struct TileCost {
   int rows, columns, depth;   // depth: of a slice
   int blocks;                 // that a multiprocessor runs at once
-  double wait;                // for a slice, in a block that has a multiprocessor to itself
-  double work;                // for a slice, per block, in a multiprocessor that has all it can run
+  double wait, work;          // for a slice: what a block waits, and what a multiprocessor computes per block
   double ends;                // a block's launch, first slice and epilogue
   double store;               // more for each further block of a multiprocessor
   double pieces = 1;          // by how much these take longer if copies are of 4 or 8 bytes
@@ -55,7 +54,8 @@ struct Schedule {
   bool in_cluster = false;  // whether the blocks that split K are a cluster, which adds their sums
 };
 
-constexpr int kHopper = 90;  // compute capability
+constexpr int kHopper = 90;         // compute capability
+constexpr int64_t kMostRounds = 6;  // of blocks that split K
 
 // Operands come from memory, not from the L2 cache, as the weights of a model do.
 constexpr double kMemory = 0.25;  // for 10^6 bytes
@@ -85,8 +85,9 @@ inline double time_of(const GemmSizes& sizes, const TileCost& cost, int64_t tile
   const double slower = copied == 16 || copied < 4 ? 1 : cost.pieces;
   const int64_t at_once = int64_t{multiprocessors} * cost.blocks, blocks = tiles * splits;
   const double wait = slower * cost.wait + (copied < 4 ? cost.latency : 0);
-  const auto multiply = [&](int64_t blocks) {  // of a multiprocessor
-    return static_cast<double>(slices) * std::max(wait, slower * cost.work * static_cast<double>(blocks));
+  // Of a multiprocessor. Neither hides all of the other, so their squares are added.
+  const auto multiply = [&](int64_t blocks) {
+    return static_cast<double>(slices) * std::hypot(wait, slower * cost.work * static_cast<double>(blocks));
   };
   const auto start_and_end = [&](int64_t blocks) {
     return slower * cost.ends - kLaunch + cost.store * static_cast<double>(blocks - 1);
@@ -148,7 +149,8 @@ inline bool starts_early(const TileCost& cost, int64_t blocks, const DeviceInfo&
   return one_round && (evenly || time < kLong);
 }
 
-// A tile may be split so that its blocks fill each multiprocessor once, twice, and so on.
+// A tile may be split so that its blocks fill the multiprocessors once, twice, and so on: several rounds of
+// short blocks leave less of the last one idle than one of long blocks.
 // slower: by how much tiles take longer than estimated.
 inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slower, const DirectCost* direct,
                               int direct_count, const OuterCost* outer, int outer_count,
@@ -175,9 +177,10 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slow
       return ceil_div(slices, ceil_div(slices, splits));
     };
     consider_splits(1, false);
-    for (int filled = 1; filled <= cost.blocks; ++filled) {
-      const int64_t splits = std::min(int64_t{multiprocessors} * filled / std::max<int64_t>(count, 1), most);
-      if (splits >= 2) consider_splits(as_few_as_are_as_fast(splits), false);
+    for (int64_t filled = 1, before = 1; filled <= kMostRounds * cost.blocks && before < most; ++filled) {
+      const int64_t splits = std::min(multiprocessors * filled / std::max<int64_t>(count, 1), most);
+      if (splits > before) consider_splits(as_few_as_are_as_fast(splits), false);
+      before = std::max(before, splits);
     }
     if (!cost.in_clusters || device.compute_capability != kHopper) continue;
     for (int64_t splits = 2; splits <= std::min<int64_t>(slices, kMostClusterBlocks); ++splits) {
