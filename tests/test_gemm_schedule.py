@@ -22,7 +22,7 @@ using namespace lltm_ext;
 // element, and all K of a tile.
 int main(int count, char** questions) {
   const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1, 1, 0, true},
-                            {256, 128, 16, 1, 2.6, 2.6, 9, 0}};
+                            {256, 128, 16, 1, 1.85, 1.85, 9, 0}};
   const DirectCost direct[] = {{1, 1, 1, 8, 1, 0.4, 0.8, 1}};
   const OuterCost outer[] = {{64, 128, 61, 2.7, 0.1, 56, 0.25}};
   const int capability = std::atoi(questions[1]);
@@ -81,6 +81,13 @@ def test_long_sums_of_few_results_are_split_over_the_multiprocessors(schedule):
     assert found.tile == SMALL
     assert 100 <= found.splits <= 528
     assert found.programmatic
+
+
+def test_a_long_sum_is_split_into_several_rounds_of_large_tiles(schedule):
+    # 77 tiles would leave 55 of 132 multiprocessors idle.
+    (found,) = schedule((1, 1568, 1408, 14_952))
+    assert found.tile == LARGE
+    assert found.splits * 77 > 2 * 132
 
 
 def test_blocks_that_take_long_start_early_only_if_they_fill_all_multiprocessors(schedule):

@@ -134,15 +134,19 @@ inline double time_of(const Tiling& tiling, const Shape& shape, const DeviceInfo
   return time + full_rounds * of_tile;
 }
 
-// With several splits of K, whose products are a batch, and whose sums a second kernel adds.
+// With several splits of K, whose products are a batch, and whose sums a second kernel adds. Its blocks are
+// still there when the next product's clusters start early: the more clusters, the more of them start late.
 inline double time_of(const Tiling& tiling, const Shape& shape, int splits, const DeviceInfo& device) {
   if (splits == 1) return time_of(tiling, shape, device);
-  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6;
+  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6, kFewClusters = 0.88, kLate = 0.28;
   Shape parts = shape;
   parts.batch = splits;
   parts.k = ceil_div(ceil_div(shape.k, kTileK), splits) * kTileK;
   const double sum_bytes = static_cast<double>(shape.m * shape.n * splits) * sizeof(float);
-  return time_of(tiling, parts, device) + kSecondKernel + sum_bytes / kBytesPerMicrosecond;
+  const TilingShape counts(tiling, parts, device);
+  const double filled = static_cast<double>(counts.tiles) / static_cast<double>(counts.clusters);
+  return (kFewClusters + kLate * std::min(1.0, filled)) *
+         (time_of(tiling, parts, device) + kSecondKernel + sum_bytes / kBytesPerMicrosecond);
 }
 
 struct TilingChoice {
@@ -152,10 +156,10 @@ struct TilingChoice {
 };
 
 // The fastest. Where two estimates differ by less than their errors, whole tiles are more often the faster
-// ones than stream-K. Splits are such that clusters take one round, two, or three.
+// ones than stream-K. Splits are such that clusters take a quarter of a round, a half, and so on.
 inline TilingChoice best_tiling(const Shape& shape, const DeviceInfo& device) {
   constexpr double kStreamKMargin = 1.04;
-  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostRounds = 3;
+  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostQuarters = 12;
   TilingChoice best;
   const auto consider = [&](const TilingChoice& choice) {
     if (best.tiling < 0 || choice.time < best.time) best = choice;
@@ -171,8 +175,8 @@ inline TilingChoice best_tiling(const Shape& shape, const DeviceInfo& device) {
       continue;
     const int64_t most =
         std::min(counts.slices / 2, kMostSumBytes / (shape.m * shape.n * int64_t{sizeof(float)}));
-    for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {
-      const int splits = static_cast<int>(std::min(counts.clusters * rounds / counts.tiles, most));
+    for (int64_t quarters = 1; quarters <= kMostQuarters; ++quarters) {
+      const int splits = static_cast<int>(std::min(counts.clusters * quarters / (4 * counts.tiles), most));
       if (splits > 1) consider({i, splits, time_of(tiling, shape, splits, device)});
     }
   }

@@ -76,21 +76,21 @@ constexpr TileCost cost32(double wait, double work, double ends, double store) {
   constexpr double kPieces = 1.06;
   return cost<Tile>(wait, work, ends, store, kPieces);
 }
-constexpr TileCost kCostSmall32 = cost32<Small32>(0.478, 0.385, 1.9, 0.705),
-                   kCostFlat32 = cost32<Flat32>(0.543, 0.6, 1.63, 0.58),
-                   kCostTiny32 = for_batches(cost32<Tiny32>(0.741, 0.0945, 2.11, 0.141)),
-                   kCostTall32 = cost32<Tall32>(0.477, 0.412, 1.91, 0.738);
+constexpr TileCost kCostSmall32 = cost32<Small32>(0.5, 0.38, 1.99, 0.738),
+                   kCostFlat32 = cost32<Flat32>(0.577, 0.597, 1.69, 0.613),
+                   kCostTiny32 = for_batches(cost32<Tiny32>(0.735, 0.0957, 2.25, 0.133)),
+                   kCostTall32 = cost32<Tall32>(0.503, 0.404, 2.02, 0.796);
 constexpr TileCost kCosts32[] = {kCostSmall32,
                                  kCostFlat32,
-                                 cost32<Medium32>(0.957, 0.957, 5.44, 0),
-                                 cost32<Large32>(1.87, 1.87, 6.99, 0),
-                                 cost32<Overlapped32>(0.651, 0.708, 4.32, 0.376),
+                                 cost32<Medium32>(0.958, 0.958, 5.58, 0),
+                                 cost32<Large32>(1.86, 1.86, 7.16, 0),
+                                 cost32<Overlapped32>(0.644, 0.708, 4.55, 0.305),
                                  kCostTiny32,
                                  kCostTall32,
-                                 cost32<Narrow32>(0.342, 0.342, 2.21, 0)};
-constexpr int kMostBytes = 98 << 10;  // of shared memory, that a block of 8.6, 8.9 and 12.0 may have
+                                 cost32<Narrow32>(0.345, 0.345, 2.3, 0)};
+constexpr int kMostSharedBytes = 98 << 10;  // of shared memory, that a block of 8.6, 8.9 and 12.0 may have
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
-                        Overlapped32::kBytes, Tiny32::kBytes, Tall32::kBytes}) < kMostBytes);
+                        Overlapped32::kBytes, Tiny32::kBytes, Tall32::kBytes}) < kMostSharedBytes);
 
 // Before Ampere there is less shared memory and no cp.async.
 using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
@@ -109,12 +109,12 @@ constexpr TileCost cost64(double wait, double work, double ends, double store) {
   constexpr double kPieces = 1.07;
   return cost<Tile>(wait, work, ends, store, kPieces);
 }
-constexpr TileCost kCosts64[] = {in_clusters(cost64<Small64>(0.516, 0.227, 2.95, 0.592)),
-                                 cost64<Deep64>(0.417, 0.215, 2.76, 0.82),
-                                 cost64<Large64>(0.587, 0.505, 5.17, 0),
-                                 in_clusters(cost64<Flat64>(0.301, 0.143, 1.83, 0.586)),
-                                 in_clusters(cost64<Tall64>(0.495, 0.261, 2, 0.857)),
-                                 cost64<Narrow64>(0.342, 0.342, 2.31, 0)};
+constexpr TileCost kCosts64[] = {in_clusters(cost64<Small64>(0.521, 0.226, 2.96, 0.607)),
+                                 cost64<Deep64>(0.424, 0.213, 2.91, 0.74),
+                                 cost64<Large64>(0.593, 0.505, 5.22, 0),
+                                 in_clusters(cost64<Flat64>(0.301, 0.144, 1.84, 0.581)),
+                                 in_clusters(cost64<Tall64>(0.505, 0.254, 2.04, 0.864)),
+                                 cost64<Narrow64>(0.351, 0.351, 2.38, 0)};
 
 // Without tensor cores for float64.
 using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
@@ -132,7 +132,7 @@ constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.186, 0.124, 1.81, 0.792, 1.
                                    cost<MediumHalf>(0.399, 0.221, 3.32, 1.84, 1.47, 2.39),
                                    cost<LargeHalf>(0.308, 0.308, 5.38, 0, kNever, kNever),
                                    for_batches(cost<TinyHalf>(0.277, 0.0577, 1.95, 0.117, kNever, kNever))};
-static_assert(LargeHalf::kBytes < kMostBytes);
+static_assert(LargeHalf::kBytes < kMostSharedBytes);
 
 using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
 using OlderMediumHalf = TensorTile<Half, 128, 128, 32, 64, 2, 2>;
@@ -140,12 +140,12 @@ using OlderTilesHalf = TileList<OlderSmallHalf, OlderMediumHalf>;
 constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.3, 0.21, 2.7, 1.0),
                                         cost<OlderMediumHalf>(0.576, 0.407, 3.8, 2.8)};
 
-using SmallTf32 = TensorTile<float, 64, 64, 32, 32, 3, 3>;
+using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
 // Few rows, columns, or elements are faster in float32.
 using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32, Tall32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.439, 0.257, 2.04, 0.805, 1.44),
-                                   cost<MediumTf32>(0.562, 0.321, 4.93, 0.649, 1.3),
+constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.249, 0.152, 2.08, 0.623, 1.36),
+                                   cost<MediumTf32>(0.566, 0.357, 5, 0.54, 1.27),
                                    kCostSmall32,
                                    kCostFlat32,
                                    kCostTiny32,

@@ -68,7 +68,7 @@ inline double time_of_result(const GemmSizes& sizes) {
 
 // Of writing partial sums, and of the kernel that adds them; or of adding them in a cluster.
 inline double time_of_sums(const GemmSizes& sizes, int64_t splits, bool in_cluster = false) {
-  constexpr double kSecondKernel = 1.5, kBytesPerMicrosecond = 5e6, kInCluster = 0.92;
+  constexpr double kSecondKernel = 1.2, kBytesPerMicrosecond = 5e6, kInCluster = 1.15;
   if (splits == 1) return 0;
   if (in_cluster) return kInCluster;
   const double bytes = static_cast<double>(sizes.batch * sizes.m * sizes.n * splits) * sizes.sum_bytes;
