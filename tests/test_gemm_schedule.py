@@ -22,7 +22,7 @@ using namespace lltm_ext;
 // element, and all K of a tile.
 int main(int count, char** questions) {
   const TileCost tiles[] = {{64, 64, 16, 4, 0.5, 0.45, 2.5, 1, 1, 0, true},
-                            {256, 128, 16, 1, 1.85, 1.85, 9, 0}};
+                            {256, 128, 16, 1, 2.2, 2.2, 9, 0}};
   const DirectCost direct[] = {{1, 1, 1, 8, 1, 0.4, 0.8, 1}};
   const OuterCost outer[] = {{64, 128, 61, 2.7, 0.1, 56, 0.25}};
   const int capability = std::atoi(questions[1]);
@@ -77,7 +77,7 @@ def test_large_products_take_large_tiles_in_one_part(schedule):
 
 
 def test_long_sums_of_few_results_are_split_over_the_multiprocessors(schedule):
-    (found,) = schedule((1, 60, 60, 16_384))
+    (found,) = schedule((1, 60, 60, 8192))
     assert found.tile == SMALL
     assert 100 <= found.splits <= 528
     assert found.programmatic
@@ -92,7 +92,7 @@ def test_a_long_sum_is_split_into_several_rounds_of_large_tiles(schedule):
 
 def test_blocks_that_take_long_start_early_only_if_they_fill_all_multiprocessors(schedule):
     # 256 and 512 small tiles, of which 132 multiprocessors run 528 at once.
-    uneven, even, short = schedule((1, 1024, 1024, 800), (1, 2048, 1024, 200), (1, 1024, 1024, 70))
+    uneven, even, short = schedule((1, 1024, 1024, 240), (1, 2048, 1024, 200), (1, 1024, 1024, 70))
     assert (uneven.tile, even.tile, short.tile) == (SMALL, SMALL, SMALL)
     assert (uneven.programmatic, even.programmatic, short.programmatic) == (False, True, True)
 
