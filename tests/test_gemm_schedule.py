@@ -92,9 +92,12 @@ def test_a_long_sum_is_split_into_several_rounds_of_large_tiles(schedule):
 
 def test_blocks_that_take_long_start_early_only_if_they_fill_all_multiprocessors(schedule):
     # 256 and 512 small tiles, of which 132 multiprocessors run 528 at once.
-    uneven, even, short = schedule((1, 1024, 1024, 240), (1, 2048, 1024, 200), (1, 1024, 1024, 70))
-    assert (uneven.tile, even.tile, short.tile) == (SMALL, SMALL, SMALL)
-    assert (uneven.programmatic, even.programmatic, short.programmatic) == (False, True, True)
+    uneven, even, longer, short = schedule(
+        (1, 1024, 1024, 240), (1, 2048, 1024, 150), (1, 2048, 1024, 300), (1, 1024, 1024, 70)
+    )
+    assert {found.tile for found in (uneven, even, longer, short)} == {SMALL}
+    early = (uneven.programmatic, even.programmatic, longer.programmatic, short.programmatic)
+    assert early == (False, True, False, True)
 
 
 def test_short_sums_of_few_results_take_a_thread_each(schedule):

@@ -66,6 +66,10 @@ struct Tiling {
   bool stream_k;
   double slice, launch, ends, store;  // slice: a tile of K; store: 10^6 bytes of c
 
+  // Whether there is a kernel that splits K and leaves sums in the workspace. More would hardly be faster.
+  bool splits_k() const {
+    return splits == 1 && ((columns == 64 && height == 1) || (rows == 64 && columns == 128 && height == 4));
+  }
   int cluster_blocks() const { return height * width * splits; }
 };
 
@@ -171,8 +175,7 @@ inline TilingChoice best_tiling(const Shape& shape, const DeviceInfo& device) {
     const TilingShape counts(tiling, shape, device);
     if (tiling.stream_k && !counts.stream_k_helps()) continue;
     consider({i, 1, time_of(tiling, shape, device) * (tiling.stream_k ? kStreamKMargin : 1)});
-    if (tiling.stream_k || tiling.splits > 1 || tiling.columns > kMostSplitColumns || shape.batch > 1)
-      continue;
+    if (!tiling.splits_k() || shape.batch > 1) continue;
     const int64_t most =
         std::min(counts.slices / 2, kMostSumBytes / (shape.m * shape.n * int64_t{sizeof(float)}));
     for (int64_t quarters = 1; quarters <= kMostQuarters; ++quarters) {
@@ -197,6 +200,14 @@ cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, int s
     return launch_cluster_split_k<Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>>(problem, tiling.splits,
                                                                                 stream);
   }
+  const int64_t clusters = clusters_of(device, tiling.cluster_blocks());
+  if (splits > 1) {
+    const auto run = [&](auto mainloop) {
+      return launch_persistent<decltype(mainloop), true>(problem, clusters, splits, workspace, stream);
+    };
+    return tiling.height == 1 ? run(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>())
+                              : run(Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB, 4>());
+  }
   cudaError_t error = cudaErrorInvalidValue;
   const auto try_shape = [&](auto mainloop) {
     using M = decltype(mainloop);
@@ -204,8 +215,7 @@ cudaError_t launch_tiling(const Problem<T>& problem, const Tiling& tiling, int s
         tiling.width != M::kClusterN) {
       return false;
     }
-    error = launch_persistent<M>(problem, clusters_of(device, M::kClusterBlocks), splits,
-                                 tiling.stream_k || splits > 1 ? workspace : nullptr, stream);
+    error = launch_persistent<M>(problem, clusters, 1, tiling.stream_k ? workspace : nullptr, stream);
     return true;
   };
   (void)(try_shape(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>()) ||
@@ -526,7 +536,8 @@ double time_of_narrow(int kernel, const GemmArgs<T>& args, const DeviceInfo& dev
   }
   if (kernel == kOneTileRow) {
     const auto more_rounds = static_cast<double>(OneTileRow(args.n, args.batch, device).rounds - 1);
-    return 3.5 + result + 0.42 * weights + 0.01 * slices + 2.9 * more_rounds;
+    const double read = std::min(0.42 * weights, 8 + 0.25 * weights);  // many at the copy's rate
+    return 3.5 + result + read + 0.01 * slices + 2.9 * more_rounds;
   }
   const int64_t narrow = few_rows ? args.m : args.n;
   const bool wide = narrow > kNarrow || (few_rows && !a_is_k_major(args));

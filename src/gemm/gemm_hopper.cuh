@@ -21,8 +21,6 @@
 namespace lltm_ext {
 namespace hopper {
 
-constexpr int kMostSplitColumns = 128;  // of tiles whose K is split: results with wider ones are large
-
 template <typename T>
 struct KernelArguments {
   Epilogue<T> epilogue;
@@ -37,15 +35,16 @@ struct KernelArguments {
 
 // ---- persistent
 
-template <class Mainloop>
+// kSplitsK: a kernel of its own, because the others take 0.2 us longer with the code for partial sums in
+// them.
+template <class Mainloop, bool kSplitsK>
 struct PersistentKernel {
   using T = typename Mainloop::T;
   using Out = EpilogueStore<T, Mainloop::kTileN>;
   static constexpr int kBlocks = Mainloop::kClusterBlocks, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Small tiles and single blocks need not.
-  static constexpr bool kSplitsK = Mainloop::kTileN <= kMostSplitColumns;
-  static constexpr bool kDividesK = kConsumers == 2 && Mainloop::kTileN >= 128 && kBlocks > 1;
+  static constexpr bool kDividesK = !kSplitsK && kConsumers == 2 && Mainloop::kTileN >= 128 && kBlocks > 1;
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
 
@@ -64,7 +63,7 @@ struct PersistentKernel {
     const auto next = [&] {
       if (!parts.next()) return false;
       tile = first_element<Mainloop>(order, parts.tile, rank);
-      if (kSplitsK && args.splits > 1) {
+      if constexpr (kSplitsK) {
         const int64_t slices = args.tiles_of_k;
         parts.begin = static_cast<int>(slices * tile.matrix / args.splits);
         parts.end = static_cast<int>(slices * (tile.matrix + 1) / args.splits);
@@ -93,7 +92,7 @@ struct PersistentKernel {
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, parts.end - parts.begin, warpgroup);
-        if (kSplitsK && args.splits > 1) {
+        if constexpr (kSplitsK) {
           store_partials(d, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
           continue;
         }
@@ -335,11 +334,11 @@ struct Problem {
   }
 };
 
-// With a workspace: by stream-K, or split-K if there are splits.
-template <class Mainloop, typename T>
+// The workspace is for partial sums if K is split, or for stream-K, or there is none.
+template <class Mainloop, bool kSplitsK = false, typename T>
 cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, int splits, void* workspace,
                               cudaStream_t stream) {
-  using Kernel = PersistentKernel<Mainloop>;
+  using Kernel = PersistentKernel<Mainloop, kSplitsK>;
   CUtensorMap a, b, c = {}, pre_activation = {};
   cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
   const GlobalTensor results = problem.result(problem.epilogue.c),
@@ -355,7 +354,7 @@ cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, int s
   constexpr int kBlocks = Mainloop::kClusterBlocks;
   const TileOrder order = problem.template order<Mainloop>(splits);
   StreamK stream_k = {};
-  if (workspace && splits == 1) {
+  if (workspace && !kSplitsK) {
     const StreamKShape shape = {clusters, kBlocks * Mainloop::kConsumers, Mainloop::kTileN / 2};
     stream_k = shape.arguments(order.total, workspace);
   } else {
