@@ -163,7 +163,7 @@ struct TilingChoice {
 // ones than stream-K. Splits are such that clusters take a quarter of a round, a half, and so on.
 inline TilingChoice best_tiling(const Shape& shape, const DeviceInfo& device) {
   constexpr double kStreamKMargin = 1.04;
-  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostQuarters = 12;
+  constexpr int64_t kMostQuarters = 12;
   TilingChoice best;
   const auto consider = [&](const TilingChoice& choice) {
     if (best.tiling < 0 || choice.time < best.time) best = choice;

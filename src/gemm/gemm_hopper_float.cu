@@ -510,7 +510,6 @@ constexpr FloatTiling kFloatTilings[] = {
 HopperPlan tf32_plan(const GemmArgs<float>& args, const FloatProduct& product, int64_t packed_bytes,
                      const DeviceInfo& device) {
   constexpr double kLaunch = 1.96, kPack = 2.53, kPackBytesPerMicrosecond = 3.1e6, kOddElement = 1.9e-6;
-  constexpr int64_t kMostSumBytes = int64_t{64} << 20;
   const double pack =
       packed_bytes > 0 ? kPack + 2 * static_cast<double>(packed_bytes) / kPackBytesPerMicrosecond : 0;
   const int64_t slices = tiles_of(args.k, kTileKOf<float>);

@@ -54,8 +54,9 @@ struct Schedule {
   bool in_cluster = false;  // whether the blocks that split K are a cluster, which adds their sums
 };
 
-constexpr int kHopper = 90;         // compute capability
-constexpr int64_t kMostRounds = 6;  // of blocks that split K
+constexpr int kHopper = 90;                           // compute capability
+constexpr int64_t kMostRounds = 6;                    // of blocks that split K
+constexpr int64_t kMostSumBytes = int64_t{64} << 20;  // of partial sums in the workspace
 
 // Operands come from memory, not from the L2 cache, as the weights of a model do.
 constexpr double kMemory = 0.25;  // for 10^6 bytes
@@ -157,7 +158,7 @@ inline Schedule best_schedule(const TileCost* tiles, int tile_count, double slow
                               int direct_count, const OuterCost* outer, int outer_count,
                               const GemmSizes& sizes, const DeviceInfo& device) {
   const int multiprocessors = device.multiprocessors;
-  constexpr int64_t kMostSumBytes = int64_t{64} << 20, kMostSplits = 512;
+  constexpr int64_t kMostSplits = 512;
   Schedule best = {0, 1, -1, false};
   const auto consider = [&](const Schedule& schedule) {
     if (best.time < 0 || schedule.time < best.time) best = schedule;
