@@ -78,15 +78,14 @@ constexpr TileCost cost32(double wait, double work, double ends, double store) {
 }
 constexpr TileCost kCostSmall32 = cost32<Small32>(0.5, 0.38, 1.99, 0.738),
                    kCostFlat32 = cost32<Flat32>(0.577, 0.597, 1.69, 0.613),
-                   kCostTiny32 = for_batches(cost32<Tiny32>(0.735, 0.0957, 2.25, 0.133)),
-                   kCostTall32 = cost32<Tall32>(0.503, 0.404, 2.02, 0.796);
+                   kCostTiny32 = for_batches(cost32<Tiny32>(0.735, 0.0957, 2.25, 0.133));
 constexpr TileCost kCosts32[] = {kCostSmall32,
                                  kCostFlat32,
                                  cost32<Medium32>(0.958, 0.958, 5.58, 0),
                                  cost32<Large32>(1.86, 1.86, 7.16, 0),
                                  cost32<Overlapped32>(0.644, 0.708, 4.55, 0.305),
                                  kCostTiny32,
-                                 kCostTall32,
+                                 cost32<Tall32>(0.503, 0.404, 2.02, 0.796),
                                  cost32<Narrow32>(0.345, 0.345, 2.3, 0)};
 constexpr int kMostSharedBytes = 98 << 10;  // of shared memory, that a block of 8.6, 8.9 and 12.0 may have
 static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
@@ -142,14 +141,16 @@ constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.3, 0.21, 2.7, 1.0
 
 using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
 using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
-// Few rows, columns, or elements are faster in float32.
-using TilesTf32 = TileList<SmallTf32, MediumTf32, Small32, Flat32, Tiny32, Tall32>;
+using FlatTf32 = TensorTile<float, 32, 64, 32, 32, 4, 4>;
+using TallTf32 = TensorTile<float, 64, 32, 32, 32, 4, 4>;
+// Few rows, or small matrices, are faster in float32.
+using TilesTf32 = TileList<SmallTf32, MediumTf32, FlatTf32, TallTf32, Flat32, Tiny32>;
 constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.249, 0.152, 2.08, 0.623, 1.36),
                                    cost<MediumTf32>(0.566, 0.357, 5, 0.54, 1.27),
-                                   kCostSmall32,
+                                   cost<FlatTf32>(0.39, 0.135, 2.35, 0.333, 1.54),
+                                   cost<TallTf32>(0.45, 0.132, 2.5, 0.394, 1.52),
                                    kCostFlat32,
-                                   kCostTiny32,
-                                   kCostTall32};
+                                   kCostTiny32};
 
 using DirectTiles =
     TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
