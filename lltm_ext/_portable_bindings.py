@@ -82,7 +82,7 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
             continue
         name = node.name
         if name.startswith("call_"):
-            yield name, past_autograd(getattr(ops, name.removeprefix("call_")).default)
+            yield name, past_autograd(name.removeprefix("call_"))
             continue
         if name in ("call", "source", "compile", "compilations"):
             yield name, of_compiler(op, name)
@@ -92,12 +92,16 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
         yield name, raw(f"{op}.{name}", function, node.args.args)
 
 
-def past_autograd(op: Binding) -> Binding:
-    """``op`` without its kernel for Autograd, which is in Python and slow, where no gradient is wanted."""
+RECORDING: dict[str, Binding] = {}  # by op: its calls for which autograd records a gradient
+
+
+def past_autograd(name: str) -> Binding:
+    """The op without a call of its kernel for Autograd, which is in Python, by the dispatcher."""
+    op = getattr(ops, name).default
 
     def call(*args: Tensor | None) -> Any:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
-            return op(*args)
+            return op(*args) if torch._C._is_any_autocast_enabled() else RECORDING[name](*args)
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)

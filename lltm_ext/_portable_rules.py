@@ -20,7 +20,7 @@ from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._library import differentiable_gradients, ops
 from lltm_ext._loop import compute_dtype, zero_state
-from lltm_ext._portable_bindings import FLOATING, check_device, dtype_name, typed
+from lltm_ext._portable_bindings import FLOATING, RECORDING, check_device, dtype_name, typed
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
 from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
@@ -64,18 +64,36 @@ def needs_grad(*args: Any) -> bool:
     )
 
 
-def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
+def below(function: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """The function's result. Ops that it calls skip their kernels for Autograd, which are in Python."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            return getattr(ops, name)(*args, **kwargs)
+            return function(*args, **kwargs)
     except RuntimeError as error:
         raise typed(error) from None
 
 
+def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
+    return below(getattr(ops, name), *args, **kwargs)
+
+
 def apply_of(function: Any) -> Kernel:
     """``function.apply`` for calls under no transform, without torch's inspection of the signature, which
-    takes longer than a small op."""
-    apply: Kernel = super(torch.autograd.Function, function).apply
+    takes longer than a small op.
+
+    The forward is below autograd. The backward is not: where it unpacks saved tensors, activation
+    checkpointing may compute them again, with gradients.
+    """
+
+    class Below(function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return below(function.forward, *args)
+
+    made: Any = Below
+    node = made._backward_cls
+    node.__name__ = node.__qualname__ = function._backward_cls.__name__  # as it is printed in a graph
+    apply: Kernel = super(torch.autograd.Function, made).apply
     return apply
 
 
@@ -90,11 +108,17 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not needs_grad(*args, *kwargs.values()):
             return below_autograd(name, *args, **kwargs)
+        return record(*args, **kwargs)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
         if checks:
             check_on_meta(name, args)
-        found = recorded(*args, *(kwargs.get(argument, value) for argument, value in defaults[len(args) :]))
+        if len(args) < len(defaults):
+            args += tuple(kwargs.get(argument, value) for argument, value in defaults[len(args) :])
+        found = recorded(*args)
         return found if isinstance(found, Tensor) else found[0] if returns == 1 else found[:returns]
 
+    RECORDING[name] = record
     return kernel
 
 
@@ -278,7 +302,8 @@ def bidirectional(name: str, op: SequenceOp) -> Kernel:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             split, *how = ctx.how
-            inputs, saved = ctx.saved_tensors[:-6], ctx.saved_tensors[-6:]
+            tensors = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
+            inputs, saved = tensors[:-6], tensors[-6:]
             found: Sequence[Tensor | None] = [None] * len(inputs)
             if all(g is None for g in grads):
                 pass
