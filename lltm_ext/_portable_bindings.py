@@ -92,21 +92,26 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
         yield name, raw(f"{op}.{name}", function, node.args.args)
 
 
+def below(function: Binding, *args: Any, **kwargs: Any) -> Any:
+    """The function's result. Ops that it calls skip their kernels for Autograd, which are in Python."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function(*args, **kwargs)
+    except RuntimeError as error:
+        raise typed(error) from None
+
+
 RECORDING: dict[str, Binding] = {}  # by op: its calls for which autograd records a gradient
 
 
 def past_autograd(name: str) -> Binding:
-    """The op without a call of its kernel for Autograd, which is in Python, by the dispatcher."""
+    """The op, past the dispatcher's call of its kernel for Autograd, which is in Python and slow."""
     op = getattr(ops, name).default
 
     def call(*args: Tensor | None) -> Any:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
             return op(*args) if torch._C._is_any_autocast_enabled() else RECORDING[name](*args)
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*args)
-        except RuntimeError as error:
-            raise typed(error) from None
+        return below(op, *args)
 
     return call
 

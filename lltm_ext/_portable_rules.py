@@ -20,7 +20,7 @@ from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._library import differentiable_gradients, ops
 from lltm_ext._loop import compute_dtype, zero_state
-from lltm_ext._portable_bindings import FLOATING, RECORDING, check_device, dtype_name, typed
+from lltm_ext._portable_bindings import FLOATING, RECORDING, below, check_device, dtype_name, typed
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
 from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
@@ -62,15 +62,6 @@ def needs_grad(*args: Any) -> bool:
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in tensors_of(args)
     )
-
-
-def below(function: Kernel, *args: Any, **kwargs: Any) -> Any:
-    """The function's result. Ops that it calls skip their kernels for Autograd, which are in Python."""
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return function(*args, **kwargs)
-    except RuntimeError as error:
-        raise typed(error) from None
 
 
 def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
