@@ -1,6 +1,7 @@
 """Sequences in chunks, as docs/scaling.md recommends: exact by recomputation, or truncated."""
 
-import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,30 +85,48 @@ def test_detached_states_stop_the_gradient_between_chunks(sequence):
     assert not torch.allclose(truncated[:CHUNK], whole[:CHUNK])
 
 
+# In a process of its own, which grows by what it needs, whatever earlier tests freed.
+MEMORY = """
+import re
+import torch
+from pathlib import Path
+from torch.utils.checkpoint import checkpoint
+import lltm_ext
+
+layer, input = lltm_ext.LSTM(8, 64), torch.randn(2048, 16, 8)
+
+def run(x, hx):
+    output, hx = layer(x, hx)
+    return output.square().sum(), hx
+
+def whole():
+    run(input, None)[0].backward()
+
+def exact():
+    total, hx = 0.0, None
+    for x in input.split(64):
+        loss, hx = checkpoint(run, x, hx, use_reentrant=False)
+        total = total + loss
+    total.backward()
+
+def size(key):
+    return int(re.search(rf"{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
 def growth(function):
-    """By how many bytes the process grows during a call."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the largest size so far
-
-    def size(key):
-        return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
     before = size("VmRSS")
     function()
     return size("VmHWM") - before
 
+exact()  # loads libraries
+print(growth(exact), growth(whole))
+"""
+
 
 def test_recomputed_chunks_take_a_tenth_of_the_memory():
-    layer, input = lltm_ext.LSTM(8, 64), torch.randn(2048, 16, 8)
-    run = run_of(layer)
-
-    def exact():
-        total, hx = 0.0, None
-        for x in input.split(64):
-            loss, hx = checkpoint(run, x, hx, use_reentrant=False)
-            total = total + loss
-        total.backward()
-
-    exact()  # loads libraries
-    in_chunks, whole = growth(exact), growth(lambda: run(input, None)[0].backward())
+    elsewhere = Path(__file__).parent  # here it imports the installed package, not the sources
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, cwd=elsewhere, check=True, capture_output=True, text=True)
+    in_chunks, whole = map(int, done.stdout.split())
     assert whole > 64 << 20
     assert in_chunks < whole / 10
