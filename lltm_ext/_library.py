@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-ops = torch.ops.lltm_ext
+from lltm_ext import _portable
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
@@ -61,6 +61,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
         or forward_ad._current_level >= 0
         or _overridden(tensors)
     )
+
+
+ops: Any = torch.ops.lltm_ext
+if _portable.in_use:
+    from lltm_ext._portable_bindings import PastAutograd
+
+    ops = PastAutograd(is_plain)
 
 
 def describe(function: Any, module: str, name: str, doc: str | None) -> None:

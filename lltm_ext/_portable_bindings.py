@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,41 @@ def past_autograd(name: str) -> Binding:
     """The op, past the dispatcher's call of its kernel for Autograd, which is in Python and slow."""
     op = getattr(ops, name).default
 
-    def call(*args: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
-            return op(*args) if torch._C._is_any_autocast_enabled() else RECORDING[name](*args)
-        return below(op, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and (require_grad(args) or require_grad(kwargs.values())):
+            record = None if torch._C._is_any_autocast_enabled() else RECORDING.get(name)
+            return (record or op)(*args, **kwargs)
+        return below(op, *args, **kwargs)
 
     return call
+
+
+def require_grad(args: Iterable[Any]) -> bool:
+    """Whether any tensor does."""
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                return True
+        elif isinstance(x, (list, tuple)) and require_grad(x):
+            return True
+    return False
+
+
+class PastAutograd:
+    """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd."""
+
+    def __init__(self, is_plain: Callable[..., bool]) -> None:
+        self._is_plain = is_plain
+
+    def __getattr__(self, name: str) -> Binding:
+        op, call, is_plain = getattr(ops, name), past_autograd(name), self._is_plain
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
+
+        writes = not op.default._schema.returns  # its kernel for Autograd has checks to make
+        setattr(self, name, op if writes else function)
+        return getattr(self, name)
 
 
 def of_compiler(op: str, name: str) -> Binding:

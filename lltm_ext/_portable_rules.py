@@ -18,9 +18,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
-from lltm_ext._library import differentiable_gradients, ops
+from lltm_ext._library import differentiable_gradients
 from lltm_ext._loop import compute_dtype, zero_state
-from lltm_ext._portable_bindings import FLOATING, RECORDING, below, check_device, dtype_name, typed
+from lltm_ext._portable_bindings import (
+    FLOATING,
+    RECORDING,
+    below,
+    check_device,
+    dtype_name,
+    require_grad,
+    typed,
+)
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
 from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
@@ -32,6 +40,7 @@ from lltm_ext.stochastic_round import StochasticRoundFunction, stochastic_round_
 
 Kernel = Callable[..., Any]
 
+ops = torch.ops.lltm_ext
 _library = torch.library.Library("lltm_ext", "IMPL")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -57,7 +66,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 def needs_grad(*args: Any) -> bool:
     """Whether autograd must see a call. A forward-mode tangent counts too: the Function has its rule."""
     forward_ad = torch.autograd.forward_ad
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
+    if torch.is_grad_enabled() and require_grad(args):
         return True
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in tensors_of(args)
@@ -70,21 +79,8 @@ def below_autograd(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def apply_of(function: Any) -> Kernel:
     """``function.apply`` for calls under no transform, without torch's inspection of the signature, which
-    takes longer than a small op.
-
-    The forward is below autograd. The backward is not: where it unpacks saved tensors, activation
-    checkpointing may compute them again, with gradients.
-    """
-
-    class Below(function):
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return below(function.forward, *args)
-
-    made: Any = Below
-    node = made._backward_cls
-    node.__name__ = node.__qualname__ = function._backward_cls.__name__  # as it is printed in a graph
-    apply: Kernel = super(torch.autograd.Function, made).apply
+    takes longer than a small op."""
+    apply: Kernel = super(torch.autograd.Function, function).apply
     return apply
 
 

@@ -45,18 +45,17 @@ namespace stable_torch {
 
 // ---- Creation
 
+inline Tensor empty_strided_symint(IntArrayRef sizes, IntArrayRef strides, const TensorOptions& options) {
+  using ::torch::stable::detail::from, ::torch::stable::detail::to;
+  return Tensor::made_by(options.pinned ? aoti_torch_empty_strided_pinned : aoti_torch_empty_strided,
+                         static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                         to<int32_t>(from(options.scalar_type)), to<int32_t>(from(options.device.type())),
+                         options.device.index());
+}
 inline Tensor empty(IntArrayRef sizes, const TensorOptions& options) {
-  return call_op<Tensor>("aten::empty", "memory_format", sizes, std::optional(options.scalar_type),
-                         std::optional<Layout>(), std::optional(options.device),
-                         std::optional(options.pinned), std::optional<MemoryFormat>());
+  return empty_strided_symint(sizes, contiguous_strides(sizes), options);
 }
 inline Tensor empty_symint(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options); }
-
-inline Tensor empty_strided_symint(IntArrayRef sizes, IntArrayRef strides, const TensorOptions& options) {
-  return call_op<Tensor>("aten::empty_strided", "", sizes, strides, std::optional(options.scalar_type),
-                         std::optional<Layout>(), std::optional(options.device),
-                         std::optional(options.pinned));
-}
 
 inline Tensor zeros(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options).zero_(); }
 inline Tensor ones(IntArrayRef sizes, const TensorOptions& options) {
@@ -65,6 +64,9 @@ inline Tensor ones(IntArrayRef sizes, const TensorOptions& options) {
 }
 
 inline Tensor empty_like(const Tensor& x, std::optional<MemoryFormat> format = std::nullopt) {
+  if (format == MemoryFormat::Contiguous) return empty(x.sizes(), x.options());
+  if (!format && x.is_non_overlapping_and_dense())
+    return empty_strided_symint(x.sizes(), x.strides(), x.options());
   return call_op<Tensor>("aten::empty_like", "", x, std::optional<ScalarType>(), std::optional<Layout>(),
                          std::optional<Device>(), std::optional<bool>(), format);
 }
@@ -85,10 +87,7 @@ inline Tensor mul(const Tensor& a, const Tensor& b) { return call_op<Tensor>("at
 
 // a - alpha * b
 inline Tensor sub(const Tensor& a, const Tensor& b, double alpha) {
-  AtenTensorHandle difference = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_aten_subtract_Tensor(a.handle().get(), b.handle().get(), alpha, &difference));
-  return Tensor(::torch::stable::Tensor(difference));
+  return Tensor::made_by(aoti_torch_aten_subtract_Tensor, a.get(), b.get(), alpha);
 }
 inline Tensor operator+(const Tensor& a, const Tensor& b) { return sub(a, b, -1); }
 inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b, 1); }
@@ -101,13 +100,12 @@ inline Tensor Tensor::add_(const Tensor& x) const { return copy_(*this + x); }
 #endif
 
 inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(mm_out, a)(out.handle().get(), a.handle().get(), b.handle().get()));
+  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(mm_out, a)(out.get(), a.get(), b.get()));
 }
 
 // out = x + a @ b
 inline void addmm_out(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(addmm_out, a)(out.handle().get(), x.handle().get(), a.handle().get(),
-                                                     b.handle().get(), 1., 1.));
+  TORCH_ERROR_CODE_CHECK(LLTM_EXT_AOTI(addmm_out, a)(out.get(), x.get(), a.get(), b.get(), 1., 1.));
 }
 inline Tensor Tensor::addmm_(const Tensor& a, const Tensor& b) const {
   addmm_out(*this, *this, a, b);

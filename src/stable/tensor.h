@@ -57,6 +57,12 @@ struct TensorOptions {
   TensorOptions pinned_memory(bool pin) const { return {scalar_type, device, pin}; }
 };
 
+inline DimVector contiguous_strides(IntArrayRef sizes) {
+  DimVector strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
+  return strides;
+}
+
 class Tensor;
 
 template <>
@@ -72,6 +78,15 @@ class Tensor {
   Tensor() = default;
   explicit Tensor(::torch::stable::Tensor handle) : handle_(std::move(handle)) {}
 
+  // The result of a C function of torch, which writes a new handle to its last argument.
+  template <typename... Parameters, typename... Args>
+  static Tensor made_by(AOTITorchError (*function)(Parameters...), Args... args) {
+    AtenTensorHandle made = nullptr;
+    TORCH_ERROR_CODE_CHECK(function(args..., &made));
+    return Tensor(::torch::stable::Tensor(made));
+  }
+
+  AtenTensorHandle get() const { return handle_->get(); }
   // torch's tensor, undefined if there is none.
   ::torch::stable::Tensor handle() const { return handle_ ? *handle_ : ::torch::stable::Tensor(); }
 
@@ -110,30 +125,53 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  Tensor t() const { return call("aten::t", ""); }
+  // Views, made without the dispatcher: autograd does not see them, and need not.
+  Tensor t() const { return transpose(0, 1); }
   Tensor mT() const { return transpose(-2, -1); }
-  Tensor transpose(int64_t a, int64_t b) const { return call("aten::transpose", "int", a, b); }
+  Tensor transpose(int64_t a, int64_t b) const {
+    DimVector sizes = this->sizes().vec(), strides = this->strides().vec();
+    std::swap(sizes[at(a)], sizes[at(b)]);
+    std::swap(strides[at(a)], strides[at(b)]);
+    return alias(sizes, strides);
+  }
   Tensor narrow(int64_t d, int64_t start, int64_t length) const {
-    return call("aten::narrow", "", d, start, length);
+    DimVector sizes = this->sizes().vec();
+    sizes[at(d)] = length;
+    return alias(sizes, strides(), start * stride(d));
   }
-  Tensor slice(int64_t d, int64_t start, int64_t end) const {
-    return call("aten::slice", "Tensor", d, std::optional(start), std::optional(end), int64_t{1});
-  }
+  Tensor slice(int64_t d, int64_t start, int64_t end) const { return narrow(d, start, end - start); }
   Tensor slice(int64_t d, int64_t start) const { return slice(d, start, size(d)); }
-  Tensor operator[](int64_t i) const { return call("aten::select", "int", int64_t{0}, i); }
-  Tensor unsqueeze(int64_t d) const { return call("aten::unsqueeze", "", d); }
-  Tensor squeeze(int64_t d) const { return call("aten::squeeze", "dim", d); }
-  Tensor view(IntArrayRef sizes) const { return call("aten::view", "", sizes); }
-  Tensor view_symint(IntArrayRef sizes) const { return view(sizes); }
-  Tensor reshape(IntArrayRef sizes) const { return call("aten::reshape", "", sizes); }
-  Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const {
-    return call("aten::as_strided", "", sizes, strides, std::optional<int64_t>());
+  Tensor operator[](int64_t i) const { return narrow(0, i, 1).squeeze(0); }
+  Tensor unsqueeze(int64_t d) const {
+    DimVector sizes = this->sizes().vec(), strides = this->strides().vec();
+    const int64_t before = d < 0 ? d + dim() + 1 : d;
+    const int64_t stride = before < dim() ? sizes[before] * strides[before] : 1;
+    sizes.insert(sizes.begin() + before, 1);
+    strides.insert(strides.begin() + before, stride);
+    return alias(sizes, strides);
   }
+  // Of a dimension of size 1.
+  Tensor squeeze(int64_t d) const {
+    DimVector sizes = this->sizes().vec(), strides = this->strides().vec();
+    sizes.erase(sizes.begin() + d);
+    strides.erase(strides.begin() + d);
+    return alias(sizes, strides);
+  }
+  Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const { return alias(sizes, strides); }
+  // Of known sizes: no -1.
+  Tensor view(IntArrayRef sizes) const {
+    return is_contiguous() ? alias(sizes, contiguous_strides(sizes)) : call("aten::view", "", sizes);
+  }
+  Tensor view_symint(IntArrayRef sizes) const { return view(sizes); }
+  Tensor reshape(IntArrayRef sizes) const { return contiguous().view(sizes); }
 
-  Tensor contiguous() const { return call("aten::contiguous", "", MemoryFormat::Contiguous); }
-  Tensor clone() const { return call("aten::clone", "", std::optional<MemoryFormat>()); }
+  Tensor contiguous() const {
+    return is_contiguous() ? *this : call("aten::contiguous", "", MemoryFormat::Contiguous);
+  }
+  Tensor clone() const { return made_by(aoti_torch_clone, get()); }
   Tensor clone(MemoryFormat format) const { return call("aten::clone", "", std::optional(format)); }
   Tensor to(ScalarType type) const {
+    if (type == scalar_type()) return *this;
     return call("aten::to", "dtype", type, /*non_blocking=*/false, /*copy=*/false,
                 std::optional<MemoryFormat>());
   }
@@ -152,12 +190,26 @@ class Tensor {
     return call("aten::sum", "dim_IntList", std::optional(dims), keepdim, std::optional<ScalarType>());
   }
 
-  Tensor copy_(const Tensor& from) const { return call("aten::copy_", "", from, /*non_blocking=*/false); }
-  Tensor zero_() const { return call("aten::zero_", ""); }
+  Tensor copy_(const Tensor& from) const {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(get(), from.get(), /*non_blocking=*/false));
+    return *this;
+  }
+  Tensor zero_() const {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(get()));
+    return *this;
+  }
   Tensor add_(const Tensor& x) const;
   Tensor addmm_(const Tensor& a, const Tensor& b) const;
 
  private:
+  size_t at(int64_t d) const { return static_cast<size_t>(d < 0 ? d + dim() : d); }
+
+  // The same memory from `offset` elements on, with other sizes and strides.
+  Tensor alias(IntArrayRef sizes, IntArrayRef strides, int64_t offset = 0) const {
+    return made_by(aoti_torch__reinterpret_tensor, get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                   strides.data(), offset);
+  }
+
   template <typename... Args>
   Tensor call(const char* op, const char* overload, const Args&... args) const {
     return call_op<Tensor>(op, overload, *this, args...);
