@@ -132,17 +132,23 @@ class PastAutograd:
     """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd."""
 
     def __init__(self, is_plain: Callable[..., bool]) -> None:
-        self._is_plain = is_plain
+        for qualified in torch._C._dispatch_get_all_op_names():
+            namespace, _, name = qualified.partition("::")
+            # The kernels for Autograd of ops that write an argument have checks to make.
+            if namespace == "lltm_ext" and not name.endswith(("_", "_out")):
+                setattr(self, name, past_autograd_if(is_plain, name))
 
     def __getattr__(self, name: str) -> Binding:
-        op, call, is_plain = getattr(ops, name), past_autograd(name), self._is_plain
+        return getattr(ops, name)
 
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
 
-        writes = not op.default._schema.returns  # its kernel for Autograd has checks to make
-        setattr(self, name, op if writes else function)
-        return getattr(self, name)
+def past_autograd_if(is_plain: Callable[..., bool], name: str) -> Binding:
+    op, call = getattr(ops, name), past_autograd(name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
+
+    return function
 
 
 def of_compiler(op: str, name: str) -> Binding:

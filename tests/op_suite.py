@@ -32,6 +32,7 @@ from lltm_ext._library import differentiable_tangents
 from lltm_ext._selftest import BACKWARD, FORWARD
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+added_units = pytest.mark.skipif(_portable.in_use, reason="the portable library has no resize_units")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA GPU")
 
 # The same examples in each run. Several classes run an inherited test.

@@ -19,6 +19,7 @@ from op_suite import (
     FORWARD,
     Call,
     Make,
+    added_units,
     assert_all_near,
     assert_near,
     assert_same_bits,
@@ -37,6 +38,7 @@ from sequence_suite import single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
+from lltm_ext import _portable
 from lltm_ext.lltm import lltm_reference
 from lltm_ext.lstm import lstm_reference
 
@@ -160,6 +162,8 @@ def why_not(algorithm, dtype, hidden, batch, device="cuda", is_packed=False, gat
         return "needs a CUDA device"
     if dtype == DOUBLE:
         return "takes float16, bfloat16 and float32, got float64"
+    if hidden % 8 and _portable.in_use:
+        return "the portable library has no resize_units"
     hidden += -hidden % 8  # units are added
     chip = torch.cuda.get_device_properties(0)
     if NEEDED[algorithm] > CAPABILITY:
@@ -316,6 +320,7 @@ def test_values_and_gradients_at_every_size(op, dtype, hidden, algorithm):
 
 
 @needs_cuda
+@added_units
 @ops
 @types
 @pytest.mark.parametrize("algorithm", ["auto", on_gpu("cluster"), on_gpu("grid")])
@@ -337,6 +342,7 @@ def test_hidden_sizes_that_are_no_multiple_of_8(op, dtype, algorithm, sizes, hid
 
 
 @needs_cuda
+@added_units
 @ops
 def test_few_steps_of_such_sizes_run_one_by_one(op):
     plans = [op.plan(*op.call(Make(torch.float16, "cuda"), length, 4, 100).args) for length in (7, 8)]
@@ -411,7 +417,7 @@ def test_a_sequence_without_initial_states_starts_from_zeros(
         assert_all_near(found, [x.double() for x in expected], FORWARD[dtype])
 
 
-@pytest.mark.parametrize("hidden", [72, 20])
+@pytest.mark.parametrize("hidden", [72, pytest.param(20, marks=added_units)])
 @types
 @runs
 def test_two_biases_are_as_their_sum_and_have_gradients_of_their_own(dtype, device, algorithm, hidden):

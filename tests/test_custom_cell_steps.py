@@ -23,6 +23,7 @@ from op_suite import (
     Call,
     Make,
     OpSuite,
+    added_units,
     assert_all_near,
     assert_near,
     assert_same_bits,
@@ -35,7 +36,7 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
-from lltm_ext import _custom_cell, _portable, cells
+from lltm_ext import _custom_cell, cells
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._text import SEPARATOR
@@ -44,7 +45,6 @@ from lltm_ext._to_initial import without_resets
 pytestmark = pytest.mark.compiles
 
 SOURCES = Path(__file__).parents[1] / "src"
-ADDED_UNITS = pytest.mark.skipif(_portable.in_use, reason="the portable library has no resize_units")
 PACKED = [20, 20, 13, 9, 2, 1]
 
 # ---- cells of every shape
@@ -331,7 +331,7 @@ class HiddenSizes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@ADDED_UNITS
+@added_units
 @pytest.mark.parametrize(
     "cell,dtype,length,expected",
     [
@@ -350,7 +350,7 @@ def test_units_of_zeros_are_added(cell, dtype, length, expected):
     assert sizes.found == [expected]
 
 
-@ADDED_UNITS
+@added_units
 @every_cell
 @reverse
 @pytest.mark.parametrize("sizes", [None, [4] * 7 + [2, 1]], ids=["dense", "packed"])
@@ -363,7 +363,7 @@ def test_units_of_zeros_change_nothing(cell, sizes, reset, reverse):
             assert all(x.is_contiguous() for x in example.call.run(example.ours))
 
 
-@ADDED_UNITS
+@added_units
 @with_episodes
 def test_units_of_zeros_change_nothing_with_resets_to_the_initial_states(cell):
     Example(cell, torch.float32, 9, hidden=5, reset=torch.bool, to_initial=True).check()

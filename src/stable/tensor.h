@@ -125,7 +125,8 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  // Views, made without the dispatcher: autograd does not see them, and need not.
+  // Views. Those of `alias` are made without the dispatcher, which takes a microsecond; autograd, which does
+  // not see them, is off in the package's ops.
   Tensor t() const { return transpose(0, 1); }
   Tensor mT() const { return transpose(-2, -1); }
   Tensor transpose(int64_t a, int64_t b) const {
@@ -141,22 +142,9 @@ class Tensor {
   }
   Tensor slice(int64_t d, int64_t start, int64_t end) const { return narrow(d, start, end - start); }
   Tensor slice(int64_t d, int64_t start) const { return slice(d, start, size(d)); }
-  Tensor operator[](int64_t i) const { return narrow(0, i, 1).squeeze(0); }
-  Tensor unsqueeze(int64_t d) const {
-    DimVector sizes = this->sizes().vec(), strides = this->strides().vec();
-    const int64_t before = d < 0 ? d + dim() + 1 : d;
-    const int64_t stride = before < dim() ? sizes[before] * strides[before] : 1;
-    sizes.insert(sizes.begin() + before, 1);
-    strides.insert(strides.begin() + before, stride);
-    return alias(sizes, strides);
-  }
-  // Of a dimension of size 1.
-  Tensor squeeze(int64_t d) const {
-    DimVector sizes = this->sizes().vec(), strides = this->strides().vec();
-    sizes.erase(sizes.begin() + d);
-    strides.erase(strides.begin() + d);
-    return alias(sizes, strides);
-  }
+  Tensor operator[](int64_t i) const { return call("aten::select", "int", int64_t{0}, i); }
+  Tensor unsqueeze(int64_t d) const { return call("aten::unsqueeze", "", d); }
+  Tensor squeeze(int64_t d) const { return call("aten::squeeze", "dim", d); }
   Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const { return alias(sizes, strides); }
   // Of known sizes: no -1.
   Tensor view(IntArrayRef sizes) const {
