@@ -27,7 +27,7 @@ WHEEL := dist/.checked
 WHEELHOUSE := wheelhouse
 SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*/*.pyi tools/*.py *.py) MANIFEST.in
 
-.PHONY: test test-all test-asan test-stream test-deterministic test-sanitizer fuzz soak demo docs bench wheel wheels matrix lint
+.PHONY: test test-all test-asan test-stream test-deterministic test-sanitizer fuzz soak demo docs bench wheel wheels index matrix lint
 
 test: $(INSTALLED)
 	$(TEST) -m "not packaging and not compiles" $(PYTEST)
@@ -84,7 +84,10 @@ wheel: $(WHEEL)
 	@ls dist/*
 
 wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
-	$(BIN)/python tools/wheels.py publish $(WHEELHOUSE)
+	@$(MAKE) index
+
+index:
+	$(PYTHON) tools/wheels.py publish $(WHEELHOUSE)
 
 matrix: $(WHEELHOUSE)/.portable-torch2.11
 	$(BIN)/python tools/matrix.py $(WHEELHOUSE)/*-py3-none-*.whl $(MATRIX)

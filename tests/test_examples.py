@@ -1,0 +1,35 @@
+"""Programs of examples/ and a benchmark, in small sizes.
+
+The others are run by test_cpp.py, test_distributed.py and test_elementwise.py.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(program, *options, cwd):
+    command = [sys.executable, ROOT / program, *options, "--device", "cpu", "--out", cwd]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_of_an_own_cell_trains_it_and_an_lstm(tmp_path):
+    said = run("examples/own_cell.py", "--quick", cwd=tmp_path)
+    assert "two_speeds" in said and "lltm_ext.LSTM" in said
+    assert (tmp_path / "compare.png").is_file()
+
+
+def test_the_demo_trains_as_pure_pytorch_does(tmp_path):
+    said = run("examples/char_lm.py", "--steps", "20", "--hidden-size", "32", cwd=tmp_path)
+    assert "curves:      agree" in said
+    assert (tmp_path / "loss.png").is_file() and (tmp_path / "char_lm.pt").is_file()
+
+
+def test_a_benchmark_writes_its_results_and_a_plot(tmp_path):
+    run("benchmarks/lltm.py", "--quick", cwd=tmp_path)
+    assert (tmp_path / "results/cpu/lltm.json").is_file()
+    assert (tmp_path / "plots/cpu/lltm.png").is_file()
