@@ -151,7 +151,9 @@ class Tensor {
     return is_contiguous() ? alias(sizes, contiguous_strides(sizes)) : call("aten::view", "", sizes);
   }
   Tensor view_symint(IntArrayRef sizes) const { return view(sizes); }
-  Tensor reshape(IntArrayRef sizes) const { return contiguous().view(sizes); }
+  Tensor reshape(IntArrayRef sizes) const {
+    return is_contiguous() ? view(sizes) : call("aten::reshape", "", sizes);
+  }
 
   Tensor contiguous() const {
     return is_contiguous() ? *this : call("aten::contiguous", "", MemoryFormat::Contiguous);
