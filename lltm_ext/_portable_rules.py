@@ -488,12 +488,17 @@ def meta(x: Any) -> Any:
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
     """Raises unless all tensors are on one device, which meta tensors do not show."""
-    op, names = name.removesuffix("_out"), [argument.name for argument in arguments_of(name)]
+    op, is_bidirectional, _ = name.removesuffix("_out").partition("_bidirectional")
+    named = list(zip((argument.name for argument in arguments_of(name)), args, strict=False))
     if name == "elementwise":
         formula = formula_of(args[-1])
-        op, names, args = formula.name, list(formula.tensors), args[0]
+        op, named = formula.name, list(zip(formula.tensors, args[0], strict=True))
+    elif is_bidirectional:
+        names = [argument.name for argument in arguments_of(op)[1:]]
+        directions = [x for argument, x in named if argument.endswith("_direction")]
+        named += [pair for direction in directions for pair in zip(names, direction, strict=False)]
     first = next(tensors_of(args))
-    for argument, x in zip(names, args, strict=False):
+    for argument, x in named:
         if not isinstance(x, Tensor) or x.device == first.device:
             continue
         if argument not in ("scale", "zero_point") or x.dim() > 0 or x.device.type != "cpu":

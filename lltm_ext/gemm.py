@@ -23,7 +23,7 @@ from lltm_ext._library import (
 
 __all__ = ["GemmFunction", "Linear", "gemm"]
 
-_SAVE_INPUT = {name for name, activation in ACTIVATIONS.items() if activation.saves_input}
+_SAVE_INPUT = tuple(name for name, activation in ACTIVATIONS.items() if activation.saves_input)
 
 
 def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:

@@ -1138,3 +1138,10 @@ class TestRawBindings:
             _C.gemm.gemm(**{**arguments, name: None})
         _C.gemm.gemm(**arguments)
         assert_near(arguments["c"], a.double() @ b.double(), FORWARD[torch.float32])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_activation_that_is_no_string_is_named(requires_grad):
+    a = torch.ones(2, 2, requires_grad=requires_grad)
+    with pytest.raises(RuntimeError, match=r"for argument 'activation'"):
+        lltm_ext.gemm(a, a, activation=[1.0])

@@ -457,6 +457,12 @@ class TestLSTM(LayerSuite):
     def test_bad_input_is_named_and_the_next_call_is_right(self, arguments, exception, pattern):
         self.assert_refused(arguments, exception, pattern)
 
+    @pytest.mark.parametrize("bidirectional", [False, True])
+    def test_weights_on_another_device_are_named(self, bidirectional):
+        layer = lltm_ext.LSTM(5, HIDDEN, bidirectional=bidirectional)
+        with pytest.raises(RuntimeError, match=r"^lstm: expected weight_ih on meta, got cpu"):
+            layer(torch.empty(7, 3, 5, device="meta"))
+
     def test_options_are_checked_as_nn_lstm_checks_them(self):
         with pytest.raises(ValueError, match="hidden_size must be greater than zero"):
             lltm_ext.LSTM(INPUT, 0)
