@@ -488,7 +488,7 @@ def meta(x: Any) -> Any:
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
     """Raises unless all tensors are on one device, which meta tensors do not show."""
-    op, is_bidirectional, _ = name.removesuffix("_out").partition("_bidirectional")
+    op, is_bidirectional, _ = name.removesuffix("_out").removesuffix("_forward").partition("_bidirectional")
     named = list(zip((argument.name for argument in arguments_of(name)), args, strict=False))
     if name == "elementwise":
         formula = formula_of(args[-1])
