@@ -84,7 +84,7 @@ wheel: $(WHEEL)
 	@ls dist/*
 
 wheels: $(WHEELS:%=$(WHEELHOUSE)/.%)
-	@$(MAKE) index
+	@$(MAKE) --no-print-directory index
 
 index:
 	$(PYTHON) tools/wheels.py publish $(WHEELHOUSE)
