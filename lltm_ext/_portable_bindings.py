@@ -129,7 +129,10 @@ def require_grad(args: Iterable[Any]) -> bool:
 
 
 class PastAutograd:
-    """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd."""
+    """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd.
+
+    The functions are made at once, not at their first use, which torch.compile could not trace.
+    """
 
     def __init__(self, is_plain: Callable[..., bool]) -> None:
         for qualified in torch._C._dispatch_get_all_op_names():
@@ -138,7 +141,7 @@ class PastAutograd:
             if namespace == "lltm_ext" and not name.endswith(("_", "_out")):
                 setattr(self, name, past_autograd_if(is_plain, name))
 
-    def __getattr__(self, name: str) -> Binding:
+    def __getattr__(self, name: str) -> Binding:  # the others, and those that _portable_rules.py defines
         return getattr(ops, name)
 
 
