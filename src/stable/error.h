@@ -1,5 +1,5 @@
-// torch's error macros. A stable library can only throw standard C++ exceptions, and torch turns all of them
-// into RuntimeErrors. So other types are a prefix of the message, which lltm_ext/_portable_rules.py removes.
+// torch's error macros. A stable library can only throw standard C++ exceptions, and torch turns all of
+// them into RuntimeErrors. So other types are a prefix of the message; _portable_bindings.py removes it.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

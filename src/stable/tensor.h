@@ -233,6 +233,7 @@ struct Converter<List<T>> {
 };
 
 inline bool Tensor::is_non_overlapping_and_dense() const {
+  if (is_contiguous()) return true;
   const IntArrayRef sizes = this->sizes(), strides = this->strides();
   std::vector<size_t> dims;
   for (size_t d = 0; d < sizes.size(); ++d) {
