@@ -29,7 +29,7 @@ from lltm_ext._portable_bindings import (
     require_grad,
     typed,
 )
-from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp, one_bias
+from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
 from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.elementwise import ElementwiseBackwardFunction, ElementwiseFunction, formula_of
@@ -414,16 +414,16 @@ def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -
 
 
 def sequence(name: str, op: SequenceOp) -> Kernel:
-    """The op's Function, which takes the sum of the biases. On the CPU half types are computed in float32."""
+    """The op's Function. On the CPU half types are computed in float32."""
     apply = apply_of(op.Function)
 
     def recorded(*args: Any) -> Any:
         input, c0 = args[0], args[2]
-        tensors = (*args[:5], one_bias(args[5], args[10]))
         if not is_half_on_cpu(input):
-            return apply(*tensors, *args[6:10])
+            return apply(*args)
         check_on_meta(name, args)
-        output, h_n, c_n, *_ = apply(*(x if x is None else x.float() for x in tensors), *args[6:10])
+        *tensors, bias_hh = (x if x is None else x.float() for x in (*args[:6], args[10]))
+        output, h_n, c_n, *_ = apply(*tensors, *args[6:10], bias_hh)
         dtype = input.dtype
         return output.to(dtype), h_n.to(dtype), c_n.to(dtype if c0 is None else c0.dtype)
 

@@ -204,6 +204,9 @@ def sequence_function(
             outputs.append(rows[0])
         return torch.cat(outputs[order]) if outputs else input.new_zeros(0, hidden), h0, c0
 
+    def with_two_biases(*how: Any) -> Callable[..., Outputs]:
+        return lambda *x: by_reference(*x[:5], one_bias(*x[5:]), *how)
+
     class SequenceFunction(torch.autograd.Function):
         """``(output, h_n, c_n, gates, extra)``, the last two for backward."""
 
@@ -211,47 +214,48 @@ def sequence_function(
 
         @staticmethod
         def forward(*args: Any) -> tuple[Tensor, ...]:
-            return forward_op(*args)
+            return forward_op(*args[:5], one_bias(args[5], args[10]), *args[6:10])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             y, _, _, gates, extra = output
-            ctx.batch_sizes, ctx.reverse, ctx.algorithm, *last = inputs[6:]
-            ctx.others = len(inputs) - 6
+            *tensors, ctx.batch_sizes, ctx.reverse, ctx.algorithm, reset, bias_hh = inputs
             ctx.mark_non_differentiable(gates, extra)
             ctx.set_materialize_grads(False)
-            saved = (*inputs[:6], y, gates, extra, *(last or (None,)))
+            saved = (*tensors, bias_hh, y, gates, extra, reset)
             ctx.save_for_backward(*saved)
             ctx.save_for_forward(*saved)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
             *inputs, _, _, _, reset = ctx.saved_tensors
-            found = differentiable_tangents(
-                lambda *x: by_reference(*x, ctx.batch_sizes, ctx.reverse, reset), inputs, tangents[:6]
-            )
+            function = with_two_biases(ctx.batch_sizes, ctx.reverse, reset)
+            found = differentiable_tangents(function, inputs, (*tangents[:6], tangents[10]))
             return *found, None, None
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
             *inputs, output, gates, extra, reset = ctx.saved_tensors
-            grads, nothing = grad_outputs[:3], (None,) * ctx.others
+            grads, how = grad_outputs[:3], (ctx.batch_sizes, ctx.reverse)
+            found: Sequence[Tensor | None] = [None] * len(inputs)
             if all(g is None for g in grads):
-                return (None,) * 6 + nothing
-            how: list[Any] = [ctx.batch_sizes, ctx.reverse]
-            if torch.is_grad_enabled():
-                found = differentiable_gradients(lambda *x: by_reference(*x, *how, reset), inputs, grads)
-                return (*found, *nothing)
-            saved = (*inputs[:5], output, gates, extra)
-            needed = ctx.needs_input_grad[:6]
-            found = backward_op(*grads, *saved, *how, ctx.algorithm, needed[0], needed[5], reset)
-            return (*(x if is_needed else None for x, is_needed in zip(found, needed, strict=True)), *nothing)
+                pass
+            elif torch.is_grad_enabled():
+                found = differentiable_gradients(with_two_biases(*how, reset), inputs, grads)
+            else:
+                saved = (*inputs[:5], output, gates, extra)
+                needed = (*ctx.needs_input_grad[:6], ctx.needs_input_grad[10])
+                of_bias = needed[5] or needed[6]
+                computed = backward_op(*grads, *saved, *how, ctx.algorithm, needed[0], of_bias, reset)
+                found = [x if is_needed else None for x, is_needed in zip(computed, needed, strict=False)]
+                found.append(computed[5].clone() if needed[6] else None)
+            return *found[:6], None, None, None, None, found[6]
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
             row = 1 if args[6] is None else 0  # without batch_sizes the length is the first dimension
             places = {0: row, 1: 0, 2: 0, 9: row}
-            rows = {i: dim for i, dim in places.items() if i < len(args) and args[i] is not None}
+            rows = {i: dim for i, dim in places.items() if args[i] is not None}
             rule = vmap_rows(SequenceFunction.apply, rows, (row, 0, 0, row, row), counts=6)
             return rule(info, in_dims, *args)
 
@@ -298,8 +302,8 @@ def one_direction(name: str, function: Any) -> Callable[..., Outputs]:
         reset: Tensor | None = None,
         bias_hh: Tensor | None = None,
     ) -> Outputs:
-        tensors, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm, reset)
-        return function.apply(*tensors, one_bias(bias, bias_hh), *how)[:3]
+        tensors, how = (input, h0, c0, weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm, reset)
+        return function.apply(*tensors, *how, bias_hh)[:3]
 
     under_transforms(name, transformed)
     backward = f"{name}_backward"

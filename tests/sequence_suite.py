@@ -219,8 +219,8 @@ class SequenceSuite(SmoothSuite):
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
         """The Function that torch.func's transforms see."""
-        steps = (None, False)  # batch_sizes, reverse
-        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, *steps, "auto")
+        others = (None, False, "auto", None, None)  # batch_sizes, reverse, algorithm, reset, bias_hh
+        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, *others)
         return output, (h_n, c_n)
 
     def dispatcher_calls(self, call):
@@ -370,6 +370,23 @@ class SequenceSuite(SmoothSuite):
 
         assert torch.autograd.gradcheck(packed, call.tensors)
         assert torch.autograd.gradgradcheck(packed, call.tensors)
+
+    @pytest.mark.parametrize("way", ["sequence", "Function"])
+    def test_derivatives_with_two_biases(self, way, device):
+        make = Make(DOUBLE, device)
+        input, hx, *weights, bias = sample(self.gates, 3, 2, 2, 2)(make).args
+        function = self.sequence if way == "sequence" else self.Function.apply
+
+        def of(bias, bias_hh):
+            return function(input, *hx, *weights, bias, None, False, "auto", None, bias_hh)[0]
+
+        biases = Call(bias, make(*bias.shape)).leaves().args
+        assert torch.autograd.gradcheck(of, biases, check_forward_ad=way == "Function")
+        assert torch.autograd.gradgradcheck(of, biases)
+        gradients = torch.autograd.grad(of(*biases).sum(), biases)
+        assert gradients[0].data_ptr() != gradients[1].data_ptr()
+        jacobians = torch.func.jacrev(of, (0, 1))(*biases)
+        assert_all_near(jacobians, [torch.func.jacfwd(of)(*biases)] * 2, BACKWARD[DOUBLE])
 
     @pytest.mark.parametrize("sizes", [[2, 3], [4, 2], [3, 1], [3, 3, 0], [3, 4, -1], []])
     def test_batch_sizes_that_do_not_fit_are_refused(self, sizes):
