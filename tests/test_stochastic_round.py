@@ -389,10 +389,11 @@ class TestOnCuda:
         torch.cuda.manual_seed(3)
         assert_same_bits([y], [lltm_ext.stochastic_round(x, half)])
 
+    @pytest.mark.skipif(_portable.in_use, reason="the portable library computes it by torch's ops")
     def test_more_elements_than_an_int32_counts(self, half):
-        needed, (free, _) = 120 if _portable.in_use else 20, torch.cuda.mem_get_info()
-        if free < needed * 2**30:
-            pytest.skip(f"needs {needed} GiB of free GPU memory, found {free / 2**30:.0f}")
+        free, _ = torch.cuda.mem_get_info()
+        if free < 20 * 2**30:
+            pytest.skip(f"needs 20 GiB of free GPU memory, found {free / 2**30:.0f}")
         n = 2**31 + 2**20 + 17
         x = torch.empty(n, device="cuda").normal_()
         y = lltm_ext.stochastic_round(x, half)
