@@ -334,12 +334,14 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def arguments() -> argparse.Namespace:
     parser = training_options(__doc__.split("\n")[0], "build/char_lm")
     parser.add_argument("--compare", action="store_true", help="train LLTM, LSTM and nn.LSTM instead")
-    steps = "steps of the pure-PyTorch curve (default: --steps)"
-    parser.add_argument("--reference-steps", type=int, help=steps)
+    steps = "steps of the pure-PyTorch curve, whose training is slower (default: 300)"
+    parser.add_argument("--reference-steps", type=int, default=300, help=steps)
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
     parser.add_argument("--prompt", default="The ", help="start of the sample")
     args = checked(parser)
-    args.reference_steps = min(args.reference_steps or args.steps, args.steps)
+    if args.reference_steps < 1:
+        parser.error("--reference-steps must be at least 1")
+    args.reference_steps = min(args.reference_steps, args.steps)
     return args
 
 
