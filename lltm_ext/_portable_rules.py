@@ -413,16 +413,22 @@ def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -
     return first, *of_direction, direction[3].new_empty(rows)
 
 
+def is_alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
+
+
 def sequence(name: str, op: SequenceOp) -> Kernel:
     """The op's Function. On the CPU half types are computed in float32."""
     apply = apply_of(op.Function)
 
     def recorded(*args: Any) -> Any:
-        input, c0 = args[0], args[2]
+        input, c0, bias, bias_hh = args[0], args[2], args[5], args[10]
+        if bias_hh is not None and (bias is None or not is_alike(bias, bias_hh)):
+            check_on_meta(name, args)  # the library's forward op, which takes their sum, cannot check it
         if not is_half_on_cpu(input):
             return apply(*args)
         check_on_meta(name, args)
-        *tensors, bias_hh = (x if x is None else x.float() for x in (*args[:6], args[10]))
+        *tensors, bias_hh = (x if x is None else x.float() for x in (*args[:6], bias_hh))
         output, h_n, c_n, *_ = apply(*tensors, *args[6:10], bias_hh)
         dtype = input.dtype
         return output.to(dtype), h_n.to(dtype), c_n.to(dtype if c0 is None else c0.dtype)

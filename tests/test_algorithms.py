@@ -438,10 +438,17 @@ def test_two_biases_are_as_their_sum_and_have_gradients_of_their_own(dtype, devi
     assert_all_near(again, [x.double() for x in expected], FORWARD[dtype])
 
 
-def test_a_second_bias_that_does_not_fit_is_named():
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_second_bias_that_does_not_fit_is_named(requires_grad):
     *tensors, bias = OPS["lstm"].call(Make(torch.float32, "cpu"), 2, 3, 8).args
-    with pytest.raises(RuntimeError, match=r"^lstm: expected bias_hh of shape of bias = \[32\], got \[31\]"):
-        torch.ops.lltm_ext.lstm(*tensors, bias, None, False, "auto", None, bias[:-1])
+    bias = bias.detach().requires_grad_(requires_grad)
+    for wrong, error, words in (
+        (bias[:-1], RuntimeError, r"shape of bias = \[32\], got \[31\]"),
+        (bias[:1], RuntimeError, r"shape of bias = \[32\], got \[1\]"),
+        (bias.double(), TypeError, "dtype float32, got float64"),
+    ):
+        with pytest.raises(error, match=f"^lstm: expected bias_hh of {words}"):
+            torch.ops.lltm_ext.lstm(*tensors, bias, None, False, "auto", None, wrong)
 
 
 @contextlib.contextmanager
