@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
@@ -179,8 +180,11 @@ def gemm(
     return ops.gemm(a, b, bias, activation=activation, precision=precision)
 
 
-class Linear(nn.Linear):
+class Linear(nn.Module):
     """``activation(input @ weight^T + bias)``: :class:`torch.nn.Linear` and its activation in one kernel.
+
+    Without an activation it is an instance of nn.Linear. With one it is not, because tools that merge, fuse
+    or quantize each nn.Linear of a model take it for an affine map.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -213,8 +217,49 @@ class Linear(nn.Linear):
                 raise TypeError(f"Linear: expected {name} to be an int, got {type(size).__name__}")
             if not 0 <= size < 2**31:
                 raise ValueError(f"Linear: expected {name} from 0 to below 2^31, got {size}")
-        super().__init__(in_features, out_features, bias, device, dtype)
+        nn.Module.__init__(self)  # super() may be nn.Linear
         self.activation = activation
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters as nn.Linear does."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation":
+            self._choose_class(value)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._choose_class(self.activation)
+
+    def _choose_class(self, activation: Any) -> None:
+        """Makes this an nn.Linear without an activation, and no nn.Linear with one."""
+        cls: Any = type(self)
+        is_affine = isinstance(self, nn.Linear)
+        if is_affine == (activation is None):
+            return
+        new = vars(cls).get("_any_activation") if is_affine else _affine(cls)
+        if new is None or is_parametrized(self):  # another one changed the class, and would change it back
+            expected = "activation None, as it is an" if is_affine else "an activation, as it is no"
+            raise RuntimeError(f"{cls.__name__}: expected {expected} nn.Linear, got {activation!r}")
+        self.__class__ = new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle names the class that can be imported. __setstate__ makes it affine."""
+        cls: Any = type(self)
+        if "_any_activation" not in vars(cls):
+            return super().__reduce_ex__(protocol)
+        # From protocol 2 on, pickle insists on the class of the object.
+        function, arguments, *state = cast(tuple[Any, ...], super().__reduce_ex__(0))
+        return function, tuple(cls._any_activation if x is cls else x for x in arguments), *state
 
     def forward(self, input: Tensor) -> Tensor:
         check_tensor("Linear", "input", input)
@@ -231,7 +276,14 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation!r}"
-        return super().extra_repr() + activation
+        return nn.Linear.extra_repr(self) + activation  # type: ignore[arg-type]
+
+
+@functools.cache
+def _affine(cls: type[Linear]) -> Any:
+    """The subclass of ``cls`` that is an nn.Linear too, which users see as ``cls``."""
+    seen = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls, nn.Linear), seen | {"_any_activation": cls})
 
 
 def _vmap(product: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:

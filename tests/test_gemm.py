@@ -1,5 +1,8 @@
 import concurrent.futures
+import copy
 import functools
+import io
+import pickle
 import timeit
 
 import hypothesis
@@ -1019,6 +1022,28 @@ def test_other_dtypes_ignore_precision(precision):
         assert_same_bits([lltm_ext.gemm(a, b, precision=precision)], [lltm_ext.gemm(a, b)])
 
 
+class Scaled(lltm_ext.Linear):
+    """A user's subclass."""
+
+    def __init__(self, activation=None, scale=2):
+        super().__init__(5, 3, activation=activation)
+        self.scale = scale
+
+    def forward(self, input):
+        return super().forward(input) * self.scale
+
+
+both_linears = pytest.mark.parametrize(
+    "cls,sizes", [(lltm_ext.Linear, (5, 3)), (Scaled, ())], ids=["Linear", "a subclass"]
+)
+
+
+def saved_by_a_subclass_of_nn_linear(layer):
+    """A pickle of the release in which each Linear was an nn.Linear: the class, no arguments, the state."""
+    name = type(layer).__qualname__.encode()
+    return b"\x80\x02clltm_ext.gemm\n" + name + b"\n)\x81" + pickle.dumps(layer.__dict__, 2)[2:-1] + b"b."
+
+
 class TestLinear(ModuleSuite):
     modules = {
         "Linear": (lambda **where: lltm_ext.Linear(5, 3, **where), lambda make: Call(make(4, 5))),
@@ -1066,6 +1091,87 @@ class TestLinear(ModuleSuite):
         for input in (torch.ones(4, 6), torch.ones(())):
             with pytest.raises(RuntimeError, match=r"^Linear: expected input of shape .* = 5, got \["):
                 lltm_ext.Linear(5, 3)(input)
+
+    @both_linears
+    @activations
+    def test_it_is_an_nn_linear_only_without_an_activation(self, cls, sizes, activation):
+        layer = cls(*sizes, activation=activation)
+        again = [type(cls(*sizes, activation=other))(*sizes, activation=activation) for other in ACTIVATIONS]
+        for one in (layer, *again):
+            assert isinstance(one, torch.nn.Linear) == (activation is None)
+            assert isinstance(one, cls)
+            assert isinstance(one, lltm_ext.Linear)
+            assert type(one) is type(layer)
+            for name in ("__module__", "__qualname__", "__name__", "__doc__"):
+                assert getattr(type(one), name) == getattr(cls, name)
+
+    @both_linears
+    @activations
+    def test_copies_are_of_the_same_class(self, cls, sizes, activation):
+        layer, x, file = cls(*sizes, activation=activation), torch.randn(4, 5), io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+        copies = [pickle.loads(pickle.dumps(layer, protocol)) for protocol in protocols]
+        copies += [copy.copy(layer), copy.deepcopy(layer), torch.load(file, weights_only=False)]
+        for copied in copies:
+            assert type(copied) is type(layer)
+            assert vars(copied).keys() == vars(layer).keys()
+            assert_same_bits([copied(x)], [layer(x)])
+
+    @activations
+    def test_a_pickle_of_the_time_when_each_was_an_nn_linear_loads(self, activation):
+        layer, x = lltm_ext.Linear(5, 3, activation=activation), torch.randn(4, 5)
+        loaded = pickle.loads(saved_by_a_subclass_of_nn_linear(layer))
+        assert type(loaded) is type(layer)
+        assert_same_bits([loaded(x)], [layer(x)])
+
+    @both_linears
+    def test_its_activation_can_be_set_later(self, cls, sizes):
+        layer, x = cls(*sizes), torch.randn(4, 5)
+        parameters = dict(layer.named_parameters())
+        for activation in ("relu", "gelu", None, None, "silu"):
+            layer.activation = activation
+            other = cls(*sizes, activation=activation)
+            other.load_state_dict(layer.state_dict())
+            assert type(layer) is type(other)
+            assert_same_bits([layer(x)], [other(x)])
+        assert all(parameter is parameters[name] for name, parameter in layer.named_parameters())
+
+    @activations
+    def test_a_parametrization_keeps_the_class(self, activation):
+        layer, x = lltm_ext.Linear(5, 3, activation=activation), torch.randn(4, 5)
+        cls = type(layer)
+        torch.nn.utils.parametrizations.orthogonal(layer)
+        for one in (layer, copy.deepcopy(layer)):
+            assert isinstance(one, torch.nn.Linear) == (activation is None)
+            assert_same_bits([one(x)], [layer(x)])
+            with pytest.raises(
+                RuntimeError, match=r"^ParametrizedLinear: expected .*activation.* nn.Linear, got"
+            ):
+                one.activation = "relu" if activation is None else None
+            assert one.activation == activation
+        torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+        assert type(layer) is cls
+
+    @activations
+    def test_a_tool_may_merge_an_adapter_into_each_nn_linear_of_a_model(self, activation):
+        """As LoRA does: what is added to the output, x @ delta^T, becomes a part of the weight."""
+        torch.manual_seed(0)
+        layers = (lltm_ext.Linear(5, 6, activation=activation), lltm_ext.Linear(6, 5), Scaled("relu"))
+        model, x = torch.nn.Sequential(*layers), torch.randn(4, 5)
+        deltas = {m: torch.randn_like(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        assert [*deltas] == [m for m in layers if m.activation is None]
+
+        def adapter(module, inputs, output):
+            return output + inputs[0] @ deltas[module].t()
+
+        hooks = [module.register_forward_hook(adapter) for module in deltas]
+        adapted = model(x)
+        for (module, delta), hook in zip(deltas.items(), hooks, strict=True):
+            hook.remove()
+            module.weight.data += delta
+        assert_near(model(x), adapted, FORWARD[torch.float32])
 
 
 class TestRawBindings:
