@@ -3,9 +3,13 @@
 The others are run by test_cpp.py, test_distributed.py and test_elementwise.py.
 """
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,6 +31,30 @@ def test_the_demo_trains_as_pure_pytorch_does(tmp_path):
     said = run("examples/char_lm.py", "--steps", "20", "--hidden-size", "32", cwd=tmp_path)
     assert "curves:      agree" in said
     assert (tmp_path / "loss.png").is_file() and (tmp_path / "char_lm.pt").is_file()
+
+
+@pytest.fixture
+def export(monkeypatch):
+    """examples/export.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    yield importlib.import_module("export")
+    for name in ("export", "char_lm"):
+        del sys.modules[name]
+
+
+def test_an_exported_program_computes_what_the_model_does_from_states_that_differ(export):
+    torch.manual_seed(0)
+    model = export.CharLM(11, 24).eval().requires_grad_(False)
+    program = export.export(model).module()
+    assert export.largest_difference(program, model, "vocabulary!") <= export.TOLERANCE
+
+
+def test_the_check_of_the_exported_program_finds_states_that_became_one_input(export, monkeypatch):
+    torch.manual_seed(0)
+    model = export.CharLM(11, 24).eval().requires_grad_(False)
+    monkeypatch.setattr(export, "state", lambda model, batch: (torch.zeros(1, batch, 24),) * 2)
+    program = export.export(model).module()
+    assert export.largest_difference(program, model, "vocabulary!") > 1000 * export.TOLERANCE
 
 
 def test_a_benchmark_writes_its_results_and_a_plot(tmp_path):
