@@ -18,21 +18,21 @@ __all__ = ["Recurrent"]
 class RecurrentLayer(SequenceLayer):
     """A layer of a user's cell, which its class gives."""
 
-    cell: RecurrentCell
+    _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
     _returns_fresh_states = False  # the loop's are saved for the backward
 
     @property
     def _state_names(self) -> tuple[str, ...]:
-        return self.cell.state_names
+        return self._cell.state_names
 
     def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
         for name in inputs:
-            if name not in self.cell.inputs:
+            if name not in self._cell.inputs:
                 expected = (
-                    f"the inputs {', '.join(self.cell.inputs)}" if self.cell.inputs else "no such input"
+                    f"the inputs {', '.join(self._cell.inputs)}" if self._cell.inputs else "no such input"
                 )
-                raise TypeError(f"{self._name}: expected {expected} of {self.cell.__name__}, got {name}")
-        found = [self._step_input(name, inputs.get(name), input) for name in self.cell.inputs]
+                raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
+        found = [self._step_input(name, inputs.get(name), input) for name in self._cell.inputs]
         return Steps(found, self._resets(input, reset), reset_to)
 
     def _run_layer(
@@ -47,7 +47,7 @@ class RecurrentLayer(SequenceLayer):
         for direction in range(self._directions):
             weight_ih, weight_hh, bias, *parameters = self._parameters_of(layer, direction)
             output, final = run(
-                self.cell,
+                self._cell,
                 input,
                 list(states[direction]),
                 weight_ih,
@@ -130,6 +130,10 @@ class Recurrent(RecurrentLayer, CellLayer):
         self.cell, self.heads = cell, heads
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
+
+    @property
+    def _cell(self) -> RecurrentCell:  # type: ignore[override]
+        return self.cell
 
     def forward(
         self,

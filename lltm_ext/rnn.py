@@ -69,7 +69,7 @@ class GRU(LayerOfTorch, nn.GRU):
     ``torch._dynamo.config.allow_rnn`` is set.
     """
 
-    cell = cells.gru
+    _cell = cells.gru
     _torch_class = nn.GRU
     _torch_op = staticmethod(torch.gru)
 
@@ -98,9 +98,9 @@ class RNN(LayerOfTorch, nn.RNN):
     _torch_class = nn.RNN
 
     @property
-    def cell(self) -> RecurrentCell:  # type: ignore[override]
-        return cells.rnn_relu if self.nonlinearity == "relu" else cells.rnn_tanh
+    def _cell(self) -> RecurrentCell:  # type: ignore[override]
+        return cells.rnn_relu if self.mode == "RNN_RELU" else cells.rnn_tanh
 
     @property
     def _torch_op(self) -> Callable[..., tuple[Tensor, Tensor]]:  # type: ignore[override]
-        return torch.rnn_relu if self.nonlinearity == "relu" else torch.rnn_tanh
+        return torch.rnn_relu if self.mode == "RNN_RELU" else torch.rnn_tanh

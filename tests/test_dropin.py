@@ -169,6 +169,28 @@ def test_a_plain_tensor_in_the_place_of_a_parameter_gets_the_gradient(name):
     assert_all_near([*found[2], *found[3]], [*found[0], *found[1]], 1e-5)
 
 
+@pytest.mark.parametrize("mode", ["RNN_TANH", "RNN_RELU"])
+def test_the_mode_of_an_rnn_chooses_its_function(mode):
+    """As in torch. An nn.RNN that torch before 1.5 has pickled has no attribute `nonlinearity`."""
+    theirs, ours = pair("RNN")
+    for layer in (theirs, ours):
+        layer.mode = mode
+        del layer.nonlinearity
+    input, reset = torch.randn(6, 4, INPUT), torch.zeros(6, 4, dtype=torch.bool)
+    assert_near(ours(input)[0], theirs(input)[0], 1e-6)
+    assert_near(ours(input, reset=reset)[0], theirs(input)[0], 1e-6)  # by the cell, not by torch's op
+
+
+@names
+def test_a_subclass_may_have_a_cell_of_its_own(name):
+    theirs, ours = pair(name)
+    for layer in (theirs, ours):
+        layer.cell = nn.Linear(HIDDEN, HIDDEN)
+        assert type(layer.cell) is nn.Linear
+    input, reset = torch.randn(6, 4, INPUT), torch.zeros(6, 4, dtype=torch.bool)
+    assert_near(ours(input, reset=reset)[0], theirs(input)[0], 1e-6)
+
+
 @names
 def test_a_parametrization_is_computed_once_a_call(name):
     """In torch's layers four times, which spectral_norm's iteration counts."""
