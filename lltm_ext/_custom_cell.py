@@ -23,7 +23,7 @@ from lltm_ext._library import (
     vmap_rows,
 )
 from lltm_ext._loop import compute_dtype, run_loop, zero_state
-from lltm_ext._program import CELLS
+from lltm_ext._program import CELLS, program_for
 
 if TYPE_CHECKING:
     from lltm_ext._to_initial import ToInitial
@@ -46,9 +46,11 @@ def run_kernels(
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked, on CUDA."""
     arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    options = (batch_sizes, is_reverse, algorithm, cell.program)
+    options = (batch_sizes, is_reverse, algorithm, program_for(cell, input.dtype))
     function = CustomCellFunction.apply if transforms_active() or has_tangents() else ops.custom_cell
     output, h_n, states_n, *_ = function(*arguments, *options)
+    if len(states) == 1:  # torch.export saves no program that unbinds nothing
+        return output, [h_n]
     others = zip(states_n.unbind(0), states[1:], strict=True)
     return output, [h_n, *(y if x is None else y.to(x.dtype) for y, x in others)]
 
@@ -68,7 +70,8 @@ def algorithm_of(
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
     arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    return ops.custom_cell_algorithm(*arguments, None, False, algorithm, cell.program, backward)
+    program = program_for(cell, input.dtype)
+    return ops.custom_cell_algorithm(*arguments, None, False, algorithm, program, backward)
 
 
 def op_arguments(

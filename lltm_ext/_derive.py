@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lltm_ext._capture import capture
 from lltm_ext._declaration import Declaration
-from lltm_ext._emit import emit
-from lltm_ext._graph import CHEAP, CONSTANT, LEAF, NEVER, OPS, SAVED, Node, ancestors, evaluate
+from lltm_ext._emit import Struct, emit
+from lltm_ext._graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
 FREE = ("p", "u")  # backward can read them again, exactly
@@ -61,10 +61,11 @@ def differentiate(
 def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: Iterable[Node]) -> list[Node]:
     """What the forward saves: the cheapest set of values from which backward can compute all that it needs.
 
-    A saved value costs SAVED, an op that backward computes again costs OPS[op].cost. The cheapest set is a
-    minimum cut. A value is an edge from its "in" to its "out" of capacity SAVED. From "out" edges lead to the
-    "in" of the ops that read it. The source leads to the "in" of an op with the op's cost, and to that of a
-    value that only the forward has with NEVER.
+    A saved value costs SAVED, or DECISION if it is true or false, because several share one. An op that
+    backward computes again costs OPS[op].cost. The cheapest set is a minimum cut. A value is an edge from its
+    "in" to its "out" of the capacity that saving it costs. From "out" edges lead to the "in" of the ops that
+    read it. The source leads to the "in" of an op with the op's cost, and to that of a value that only the
+    forward has with NEVER.
     """
     live = ancestors(gradients)
     changing = dependents(live, cotangents, lambda node: True)  # with the cotangents: known only in backward
@@ -74,7 +75,9 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
     divisors = {node.args[1] for node in changing if node.op == "div"}
     exact = [node for node in fixed if node.op == CONSTANT or node in set(free)]
     for node in fixed:
-        if node.args and all(arg in exact for arg in node.args):
+        # Kernels may fuse a product and a sum in different ways, which near a jump decides a comparison.
+        known = exact if not node.boolean else [x for x in exact if not x.args or x.boolean]
+        if node.args and all(arg in known for arg in node.args):
             exact.append(node)
 
     flow = Flow()
@@ -89,7 +92,7 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
         else:
             cost = OPS[node.op].cost
         flow.add("source", place, cost)
-        flow.add(place, result, SAVED)
+        flow.add(place, result, DECISION if node.boolean else SAVED)
         if node in read:
             flow.add(result, "sink", NEVER)
         for arg in node.args:
@@ -98,6 +101,25 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
     before = flow.source_side()
     chosen = [node for node in fixed if ("in", node.index) in before and ("out", node.index) not in before]
     return sorted(chosen, key=lambda node: (node.op == LEAF, node.index))
+
+
+def errors_cancel(
+    saved: Iterable[Node], results: Iterable[Node], leaves: Mapping[str, Iterable[Node]]
+) -> tuple[Node, ...]:
+    """Which saved values half types would round too coarsely.
+
+    In y = a / b the gradients of a and b grow like 1 and -y. Where both depend on one value, as in a weighted
+    mean or x / (1 + |x|), a large part of them cancels. What is left is as small as the rounding errors of y
+    and, if a and b are states, of these.
+    """
+    nodes = ancestors(results)
+    carried, varying = (
+        dependents(nodes, (x for k in sources for x in leaves[k]), lambda node: not node.boolean)
+        for sources in ("s", "xrhs")
+    )
+    quotients = {x for x in varying if x.op in ("div", "reciprocal", "rsqrt") and x.args[-1] in varying}
+    of_states = any(x.args[-1] in carried for x in quotients)
+    return tuple(x for x in saved if x in quotients or (of_states and x in carried and x.op == LEAF))
 
 
 class Flow:
@@ -146,7 +168,9 @@ class Derived:
         cotangents: the nodes of their gradients.
         gradients: the nodes of the gradients of x, r, h, s and p; a constant 0 where there is none.
         saved: the nodes that forward saves.
-        source: the C++ struct.
+        wide: those of them that keep the precision of float32 in half types.
+        struct: the C++ struct.
+        half_struct: that for half types, which differs if ``wide`` has nodes.
     """
 
     def __init__(self, function: Callable[..., Any], declaration: Declaration):
@@ -162,7 +186,27 @@ class Derived:
         self._results = [node for nodes in self.gradients.values() for node in nodes]
         free = [node for argument in FREE for node in self.leaves[argument]]
         self.saved = choose_saved(self._results, self.cotangents, free)
-        self.source = emit(self)
+        self.wide = errors_cancel(self.saved, [*self.outputs, *self.saved], self.leaves)
+        self.struct = emit(self, self.saved, wide=())
+        self.half_struct = self._half_struct() if self.wide else self.struct
+        self._known = [node for nodes in self.leaves.values() for node in nodes]
+        self._step = Tape(self.outputs, self._known)
+
+    def _half_struct(self) -> Struct:
+        """The struct that saves some values in float32.
+
+        Without a product the gates are exact in a half type too. If the states are saved in float32, the
+        backward can compute all from these again. That may need fewer numbers.
+        """
+        struct = emit(self, self.saved, self.wide)
+        if self.declaration.recurrent:
+            return struct
+        live = ancestors(self._results)
+        decisions = [x for x in live if x.boolean and x.args and not any(arg.boolean for arg in x.args)]
+        read = ancestors(self._results, decisions)
+        leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
+        of_leaves = emit(self, [*leaves, *decisions], wide=self.leaves["s"])
+        return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -192,9 +236,23 @@ class Derived:
     def backward_ops(self) -> int:
         return count_ops(set(ancestors(self._results, self.saved)) - set(self.saved))
 
+    def step_like(self, x: Tensor) -> Callable[[Mapping[str, Sequence[Tensor]]], list[Tensor]]:
+        """The function that computes [new h, *new states] of whole tensors for x, r, h, s, p and u.
+
+        Args:
+            x: any of the tensors: the cell's numbers get its dtype and device.
+        """
+        constants, arguments = self._step.constants(x), [k for k, nodes in self.leaves.items() if nodes]
+
+        def step(values: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+            return self._step.run([x for argument in arguments for x in values[argument]], constants)
+
+        return step
+
     def forward(self, values: Mapping[str, Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         """([new h, *new states], saved) of whole tensors for x, r, h, s, p and u, by torch's functions."""
-        results = evaluate([*self.outputs, *self.saved], self._known(values), values["x"][0])
+        known = [x for argument, nodes in self.leaves.items() if nodes for x in values[argument]]
+        results = run([*self.outputs, *self.saved], self._known, known)
         return results[: len(self.outputs)], results[len(self.outputs) :]
 
     def backward(
@@ -203,17 +261,16 @@ class Derived:
         """The gradients of x, r, h, s and p, those of p not summed over the batch: from what forward saved,
         p and u in `values`, and the gradients of the new h and the new states.
         """
-        known = self._known({argument: values.get(argument, ()) for argument in FREE})
-        known |= dict(zip(self.saved, saved, strict=True)) | dict(zip(self.cotangents, grads, strict=True))
-        results = iter(evaluate(self._results, known, grads[0]))
+        free = {node: x for k in FREE for node, x in zip(self.leaves[k], values.get(k, ()), strict=True)}
+        known = free | dict(zip((*self.saved, *self.cotangents), (*saved, *grads), strict=True))
+        results = iter(run(self._results, list(known), list(known.values())))
         return {argument: [next(results) for _ in nodes] for argument, nodes in self.gradients.items()}
 
-    def _known(self, values: Mapping[str, Sequence[Tensor]]) -> dict[Node, Tensor]:
-        return {
-            node: x
-            for argument, tensors in values.items()
-            for node, x in zip(self.leaves[argument], tensors, strict=True)
-        }
+
+def run(targets: Sequence[Node], known: Sequence[Node], values: Sequence[Tensor]) -> list[Tensor]:
+    """The targets, whose numbers get the dtype and the device of the last value."""
+    tape = Tape(targets, known)
+    return tape.run(values, tape.constants(values[-1]))
 
 
 def count_ops(nodes: Iterable[Node]) -> int:

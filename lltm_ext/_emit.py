@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from lltm_ext._graph import CONSTANT, LEAF, OPS, Node, ancestors
 
@@ -39,6 +39,7 @@ A (&saved)[{saved_array}]) {{
 
 
 FOLDED = ("sigmoid", "exp")  # forget gates, often near 1: common/math.h
+DECISIONS = 8  # of a saved value: bfloat16 has all integers up to 256
 
 
 def literal(value: float) -> str:
@@ -84,37 +85,74 @@ def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> li
     return lines
 
 
-def to_save(node: Node, value: str) -> str:
-    if node.boolean:
-        return f"{value} ? A(1) : A(0)"
-    return f"folded({value})" if node.op in FOLDED else value
+class Saved(NamedTuple):
+    """What one or two saved numbers have: a value, or several decisions."""
+
+    nodes: tuple[Node, ...]
+    first: int  # number
+    wide: bool = False  # whether it takes two, which keep the precision of float32 in half types
+
+    def to_save(self, names: Names) -> list[str]:
+        """The numbers."""
+        node, value = self.nodes[0], names(self.nodes[0])
+        if node.boolean:
+            return [" + ".join(f"({names(x)} ? A({1 << k}) : A(0))" for k, x in enumerate(self.nodes))]
+        if self.wide:
+            return [f"Math::high_part({value})", f"Math::low_part({value})"]
+        if node.op == "tanh":
+            return [f"Math::folded_tanh({value})"]
+        return [f"folded({value})" if node.op in FOLDED else value]
+
+    def from_saved(self, names: Names) -> list[str]:
+        """The definitions of the nodes."""
+        node, number = self.nodes[0], f"saved[{self.first}]"
+        if len(self.nodes) > 1:
+            bits = [f"static_cast<int>({number}) & {1 << k}" for k in range(len(self.nodes))]
+            return [names.definition(x, f"({bit}) != 0") for x, bit in zip(self.nodes, bits, strict=True)]
+        if node.boolean:
+            value = f"{number} != A(0)"
+        elif self.wide:
+            value = f"Math::of_parts({number}, saved[{self.first + 1}])"
+        elif node.op == "tanh":
+            value = f"Math::unfolded_tanh({number})"
+        else:
+            value = f"unfolded({number})" if node.op in FOLDED else number
+        return [names.definition(node, value)]
 
 
-def from_saved(node: Node, saved: str) -> str:
-    if node.boolean:
-        return f"{saved} != A(0)"
-    return f"unfolded({saved})" if node.op in FOLDED else saved
+def saved_numbers(nodes: Sequence[Node], wide: Collection[Node]) -> tuple[list[Saved], int]:
+    """(where the saved nodes are, how many numbers that takes)"""
+    values, decisions = ([x for x in nodes if x.boolean is boolean] for boolean in (False, True))
+    groups: list[tuple[Node, ...]] = [(x,) for x in values]
+    groups += [tuple(decisions[i : i + DECISIONS]) for i in range(0, len(decisions), DECISIONS)]
+    found, count = [], 0
+    for group in groups:
+        found.append(Saved(group, count, group[0] in wide))
+        count += 1 + found[-1].wide
+    return found, count
 
 
-def forward_text(cell: Derived, names: Names) -> list[str]:
-    results = [*cell.outputs, *cell.saved]
+def forward_text(cell: Derived, saved: Sequence[Saved], names: Names) -> list[str]:
+    results = [*cell.outputs, *(node for x in saved for node in x.nodes)]
     live = ancestors(results)
     lines = [f"const A {names(s)} = states[{k}];" for k, s in enumerate(cell.leaves["s"]) if s in live]
     lines += statements(results, (), names)
-    lines += [f"saved[{j}] = {to_save(node, names(node))};" for j, node in enumerate(cell.saved)]
+    numbers = [number for x in saved for number in x.to_save(names)]
+    lines += [f"saved[{j}] = {number};" for j, number in enumerate(numbers)]
     lines += [f"states[{k}] = {names(node)};" for k, node in enumerate(cell.outputs[1:])]
     return [*lines, f"return {names(cell.outputs[0])};"]
 
 
-def backward_text(cell: Derived, names: Names) -> list[str]:
-    lines = [names.definition(node, from_saved(node, f"saved[{j}]")) for j, node in enumerate(cell.saved)]
+def backward_text(cell: Derived, saved: Sequence[Saved], names: Names) -> list[str]:
+    lines = [line for x in saved for line in x.from_saved(names)]
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]
-    live = ancestors(results, cell.saved)
+    known = [node for x in saved for node in x.nodes]
+    live = ancestors(results, known)
     lines += [
         f"const A {names(g)} = grad_states[{k}];" for k, g in enumerate(cell.cotangents[1:]) if g in live
     ]
-    lines += statements(results, cell.saved, names)
+    lines += statements(results, known, names)
     for target, argument in (
         ("grads.x", "x"),
         ("grads.r", "r"),
@@ -127,27 +165,41 @@ def backward_text(cell: Derived, names: Names) -> list[str]:
     return lines
 
 
-def emit(cell: Derived) -> str:
-    """The struct's text. It depends only on the function and its declaration."""
+class Struct(NamedTuple):
+    """A cell's struct in C++."""
+
+    source: str
+    saved: int  # how many numbers its forward saves
+
+
+def emit(cell: Derived, nodes: Sequence[Node], wide: Collection[Node]) -> Struct:
+    """The cell's struct. It depends only on the function and its declaration.
+
+    Args:
+        nodes: what the forward saves.
+        wide: which of them take two numbers.
+    """
     declared, leaves = cell.declaration, cell.leaves
+    saved, count = saved_numbers(nodes, wide)
     inputs = {"x": "in.x", "r": "in.r", "p": "in.parameters", "u": "in.steps"}
     places = {leaves["h"][0]: "in.h", cell.cotangents[0]: "grad_h"}
     for argument, array in inputs.items():
         places |= {node: f"{array}[{i}]" for i, node in enumerate(leaves[argument])}
-    in_backward = {node: place for node, place in places.items() if node not in cell.saved}
+    in_backward = {node: place for node, place in places.items() if node not in nodes}
     for k, (state, cotangent) in enumerate(zip(leaves["s"], cell.cotangents[1:], strict=True)):
         places[state] = in_backward[state] = f"s{k}"
         in_backward[cotangent] = f"grad_s{k}"
-    for leaf in cell.saved:
+    for leaf in nodes:
         if leaf.op == LEAF and leaf not in leaves["s"]:
             in_backward[leaf] = re.sub(r"\W+", "", places[leaf].removeprefix("in."))
     return struct_of(
         declared,
         "derived from its Python function",
-        cell.saved_names,
+        tuple(map(repr, nodes)),
+        count,
         cell.reads_h,
-        forward_text(cell, Names(places)),
-        backward_text(cell, Names(in_backward)),
+        forward_text(cell, saved, Names(places)),
+        backward_text(cell, saved, Names(in_backward)),
     )
 
 
@@ -155,12 +207,13 @@ def struct_of(
     declared: Declaration,
     origin: str,
     saved: Sequence[str],
+    saves: int,
     reads_h: bool,
     forward: list[str],
     backward: list[str],
-) -> str:
-    """The struct with the lines of its two functions. `saved` describes the values saved."""
-    return STRUCT.format(
+) -> Struct:
+    """The struct with the lines of its two functions. `saved` describes the values in the `saves` numbers."""
+    source = STRUCT.format(
         name=re.sub(r"[^ -~]|\\", "?", declared.name),  # in a comment, whose line must not go on
         origin=origin,
         saved=", ".join(saved) or "nothing",
@@ -168,16 +221,17 @@ def struct_of(
         states=len(declared.states),
         parameters=len(declared.parameters),
         inputs=len(declared.inputs),
-        saves=len(saved),
+        saves=saves,
         recurrent=flag(declared.recurrent),
         separate=flag(declared.separate),
         reads_h=flag(reads_h),
         output_state=declared.output_state,
         state_array=max(len(declared.states), 1),
-        saved_array=max(len(saved), 1),
+        saved_array=max(saves, 1),
         forward=indented(forward),
         backward=indented(backward),
     )
+    return Struct(source, saves)
 
 
 def indented(lines: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Union
 
 import torch
@@ -168,16 +168,18 @@ def simplified(op: str, args: list[Node]) -> Node | None:
     return None
 
 
-# What it costs to compute a node again in the backward. A saved value costs SAVED.
+# What it costs to compute a node again in the backward. A saved value costs SAVED, one that is true or false
+# DECISION.
 CHEAP, FUNCTION, NEVER = 1, 50, 10**9
-SAVED = 1000
+SAVED, DECISION = 1000, 100
 
 
 class Op(NamedTuple):
     """An op of nodes.
 
     NEVER is for ops that blow up errors: their results are not computed again from saved values, which are
-    rounded to the type of the tensors. A sigmoid or tanh is harmless there.
+    rounded to the type of the tensors. A sigmoid or tanh is harmless there. Comparisons are the worst: near
+    their jumps the backward would take another branch than the forward.
     """
 
     text: str  # C++
@@ -197,8 +199,12 @@ def function(name: str) -> Callable[..., Node]:
 
 
 sigmoid, tanh, exp, log = function("sigmoid"), function("tanh"), function("exp"), function("log")
-sin, cos, sign, equal = function("sin"), function("cos"), function("sign"), function("eq")
+sin, cos, equal = function("sin"), function("cos"), function("eq")
 softplus, power, gelu_derivative = function("softplus"), function("pow"), function("gelu_derivative")
+
+
+def sign(x: Node) -> Node:
+    return where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))
 
 
 def first_share(a: Node, b: Node, first: Node) -> Node:
@@ -229,7 +235,7 @@ def gelu_derivative_of(x: Tensor) -> Tensor:
 
 
 def softplus_of(x: Tensor) -> Tensor:
-    return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
+    return -F.logsigmoid(-x)  # F.softplus is linear from 20 on
 
 
 GELU_SCALE = math.sqrt(2 / math.pi)
@@ -244,7 +250,6 @@ OPS = {
     "reciprocal": Op("Math::divide(A(1), {0})", torch.reciprocal, lambda g, y, x: (-(g * y * y),), NEVER),
     "neg": Op("-{0}", torch.neg, lambda g, y, x: (-g,)),
     "abs": Op("Math::abs({0})", torch.abs, lambda g, y, x: (g * sign(x),)),
-    "sign": Op("sign({0})", torch.sign),
     "detach": Op("{0}", torch.detach, takes_numbers=False),
     "maximum": Op("maximum({0}, {1})", torch.maximum, lambda g, y, a, b: shared(g, first_share(a, b, a > b))),
     "minimum": Op("minimum({0}, {1})", torch.minimum, lambda g, y, a, b: shared(g, first_share(a, b, a < b))),
@@ -254,19 +259,19 @@ OPS = {
         lambda g, y, c, a, b: (None, where(c, g, 0.0), where(c, 0.0, g)),
         takes_numbers=False,
     ),
-    "lt": Op("{0} < {1}", torch.lt, boolean=True),
-    "le": Op("{0} <= {1}", torch.le, boolean=True),
-    "gt": Op("{0} > {1}", torch.gt, boolean=True),
-    "ge": Op("{0} >= {1}", torch.ge, boolean=True),
-    "eq": Op("{0} == {1}", torch.eq, boolean=True, takes_numbers=False),
-    "ne": Op("{0} != {1}", torch.ne, boolean=True, takes_numbers=False),
+    "lt": Op("{0} < {1}", torch.lt, cost=NEVER, boolean=True),
+    "le": Op("{0} <= {1}", torch.le, cost=NEVER, boolean=True),
+    "gt": Op("{0} > {1}", torch.gt, cost=NEVER, boolean=True),
+    "ge": Op("{0} >= {1}", torch.ge, cost=NEVER, boolean=True),
+    "eq": Op("{0} == {1}", torch.eq, cost=NEVER, boolean=True, takes_numbers=False),
+    "ne": Op("{0} != {1}", torch.ne, cost=NEVER, boolean=True, takes_numbers=False),
     "and": Op("{0} && {1}", torch.logical_and, boolean=True, takes_numbers=False),
     "or": Op("{0} || {1}", torch.logical_or, boolean=True, takes_numbers=False),
     "not": Op("!{0}", torch.logical_not, boolean=True, takes_numbers=False),
     "sigmoid": Op("Math::sigmoid({0})", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), FUNCTION),
     "tanh": Op("Math::tanh({0})", torch.tanh, lambda g, y, x: (g * (1 - y * y),), FUNCTION),
     "relu": Op("relu({0})", torch.relu, lambda g, y, x: (where(y <= 0.0, 0.0, g),)),
-    "elu": Op("Math::elu({0})", F.elu, lambda g, y, x: (g * where(y > 0.0, 1.0, y + 1),), FUNCTION),
+    "elu": Op("Math::elu({0})", F.elu, lambda g, y, x: (g * (make("minimum", y, 0.0) + 1),), FUNCTION),
     "silu": Op("Math::silu({0})", F.silu, lambda g, y, x: (g * silu_slope(x),), FUNCTION),
     "gelu": Op("Math::gelu({0})", F.gelu, lambda g, y, x: (g * gelu_derivative(x),), FUNCTION),
     "gelu_derivative": Op("Math::gelu_derivative({0})", gelu_derivative_of, cost=FUNCTION),
@@ -310,12 +315,30 @@ def ancestors(targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]
     return sorted(found, key=lambda node: node.index)
 
 
-def evaluate(targets: Iterable[Node], known: Mapping[Node, Tensor], like: Tensor) -> list[Tensor]:
-    """The targets on whole tensors, by torch's functions. `like` gives constants their dtype and device."""
-    targets, values = list(targets), dict(known)
-    for node in ancestors(targets, known):
-        if node.op == CONSTANT:
-            values[node] = scalar(node.value, like)
-        elif node not in values:
-            values[node] = OPS[node.op].torch(*(values[arg] for arg in node.args))
-    return [values[node] for node in targets]
+class Tape:
+    """The computation of nodes as a list of calls of torch's functions on whole tensors.
+
+    Args:
+        targets: the nodes to compute.
+        known: the nodes whose values a run is given.
+    """
+
+    def __init__(self, targets: Sequence[Node], known: Sequence[Node]):
+        place = {node: i for i, node in enumerate(known)}
+        nodes = [node for node in ancestors(targets, known) if node not in place]
+        self._constants = [node.value for node in nodes if node.op == CONSTANT]
+        for node in sorted(nodes, key=lambda node: node.op != CONSTANT):  # stable: arguments stay first
+            place[node] = len(place)
+        computed = [node for node in nodes if node.op != CONSTANT]
+        self._calls = [(OPS[node.op].torch, [place[arg] for arg in node.args]) for node in computed]
+        self._targets = [place[node] for node in targets]
+
+    def constants(self, like: Tensor) -> list[Tensor]:
+        """The numbers of a run, in the dtype and on the device of ``like``."""
+        return [scalar(value, like) for value in self._constants]
+
+    def run(self, known: Iterable[Tensor], constants: Iterable[Tensor]) -> list[Tensor]:
+        values = [*known, *constants]
+        for function, args in self._calls:
+            values.append(function(*[values[i] for i in args]))
+        return [values[i] for i in self._targets]

@@ -6,7 +6,7 @@ arithmetic is in float32, h is rounded at each step, the other states are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 
+# The values x, r, h, s, p and u of a cell's function, as sequences -> [new h, *new states]
+Step = Callable[[Mapping[str, Sequence[Tensor]]], list[Tensor]]
 Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes + h W^T
 
 
@@ -55,6 +57,7 @@ def run_loop(
     reset_of_steps = None if reset is None else of_steps(reset)
 
     initial = current = [x.to(compute) for x in states]
+    step = cell.step_like(initial[0])
     outputs: list[Tensor] = []
     order = range(len(planes_of_steps))
     for t in reversed(order) if is_reverse else order:
@@ -72,7 +75,8 @@ def run_loop(
         x, r = (
             () if y is None else y.unflatten(1, (cell.gates, hidden)).unbind(1) for y in (planes, products)
         )
-        new_h, new_states = cell.step(x, r, h, others, parameters, [u[t] for u in inputs_of_steps])
+        of_step = [u[t] for u in inputs_of_steps]
+        new_h, *new_states = step({"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": of_step})
         new = [like(new_h, h).to(input.dtype), *(like(s, h) for s in new_states)]
         outputs.append(new[cell.declared.output_state + 1].to(input.dtype))
         current = [with_first_rows(old, s.to(compute)) for old, s in zip(current, new, strict=True)]
@@ -135,7 +139,7 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def like(x: Tensor, h: Tensor) -> Tensor:
-    """A value that the function returned, which may be the same for all rows."""
+    """A value that the cell computed, which may be the same for all rows."""
     return x if x.shape == h.shape else x.expand_as(h)
 
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lltm_ext._text import SEPARATOR
+import torch
+
+from lltm_ext._text import program_text
 
 if TYPE_CHECKING:
+    from lltm_ext._emit import Struct
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 CELLS: dict[str, RecurrentCell | ToInitial] = {}  # by their programs, for derivatives of second order
 
 
-def program_of(cell: RecurrentCell | ToInitial) -> str:
-    """The cell as text."""
+def program_for(cell: RecurrentCell | ToInitial, dtype: torch.dtype) -> str:
+    """The program for an input of a dtype."""
+    return cell.half_program if dtype.itemsize == 2 else cell.program
+
+
+def programs_of(cell: RecurrentCell | ToInitial) -> tuple[str, str]:
+    """The cell as text: for float32 and float64, and for half types."""
+    return program_of(cell, cell.derived.struct), program_of(cell, cell.derived.half_struct)
+
+
+def program_of(cell: RecurrentCell | ToInitial, struct: Struct) -> str:
     declared, derived = cell.declared, cell.derived
     numbers = (
         declared.gates,
         len(declared.states),
-        len(derived.saved),
+        struct.saved,
         len(declared.parameters),
         len(declared.inputs),
         int(declared.recurrent),
@@ -28,6 +40,6 @@ def program_of(cell: RecurrentCell | ToInitial) -> str:
         declared.output_state,
         int(derived.zeros_stay),
     )
-    program = SEPARATOR.join((cell.__name__, ",".join(map(str, numbers)), derived.source))
+    program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source))
     CELLS[program] = cell
     return program

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lltm_ext._declaration import Declaration, check_names
 from lltm_ext._emit import indented, struct_of
 
-SEPARATOR = "\x1f"  # of a program's fields: src/elementwise/program.h, src/custom_cell/program.h
+SEPARATOR, LINE = "\x1f", "\x17"  # of a program's fields, and of their lines: src/common/runtime/text.h
 MAX_LENGTH = 65536  # of a text in characters: it takes the compiler seconds to minutes
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -62,7 +62,7 @@ class Written:
         saved, saved_names: the names of the values that forward saves.
         reads_h: whether forward names h.
         zeros_stay: False, because nobody knows.
-        source: the C++ struct.
+        struct, half_struct: the C++ struct, the same for all dtypes.
 
     Raises:
         TypeError: for a text that is no text.
@@ -89,14 +89,16 @@ class Written:
             ]
             check_assigned(name, "backward", [f"grad_{x}" for x in gradients], identifiers(text.backward))
             backward = "Formula<Math>::backward(saved, in, grad_h, grad_states, grads);"
-        self.source = self._formula(text, used) + struct_of(
+        struct = struct_of(
             declared,
             "given as text",
             self.saved,
+            len(self.saved),
             self.reads_h,
             ["return Formula<Math>::forward(in, states, saved);"],
             [backward],
         )
+        self.struct = self.half_struct = struct._replace(source=self._formula(text, used) + struct.source)
 
     def _formula(self, text: Text, used: set[str]) -> str:
         """The struct with the user's texts."""
@@ -158,12 +160,18 @@ def check_text(name: str, what: str, text: Any) -> None:
     """Raises for a formula that is no C++ text."""
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected {what} to be C++ text, got {text!r}")
-    if SEPARATOR in text:
-        raise ValueError(
-            f"{name}: expected {what} to be C++, got a text with the control character {SEPARATOR!r}"
-        )
+    for control in (SEPARATOR, LINE):
+        if control in text:
+            raise ValueError(
+                f"{name}: expected {what} to be C++, got a text with the control character {control!r}"
+            )
     if len(text) > MAX_LENGTH:
         raise ValueError(f"{name}: expected {what} of at most {MAX_LENGTH} characters, got {len(text)}")
+
+
+def program_text(fields: Iterable[str]) -> str:
+    """A program in one line: the compiler of torch.compile writes it into a comment."""
+    return SEPARATOR.join(re.sub(r"\r\n?|\n", LINE, field) for field in fields)
 
 
 def identifiers(text: str) -> set[str]:

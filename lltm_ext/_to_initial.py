@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lltm_ext._loop import kept
-from lltm_ext._program import program_of
+from lltm_ext._loop import Step, kept
+from lltm_ext._program import programs_of
 from lltm_ext._sequence import at_next_step
 
 if TYPE_CHECKING:
+    from lltm_ext._emit import Struct
     from lltm_ext.recurrence import RecurrentCell
 
 # src/recurrence/to_initial.h
@@ -26,10 +27,14 @@ using Cell = ResetsToInitial<own::Cell>;
 class Derived(NamedTuple):
     """What kernels know of a cell (:class:`lltm_ext._derive.Derived`)."""
 
-    saved: Sequence[Any]
     reads_h: bool
     zeros_stay: bool
-    source: str
+    struct: Struct
+    half_struct: Struct
+
+
+def around(own: Struct) -> Struct:
+    return own._replace(source=SOURCE.format(source=own.source))
 
 
 class ToInitial:
@@ -51,27 +56,22 @@ class ToInitial:
         inputs = (*cell.inputs, "_reset")
         self.declared = cell.declared._replace(states=states, inputs=inputs, output="_output")
         own = cell.derived
-        self.derived = Derived(own.saved, own.reads_h, own.zeros_stay, SOURCE.format(source=own.source))
-        self.program = program_of(self)
+        structs = (around(struct) for struct in (own.struct, own.half_struct))
+        self.derived = Derived(own.reads_h, own.zeros_stay, *structs)
+        self.program, self.half_program = programs_of(self)
 
-    def step(
-        self,
-        x: Sequence[Tensor],
-        r: Sequence[Tensor],
-        h: Tensor,
-        states: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same on whole tensors, as :meth:`lltm_ext.RecurrentCell.step`."""
-        count = len(self.cell.states)
-        own, initial = states[:count], states[count + 1 :]
-        *of_cell, reset = inputs
-        new_h, new_states = self.cell.step(x, r, h, own, parameters, of_cell)
-        new = (new_h, *new_states)
-        output = new[self.cell.declared.output_state + 1]
-        h, *others = (kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True))
-        return h, (*others, output, *initial)
+    def step_like(self, x: Tensor) -> Step:
+        """The same on whole tensors, as :meth:`lltm_ext.RecurrentCell.step_like`."""
+        step, count = self.cell.step_like(x), len(self.cell.states)
+
+        def with_reset(values: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+            own, initial = values["s"][:count], values["s"][count + 1 :]
+            *of_cell, reset = values["u"]
+            new = step({**values, "s": own, "u": of_cell})
+            output = new[self.cell.declared.output_state + 1]
+            return [*(kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True)), output, *initial]
+
+        return with_reset
 
 
 def without_resets(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
 from lltm_ext._library import has_tangents, ops, transforms_active
-from lltm_ext._text import SEPARATOR, check_text, identifiers
+from lltm_ext._text import SEPARATOR, check_text, identifiers, program_text
 
 __all__ = ["elementwise"]
 
@@ -90,7 +90,7 @@ class Elementwise:
         fields = [name, ",".join(tensors), ",".join(p for p in parameters if p in scalars), forward]
         for p, body in backward.items():
             fields += [p, ",".join(self.uses[p]), body]
-        self.program = SEPARATOR.join(fields)
+        self.program = program_text(fields)
 
         required: Any = inspect.Parameter.empty
         self._defaults: tuple[Any, ...] = tuple(

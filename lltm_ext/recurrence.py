@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._custom_cell import algorithm_of, run_kernels
-from lltm_ext._declaration import Declaration, arguments_of, call, check_names, is_name
+from lltm_ext._declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._derive import Derived, derive
 from lltm_ext._library import check_tensor
-from lltm_ext._loop import compute_dtype, run_loop, zero_state
-from lltm_ext._program import program_of
+from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
+from lltm_ext._program import programs_of
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._text import Text, Written
 from lltm_ext._to_initial import ToInitial, without_resets
@@ -275,7 +275,7 @@ class RecurrentCell:
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
         # Now, because torch.compile does not trace how they are made.
-        self.program = program_of(self)
+        self.program, self.half_program = programs_of(self)
         self.to_initial = ToInitial(self)
 
     def __call__(
@@ -344,6 +344,15 @@ class RecurrentCell:
             raise TypeError(f"{self.__name__}: expected {expected}, got {unknown}")
         return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
 
+    def step_like(self, x: Tensor) -> Step:
+        """A step on whole tensors, by torch's functions: as :meth:`lltm_ext._derive.Derived.step_like`."""
+        if isinstance(self.derived, Written):
+            raise RuntimeError(
+                f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
+                "a cell given as text has first derivatives only"
+            )
+        return self.derived.step_like(x)
+
     def step(
         self,
         x: Sequence[Tensor],
@@ -353,20 +362,18 @@ class RecurrentCell:
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The function's (new h, new states). It takes tensors of any shape that broadcast."""
-        if self.function is None:
-            raise RuntimeError(
-                f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
-                "a cell given as text has first derivatives only"
-            )
-        values = {"x": x, "r": r, "h": h, "s": states, "p": parameters, "u": inputs}
-        new_h, new_states = call(self.function, self.declared, self.arguments, values)
+        """(new h, new states) of one step, by torch's functions, of tensors of any shape that broadcast."""
+        values = {"x": x, "r": r, "h": [h], "s": states, "p": parameters, "u": inputs}
+        new_h, *new_states = self.step_like(h)(values)
         return new_h, tuple(new_states)
 
     @property
     def source(self) -> str:
-        """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward."""
-        return self.derived.source
+        """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward.
+
+        Of float32 and float64: in half types it may save some values in more precision.
+        """
+        return self.derived.struct.source
 
     def compile(
         self,

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, arguments_of
 from op_suite import (
     BACKWARD,
@@ -24,6 +25,7 @@ import lltm_ext
 from lltm_ext import _portable, cells
 from lltm_ext._C import custom_cell as _C
 from lltm_ext._loop import run_loop
+from lltm_ext._text import LINE
 from lltm_ext.recurrence import run
 
 pytestmark = pytest.mark.compiles
@@ -423,6 +425,29 @@ def test_compile_needs_a_gpu():
 
 
 @needs_cuda
+def test_a_layer_with_step_inputs_and_resets_trains_under_torch_compile(fresh_dynamo):
+    layer = lltm_ext.Recurrent(cells.cfc, 3, 8, device="cuda")
+    x, gap = torch.randn(5, 4, 3, device="cuda"), torch.rand(5, 4, device="cuda")
+    reset = torch.rand(5, 4, device="cuda") < 0.3
+
+    def gradients(function):
+        output, h_n = function(x, time=gap, reset=reset)
+        return torch.autograd.grad((torch.tanh(output) * 2 + h_n).square().sum(), list(layer.parameters()))
+
+    expected = gradients(layer)
+    assert_all_near(gradients(torch.compile(layer, fullgraph=True)), expected, BACKWARD[torch.float32])
+
+
+@needs_cuda
+@pytest.mark.parametrize("cell", [cells.gru, cells.slstm], ids=["no states", "states"])
+def test_an_exported_layer_is_saved_and_loaded(cell, tmp_path):
+    layer, x = lltm_ext.Recurrent(cell, 3, 8, device="cuda"), torch.randn(5, 4, 3, device="cuda")
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    assert_all_near(pytree.tree_leaves(loaded(x)), pytree.tree_leaves(layer(x)), FORWARD[torch.float32])
+
+
+@needs_cuda
 def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
     cell = cells.peephole_lstm
     layer = lltm_ext.Recurrent(cell, 24, 64, device="cuda")
@@ -565,6 +590,16 @@ def test_fused_steps_of_many_gates_compile(gates):
         return torch.tanh(sum(x))
 
     assert len(_C.compile(wide.program, torch.bfloat16, False, -1, "sm_90a", 64)) > 1000
+
+
+def test_a_program_is_one_line_and_older_ones_with_lines_mean_the_same():
+    """torch.compile writes it into a comment of its code. Exported files have the older form."""
+    for cell in (cells.gru, cells.slstm, cells.gru.to_initial, TEXTS["gru"]):
+        for program in (cell.program, cell.half_program):
+            assert len(program.splitlines()) == 1
+            with_lines = program.replace(LINE, "\n")
+            assert len(with_lines.splitlines()) > 9
+            assert _C.source(with_lines, torch.float16, True, 3) == _C.source(program, torch.float16, True, 3)
 
 
 def test_the_source_of_a_kernel_names_its_cell_and_variant():

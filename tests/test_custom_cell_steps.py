@@ -39,7 +39,8 @@ import lltm_ext
 from lltm_ext import _custom_cell, cells
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
 from lltm_ext._loop import compute_dtype, run_loop
-from lltm_ext._text import SEPARATOR
+from lltm_ext._program import program_for
+from lltm_ext._text import LINE, SEPARATOR
 from lltm_ext._to_initial import without_resets
 
 pytestmark = pytest.mark.compiles
@@ -187,8 +188,8 @@ static_assert(shape.reads_h == {7} && shape.output_state == {8});
 """
 
 
-def text_of(number, cell):
-    _, numbers, source = cell.program.split(SEPARATOR)
+def text_of(number, program):
+    _, numbers, source = program.replace(LINE, "\n").split(SEPARATOR)
     return CELL.format(*numbers.split(","), number=number, source=source)
 
 
@@ -201,7 +202,8 @@ def compiled(tmp_path_factory):
     (folder / "custom_cell").mkdir()
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
     ops = (SOURCES / "custom_cell/custom_cell.cpp").read_text().replace('"lltm_ext::', '"lltm_ext_on_cpu::')
-    (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*cell) for cell in enumerate(COMPILED)))
+    programs = dict.fromkeys(x for cell in COMPILED for x in (cell.program, cell.half_program))
+    (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*x) for x in enumerate(programs)))
     start = time.perf_counter()
     cpp_extension.load(
         "lltm_ext_on_cpu",
@@ -286,7 +288,7 @@ class Example:
     def arguments(self):
         """Those of lltm_ext_on_cpu::custom_cell."""
         tensors = op_arguments(self.cell, *self.call.args, self.inputs, self.reset)
-        return Call(*tensors, self.sizes, False, "auto", self.cell.program)
+        return Call(*tensors, self.sizes, False, "auto", program_for(self.cell, self.dtype))
 
 
 reverse = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])

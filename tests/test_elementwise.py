@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
 from lltm_ext import _C, _portable
+from lltm_ext._text import LINE
 
 BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
@@ -139,6 +140,17 @@ def test_repr_name_signature_and_source_of_an_op():
     assert str(inspect.signature(blend)).startswith("(x, y, a=2.0, b=0.5)")
     assert "return x / (a + fabs(x));" in softsign.source
     assert "return grad * a / (d * d);" in softsign.source
+
+
+def test_a_program_is_one_line_and_older_ones_with_lines_mean_the_same():
+    """torch.compile writes it into a comment of its code. Exported files have the older form."""
+    op = op_of("T y = x;\nreturn y;\r\n", backward={"x": "return\n  grad;"})
+    assert len(op.program.splitlines()) == 1
+    with_lines = op.program.replace(LINE, "\n")
+    assert len(with_lines.splitlines()) == 4
+    for wanted in ([], [0]):
+        sources = [_C.elementwise.source(x, torch.float32, wanted) for x in (op.program, with_lines)]
+        assert sources[0] == sources[1]
 
 
 def test_a_pickled_op_computes_the_same():

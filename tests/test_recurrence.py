@@ -22,6 +22,7 @@ from op_suite import (
     needs_cuda,
     sum_of_squares,
 )
+from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext.cells import gru
@@ -392,6 +393,45 @@ def test_no_graph_is_recorded_without_need():
     assert not any(y.requires_grad for y in call.run(everything))
     with torch.no_grad():
         assert not any(y.requires_grad for y in call.leaves().run(everything))
+
+
+SCALE = 0.5
+CALLS = []
+
+
+@lltm_ext.recurrence(gates=1)
+def scaled_by_a_global(x, h):
+    CALLS.append(SCALE)
+    return torch.tanh(x[0] * SCALE + h)
+
+
+def test_a_global_number_keeps_its_value_of_the_declaration(monkeypatch):
+    """In calls, their first and second derivatives, and the kernels' source. The function is not called."""
+    call = Call(*(Make(DOUBLE)(*shape) for shape in ((4, 2, 3), (2, 5), (5, 3), (5, 5)))).leaves()
+
+    def outputs_and_derivatives():
+        output, h_n = scaled_by_a_global(*call.args)
+        first = torch.autograd.grad(sum_of_squares((output, h_n)), call.tensors, create_graph=True)
+        return [output, h_n, *first, *torch.autograd.grad(sum_of_squares(first), call.tensors)]
+
+    before, calls = outputs_and_derivatives(), len(CALLS)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert_same_bits(outputs_and_derivatives(), before)
+    assert "0.5" in scaled_by_a_global.source
+    assert len(CALLS) == calls
+
+
+def test_the_derivative_of_softplus_at_0_is_a_half():
+    @lltm_ext.recurrence(gates=1)
+    def softplus(x):
+        return F.softplus(x[0])
+
+    x = torch.zeros(1, 1, 1, dtype=DOUBLE, requires_grad=True)
+    zeros, one = torch.zeros(1, 1, dtype=DOUBLE), torch.ones(1, 1, dtype=DOUBLE)
+    output, _ = softplus(x, zeros, one, zeros)
+    (first,) = torch.autograd.grad(output, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert (first.item(), second.item()) == (0.5, 0.25)
 
 
 # ---- the object ------------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
 """What earlier releases saved loads, and computes what it did: tests/releases has a file of each.
 
-python tests/test_releases.py    # writes the file of this version, before its release
+python tests/test_releases.py    # writes the files of this version, before its release; on a GPU
 """
 
 from pathlib import Path
 
 import pytest
 import torch
+from op_suite import needs_cuda
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import lltm_ext
 from lltm_ext._version import __version__
 
 FILES = sorted(Path(__file__).parent.glob("releases/*.pt"))
+EXPORTED = sorted(Path(__file__).parent.glob("releases/*.pt2"))
 
 
 def modules():
@@ -75,8 +78,54 @@ def test_the_file_of_this_version_has_each_public_module():
     assert set(torch.load(file, weights_only=False)) == names == set(modules())
 
 
+softsign = lltm_ext.elementwise(
+    "T softsign(T x, T a)",
+    """
+        T d = a + fabs(x);
+        return x / d;
+    """,
+    backward={"x": "T d = a + fabs(x);\nreturn grad * a / (d * d);"},
+    scalars={"a": 1.0},
+)
+
+
+class Sequences(nn.Module):
+    """Cells compiled ahead of time and at run time, with and without resets, and an op made at run time."""
+
+    def __init__(self):
+        super().__init__()
+        cells = lltm_ext.cells
+        self.lstm, self.lltm = lltm_ext.LSTM(3, 8, bidirectional=True), lltm_ext.LLTM(3, 8)
+        self.slstm = lltm_ext.Recurrent(cells.slstm, 3, 8)
+        self.zoneout = lltm_ext.Recurrent(cells.zoneout_lstm, 3, 8)
+
+    def forward(self, x, reset):
+        y = self.lstm(x)[0][..., :8] + self.lltm(x, reset=reset)[0]
+        y = y + self.slstm(x, reset=reset, reset_to="initial")[0]
+        keep = torch.sigmoid(x.detach())
+        return softsign(y + self.zoneout(x, keep_h=keep[..., 0], keep_c=keep[..., 1])[0])
+
+
+def input_of_sequences():
+    torch.manual_seed(0)
+    return torch.randn(5, 2, 3, device="cuda"), torch.rand(5, 2, device="cuda") < 0.4
+
+
+@needs_cuda
+@pytest.mark.parametrize("file", EXPORTED, ids=lambda file: file.stem)
+def test_exported_programs_compute_what_they_did(file):
+    program = torch.export.load(file)
+    layers = Sequences().cuda()
+    layers.load_state_dict(program.state_dict)
+    given = input_of_sequences()
+    assert_same(program.module()(*given), layers(*given))
+
+
 if __name__ == "__main__":
     path = Path(__file__).parent / f"releases/{__version__}.pt"
     path.parent.mkdir(exist_ok=True)
     torch.save(saved(), path)
-    print(path)
+    torch.manual_seed(0)
+    program = torch.export.export(Sequences().cuda(), input_of_sequences(), strict=False)
+    torch.export.save(program, path.with_suffix(".pt2"))
+    print(path, path.with_suffix(".pt2"))

@@ -8,7 +8,7 @@ namespace lltm_ext {
 
 // For float16, which rounds to 2^-11. No branches. Absolute errors of about 2^-21; of gelu, gelu_tanh and
 // silu at most 2^-14 of the result, or 2^-24 where the result is below 2^-10.
-struct FastMath {
+struct FastMath : FoldedTanh {
   __device__ static float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -84,6 +84,15 @@ struct FastMath {
     return y;
   }
 
+  // y as two values of float16 with 22 bits of its mantissa, for sizes from 1e-9 to 4e6. They are divided by
+  // 2^6, and the second is multiplied by 2^11.
+  __device__ static float high_part(float y) { return y * 0x1p-6f; }
+  __device__ static float low_part(float y) {
+    const float high = high_part(y);
+    return (high - rounded_to_float16(high)) * 0x1p11f;
+  }
+  __device__ static float of_parts(float high, float low) { return fmaf(low, 0x1p-5f, high * 0x1p6f); }
+
   // c[0] + c[1] x + ...
   template <int N>
   __device__ static float polynomial(float x, const float (&c)[N]) {
@@ -96,6 +105,18 @@ struct FastMath {
  protected:
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kTailEnd = 128.f;  // where the tails are 0
+
+  __device__ static float rounded_to_float16(float x) {
+    float y;
+    asm("{\n"
+        " .reg .b16 half;\n"
+        " cvt.rn.f16.f32 half, %1;\n"
+        " cvt.f32.f16 %0, half;\n"
+        "}"
+        : "=f"(y)
+        : "f"(x));
+    return y;
+  }
 
   __device__ static float exp2(float x) {
     float y;
@@ -142,7 +163,8 @@ struct FastMath {
   }
 };
 
-// For bfloat16, which rounds to 2^-8: errors of 2^-11, by the hardware's tanh.
+// For bfloat16, which rounds to 2^-8: errors of 2^-11, by the hardware's tanh. Near 1 that is more exact: up
+// to x = 6 its distance from 1 has a relative error of 0.014 at most.
 struct FastestMath : FastMath {
   __device__ static float tanh(float x) {
 #if __CUDA_ARCH__ >= 750
@@ -154,6 +176,14 @@ struct FastestMath : FastMath {
 #endif
   }
   __device__ static float sigmoid(float x) { return fmaf(tanh(.5f * x), .5f, .5f); }
+  // By the bits of bfloat16, which are the upper half of a float's. The last two are lost.
+  __device__ static float high_part(float y) { return __uint_as_float(__float_as_uint(y) & 0xffff0000); }
+  __device__ static float low_part(float y) {
+    return __uint_as_float((__float_as_uint(y) >> 2 & 0x3fff) << 16);
+  }
+  __device__ static float of_parts(float high, float low) {
+    return __uint_as_float(__float_as_uint(high) | __float_as_uint(low) >> 14);
+  }
   // Error at most 2^-11 of the result, or 2^-21 where that is below 2^-10. The polynomial is the tail's
   // logarithm, as in normal_tail.
   __device__ static float gelu_tanh(float x) {

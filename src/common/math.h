@@ -152,9 +152,32 @@ LLTM_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
 }
 
+// A tanh as it is saved for the backward: as it is, or for half types folded. Above 1/2 that is 1 plus 2^16
+// times the distance from 1, of which the derivative is made.
+struct PlainTanh {
+  template <typename T>
+  LLTM_HOST_DEVICE static T folded_tanh(T y) {
+    return y;
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T unfolded_tanh(T saved) {
+    return saved;
+  }
+};
+struct FoldedTanh {
+  template <typename T>
+  LLTM_HOST_DEVICE static T folded_tanh(T y) {
+    return std::abs(y) > T(.5) ? std::copysign(T(65537) - std::abs(y) * T(65536), y) : y;
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T unfolded_tanh(T saved) {
+    return std::abs(saved) < T(1) ? saved : std::copysign((T(65537) - std::abs(saved)) / T(65536), saved);
+  }
+};
+
 // The functions of cells and activations, exact to a few units in the last place. fast_math.cuh has faster
 // ones.
-struct ExactMath {
+struct ExactMath : PlainTanh {
   template <typename T>
   LLTM_HOST_DEVICE static T sigmoid(T x) {
     return lltm_ext::sigmoid(x);
@@ -238,6 +261,21 @@ struct ExactMath {
   template <typename T>
   LLTM_HOST_DEVICE static T divide(T a, T b) {
     return a / b;
+  }
+
+  // y as two values of a half type: its first 8 bits and the others.
+  template <typename T>
+  LLTM_HOST_DEVICE static T high_part(T y) {
+    const T scaled = y * T(65537);
+    return scaled - (scaled - y);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T low_part(T y) {
+    return y - high_part(y);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T of_parts(T high, T low) {
+    return high + low;
   }
 };
 

@@ -69,7 +69,7 @@ KernelText text_of(const CellKernel& kernel) {
 }  // namespace
 
 CellProgram::CellProgram(std::string_view text_) : text(text_) {
-  const Strings fields = split(text, kSeparator);
+  const Strings fields = fields_of(text);
   const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
   TORCH_CHECK_VALUE(numbers.size() == 10,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),

@@ -1,5 +1,5 @@
 // A user's cell in the text form that the dispatcher carries, so that it can be traced and exported. The
-// text's fields, separated by '\x1f': the cell's name; numbers, separated by commas; the C++ of its struct
+// text's fields (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct
 // `Cell` (recurrence/cell.h). The numbers are those of its CellShape, and 1 if a unit of zeros stays so,
 // forward and backward, else 0.
 #pragma once

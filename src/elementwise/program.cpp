@@ -35,7 +35,7 @@ std::string define_function(const std::string& name, const Strings& parameters, 
 }  // namespace
 
 Program::Program(std::string_view text_) : text(text_) {
-  const Strings fields = split(text, kSeparator);
+  const Strings fields = fields_of(text);
   TORCH_CHECK_VALUE(fields.size() >= 4 && fields.size() % 3 == 1,
                     "elementwise: expected a program as lltm_ext.elementwise writes it, got ", fields.size(),
                     " fields");

@@ -1,5 +1,5 @@
 // An op made at run time, in the text form that the dispatcher carries, so that it can be traced and
-// exported. The text's fields, separated by '\x1f':
+// exported. The text's fields (common/runtime/text.h):
 //
 //   the op's name; the names of its tensors and of its scalars, each separated by commas; the forward's body;
 //   for each gradient: the tensor's name, the names of the operands it uses (including "output"), its body.

@@ -8,7 +8,8 @@
 
 namespace lltm_ext {
 
-// The one-step op's cell. It saves the new cell state, which is an output anyway, instead of its tanh.
+// The one-step op's cell. Its saved values are an output of the op: the activated gates, and the new cell
+// state instead of its tanh.
 struct LltmOneStepCell : CellDefaults {
   static constexpr int kGates = LltmCell::kGates, kStates = LltmCell::kStates, kSaved = LltmCell::kSaved;
 
@@ -16,6 +17,8 @@ struct LltmOneStepCell : CellDefaults {
   LLTM_HOST_DEVICE static A forward(const CellInputs<LltmOneStepCell, A>& in, A (&states)[1],
                                     A (&saved)[kSaved]) {
     const A h = LltmCell::forward<Math>({{in.x[0], in.x[1], in.x[2]}}, states, saved);
+    saved[0] = unfolded(saved[0]);
+    saved[1] = unfolded(saved[1]);
     saved[3] = states[0];
     return h;
   }
@@ -23,9 +26,10 @@ struct LltmOneStepCell : CellDefaults {
   LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LltmOneStepCell, A>&,
                                         A grad_h, A (&grad_states)[1],
                                         CellGradients<LltmOneStepCell, A>& grads) {
-    const A with_tanh[kSaved] = {saved[0], saved[1], saved[2], Math::tanh(saved[3])};
+    const A tanh_c = Math::tanh(saved[3]);
+    const A of_cell[kSaved] = {folded(saved[0]), folded(saved[1]), saved[2], Math::folded_tanh(tanh_c)};
     CellGradients<LltmCell, A> found;
-    LltmCell::backward<Math>(with_tanh, {}, grad_h, grad_states, found);
+    LltmCell::backward<Math>(of_cell, {}, grad_h, grad_states, found);
     for (int g = 0; g < kGates; ++g) grads.x[g] = found.x[g];
   }
 };

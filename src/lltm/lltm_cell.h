@@ -10,17 +10,20 @@ namespace lltm_ext {
 struct LltmCell : CellDefaults {
   static constexpr int kGates = 3;   // input, output, candidate
   static constexpr int kStates = 1;  // c
-  static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z); tanh(c')
+  static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z), tanh(c'); folded but for elu(z)
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LltmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {
     A& c = states[0];
-    saved[0] = Math::sigmoid(in.x[0]);
-    saved[1] = Math::sigmoid(in.x[1]);
-    saved[2] = Math::elu(in.x[2]);
-    c += saved[2] * saved[0];
-    saved[3] = Math::tanh(c);
-    return saved[3] * saved[1];
+    const A input_gate = Math::sigmoid(in.x[0]), output_gate = Math::sigmoid(in.x[1]);
+    const A candidate = Math::elu(in.x[2]);
+    c += candidate * input_gate;
+    const A tanh_c = Math::tanh(c);
+    saved[0] = folded(input_gate);
+    saved[1] = folded(output_gate);
+    saved[2] = candidate;
+    saved[3] = Math::folded_tanh(tanh_c);
+    return tanh_c * output_gate;
   }
 
   // No forget gate: the gradient of c passes unscaled.
@@ -28,7 +31,8 @@ struct LltmCell : CellDefaults {
   LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LltmCell, A>&, A grad_h,
                                         A (&grad_states)[1], CellGradients<LltmCell, A>& grads) {
     A& grad_c = grad_states[0];
-    const A input_gate = saved[0], output_gate = saved[1], candidate = saved[2], tanh_c = saved[3];
+    const A input_gate = unfolded(saved[0]), output_gate = unfolded(saved[1]), candidate = saved[2];
+    const A tanh_c = Math::unfolded_tanh(saved[3]);
     grad_c += grad_h * output_gate * tanh_derivative(tanh_c);
     grads.x[0] = grad_c * candidate * sigmoid_derivative(input_gate);
     grads.x[1] = grad_h * tanh_c * sigmoid_derivative(output_gate);

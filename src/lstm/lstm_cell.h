@@ -10,7 +10,7 @@ namespace lltm_ext {
 struct LstmCell : CellDefaults {
   static constexpr int kGates = 4;   // input, forget, cell, output
   static constexpr int kStates = 1;  // c
-  static constexpr int kSaved = 5;   // the activated gates, sigmoids folded; c, to recompute c' from
+  static constexpr int kSaved = 5;   // the activated gates, folded; c, to recompute c' from
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LstmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {
@@ -19,7 +19,7 @@ struct LstmCell : CellDefaults {
     const A candidate = Math::tanh(in.x[2]), output_gate = Math::sigmoid(in.x[3]);
     saved[0] = folded(input_gate);
     saved[1] = folded(forget_gate);
-    saved[2] = candidate;
+    saved[2] = Math::folded_tanh(candidate);
     saved[3] = folded(output_gate);
     saved[4] = c;
     c = forget_gate * c + input_gate * candidate;
@@ -30,8 +30,8 @@ struct LstmCell : CellDefaults {
   LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LstmCell, A>&, A grad_h,
                                         A (&grad_states)[1], CellGradients<LstmCell, A>& grads) {
     A& grad_c = grad_states[0];
-    const A input_gate = unfolded(saved[0]), forget_gate = unfolded(saved[1]), candidate = saved[2];
-    const A output_gate = unfolded(saved[3]), c = saved[4];
+    const A input_gate = unfolded(saved[0]), forget_gate = unfolded(saved[1]);
+    const A candidate = Math::unfolded_tanh(saved[2]), output_gate = unfolded(saved[3]), c = saved[4];
     const A tanh_c = Math::tanh(forget_gate * c + input_gate * candidate);
     grad_c += grad_h * output_gate * tanh_derivative(tanh_c);
     grads.x[0] = grad_c * candidate * sigmoid_derivative(input_gate);

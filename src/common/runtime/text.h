@@ -14,7 +14,8 @@ namespace lltm_ext {
 
 using Strings = std::vector<std::string>;
 
-constexpr char kSeparator = '\x1f';  // of a program's fields
+// Of a program's fields, and of their lines, so that a program is a text of one line.
+constexpr char kSeparator = '\x1f', kLine = '\x17';
 
 inline Strings split(std::string_view text, char separator) {
   Strings parts;
@@ -24,6 +25,13 @@ inline Strings split(std::string_view text, char separator) {
     if (end == std::string_view::npos) return parts;
     begin = end + 1;
   }
+}
+
+// The fields of a program. Those of older ones have line feeds.
+inline Strings fields_of(std::string_view program) {
+  std::string text(program);
+  std::replace(text.begin(), text.end(), kLine, '\n');
+  return split(text, kSeparator);
 }
 
 // A list of names, separated by commas; none if it is empty.

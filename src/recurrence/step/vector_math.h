@@ -37,7 +37,7 @@ inline Int smaller(Int a, Int b) {
 // The functions of cells in float32, without calls or branches, so that GCC vectorises them. GCC turns ?: on
 // floats with a constant side into a branch, so selections work on the bits as integers. Signed, these order
 // floats above 0; unsigned, they order floats below 0 in reverse.
-struct VectorMath {
+struct VectorMath : PlainTanh {
   // e^x = 2^n * (1 + rest). For small x, `rest` is more exact than e^x - 1.
   struct Exp {
     float rest;
@@ -95,10 +95,28 @@ struct VectorMath {
 };
 
 // In float64, which is for tests and gradcheck: exact rather than fast.
-struct StdMath {
+struct StdMath : PlainTanh {
   static double sigmoid(double x) { return lltm_ext::sigmoid(x); }
   static double tanh(double x) { return std::tanh(x); }
   static double elu(double x) { return lltm_ext::elu(x); }
+};
+
+// For half types: FoldedTanh without branches.
+struct HalfVectorMath : VectorMath {
+  static float folded_tanh(float y) {
+    const float size = std::fabs(y);
+    return select(size > .5f, std::copysign(65537.f - size * 65536.f, y), y);
+  }
+  static float unfolded_tanh(float saved) {
+    const float size = std::fabs(saved);
+    return select(size < 1.f, saved, std::copysign((65537.f - size) / 65536.f, saved));
+  }
+
+ private:
+  static float select(bool first, float a, float b) {
+    const uint32_t mask = -static_cast<uint32_t>(first);
+    return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+  }
 };
 
 // A distinct type for float32, so that functions can be overloaded.
@@ -119,7 +137,8 @@ inline Lane elu_derivative(Lane output) {
 template <typename T>
 using ValueOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, Lane, double>;
 template <typename T>
-using MathOf = std::conditional_t<std::is_same_v<acc_t<T>, float>, VectorMath, StdMath>;
+using MathOf = std::conditional_t<std::is_same_v<acc_t<T>, double>, StdMath,
+                                  std::conditional_t<std::is_same_v<T, float>, VectorMath, HalfVectorMath>>;
 
 // To and from acc_t<T>. c10's conversion of float16 has branches, this one does not.
 template <typename T>
