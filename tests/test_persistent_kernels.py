@@ -32,11 +32,6 @@ def struct_of(name):
     return f"lltm_ext::{name}" if name in WRITTEN else f"lltm_ext::cell_{name}::Cell"
 
 
-def source_of(cell):
-    """With the values saved as in half types."""
-    return cell.derived.half_struct.source
-
-
 def header(names):
     """cells.h: the structs of these cells, and a macro that lists them."""
     lines = ["#pragma once"]
@@ -45,7 +40,7 @@ def header(names):
             lines.append(f'#include "{WRITTEN[name]}"')
         else:
             lines.append('#include "recurrence/to_initial.h"\n#include "common/math.h"')
-            lines.append(f"namespace lltm_ext::cell_{name} {{\n{source_of(DERIVED[name])}\n}}")
+            lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].derived.struct.source}\n}}")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))
     return "\n".join(lines) + "\n"
 
