@@ -4,7 +4,7 @@ src/<op>/ with an <op>.cpp becomes the module lltm_ext._C.<op>; there is no list
 include headers of src/common/runtime also compiles the sources there. LLTM_EXT_CUDA=0/1, CUDA_HOME,
 TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; _toolchain.py has their defaults.
 
-Standard library only until a torch is passed in, and importable before the modules are built.
+It uses only the standard library until a torch is passed in. It can be imported before the modules are built.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def source_folder() -> Path:
 
 
 def ops(src: Path) -> list[str]:
-    """Those with most files first: modules are built in parallel, and the longest must not start last."""
-    found = sorted(file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
-    return sorted(found, key=lambda op: -len(sources(src, op, cuda=True)))
+    """The op with most files comes first: modules are built in parallel, and it must not start last."""
+    found = (file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
+    return sorted(found, key=lambda op: (-len(sources(src, op, cuda=True)), op))
 
 
 def sources(src: Path, op: str, cuda: bool) -> list[str]:
@@ -83,7 +83,7 @@ class Target:
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
         root = self.src.resolve()
-        # No absolute paths in error messages. -g0, because Python's own flags may contain -g.
+        # The maps keep absolute paths out of error messages. Python's own flags may contain -g, hence -g0.
         folders = (root.parent, Path(str(self.torch.__file__)).parent.parent)
         maps = [f"-ffile-prefix-map={folder}/=" for folder in folders]
         hidden = "-fvisibility=hidden"
@@ -96,7 +96,7 @@ class Target:
             files,
             include_dirs=[str(root)],
             define_macros=macros,
-            extra_compile_args={  # no -std: torch knows which one its headers need
+            extra_compile_args={  # torch adds the -std that its headers need
                 "cxx": ["-O3", "-g0", hidden, *maps],
                 "nvcc": ["-O3", *(f"-Xcompiler={flag}" for flag in (hidden, *maps)), *smallest],
             },
@@ -104,7 +104,7 @@ class Target:
         )
 
     def write_record(self, package: Path, version: str, **more: Any) -> None:
-        """For _record.py. Without times and paths, so that the same source gives the same bytes."""
+        """What _record.py reads. It has no times and paths, so that the same source gives the same bytes."""
         record = {
             "version": version,
             "torch": str(self.torch.__version__),
@@ -123,11 +123,11 @@ def module(target: Target, op: str) -> Any:
         sources(target.src, op, target.cuda is not None),
         [("AT_PER_OPERATOR_HEADERS", None)],  # torch's headers include only the ops they use
     )
-    # -fopenmp: without it at::parallel_for runs on one thread.
-    # The assembler's -I: modules embed headers for the compiler at run time (common/runtime/compiler.h).
+    # at::parallel_for runs on one thread without -fopenmp. By -I the assembler finds the headers that modules
+    # embed for the compiler at run time (common/runtime/compiler.h).
     extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
-    if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
+    if target.cuda:  # PyPI's runtime has no libcudart.so, only a file of this name
         extension.libraries.remove("cudart")
         extension.extra_link_args += [f"-l:libcudart.so.{major(target.cuda.version)}"]
     return extension
@@ -158,7 +158,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
 
         def build_extension(self, ext: Any) -> None:
             """In its own thread and folder, because torch writes a build.ninja there."""
-            if self.failed:  # another module failed
+            if self.failed:  # Another module failed.
                 return
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)
@@ -196,11 +196,11 @@ def into(folder: str) -> None:
 
 
 def try_modules(site: str, modules: str | None = None) -> None:
-    """Calls each op of the lltm_ext in `site` once, or of these modules. Raises where a call fails."""
-    for call, error in _probe.try_ops(site, modules).items():
+    """Calls each op of the lltm_ext in `site` once, or of these modules. Raises where one fails."""
+    for step, error in _probe.try_package(site, modules).items():
         if error:
             raise toolchain.ToolchainError(
-                f"the modules were built by {toolchain.cxx_version()}, but fail when they are tried: {call}: "
+                f"the modules were built by {toolchain.cxx_version()}, but fail when they are tried: {step}: "
                 f"{error}. Run: export CXX=g++  (or another C++ compiler than this one, which may link "
                 "libstdc++ statically)"
             )

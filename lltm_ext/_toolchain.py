@@ -1,6 +1,6 @@
 """What a build uses: the CUDA compiler, the architectures, the number of parallel jobs.
 
-Standard library only, and importable before the modules are built.
+It uses only the standard library, so that it can be imported before the modules are built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lltm_ext import _probe
 from lltm_ext._version import TOOLKIT, major, minor, number
 
 # Code for x.y runs on x.z from z = y on: a GPU of 8.9 runs the code for 8.6.
@@ -69,13 +68,6 @@ def search_path() -> str:
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
-def check_host() -> None:
-    """Raises a ToolchainError if there is no C++ compiler, no ninja or no Python.h."""
-    cxx_version()
-    ninja()
-    python_headers()
-
-
 def ninja() -> str:
     found = shutil.which("ninja", path=search_path())
     if found is None:
@@ -97,6 +89,15 @@ def cxx_version() -> str:
         return _output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     except ToolchainError as error:
         raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
+
+
+HOST = {"c++": cxx_version, "ninja": ninja, "Python.h": python_headers}
+
+
+def check_host() -> None:
+    """Raises a ToolchainError if there is no C++ compiler, no ninja or no Python.h."""
+    for find in HOST.values():
+        find()
 
 
 def find_cuda(
@@ -211,15 +212,6 @@ def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
     return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
 
 
-def gpus() -> list[str]:
-    """The compute capabilities of the GPUs that this process may use.
-
-    Another process asks, because after a process has used the driver, its forks cannot use CUDA.
-    """
-    answers, end = _probe.ask("driver")
-    return [] if end else sorted({a["capability"] for a in answers if "capability" in a}, key=number)
-
-
 def runs_on(architectures: Sequence[str], capability: str) -> bool:
     """Whether a GPU runs code for one of these: for its major version up to its own, or older PTX."""
     for architecture in architectures:
@@ -238,24 +230,22 @@ def _known_to(nvcc: Path) -> set[str]:
 
 
 def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
+    """MAX_JOBS, or as many as the cores and the memory that this process may use carry.
+
+    Control groups limit both in a container: of memory.limit_in_bytes those of version 1 do.
+    """
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
-    return max(1, min(_cores(root), _memory(root) // BYTES_PER_JOB))
-
-
-def _cores(root: Path) -> int:
+    groups = root / "sys/fs/cgroup"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")  # '200000 100000', 'max 100000'
-    return min(cores, max(1, int(quota) // int(period))) if quota.isdecimal() else cores
-
-
-def _memory(root: Path) -> int:
-    """What is available, and a container's limit by control groups of version 2 or 1."""
+    quota, _, period = _read(groups / "cpu.max").partition(" ")  # '200000 100000' or 'max 100000'
+    if quota.isdecimal():
+        cores = min(cores, int(quota) // int(period))
     available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    bytes_ = [int(limit) for limit in limits if limit.strip().isdecimal()]
-    return min([int(available[1]) * 1024 if available else BYTES_PER_JOB, *bytes_])
+    limits = [_read(groups / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    memory = [int(available[1]) * 1024 if available else BYTES_PER_JOB]
+    memory += [int(limit) for limit in limits if limit.strip().isdecimal()]
+    return max(1, min(cores, *(each // BYTES_PER_JOB for each in memory)))
 
 
 def _read(path: Path) -> str:

@@ -6,7 +6,6 @@ CUDA or Python.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +15,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from lltm_ext import _build, _record
+from lltm_ext import _build, _probe, _record
 from lltm_ext import _toolchain as toolchain
 from lltm_ext._toolchain import ToolchainError
 from lltm_ext._version import __version__
@@ -43,9 +41,15 @@ def build() -> Path:
     with_cuda, architectures = wanted()
     folder = _cache() / _name(with_cuda, architectures)
     if not _is_complete(folder):
-        with _writing_to(folder.parent), _lock(folder):
-            if not _is_complete(folder):  # no other process has built it meanwhile
-                _build_new(folder, environment_for(with_cuda, architectures))
+        try:
+            with _lock(folder):
+                if not _is_complete(folder):  # no other process has built it meanwhile
+                    _build_new(folder, environment_for(with_cuda, architectures))
+        except OSError as error:  # The folder is read-only or its disk is full.
+            raise ToolchainError(
+                f"{folder.parent} cannot be written ({error}). "
+                "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
+            ) from error
     return folder
 
 
@@ -53,7 +57,7 @@ def wanted() -> tuple[bool, list[str]]:
     """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
-    architectures = toolchain.named_architectures() or toolchain.gpus()
+    architectures = toolchain.named_architectures() or _probe.gpus()
     return bool(architectures) or os.environ.get("LLTM_EXT_CUDA") == "1", architectures
 
 
@@ -68,9 +72,7 @@ def _name(with_cuda: bool, architectures: list[str]) -> str:
     """Names everything that the modules depend on, so that no others are loaded."""
     src = _build.source_folder()
     if not src.is_dir():
-        raise ToolchainError(
-            f"there are no sources in {src}. Run: python -m pip install --force-reinstall lltm_ext"
-        )
+        raise ToolchainError(f"there are no sources in {src}. Run: {_record.reinstall()}")
     target = f"cuda{torch.version.cuda}-{'_'.join(architectures) or 'all'}" if with_cuda else "cpu"
     python, source = sysconfig.get_config_var("SOABI"), toolchain.source_revision(src)[:12]
     return f"{__version__}-torch{torch.__version__}-{target}-{python}-{source}"
@@ -86,18 +88,6 @@ def _is_complete(folder: Path) -> bool:
 
 def _digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("_C/*.so")}
-
-
-@contextlib.contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    """Says what to do if the folder is read-only or its disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise ToolchainError(
-            f"{folder} cannot be written ({error}). "
-            "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
-        ) from error
 
 
 def _lock(folder: Path) -> AbstractContextManager[Any]:

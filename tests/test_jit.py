@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lltm_ext import _build, _probe, _record, _toolchain, jit
+from lltm_ext import _build, _loader, _probe, _record, _toolchain, jit
 
 pytestmark = pytest.mark.compiles
 
@@ -147,9 +147,9 @@ def test_a_missing_nvcc_stops_the_build_with_the_message_of_setup_py(
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.delenv("LLTM_EXT_CUDA", raising=False)
     monkeypatch.setenv("LLTM_EXT_JIT", "1")
-    monkeypatch.setattr(_record, "modules_fit", lambda torch: False)
+    monkeypatch.setattr(_record, "modules_fit", lambda torch, cuda: False)
     with pytest.raises(ImportError, match=r"^lltm_ext: no nvcc of CUDA 99\.0\. Run: python -m pip install$"):
-        _record.provide(torch)
+        _loader.provide(torch)
 
 
 # ---- what it is built for ----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    monkeypatch.setattr(_toolchain, "gpus", lambda: gpus)
+    monkeypatch.setattr(_probe, "gpus", lambda: gpus)
     assert jit.wanted() == wanted
 
 
@@ -208,21 +208,6 @@ def test_a_gpu_too_old_is_reported_with_the_fix(nvcc: Path) -> None:
         _toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
     ):
         _toolchain.architectures_of(["7.0"], nvcc)
-
-
-def test_the_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = {"cuda": "13.0", "version": "580.65.06"}
-    gpus = [{"name": "", "capability": capability} for capability in ("12.0", "9.0", "9.0")]
-    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], None))
-    assert _toolchain.gpus() == ["9.0", "12.0"]
-    monkeypatch.setattr(_probe, "ask", lambda question: ([driver, *gpus], "it kills the process (signal 6)"))
-    assert _toolchain.gpus() == []
-
-
-def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "libcuda.so.1").touch()
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert _toolchain.gpus() == []
 
 
 def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -430,7 +415,7 @@ from lltm_ext import _record
 x = torch.linspace(-2, 2, 5, requires_grad=True)
 lltm_ext.round(lltm_ext.sigmoid(x)).sum().backward()
 output, _ = lltm_ext.LLTM(4, 5)(torch.ones(2, 3, 4))
-record = _record.check(torch) | {"file": lltm_ext._C.relu.__file__}
+record = _record.read() | {"file": lltm_ext._C.relu.__file__}
 record |= {"grad": x.grad.tolist(), "shape": list(output.shape), "version": lltm_ext.__version__}
 print(json.dumps(record))
 """

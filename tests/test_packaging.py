@@ -18,21 +18,21 @@ import zipfile
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
 import lltm_ext
 from lltm_ext import _build, _portable, _record, _toolchain
-from lltm_ext._launch import is_program
+from lltm_ext._loader import is_module_run
 from lltm_ext._version import label, minor
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
 CUDA = torch.version.cuda
 TORCH_MINOR = minor(torch.__version__)
-BASE_VERSION = _record.check(torch)["version"].split("+")[0]
+BASE_VERSION = _record.check(torch.__version__, torch.version.cuda)["version"].split("+")[0]
 BUILT_VERSION = f"{BASE_VERSION}+{label(torch.__version__, CUDA)}"
 
 
@@ -389,10 +389,6 @@ RECORD = {
 }
 
 
-def a_torch(version: str, cuda: str | None) -> ModuleType:
-    return SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=cuda))  # type: ignore[return-value]
-
-
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
@@ -406,7 +402,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]
 def test_a_torch_of_the_same_minor_version_and_cuda_major_fits(
     record: dict[str, object], version: str, cuda: str
 ) -> None:
-    assert _record.check(a_torch(version, cuda)) == record
+    assert _record.check(version, cuda) == record
 
 
 @pytest.mark.parametrize(
@@ -423,7 +419,7 @@ def test_a_torch_that_does_not_fit_is_reported_with_the_fix(
     version: str, cuda: str | None, here: str
 ) -> None:
     with pytest.raises(ImportError) as caught:
-        _record.check(a_torch(version, cuda))
+        _record.check(version, cuda)
     message = str(caught.value)
     assert message.startswith("lltm_ext 0.1.0+cu130torch2.11 was built for torch 2.11.0+cu130 with CUDA 13.0")
     assert f"; {here}. " in message
@@ -434,16 +430,16 @@ def test_a_torch_that_does_not_fit_is_reported_with_the_fix(
 
 def test_a_build_without_cuda_fits_any_torch_of_its_minor_version(record: dict[str, object]) -> None:
     _record.FILE.write_text(json.dumps(record | {"cuda": None}))
-    assert _record.check(a_torch("2.11.0", "13.0"))["cuda"] is None
+    assert _record.check("2.11.0", "13.0")["cuda"] is None
     with pytest.raises(ImportError, match=r'Run: python -m pip install "torch==2\.11\.\*"  \(or '):
-        _record.check(a_torch("2.12.0", "13.0"))
+        _record.check("2.12.0", "13.0")
 
 
 def test_a_source_folder_is_told_to_build_again(record: dict[str, object]) -> None:
     package = _record.PACKAGE
     (package.parent / "setup.py").touch()
     with pytest.raises(ImportError, match=f"Run: cd {package.parent} && python setup.py develop  "):
-        _record.check(a_torch("2.12.0", "13.0"))
+        _record.check("2.12.0", "13.0")
 
 
 def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
@@ -451,11 +447,11 @@ def test_modules_of_another_python_are_named(record: dict[str, object]) -> None:
     with pytest.raises(
         ImportError, match=r"built for .*, Python cpython-39-x86_64-linux-gnu; this Python loads"
     ):
-        _record.check(a_torch("2.11.0", "13.0"))
+        _record.check("2.11.0", "13.0")
 
 
 def test_the_installed_record_says_what_was_built() -> None:
-    record = _record.check(torch)
+    record = _record.check(torch.__version__, torch.version.cuda)
     assert record["version"] == importlib.metadata.version("lltm_ext") == lltm_ext.__version__
     if not _portable.in_use:
         assert record["torch"] == torch.__version__
@@ -513,9 +509,9 @@ def test_only_python_m_lltm_ext_imports_the_package_without_torch(
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", *before.split(), *arguments.split()])
     monkeypatch.setattr(sys, "argv", ["-m", *arguments.split()])  # until Python has found the module
-    assert is_program() is found
+    assert is_module_run() is found
     monkeypatch.setattr(sys, "argv", ["/site/lltm_ext/__main__.py", *arguments.split()])
-    assert not is_program()
+    assert not is_module_run()
 
 
 @pytest.mark.skipif(_portable.in_use, reason="the portable library has more to import")
@@ -538,7 +534,7 @@ import importlib.metadata, json, lltm_ext, torch
 from lltm_ext import _record
 assert lltm_ext.sigmoid(torch.zeros(2)).tolist() == [0.5, 0.5]
 version = importlib.metadata.version("lltm_ext")
-print(json.dumps({"file": lltm_ext.__file__, "version": version, "record": _record.check(torch)}))
+print(json.dumps({"file": lltm_ext.__file__, "version": version, "record": _record.read()}))
 """
 
 
