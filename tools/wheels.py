@@ -137,13 +137,11 @@ def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
 
 
 def index_of(wheel: str, record: dict[str, Any]) -> str:
-    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel."""
-    if "portable" in record:
-        return "index" if record["cuda"] else fail(f"{wheel} is for CPUs only, which its name does not show")
-    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel)
-    if label is None:
-        fail(f"{wheel}: expected a version such as 0.1.0+cu130torch2.11")
-    return f"index/{label[1]}/{label[2]}"
+    """index/cu130/torch2.11 for that CUDA and torch; index itself for the portable wheel."""
+    if not record["cuda"]:
+        fail(f"{wheel} is for CPUs only")
+    cuda, torch = record["cuda"].replace(".", ""), ".".join(record["torch"].split(".")[:2])
+    return "index" if "portable" in record else f"index/cu{cuda}/torch{torch}"
 
 
 def html_page(title: str, links: Sequence[str]) -> str:
