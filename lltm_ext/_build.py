@@ -74,10 +74,6 @@ class Target:
             os.environ["CUDA_HOME"] = str(self.cuda.home)
             os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(self.architectures))
 
-    def folder(self, name: str) -> str:
-        """Where objects are kept. setuptools would give each editable install a new folder."""
-        return f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
-
     def extension(self, name: str, files: list[str], macros: list[tuple[str, str | None]]) -> Any:
         """torch's Extension, without what it links."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
@@ -103,9 +99,9 @@ class Target:
             extra_link_args=["-Wl,-s"],
         )
 
-    def write_record(self, package: Path, version: str, **more: Any) -> None:
+    def record(self, version: str) -> dict[str, Any]:
         """What _record.py reads. It has no times and paths, so that the same source gives the same bytes."""
-        record = {
+        return {
             "version": version,
             "torch": str(self.torch.__version__),
             "cuda": self.torch.version.cuda if self.cuda else None,
@@ -114,7 +110,25 @@ class Target:
             "python": sysconfig.get_config_var("SOABI"),
             "source": toolchain.source_revision(self.src),
         }
-        (package / _record.FILE.name).write_text(json.dumps(record | more, indent=2) + "\n")
+
+    def command(self, name: str, record: dict[str, Any]) -> Any:
+        """The command build_ext, which keeps objects in a folder of that name and writes the record."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        # setuptools would give each editable install a new folder.
+        objects = f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
+
+        class Command(BuildExtension):
+            def finalize_options(self) -> None:
+                self.build_temp: str = self.build_temp or objects
+                super().finalize_options()
+
+            def run(self) -> None:
+                super().run()
+                package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
+                (package / _record.FILE.name).write_text(json.dumps(record, indent=2) + "\n")
+
+        return Command
 
 
 def module(target: Target, op: str) -> Any:
@@ -140,21 +154,14 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     at_once = min(target.jobs, len(modules), MODULES_AT_ONCE)
     os.environ["MAX_JOBS"] = str(target.jobs // at_once)
     version = f"{__version__}+{label(torch.__version__, torch.version.cuda if target.cuda else None)}"
-    from torch.utils.cpp_extension import BuildExtension
 
-    class BuildModules(BuildExtension):
-        def finalize_options(self) -> None:
-            self.build_temp: str = self.build_temp or target.folder(str(sys.implementation.cache_tag))
-            super().finalize_options()
-            self.parallel = at_once
-
+    class BuildModules(target.command(str(sys.implementation.cache_tag), target.record(version))):  # type: ignore[misc]
         def run(self) -> None:
             listed, cuda = " ".join(target.architectures), target.cuda
             nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
             print(f"lltm_ext {version}: {nvcc}, {target.jobs} jobs", flush=True)
-            self.start, self.built, self.failed = time.monotonic(), 0, False
+            self.parallel, self.start, self.built, self.failed = at_once, time.monotonic(), 0, False
             super().run()
-            target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)
 
         def build_extension(self, ext: Any) -> None:
             """In its own thread and folder, because torch writes a build.ninja there."""

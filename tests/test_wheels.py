@@ -33,7 +33,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-wheels = load("wheels")
+check_wheel, wheels = load("check_wheel"), load("wheels")  # wheels imports check_wheel
 
 
 def make_wheel(wheelhouse: Path, torch: str, cuda: str, version: str = "0.1.0", python: str = HERE) -> Path:
@@ -250,7 +250,7 @@ def changed_wheel(wheel: Path, name: str, old: bytes, new: bytes, added: str) ->
             bad.writestr(file, good.read(file).replace(old, new))
         bad.writestr(added, "")
         bad.writestr("lltm_ext/_src/", "")  # auditwheel lists folders, too
-    return "\n".join(load("check_wheel").problems(changed))
+    return "\n".join(check_wheel.problems(changed))
 
 
 def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: P
 
 def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_path: Path) -> None:
     wheel = make_portable_wheel(tmp_path)
-    found = load("check_wheel").problems(wheel)
+    found = check_wheel.problems(wheel)
     assert [problem for problem in found if not problem.startswith("lacks ")] == []
     assert [problem for problem in found if problem.endswith(".so")] == ["lacks lltm_ext/_C/portable.so"]
     name = f"lltm_ext-0.1.0-{HERE}-{HERE}-manylinux_2_17_x86_64.whl"
@@ -340,6 +340,7 @@ def test_the_wheel_that_is_named_is_built(
 
     monkeypatch.setenv("LLTM_EXT_PORTABLE", "1")
     monkeypatch.setattr(wheels, "run", run)
+    monkeypatch.setattr(check_wheel, "main", lambda wheels: 0)
     monkeypatch.setattr(wheels, "repair", lambda wheel, folder, platform: wheel)
     monkeypatch.setattr(wheels, "test", lambda *arguments: None)
     made = wheels.build(f"{python}-torch2.11", tmp_path / "lltm_ext-0.1.0.tar.gz", [], "auto", "")

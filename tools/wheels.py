@@ -11,7 +11,6 @@ passes tools/check_wheel.py and, installed by pip in another new environment, th
 from __future__ import annotations
 
 import argparse
-import email
 import hashlib
 import html
 import json
@@ -25,12 +24,13 @@ import sysconfig
 import tarfile
 import tempfile
 import uuid
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
+
+import check_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +72,8 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
         run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(portable)))
         shutil.rmtree(folder / "builder")  # gigabytes, and the tests need as many
         built = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
-        run(sys.executable, ROOT / "tools/check_wheel.py", built)
+        if check_wheel.main([str(built)]):
+            fail(f"{built.name} is not as it should be")
         test(built, sdist, environment(python, folder / "user"), folder, pytest)
         return Path(shutil.move(built, sdist.parent / built.name))
 
@@ -108,7 +109,7 @@ def publish(wheelhouse: Path) -> None:
         stale.unlink()
     links = defaultdict(list)
     for wheel in wheels:
-        metadata, record = contents(wheel)
+        record, metadata, _ = check_wheel.contents(wheel)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         bill = bill_of_materials(record, metadata["License-Expression"], digest)
         wheel.with_name(f"{wheel.name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
@@ -126,14 +127,6 @@ def publish(wheelhouse: Path) -> None:
     files = sorted(file for file in wheelhouse.iterdir() if file.suffix in (".gz", ".whl", ".json"))
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (wheelhouse / "SHA256SUMS").write_text("".join(lines))
-
-
-def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
-    """Its METADATA and its build record."""
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        record = json.loads(archive.read("lltm_ext/_build_record.json"))
-        return email.message_from_bytes(archive.read(metadata)), record
 
 
 def index_of(wheel: str, record: dict[str, Any]) -> str:
