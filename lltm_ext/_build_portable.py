@@ -54,17 +54,17 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
-    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # as in _build.module
+    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # _build.module says why
     # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
-    # Not everything that torch's build would link.
+    # torch's build would link more than the library needs.
     library.libraries = ["torch_cpu", *(["cudart_static", "dl", "rt", "pthread"] if target.cuda else [])]
 
     record = {"portable": True, "torch": oldest, "headers": torch.__version__, "python": "any"}
 
     class BuildLibrary(target.command("portable", target.record(__version__) | record)):  # type: ignore[misc]
         def get_ext_filename(self, name: str) -> str:
-            return f"{Path(*name.split('.'))}.so"  # for any Python
+            return f"{Path(*name.split('.'))}.so"  # any Python loads it
 
         def build_extensions(self) -> None:
             headers = Path(self.build_temp, "torch").resolve()

@@ -84,11 +84,11 @@ def steps(
             continue
         yield name, None
         try:
-            if name == "lltm_ext":  # runs its __init__, which find_package left out
+            if name == "lltm_ext":  # A reload runs its __init__, which find_package left out.
                 importlib.reload(sys.modules[name])
             else:
                 importlib.import_module(name)
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # SystemExit is one, too
             failed.add(name)
             yield name, f"{type(error).__name__}: {error}"
     if not failed & set(names):

@@ -26,7 +26,7 @@ from lltm_ext._version import major, number
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports.
+# Modules of a CUDA major version need this driver, which supports this CUDA version.
 # Drivers read compressed device code from CUDA 12.4 on.
 OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
@@ -38,22 +38,24 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Facts:
+    """What is installed. An import or call that was tried has its error, or None; a missing tool a Finding."""
+
     package: str = str(_record.PACKAGE)
-    record: dict[str, Any] | None = None  # of the build
-    unfit: str | None = None  # the ImportError's message, if there are no modules for this torch
+    record: dict[str, Any] | None = None
+    unfit: str | None = None  # says why there are no modules for this torch
     python: str = platform.python_version()
     executable: str = sys.executable
     platform: str = platform.platform()
-    torch: str | None = None  # its version
+    torch: str | None = None
     torch_cuda: str | None = None
     torch_folder: str | None = None
-    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # the error of each, or None
-    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # the error of each op, or None
-    driver: str | None = None  # its version
-    driver_cuda: str | None = None  # the newest CUDA version that it supports
+    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    driver: str | None = None
+    driver_cuda: str | None = None  # is the newest CUDA version that the driver supports
     driver_error: str | None = None
-    gpus: list[dict[str, str]] = dataclasses.field(default_factory=list)  # each has "name" and "capability"
-    tools: dict[str, str | Finding] = dataclasses.field(default_factory=dict)  # what a build needs
+    gpus: list[dict[str, str]] = dataclasses.field(default_factory=list)  # have "name" and "capability"
+    tools: dict[str, str | Finding] = dataclasses.field(default_factory=dict)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -162,7 +164,7 @@ def failed_step(facts: Facts) -> Iterator[Finding]:
         command = _record.install_torch(facts.record)
         command += "" if "--force-reinstall" in command else " --force-reinstall"
     elif "undefined symbol" in error or "cannot open shared object" in error:
-        command = _record.install_torch(facts.record)  # because this one is another build of its version
+        command = _record.install_torch(facts.record)  # this one is another build of its version
     elif step in facts.calls and "kills the process" in error:
         what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
         command = _record.from_source(facts.record, "CXX=g++")

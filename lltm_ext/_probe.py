@@ -17,7 +17,7 @@ SECONDS = 300  # A first import of torch from a slow disk takes tens of seconds.
 
 def run_in_child(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
     """The answers, and how the process ended if it failed."""
-    # With -B, because the folder may become a wheel, in which bytecode does not belong.
+    # -B writes no bytecode, which does not belong in the wheel that the folder may become.
     command = [sys.executable, "-B", str(CHILD), question, json.dumps(arguments)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=SECONDS)

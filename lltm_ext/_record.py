@@ -19,7 +19,7 @@ FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules or the portable library were built from and for: see write_record in _build.py."""
+    """What the modules or the portable library were built from and for: see Target.record in _build.py."""
     if not FILE.is_file():
         raise ImportError(
             f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from lltm_ext._version import TOOLKIT, major, minor, number
 
-# Code for x.y runs on x.z from z = y on: a GPU of 8.9 runs the code for 8.6.
+# Code for x.y runs on x.z if z >= y: a GPU of 8.9 runs the code for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
 
@@ -41,7 +41,7 @@ class Cuda(NamedTuple):
     """A complete CUDA toolkit."""
 
     home: Path
-    version: str  # of nvcc, in full: 13.0.88
+    version: str  # nvcc gives it in full: 13.0.88
 
     @property
     def nvcc(self) -> Path:
@@ -139,7 +139,7 @@ def _candidates(
             yield "the PyPI packages", prefix
     on_path = shutil.which("nvcc", path=env.get("PATH", ""))
     home = Path(on_path or "/").resolve().parent.parent
-    if on_path and (home / HEADER).exists():  # else it is a wrapper script, not part of a toolkit
+    if on_path and (home / HEADER).exists():  # otherwise it is a wrapper script
         yield "nvcc on PATH", home
     others = sorted(local.glob(f"cuda-{major(torch_cuda)}*"), reverse=True)
     for home in (local / f"cuda-{torch_cuda}", local / "cuda", *others):
@@ -259,7 +259,7 @@ def source_revision(folder: Path) -> str:
         return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
 
     entries = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # as git does
+    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # git sorts so
         if path.is_file():
             entries.append(b"100644 %s\0%s" % (path.name.encode(), git_hash(b"blob", path.read_bytes())))
         elif any(path.iterdir()):

@@ -43,7 +43,7 @@ def build() -> Path:
     if not _is_complete(folder):
         try:
             with _lock(folder):
-                if not _is_complete(folder):  # no other process has built it meanwhile
+                if not _is_complete(folder):  # another process may have built it meanwhile
                     _build_new(folder, environment_for(with_cuda, architectures))
         except OSError as error:  # The folder is read-only or its disk is full.
             raise ToolchainError(
@@ -62,7 +62,7 @@ def wanted() -> tuple[bool, list[str]]:
 
 
 def _cache() -> Path:
-    """As in torch.utils.cpp_extension, which is not imported because it imports setuptools."""
+    """The cache of torch.utils.cpp_extension, which is not imported because it imports setuptools."""
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user, "torch_extensions")
     return Path(root).expanduser().resolve() / "lltm_ext"
@@ -91,7 +91,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _lock(folder: Path) -> AbstractContextManager[Any]:
-    """For one process at a time. The operating system releases the lock of a process that is killed."""
+    """Lets one process in at a time. The operating system releases the lock of a process that is killed."""
     lock = FileLock(f"{folder}.lock")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -116,10 +116,9 @@ def environment_for(with_cuda: bool, architectures: list[str]) -> dict[str, str]
 def _build_new(folder: Path, environment: dict[str, str]) -> None:
     """Builds next to `folder` and renames it at the end, so that a killed build leaves no `folder`."""
     start = time.monotonic()
-    why = ""
-    if environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None:
-        no_gpu = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
-        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if os.environ.get('LLTM_EXT_CUDA') == '0' else no_gpu})"
+    cpu_only = environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None
+    reason = "LLTM_EXT_CUDA=0, or no GPU is here and TORCH_CUDA_ARCH_LIST names none"
+    why = f" for the CPU only ({reason})" if cpu_only else ""
     _log(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
@@ -130,12 +129,12 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
         _compile(part, environment, Path(f"{folder}.log"))
         _build.try_modules(str(_record.PACKAGE.parent), str(package))
         _add_digests(package)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # it may be damaged
         package.rename(folder)
     _log(f"built in {time.monotonic() - start:.0f} s")
 
 
-# In another process, as torch and setuptools read the environment when they are imported.
+# This runs in another process, because torch and setuptools read the environment when they are imported.
 _BUILD = """
 import sys, lltm_ext_cli
 lltm_ext_cli.find_package()

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-# What pybind11 accepts, as the type that callers pass.
+# pybind11 names what it accepts; a stub names the type that callers pass.
 TYPES = {
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",

