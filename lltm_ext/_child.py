@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,8 @@ def driver_version() -> str | None:
     return version.value.decode() or None
 
 
-def steps(
-    path: Sequence[str], modules: str | None, done: Mapping[str, str | None]
-) -> Iterator[tuple[str, str | None]]:
-    """(name, None) before each step, and (name, error) after one that fails. `done` are known errors."""
+def steps(path: Sequence[str], modules: str | None) -> Iterator[tuple[str, str | None]]:
+    """(name, None) before each step, and (name, error) after one that fails; an import that fails is the last."""
     sys.path[:] = path
     warnings.simplefilter("ignore")
     os.environ["LLTM_EXT_JIT"] = "0"  # Modules that do not fit are an error here.
@@ -75,13 +73,7 @@ def steps(
     (folder,) = importlib.import_module("lltm_ext._C").__path__
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     ops = sorted(file.name.removesuffix(suffix) for file in Path(folder).glob(f"*{suffix}"))
-    failed = {name for name, error in done.items() if error}
-    names = ["torch", *(f"lltm_ext._C.{op}" for op in ops), "lltm_ext"]
-    for name in names:
-        if "torch" in failed:
-            return
-        if name in failed or (name == "lltm_ext" and failed & set(names)):
-            continue
+    for name in ("torch", *(f"lltm_ext._C.{op}" for op in ops), "lltm_ext"):
         yield name, None
         try:
             if name == "lltm_ext":  # A reload runs its __init__, which find_package left out.
@@ -89,10 +81,9 @@ def steps(
             else:
                 importlib.import_module(name)
         except BaseException as error:  # SystemExit is one, too
-            failed.add(name)
             yield name, f"{type(error).__name__}: {error}"
-    if not failed & set(names):
-        yield from importlib.import_module("lltm_ext._selftest").trial(done)
+            return
+    yield from importlib.import_module("lltm_ext._selftest").trial()
 
 
 def main(question: str, arguments: str) -> None:

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Facts:
-    """What is installed. An import or call that was tried has its error, or None; a missing tool a Finding."""
+    """What is installed. An import or call that was tried has an error or None, a missing tool a Finding."""
 
     package: str = str(_record.PACKAGE)
     record: dict[str, Any] | None = None

@@ -55,14 +55,11 @@ def gpus() -> list[str]:
 def try_package(site: str, modules: str | None = None) -> dict[str, str | None]:
     """The error of each step, or None: imports of torch, the modules and lltm_ext, then a call of each op.
 
-    `site` is the folder of lltm_ext; `modules` that of other modules than its own. After a step that kills
-    the process, another process continues.
+    `site` is the folder of lltm_ext; `modules` that of other modules than its own. Nothing is tried after an
+    import that fails, or a step that kills the process.
     """
-    path, found = [site, *map(os.path.abspath, sys.path)], dict[str, str | None]()
-    while True:
-        answers, end = run_in_child("steps", path, modules, found)
-        found |= dict(answers)
-        if end is not None:
-            found[answers[-1][0] if answers else "lltm_ext"] = end
-        if end is None or not answers:
-            return found
+    answers, end = run_in_child("steps", [site, *map(os.path.abspath, sys.path)], modules)
+    found: dict[str, str | None] = dict(answers)
+    if end is not None:
+        found[answers[-1][0] if answers else "lltm_ext"] = end
+    return found

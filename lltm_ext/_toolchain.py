@@ -183,27 +183,21 @@ def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     if chosen := named_architectures(env):
         return chosen
     known = _known_to(nvcc)
-    usable = [architecture for architecture in ARCHITECTURES if architecture in known]
-    if not usable:
-        raise ToolchainError(
-            f"{nvcc} knows none of {', '.join(ARCHITECTURES)}. Run: export TORCH_CUDA_ARCH_LIST={max(known)}"
-        )
-    return [*usable[:-1], usable[-1] + "+PTX"]
+    *usable, last = (architecture for architecture in ARCHITECTURES if architecture in known)
+    return [*usable, f"{last}+PTX"]
 
 
 def architectures_of(gpus: Sequence[str], nvcc: Path) -> list[str]:
     """What to compile for GPUs of these compute capabilities; PTX for one too new for the compiler."""
-    usable = [each for each in _known_to(nvcc) if number(each) >= number(ARCHITECTURES[0])]
+    usable = sorted((x for x in _known_to(nvcc) if number(x) >= number(ARCHITECTURES[0])), key=number)
     found = []
     for gpu in gpus:
-        newest = max((each for each in usable if number(each) <= number(gpu)), key=number, default=None)
-        if newest:
-            found.append(newest if newest == gpu else f"{newest}+PTX")
+        if older := [each for each in usable if number(each) <= number(gpu)]:
+            found.append(gpu if gpu in older else f"{older[-1]}+PTX")
     if not found:
-        oldest = min(usable, key=number, default=ARCHITECTURES[0])
         raise ToolchainError(
             f"the GPU here has compute capability {', '.join(gpus)}, and the oldest that {nvcc} compiles the "
-            f"kernels for is {oldest}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU only)"
+            f"kernels for is {usable[0]}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU only)"
         )
     return list(dict.fromkeys(found))
 

@@ -186,12 +186,11 @@ from lltm_ext._C import tiny
 print(tiny.__file__)
 """
 TRIAL = """
-def trial(done):
+def trial():
     from lltm_ext._C import tiny
-    if not done:
-        yield "tiny", None
-        if tiny.answer() != 42:
-            yield "tiny", f"RuntimeError: answer: expected 42, got {tiny.answer()}"
+    yield "tiny", None
+    if tiny.answer() != 42:
+        yield "tiny", f"RuntimeError: answer: expected 42, got {tiny.answer()}"
 """
 TINY = """
 #include <Python.h>

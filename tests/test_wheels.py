@@ -253,14 +253,14 @@ def changed_wheel(wheel: Path, name: str, old: bytes, new: bytes, added: str) ->
     return "\n".join(check_wheel.problems(changed))
 
 
-def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: Path) -> None:
+def test_the_check_names_another_build_and_files_that_are_missing_or_strange(tmp_path: Path) -> None:
     name = f"lltm_ext-0.1.0+cu128torch2.11-{HERE}-cp399-manylinux_2_28_x86_64.whl"
-    changes = (b'"0.1.0+cu130torch2.11', b'"0.1.0+cu128torch2.11', "tests/test_relu.py")
-    found = changed_wheel(make_wheel(tmp_path, "2.11", "13.0"), name, *changes)
+    wheel = make_wheel(tmp_path, "2.11", "13.0")
+    found = changed_wheel(
+        wheel, name, b"Requires-Dist: torch==", b"Requires-Dist: torch>=", "tests/test_relu.py"
+    )
     assert "record differ: " in found
-    assert f"{HERE}-cp399-manylinux_2_28_x86_64 in the file name, {HERE}-{HERE}-manylinux_2_17" in found
-    assert "cp399 in the file name, cpython-3" in found
-    assert "0.1.0+cu128torch2.11 is not of the record's build, cu130torch2.11" in found
+    assert "does not require torch==2.11.*" in found
     for file in ("lltm_ext/_C/sigmoid.pyi", "lltm_ext/_src/sigmoid/sigmoid.cpp", "lltm_ext/relu.py"):
         assert f"lacks {file}" in found
     assert "licenses/LICENSE" in found
