@@ -63,7 +63,7 @@ def driver_version() -> str | None:
 
 
 def steps(path: Sequence[str], modules: str | None) -> Iterator[tuple[str, str | None]]:
-    """(name, None) before each step, and (name, error) after one that fails; an import that fails is the last."""
+    """(name, None) before each step, and (name, error) after one that fails. Ends at a failed import."""
     sys.path[:] = path
     warnings.simplefilter("ignore")
     os.environ["LLTM_EXT_JIT"] = "0"  # Modules that do not fit are an error here.

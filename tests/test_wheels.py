@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import http.server
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,21 +119,6 @@ def wheelhouse(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def url(wheelhouse: Path) -> Iterator[str]:
-    """The folder, from a web server."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(wheelhouse))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     "index,torch_,takes",
     [
@@ -150,10 +131,10 @@ def url(wheelhouse: Path) -> Iterator[str]:
     ],
 )
 def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(
-    user: User, url: str, index: str, torch_: str, takes: str
+    user: User, wheelhouse: Path, index: str, torch_: str, takes: str
 ) -> None:
     user.has_torch(torch_)
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/{index}")
+    done = user.pip_install("lltm_ext", "--index-url", f"{wheelhouse.as_uri()}/{index}")
     assert done.returncode == 0, done.stderr
     assert user.installed() == {f"torch-{torch_}", f"lltm_ext-{takes}"}
 
@@ -167,13 +148,13 @@ def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(
     ],
 )
 def test_pip_refuses_a_wheel_that_does_not_fit_and_keeps_torch(
-    user: User, wheelhouse: Path, url: str, index: str, torch_: str, reason: str
+    user: User, wheelhouse: Path, index: str, torch_: str, reason: str
 ) -> None:
     user.has_torch(torch_)
     if reason == "HASHES":
         (wheel,) = wheelhouse.glob(f"*cu130torch2.11-{HERE}-*.whl")
         wheel.write_bytes(wheel.read_bytes() + b"\0")
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/{index}")
+    done = user.pip_install("lltm_ext", "--index-url", f"{wheelhouse.as_uri()}/{index}")
     assert done.returncode != 0
     assert reason in done.stderr
     assert user.installed() == {f"torch-{torch_}"}
