@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Facts:
-    """What is installed. An import or call that was tried has an error or None, a missing tool a Finding."""
+    """What is installed. An import or call that was tried has its error, or None."""
 
     package: str = str(_record.PACKAGE)
     record: dict[str, Any] | None = None
@@ -55,12 +55,9 @@ class Facts:
     driver_cuda: str | None = None  # is the newest CUDA version that the driver supports
     driver_error: str | None = None
     gpus: list[dict[str, str]] = dataclasses.field(default_factory=list)  # have "name" and "capability"
-    tools: dict[str, str | Finding] = dataclasses.field(default_factory=dict)
+    tools: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    missing_tools: list[Finding] = dataclasses.field(default_factory=list)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def missing_tools(self) -> list[Finding]:
-        return [tool for tool in self.tools.values() if isinstance(tool, Finding)]
 
     @property
     def builds_at_import(self) -> bool:
@@ -84,8 +81,7 @@ def find_facts() -> Facts:
         for step, failure in _probe.try_package(str(_record.PACKAGE.parent)).items():
             (facts.calls if " on " in step else facts.imports)[step] = failure
     find_driver(facts)
-    tools: dict[str, Callable[[], str]] = {"nvcc": lambda: find_nvcc(facts), **_toolchain.HOST}
-    facts.tools = {name: find_tool(find) for name, find in tools.items()}
+    find_tools(facts)
     return facts
 
 
@@ -108,11 +104,14 @@ def find_driver(facts: Facts) -> None:
     facts.driver_error, facts.gpus = found.get("error"), found.get("gpus", [])
 
 
-def find_tool(find: Callable[[], str]) -> str | Finding:
-    try:
-        return find()
-    except _toolchain.ToolchainError as error:
-        return as_finding(str(error))
+def find_tools(facts: Facts) -> None:
+    tools: dict[str, Callable[[], str]] = {"nvcc": lambda: find_nvcc(facts), **_toolchain.HOST}
+    for name, find in tools.items():
+        try:
+            facts.tools[name] = find()
+        except _toolchain.ToolchainError as error:
+            facts.tools[name] = None
+            facts.missing_tools.append(as_finding(str(error)))
 
 
 def find_nvcc(facts: Facts) -> str:
@@ -245,12 +244,9 @@ def main(args: argparse.Namespace, find_facts: Callable[[], Facts] = find_facts)
 
 
 def as_json(facts: Facts, wrong: list[Finding], known: list[Finding]) -> str:
-    fields = dataclasses.asdict(facts)
-    fields["tools"] = {
-        name: None if isinstance(tool, Finding) else tool for name, tool in facts.tools.items()
-    }
     judged = {"problems": [f._asdict() for f in wrong], "notes": [f._asdict() for f in known]}
-    return json.dumps({"ok": not wrong} | judged | fields, indent=2)
+    facts.missing_tools = []  # They are among the problems or the notes.
+    return json.dumps({"ok": not wrong} | judged | dataclasses.asdict(facts), indent=2)
 
 
 def as_text(facts: Facts, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
@@ -285,6 +281,6 @@ def table(facts: Facts) -> Iterator[tuple[str, str]]:
     for i, gpu in enumerate(facts.gpus):
         yield f"GPU {i}", f"{gpu['name']}, compute capability {gpu['capability']}"
     for name, tool in facts.tools.items():
-        yield name, "none" if isinstance(tool, Finding) else tool
+        yield name, tool or "none"
     for name, value in facts.variables.items():
         yield "variable", f"{name}={value}"

@@ -224,22 +224,18 @@ def _known_to(nvcc: Path) -> set[str]:
 
 
 def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """MAX_JOBS, or as many as the cores and the memory that this process may use carry.
-
-    Control groups limit both in a container: of memory.limit_in_bytes those of version 1 do.
-    """
+    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
-    groups = root / "sys/fs/cgroup"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(groups / "cpu.max").partition(" ")  # '200000 100000' or 'max 100000'
-    if quota.isdecimal():
-        cores = min(cores, int(quota) // int(period))
     available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    limits = [_read(groups / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    memory = [int(available[1]) * 1024 if available else BYTES_PER_JOB]
-    memory += [int(limit) for limit in limits if limit.strip().isdecimal()]
-    return max(1, min(cores, *(each // BYTES_PER_JOB for each in memory)))
+    limits = [cores, int(available[1]) * 1024 // BYTES_PER_JOB if available else 1]
+    # A container's limits are '200000 100000' or 'max 100000' (microseconds), and '4294967296' or 'max'.
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    memory = _read(root / "sys/fs/cgroup/memory.max").strip()
+    limits += [int(quota) // int(period)] if quota.isdecimal() else []
+    limits += [int(memory) // BYTES_PER_JOB] if memory.isdecimal() else []
+    return max(1, min(limits))
 
 
 def _read(path: Path) -> str:

@@ -259,8 +259,7 @@ def test_missing_build_tools_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(_probe, "run_in_child", lambda *question: ([], None))
     monkeypatch.setattr(_doctor, "find_nvcc", lambda facts: _toolchain.find_cuda("99.0").version)
-    found = _doctor.Facts(tools=_doctor.find_facts().tools).missing_tools
-    assert [tool.command for tool in found] == [
+    assert [tool.command for tool in _doctor.find_facts().missing_tools] == [
         'python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"',
         "apt-get install g++",
         "python -m pip install ninja",
@@ -281,7 +280,7 @@ H200 = {"name": "NVIDIA H200", "capability": "9.0"}
 V100 = {"name": "Tesla V100", "capability": "7.0"}
 ORIN = {"name": "Orin", "capability": "8.7"}
 CPU = RECORD | {"version": "0.1.0+cpu", "cuda": None, "architectures": []}
-NINJA = {"ninja": Finding("ninja was not found", "python -m pip install ninja")}
+NINJA = [Finding("ninja was not found", "python -m pip install ninja")]
 UNFIT = "lltm_ext 0.1.0 was built for torch 2.11.0; this is torch 2.12.0. Run: fix it  (or do not)"
 JIT = {"unfit": UNFIT, "variables": {"LLTM_EXT_JIT": "1"}}
 FROM_SOURCE = "python -m pip install --force-reinstall --no-deps --no-binary lltm_ext lltm_ext==0.1.0"
@@ -324,7 +323,7 @@ PROBLEMS = {
         machine(H200, imports=SYMBOL),
         f"python {INSTALL_TORCH}",
     ),
-    "ninja was not found": (machine(H200, tools=NINJA, **JIT), "python -m pip install ninja"),
+    "ninja was not found": (machine(H200, missing_tools=NINJA, **JIT), "python -m pip install ninja"),
     "GPU 0, Tesla V100, has compute capability 7.0; lltm_ext is built for 7.5 8.0 8.6 9.0 10.0 12.0+PTX, "
     "and can be built for 7.5 and newer": (machine(V100, H200), f"export {DEVICES}=1"),
     "and can be built for 7.5 and newer": (
@@ -364,7 +363,7 @@ NOTES = {
     f"{DEVICES}= shows no GPU: CPU tensors only": (machine(variables={DEVICES: ""}), f"unset {DEVICES}"),
     "the NVIDIA driver shows no GPU: CPU tensors only": (machine(), "nvidia-smi --list-gpus"),
     "only to build lltm_ext: ninja was not found": (
-        machine(H200, tools=NINJA),
+        machine(H200, missing_tools=NINJA),
         "python -m pip install ninja",
     ),
 }
