@@ -232,7 +232,7 @@ def trial():
     yield "relu on cpu", None
     yield "relu on cpu", "RuntimeError: wrong"
     yield "gemm on cpu", None
-    print("[1, 2]")  # which is no answer
+    print("[1, 2]")  # that is no answer
     import os; os.abort()
 """
 

@@ -419,7 +419,7 @@ def test_the_import_stops_at_a_torch_that_does_not_fit(tmp_path: Path) -> None:
         ("-X dev -m lltm_ext", "", True),
         ("-mlltm_ext", "doctor --json", True),
         ("-Im lltm_ext", "", True),
-        ("-m clinic", "lltm_ext", False),  # which may import lltm_ext
+        ("-m clinic", "lltm_ext", False),  # it may import lltm_ext
         ("-m clinic.lltm_ext", "", False),
         ("-m lltm_ext.benchmarks.gemm", "", False),
         ("-mclinic", "doctor", False),
@@ -429,7 +429,7 @@ def test_only_python_m_lltm_ext_imports_the_package_without_torch(
     monkeypatch: pytest.MonkeyPatch, before: str, arguments: str, found: bool
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", *before.split(), *arguments.split()])
-    monkeypatch.setattr(sys, "argv", ["-m", *arguments.split()])  # until Python has found the module
+    monkeypatch.setattr(sys, "argv", ["-m", *arguments.split()])  # Python has not found the module yet
     assert is_module_run() is found
     monkeypatch.setattr(sys, "argv", ["/site/lltm_ext/__main__.py", *arguments.split()])
     assert not is_module_run()
@@ -445,7 +445,7 @@ def test_the_import_loads_no_other_package(tmp_path: Path) -> None:
 
 # ---- building and installing -------------------------------------------------------------------------------
 
-EPOCH = 315532800  # as in the Makefile
+EPOCH = 315532800  # the Makefile has it, too
 INSPECT = """
 import importlib.metadata, json, lltm_ext, torch
 from lltm_ext import _record
@@ -578,7 +578,7 @@ class TestWheel:
         assert record["version"] == BUILT_VERSION
         assert record["torch"] == torch.__version__
         assert record["cuda"] == CUDA
-        by_make = not wheel.is_relative_to(target.folder)  # for all architectures
+        by_make = not wheel.is_relative_to(target.folder)  # then it has all architectures
         expected = (
             _toolchain.architectures(_toolchain.find_cuda(CUDA).nvcc, {}) if CUDA and by_make else ["7.5"]
         )
@@ -590,7 +590,7 @@ class TestWheel:
         modules = [name for name in archive.namelist() if name.endswith(".so")]
         assert len(modules) == len(OPS)
         folders = (ROOT, target.checkout, target.folder / "linked", Path(torch.__file__).parent.parent)
-        for folder in (*folders, Path(tempfile.gettempdir(), "pip-")):  # where pip unpacks the sdist
+        for folder in (*folders, Path(tempfile.gettempdir(), "pip-")):  # pip unpacks the sdist there
             assert [name for name in modules if str(folder).encode() in archive.read(name)] == []
 
     def test_its_files_are_sorted_and_have_the_given_time(self, wheel: Path) -> None:
@@ -599,7 +599,7 @@ class TestWheel:
         folders: dict[str, list[str]] = {}
         for entry in entries:
             folders.setdefault(os.path.dirname(entry.filename), []).append(entry.filename)
-        info = [name for name in folders if name.endswith(".dist-info")]  # whose RECORD comes last
+        info = [name for name in folders if name.endswith(".dist-info")]  # its RECORD comes last
         assert all(names == sorted(names) for name, names in folders.items() if name not in info)
 
 

@@ -44,7 +44,7 @@ int main(int count, char** questions) {
   }
 }
 """
-# Compute capability, multiprocessors, code for sm_90a, bytes of shared memory that a block may have.
+# Each has a compute capability, multiprocessors, code for sm_90a or not, bytes of shared memory for a block.
 H200, A100 = (90, 132, True, 227 << 10), (80, 108, False, 163 << 10)
 L4, T4 = (89, 58, False, 99 << 10), (75, 40, False, 64 << 10)
 B200 = (100, 148, False, 227 << 10)
@@ -80,12 +80,12 @@ class Plan(NamedTuple):
     groups: int
     rows: int
     why_not: str
-    on_hopper_only: bool  # the kernel
-    tf32: bool  # the kernel
-    one_row: bool  # a block
+    on_hopper_only: bool  # the kernel runs only there
+    tf32: bool  # the kernel uses it
+    one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
-    fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
-    few_rows: tuple[int, int, int]  # rows, units and split-K; zeros if a step is not one of few rows
+    fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
+    few_rows: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
 
 def encode(
@@ -141,7 +141,7 @@ def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, d
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
-        if name == "grid":  # whose blocks wait for each other
+        if name == "grid":  # its blocks wait for each other
             assert sequences * members * groups <= chip[1], problem
         else:
             assert members <= 8, problem

@@ -335,7 +335,7 @@ def test_the_wheel_that_is_named_is_built(
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_builds_the_wheels_of_the_list_for_which_pypi_has_a_compiler() -> None:
     listed = json.loads((ROOT / "tools/wheels.json").read_text())
-    # Without the variables of a `make wheels WHEELS=…` that runs this test.
+    # A `make wheels WHEELS=…` that runs this test passes its variables on.
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "WHEELS"))
     }
