@@ -94,7 +94,6 @@ matrix: $(WHEELHOUSE)/.portable-torch2.11
 
 lint: $(LINT)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
-	$(BIN)/python tools/stubs.py --check
 	find src include examples/cpp tests/emulation tools -name '*.h' -o -name '*.cpp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml

@@ -16,7 +16,7 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit('setuptools is older than 77. Run: python -m pip install --upgrade "setuptools<82"')
 
 ROOT = Path(__file__).resolve().parent
-SRC = Path("src")  # relative, as the file list of an sdist requires
+SRC = Path("src")  # the file list of an sdist requires relative paths
 
 sys.path.insert(0, str(ROOT))
 import lltm_ext_cli  # noqa: E402
@@ -61,9 +61,9 @@ class Build(build):
         # A module of a removed op, left by an earlier build, must not get into the wheel.
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
-        # For JIT builds. An editable install has them in place.
+        # JIT builds need the sources. An editable install has them in place.
         shutil.copytree(SRC, Path(self.build_lib, "lltm_ext/_src"))
-        if sysconfig.get_platform().endswith(os.uname().machine):  # else this is a cross-build
+        if sysconfig.get_platform().endswith(os.uname().machine):  # a cross-build can not be tried
             try:
                 _build.try_modules(os.path.abspath(self.build_lib))
             except ToolchainError as error:
@@ -84,9 +84,9 @@ class Develop(setuptools.Command):
 chosen = arguments()
 chosen["cmdclass"].update(build=Build, develop=Develop)
 setuptools.setup(
-    # Named: discovery would take src/ for a src-layout.
+    # They are named because discovery would take src/ for a src-layout.
     packages=["lltm_ext", "lltm_ext._C", "lltm_ext.benchmarks"],
-    package_dir={"lltm_ext.benchmarks": "benchmarks"},  # for `python -m lltm_ext bench`
+    package_dir={"lltm_ext.benchmarks": "benchmarks"},  # `python -m lltm_ext bench` runs them
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
     py_modules=["lltm_ext_cli"],
     include_package_data=False,

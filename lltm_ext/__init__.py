@@ -2,16 +2,13 @@
 
 # The __all__ of each module lists its public names.
 # ruff: noqa: F403
-from lltm_ext import _portable
-from lltm_ext._launch import is_program as _is_program
+from lltm_ext import _loader, _portable
 
-if not _is_program():  # the doctor must run where torch does not import
+if not _loader.is_module_run():  # the doctor must run where torch does not import
     import torch
 
-    from lltm_ext._record import provide as _provide
-
-    # Before any module is loaded: a torch that does not fit gives a readable ImportError, or a JIT build.
-    __version__: str = _provide(torch)["version"]
+    # This comes before any module is loaded, so that a torch that does not fit gives a readable ImportError.
+    __version__: str = _loader.provide(torch)["version"]
 
     from lltm_ext import cells as cells
     from lltm_ext.convert import *
@@ -28,7 +25,7 @@ if not _is_program():  # the doctor must run where torch does not import
     from lltm_ext.sigmoid import *
     from lltm_ext.stochastic_round import *
 
-    if _portable.in_use:  # after the ops, whose rules it registers
+    if _portable.in_use:  # it registers rules of the ops, so it comes after them
         from lltm_ext import _portable_rules as _portable_rules
 
     __all__ = sorted(

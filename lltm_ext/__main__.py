@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     if args.command == "selftest" and not hasattr(lltm_ext, "__version__"):
-        importlib.reload(lltm_ext)  # imported without torch so far, for the doctor
+        importlib.reload(lltm_ext)  # it was imported without torch, for the doctor
     status: int = importlib.import_module(f"lltm_ext._{args.command}").main(args)
     return status
 

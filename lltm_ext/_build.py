@@ -4,7 +4,7 @@ src/<op>/ with an <op>.cpp becomes the module lltm_ext._C.<op>; there is no list
 include headers of src/common/runtime also compiles the sources there. LLTM_EXT_CUDA=0/1, CUDA_HOME,
 TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; _toolchain.py has their defaults.
 
-Standard library only until a torch is passed in, and importable before the modules are built.
+It uses only the standard library until a torch is passed in. It can be imported before the modules are built.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def source_folder() -> Path:
 
 
 def ops(src: Path) -> list[str]:
-    """Those with most files first: modules are built in parallel, and the longest must not start last."""
-    found = sorted(file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
-    return sorted(found, key=lambda op: -len(sources(src, op, cuda=True)))
+    """The op with most files comes first: modules are built in parallel, and it must not start last."""
+    found = (file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
+    return sorted(found, key=lambda op: (-len(sources(src, op, cuda=True)), op))
 
 
 def sources(src: Path, op: str, cuda: bool) -> list[str]:
@@ -74,16 +74,12 @@ class Target:
             os.environ["CUDA_HOME"] = str(self.cuda.home)
             os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(self.architectures))
 
-    def folder(self, name: str) -> str:
-        """Where objects are kept. setuptools would give each editable install a new folder."""
-        return f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
-
     def extension(self, name: str, files: list[str], macros: list[tuple[str, str | None]]) -> Any:
         """torch's Extension, without what it links."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
         root = self.src.resolve()
-        # No absolute paths in error messages. -g0, because Python's own flags may contain -g.
+        # The maps keep absolute paths out of error messages. Python's own flags may contain -g, hence -g0.
         folders = (root.parent, Path(str(self.torch.__file__)).parent.parent)
         maps = [f"-ffile-prefix-map={folder}/=" for folder in folders]
         hidden = "-fvisibility=hidden"
@@ -96,16 +92,16 @@ class Target:
             files,
             include_dirs=[str(root)],
             define_macros=macros,
-            extra_compile_args={  # no -std: torch knows which one its headers need
+            extra_compile_args={  # torch adds the -std that its headers need
                 "cxx": ["-O3", "-g0", hidden, *maps],
                 "nvcc": ["-O3", *(f"-Xcompiler={flag}" for flag in (hidden, *maps)), *smallest],
             },
             extra_link_args=["-Wl,-s"],
         )
 
-    def write_record(self, package: Path, version: str, **more: Any) -> None:
-        """For _record.py. Without times and paths, so that the same source gives the same bytes."""
-        record = {
+    def record(self, version: str) -> dict[str, Any]:
+        """What _record.py reads. It has no times and paths, so that the same source gives the same bytes."""
+        return {
             "version": version,
             "torch": str(self.torch.__version__),
             "cuda": self.torch.version.cuda if self.cuda else None,
@@ -114,7 +110,25 @@ class Target:
             "python": sysconfig.get_config_var("SOABI"),
             "source": toolchain.source_revision(self.src),
         }
-        (package / _record.FILE.name).write_text(json.dumps(record | more, indent=2) + "\n")
+
+    def command(self, name: str, record: dict[str, Any]) -> Any:
+        """The command build_ext, which keeps objects in a folder of that name and writes the record."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        # setuptools would give each editable install a new folder.
+        objects = f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
+
+        class Command(BuildExtension):
+            def finalize_options(self) -> None:
+                self.build_temp: str = self.build_temp or objects
+                super().finalize_options()
+
+            def run(self) -> None:
+                super().run()
+                package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
+                (package / _record.FILE.name).write_text(json.dumps(record, indent=2) + "\n")
+
+        return Command
 
 
 def module(target: Target, op: str) -> Any:
@@ -123,11 +137,11 @@ def module(target: Target, op: str) -> Any:
         sources(target.src, op, target.cuda is not None),
         [("AT_PER_OPERATOR_HEADERS", None)],  # torch's headers include only the ops they use
     )
-    # -fopenmp: without it at::parallel_for runs on one thread.
-    # The assembler's -I: modules embed headers for the compiler at run time (common/runtime/compiler.h).
+    # at::parallel_for runs on one thread without -fopenmp. By -I the assembler finds the headers that modules
+    # embed for the compiler at run time (common/runtime/compiler.h).
     extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
-    if target.cuda:  # by its file name: PyPI's runtime has no libcudart.so
+    if target.cuda:  # PyPI's runtime has no libcudart.so, only a file of this name
         extension.libraries.remove("cudart")
         extension.extra_link_args += [f"-l:libcudart.so.{major(target.cuda.version)}"]
     return extension
@@ -140,25 +154,18 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     at_once = min(target.jobs, len(modules), MODULES_AT_ONCE)
     os.environ["MAX_JOBS"] = str(target.jobs // at_once)
     version = f"{__version__}+{label(torch.__version__, torch.version.cuda if target.cuda else None)}"
-    from torch.utils.cpp_extension import BuildExtension
 
-    class BuildModules(BuildExtension):
-        def finalize_options(self) -> None:
-            self.build_temp: str = self.build_temp or target.folder(str(sys.implementation.cache_tag))
-            super().finalize_options()
-            self.parallel = at_once
-
+    class BuildModules(target.command(str(sys.implementation.cache_tag), target.record(version))):  # type: ignore[misc]
         def run(self) -> None:
             listed, cuda = " ".join(target.architectures), target.cuda
             nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
             print(f"lltm_ext {version}: {nvcc}, {target.jobs} jobs", flush=True)
-            self.start, self.built, self.failed = time.monotonic(), 0, False
+            self.parallel, self.start, self.built, self.failed = at_once, time.monotonic(), 0, False
             super().run()
-            target.write_record(Path(self.get_ext_fullpath("lltm_ext._C")).parent, version)
 
         def build_extension(self, ext: Any) -> None:
             """In its own thread and folder, because torch writes a build.ninja there."""
-            if self.failed:  # another module failed
+            if self.failed:  # Another module failed.
                 return
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)
@@ -196,11 +203,11 @@ def into(folder: str) -> None:
 
 
 def try_modules(site: str, modules: str | None = None) -> None:
-    """Calls each op of the lltm_ext in `site` once, or of these modules. Raises where a call fails."""
-    for call, error in _probe.try_ops(site, modules).items():
+    """Calls each op of the lltm_ext in `site` once, or of these modules. Raises where one fails."""
+    for step, error in _probe.try_package(site, modules).items():
         if error:
             raise toolchain.ToolchainError(
-                f"the modules were built by {toolchain.cxx_version()}, but fail when they are tried: {call}: "
+                f"the modules were built by {toolchain.cxx_version()}, but fail when they are tried: {step}: "
                 f"{error}. Run: export CXX=g++  (or another C++ compiler than this one, which may link "
                 "libstdc++ statically)"
             )

@@ -1,10 +1,10 @@
 """How the portable library is compiled: `LLTM_EXT_PORTABLE=1 pip wheel .` (_portable.py describes it).
 
-All ops except those of _portable.IN_PYTHON, in one shared library on torch's stable C ABI. CUDA's runtime is
+One shared library on torch's stable C ABI has all ops except those of _portable.IN_PYTHON. CUDA's runtime is
 linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
 folder of the include path maps each torch header that they include to src/stable/torch.h.
 
-Standard library only until a torch is passed in, like _build.py.
+It uses only the standard library until a torch is passed in, like _build.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 def sources(src: Path, cuda: bool) -> list[str]:
     ops = sorted(set(_build.ops(src)) - set(_portable.IN_PYTHON))
-    return list(
-        dict.fromkeys(file for op in ops for file in _build.sources(src, op, cuda))
-    )  # some share files
+    # Some share files.
+    return list(dict.fromkeys(file for op in ops for file in _build.sources(src, op, cuda)))
 
 
 def replace_torch_headers(src: Path, folder: Path) -> None:
@@ -44,7 +43,6 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     target = _build.Target(torch, src)
     os.environ["MAX_JOBS"] = str(target.jobs)
     from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
-    from torch.utils.cpp_extension import BuildExtension
 
     oldest = _portable.OLDEST_TORCH
     major, minor = number(oldest)
@@ -56,31 +54,23 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
-    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # as in _build.module
+    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # _build.module says why
     # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
-    # Not everything that torch's build would link.
+    # torch's build would link more than the library needs.
     library.libraries = ["torch_cpu", *(["cudart_static", "dl", "rt", "pthread"] if target.cuda else [])]
 
-    class BuildLibrary(BuildExtension):
-        def finalize_options(self) -> None:
-            self.build_temp: str = self.build_temp or target.folder("portable")
-            super().finalize_options()
+    record = {"portable": True, "torch": oldest, "headers": torch.__version__, "python": "any"}
 
+    class BuildLibrary(target.command("portable", target.record(__version__) | record)):  # type: ignore[misc]
         def get_ext_filename(self, name: str) -> str:
-            return f"{Path(*name.split('.'))}.so"  # for any Python
+            return f"{Path(*name.split('.'))}.so"  # any Python loads it
 
         def build_extensions(self) -> None:
             headers = Path(self.build_temp, "torch").resolve()
             replace_torch_headers(src, headers)
             library.include_dirs.insert(0, str(headers))
             super().build_extensions()
-
-        def run(self) -> None:
-            super().run()
-            package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
-            portable = {"portable": True, "torch": oldest, "headers": torch.__version__, "python": "any"}
-            target.write_record(package, __version__, **portable)
 
     class Wheel(bdist_wheel):
         def get_tag(self) -> tuple[str, str, str]:

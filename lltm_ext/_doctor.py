@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,16 +18,15 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lltm_ext import _portable, _probe, _record, _toolchain
+from lltm_ext import _probe, _record, _toolchain
 from lltm_ext._version import major, number
 
 VARIABLES = re.compile(
     r"LLTM_EXT_\w+|CUDA_\w+|TORCH_\w+|MAX_JOBS|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON\w*PATH"
 )
-# The oldest driver for the modules of a CUDA major version, and the CUDA version that it supports.
+# Modules of a CUDA major version need this driver, which supports this CUDA version.
 # Drivers read compressed device code from CUDA 12.4 on.
 OLDEST_DRIVER = {"12": ("550", "12.4"), "13": ("580", "13.0")}
 
@@ -38,36 +36,28 @@ class Finding(NamedTuple):
     command: str | None = None
 
 
-class Gpu(NamedTuple):
-    name: str
-    capability: str  # "9.0"
-
-
 @dataclasses.dataclass
 class Facts:
+    """What is installed. An import or call that was tried has its error, or None."""
+
     package: str = str(_record.PACKAGE)
-    record: dict[str, Any] | None = None  # of the build
-    unfit: str | None = None  # the ImportError's message, if the modules do not fit this torch
-    record_error: str | None = None  # why the record can't be read
+    record: dict[str, Any] | None = None
+    unfit: str | None = None  # says why there are no modules for this torch
     python: str = platform.python_version()
     executable: str = sys.executable
     platform: str = platform.platform()
-    torch: str | None = None  # its version
+    torch: str | None = None
     torch_cuda: str | None = None
     torch_folder: str | None = None
-    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)  # the error of each, or None
-    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)  # of ops: the error, or None
-    missing: list[str] = dataclasses.field(default_factory=list)  # files of modules
-    driver: str | None = None  # its version
-    driver_cuda: str | None = None  # the newest CUDA version that it supports
+    imports: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    calls: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    driver: str | None = None
+    driver_cuda: str | None = None  # is the newest CUDA version that the driver supports
     driver_error: str | None = None
-    gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    tools: dict[str, str | Finding] = dataclasses.field(default_factory=dict)  # what a build needs
+    gpus: list[dict[str, str]] = dataclasses.field(default_factory=list)  # have "name" and "capability"
+    tools: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    missing_tools: list[Finding] = dataclasses.field(default_factory=list)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def missing_tools(self) -> list[Finding]:
-        return [tool for tool in self.tools.values() if isinstance(tool, Finding)]
 
     @property
     def builds_at_import(self) -> bool:
@@ -81,15 +71,17 @@ class Facts:
 def find_facts() -> Facts:
     facts = Facts(variables={name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)})
     find_torch(facts)
-    find_record(facts)
-    try_modules(facts)
+    try:
+        facts.record = _record.read()
+        if facts.torch is not None:
+            _record.check(facts.torch, facts.torch_cuda)
+    except ImportError as error:
+        facts.unfit = str(error)
+    if facts.torch_folder and not facts.unfit:
+        for step, failure in _probe.try_package(str(_record.PACKAGE.parent)).items():
+            (facts.calls if " on " in step else facts.imports)[step] = failure
     find_driver(facts)
-    facts.tools = {
-        "nvcc": find_tool(lambda: find_nvcc(facts)),
-        "c++": find_tool(_toolchain.cxx_version),
-        "ninja": find_tool(_toolchain.ninja),
-        "Python.h": find_tool(_toolchain.python_headers),
-    }
+    find_tools(facts)
     return facts
 
 
@@ -102,61 +94,24 @@ def find_torch(facts: Facts) -> None:
     try:
         version = runpy.run_path(str(Path(facts.torch_folder, "version.py")))
         facts.torch, facts.torch_cuda = str(version["__version__"]), version["cuda"]
-    except Exception:  # an incomplete torch; the error of its import says more
+    except Exception:  # This torch is incomplete; the error of its import says more.
         facts.torch = None
 
 
-def find_record(facts: Facts) -> None:
-    try:
-        facts.record = _record.read()
-        if facts.torch is not None:
-            torch: Any = SimpleNamespace(
-                __version__=facts.torch, version=SimpleNamespace(cuda=facts.torch_cuda)
-            )
-            _record.check(torch)
-    except ImportError as error:
-        facts.unfit = str(error)
-    except (ValueError, KeyError) as error:
-        facts.record, facts.record_error = None, f"{_record.FILE} can't be read ({error})"
-
-
-def try_modules(facts: Facts) -> None:
-    """Imports torch and, if they fit it, each module and lltm_ext; if all import, calls each op once."""
-    modules: dict[str, str | None] = {} if facts.torch_folder is None else {"torch": None}
-    record = facts.record
-    if modules and record is not None and facts.unfit is None:
-        folder = _record.PACKAGE / "_C"
-        if "portable" in record:
-            files = {"": _portable.LIBRARY}  # loaded by lltm_ext
-        else:
-            stubs = sorted(folder.glob("*.pyi"))
-            files = {stub.stem: folder / f"{stub.stem}.{record['python']}.so" for stub in stubs}
-        facts.missing = [str(file) for file in files.values() if not file.is_file()]
-        modules |= {f"lltm_ext._C.{op}": str(file) for op, file in files.items() if op and file.is_file()}
-        if not facts.missing:
-            modules["lltm_ext"] = None
-    facts.imports = _probe.try_imports(modules) if modules else {}
-    if "lltm_ext" in facts.imports and not any(facts.imports.values()):
-        facts.calls = _probe.try_ops(str(_record.PACKAGE.parent))
-
-
 def find_driver(facts: Facts) -> None:
-    answers, end = _probe.ask("driver")
-    facts.driver_error = f"asking the driver failed: {end}" if end else None
-    for answer in answers:
-        if "cuda" in answer:
-            facts.driver, facts.driver_cuda = answer["version"], answer["cuda"]
-        elif "error" in answer:
-            facts.driver_error = answer["error"]
-        else:
-            facts.gpus.append(Gpu(**answer))
+    found = _probe.driver()
+    facts.driver, facts.driver_cuda = found.get("version"), found.get("cuda")
+    facts.driver_error, facts.gpus = found.get("error"), found.get("gpus", [])
 
 
-def find_tool(find: Callable[[], str]) -> str | Finding:
-    try:
-        return find()
-    except _toolchain.ToolchainError as error:
-        return as_finding(str(error))
+def find_tools(facts: Facts) -> None:
+    tools: dict[str, Callable[[], str]] = {"nvcc": lambda: find_nvcc(facts), **_toolchain.HOST}
+    for name, find in tools.items():
+        try:
+            facts.tools[name] = find()
+        except _toolchain.ToolchainError as error:
+            facts.tools[name] = None
+            facts.missing_tools.append(as_finding(str(error)))
 
 
 def find_nvcc(facts: Facts) -> str:
@@ -172,8 +127,12 @@ def find_nvcc(facts: Facts) -> str:
 
 def problems(facts: Facts) -> Iterator[Finding]:
     """What keeps lltm_ext or a GPU from working: causes, without their consequences."""
-    yield from torch_problems(facts)
-    yield from package_problems(facts)
+    if facts.torch_folder is None:
+        install = _record.install_torch(facts.record) if facts.record else "python -m pip install torch"
+        yield Finding(f"torch is not installed for {facts.executable}", install)
+    if facts.unfit and not facts.builds_at_import:
+        yield as_finding(facts.unfit)
+    yield from failed_step(facts)
     yield from driver_problems(facts)
     yield from gpu_problems(facts)
     if facts.record is None or facts.builds_at_import:
@@ -191,38 +150,24 @@ def notes(facts: Facts) -> Iterator[Finding]:
             yield no_gpu(facts)
 
 
-def torch_problems(facts: Facts) -> Iterator[Finding]:
-    error = facts.imports.get("torch")
-    install = _record.torch_command(facts.record) if facts.record else "python -m pip install torch"
-    if facts.torch_folder is None:
-        yield Finding(f"torch is not installed for {facts.executable}", install)
-    elif error and facts.unfit is None:
-        again = install if "--force-reinstall" in install else f"{install} --force-reinstall"
-        yield Finding(f"torch in {facts.torch_folder} does not import: {error}", again)
-
-
-def package_problems(facts: Facts) -> Iterator[Finding]:
-    if facts.unfit and not facts.builds_at_import:
-        yield as_finding(facts.unfit)
-    if facts.record_error:
-        yield Finding(facts.record_error, reinstall(facts))
-    if facts.missing:
-        yield Finding(f"lltm_ext lacks {', '.join(facts.missing)}", reinstall(facts))
-    failed = {name: error for name, error in facts.imports.items() if error and name != "torch"}
-    for name, error in failed.items():
-        # A missing symbol or library is torch's: it is another build of the same version.
-        from_torch = "undefined symbol" in error or "cannot open shared object" in error
-        command = _record.torch_command(facts.record) if from_torch and facts.record else reinstall(facts)
-        if name != "lltm_ext" or len(failed) == 1:
-            yield Finding(f"{name} does not import: {error}", command)
-    failing = [f"{call} fails: {error}" for call, error in facts.calls.items() if error]
-    for error in failing[:1]:
-        more = f" (and {len(failing) - 1} more)" if len(failing) > 1 else ""
-        what, command = f"{error}{more}", reinstall(facts)
-        if "kills the process" in error and facts.record:
-            what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
-            command = from_source(facts, "CXX=g++")
-        yield Finding(what, command)
+def failed_step(facts: Facts) -> Iterator[Finding]:
+    """The first import or call that fails. What mends it usually mends the others."""
+    failed = [(step, error) for step, error in (facts.imports | facts.calls).items() if error]
+    if not failed or facts.record is None:
+        return
+    (step, error), more = failed[0], f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    fails = "does not import" if step in facts.imports else "fails"
+    where = f" in {facts.torch_folder}" if step == "torch" else ""
+    what, command = f"{step}{where} {fails}: {error}{more}", _record.reinstall(facts.record)
+    if step == "torch":
+        command = _record.install_torch(facts.record)
+        command += "" if "--force-reinstall" in command else " --force-reinstall"
+    elif "undefined symbol" in error or "cannot open shared object" in error:
+        command = _record.install_torch(facts.record)  # this one is another build of its version
+    elif step in facts.calls and "kills the process" in error:
+        what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
+        command = _record.from_source(facts.record, "CXX=g++")
+    yield Finding(what, command)
 
 
 def driver_problems(facts: Facts) -> Iterator[Finding]:
@@ -242,29 +187,25 @@ def driver_problems(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu_problems(facts: Facts) -> Iterator[Finding]:
-    if facts.record is None or not facts.gpus:
+    record, oldest = facts.record, _toolchain.ARCHITECTURES[0]
+    if record is None or not facts.gpus:
         return
-    if facts.record["cuda"] is None:
+    if record["cuda"] is None:
         if facts.torch_cuda:
-            what = f"lltm_ext {facts.record['version']} is built for the CPU only, but there is a GPU"
-            yield Finding(what, from_source(facts, "LLTM_EXT_CUDA=1"))
+            what = f"lltm_ext {record['version']} is built for the CPU only, but there is a GPU"
+            yield Finding(what, _record.from_source(record, "LLTM_EXT_CUDA=1"))
         return
-    architectures, oldest = facts.record["architectures"], _toolchain.ARCHITECTURES[0]
-    supported = [_toolchain.runs_on(architectures, gpu.capability) for gpu in facts.gpus]
-    for i, gpu in enumerate(facts.gpus):
-        if supported[i]:
-            continue
-        built = f"lltm_ext is built for {' '.join(architectures)}"
-        what = f"GPU {i}, {gpu.name}, has compute capability {gpu.capability}; {built}"
-        command = from_source(facts, f"TORCH_CUDA_ARCH_LIST={gpu.capability}")
-        if number(gpu.capability) < number(oldest):
+    supported = [_toolchain.runs_on(record["architectures"], gpu["capability"]) for gpu in facts.gpus]
+    names = facts.variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(facts.gpus))))
+    visible = ",".join(name for name, runs in zip(names.split(","), supported, strict=False) if runs)
+    for i, (gpu, runs) in enumerate(zip(facts.gpus, supported, strict=True)):
+        built, capability = " ".join(record["architectures"]), gpu["capability"]
+        what = f"GPU {i}, {gpu['name']}, has compute capability {capability}; lltm_ext is built for {built}"
+        if not runs and number(capability) < number(oldest):
             what += f", and can be built for {oldest} and newer"
-            names = facts.variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            if len(names) != len(facts.gpus):
-                names = [str(j) for j in range(len(facts.gpus))]
-            visible = ",".join(name for name, runs in zip(names, supported, strict=True) if runs)
-            command = f"export CUDA_VISIBLE_DEVICES={visible}"
-        yield Finding(what, command)
+            yield Finding(what, f"export CUDA_VISIBLE_DEVICES={visible}")
+        elif not runs:
+            yield Finding(what, _record.from_source(record, f"TORCH_CUDA_ARCH_LIST={capability}"))
 
 
 def no_gpu(facts: Facts) -> Finding:
@@ -277,40 +218,11 @@ def no_gpu(facts: Facts) -> Finding:
     return Finding("the NVIDIA driver shows no GPU: CPU tensors only", "nvidia-smi --list-gpus")
 
 
-# ---- commands ----------------------------------------------------------------------------------------------
-
-
 def as_finding(message: str) -> Finding:
     """An error message of this package, which ends in the command that fixes it."""
     what, _, command = message.partition(" Run: ")
     command, _, alternative = command.partition("  (")
     return Finding(what.removesuffix(".") + (alternative and f" ({alternative}"), command or None)
-
-
-def reinstall(facts: Facts) -> str:
-    """Installs the same lltm_ext again, from the file or address it came from, or from an index."""
-    if is_checkout():
-        return f"cd {_record.PACKAGE.parent} && python setup.py develop"
-    wheel = f"lltm_ext=={facts.record['version']}" if facts.record else "lltm_ext"
-    for distribution in importlib.metadata.distributions(name="lltm_ext"):
-        if Path(str(distribution.locate_file("lltm_ext"))) == _record.PACKAGE:
-            url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
-            path = url.removeprefix("file://")
-            wheel = path if path and (path == url or Path(path).exists()) else wheel
-            break
-    return f"python -m pip install --force-reinstall --no-deps {shlex.quote(wheel)}"
-
-
-def from_source(facts: Facts, variable: str) -> str:
-    if is_checkout():
-        return f"cd {_record.PACKAGE.parent} && {variable} python setup.py develop"
-    version = facts.record["version"].split("+")[0] if facts.record else ""
-    pip = "python -m pip install --force-reinstall --no-deps --no-binary lltm_ext"
-    return f"{variable} {pip} lltm_ext=={version}"
-
-
-def is_checkout() -> bool:
-    return (_record.PACKAGE.parent / "setup.py").is_file()
 
 
 def with_this_python(command: str) -> str:
@@ -332,14 +244,9 @@ def main(args: argparse.Namespace, find_facts: Callable[[], Facts] = find_facts)
 
 
 def as_json(facts: Facts, wrong: list[Finding], known: list[Finding]) -> str:
-    fields = dataclasses.asdict(facts)
-    fields["spoilt"] = fields.pop("record_error")  # the name that programs read
-    fields["gpus"] = [gpu._asdict() for gpu in facts.gpus]
-    fields["tools"] = {
-        name: None if isinstance(tool, Finding) else tool for name, tool in facts.tools.items()
-    }
     judged = {"problems": [f._asdict() for f in wrong], "notes": [f._asdict() for f in known]}
-    return json.dumps({"ok": not wrong} | judged | fields, indent=2)
+    facts.missing_tools = []  # They are among the problems or the notes.
+    return json.dumps({"ok": not wrong} | judged | dataclasses.asdict(facts), indent=2)
 
 
 def as_text(facts: Facts, wrong: list[Finding], known: list[Finding]) -> Iterator[str]:
@@ -372,8 +279,8 @@ def table(facts: Facts) -> Iterator[tuple[str, str]]:
     driver = f"{facts.driver or 'unknown'}, CUDA {facts.driver_cuda}"
     yield "driver", driver if facts.driver_cuda else "none"
     for i, gpu in enumerate(facts.gpus):
-        yield f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}"
+        yield f"GPU {i}", f"{gpu['name']}, compute capability {gpu['capability']}"
     for name, tool in facts.tools.items():
-        yield name, "none" if isinstance(tool, Finding) else tool
+        yield name, tool or "none"
     for name, value in facts.variables.items():
         yield "variable", f"{name}={value}"

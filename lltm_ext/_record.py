@@ -1,19 +1,17 @@
-"""The record of the build, and the check that the modules fit this torch, before any is loaded.
+"""The record of the build: whether its modules fit a torch, and the commands that install what does fit.
 
-The modules link to torch's C++ library, whose ABI changes from minor to minor version: with another torch
-they fail with undefined symbols, or worse.
+The modules link to torch's C++ library, whose ABI changes from minor to minor version.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-import os
+import shlex
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from lltm_ext import _portable
 from lltm_ext._version import major, minor, number
 
 PACKAGE = Path(__file__).resolve().parent
@@ -21,29 +19,16 @@ FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules or the portable library were built from and for: see write_record in _build.py."""
+    """What the modules or the portable library were built from and for: see Target.record in _build.py."""
     if not FILE.is_file():
         raise ImportError(
             f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "
-            f"Run: cd {PACKAGE.parent} && python setup.py develop  "
-            "(or import from another folder, if you meant the installed lltm_ext)"
+            f"Run: {in_checkout()}  (or import from another folder, if you meant the installed lltm_ext)"
         )
-    record: dict[str, Any] = json.loads(FILE.read_text())
-    return record
-
-
-def provide(torch: ModuleType) -> dict[str, Any]:
-    """The record of the modules that will be imported. With LLTM_EXT_JIT=1, builds them if none fit."""
-    if os.environ.get("LLTM_EXT_JIT") == "1" and not modules_fit(torch):
-        from lltm_ext import _toolchain, jit
-
-        try:
-            use(jit.build())
-        except _toolchain.ToolchainError as error:
-            raise ImportError(f"lltm_ext: {error}") from error
-    record = check(torch)
-    if "portable" in record:
-        _portable.load(torch)
+    try:
+        record: dict[str, Any] = json.loads(FILE.read_text())
+    except ValueError as error:
+        raise ImportError(f"lltm_ext: {FILE} can't be read ({error}). Run: {reinstall()}") from error
     return record
 
 
@@ -56,21 +41,20 @@ def use(folder: Path | str) -> None:
     FILE = Path(folder, FILE.name)
 
 
-def modules_fit(torch: ModuleType) -> bool:
-    """Whether there are native modules for this torch."""
-    return FILE.is_file() and "portable" not in read() and _problem(read(), torch) is None
+def modules_fit(torch: str, cuda: str | None) -> bool:
+    """Whether there are native modules for the torch of this version and CUDA."""
+    return FILE.is_file() and "portable" not in read() and _problem(read(), torch, cuda) is None
 
 
-def check(torch: ModuleType) -> dict[str, Any]:
-    """The record, if the modules fit this torch.
+def check(torch: str, cuda: str | None) -> dict[str, Any]:
+    """The record, if the modules fit the torch of this version and CUDA.
 
     Raises:
         ImportError: if they do not fit; names both builds and the command that fixes it.
     """
     record = read()
-    if problem := _problem(record, torch):
-        checkout = (PACKAGE.parent / "setup.py").is_file()
-        remedy = f"cd {PACKAGE.parent} && python setup.py develop" if checkout else torch_command(record)
+    if problem := _problem(record, torch, cuda):
+        remedy = in_checkout() if is_checkout() else install_torch(record)
         raise ImportError(
             f"lltm_ext {record['version']} was built for {built_for(record)}; {problem}. "
             f"Run: {remedy}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
@@ -78,16 +62,16 @@ def check(torch: ModuleType) -> dict[str, Any]:
     return record
 
 
-def _problem(record: dict[str, Any], torch: ModuleType) -> str | None:
+def _problem(record: dict[str, Any], torch: str, cuda: str | None) -> str | None:
     """What the modules do not fit, or None."""
-    built, cuda, here = record["torch"], record["cuda"], minor(str(torch.__version__))
     if "portable" in record:
-        fits = number(here) >= number(built)
+        fits = number(minor(torch)) >= number(record["torch"])
     elif f".{record['python']}.so" not in EXTENSION_SUFFIXES:
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
     else:
-        fits = minor(built) == here and (cuda is None or major(cuda) == major(torch.version.cuda or ""))
-    return None if fits else f"this is torch {describe(str(torch.__version__), torch.version.cuda)}"
+        same_cuda = record["cuda"] is None or major(record["cuda"]) == major(cuda or "")
+        fits = same_cuda and minor(record["torch"]) == minor(torch)
+    return None if fits else f"this is torch {describe(torch, cuda)}"
 
 
 def built_for(record: dict[str, Any]) -> str:
@@ -96,7 +80,14 @@ def built_for(record: dict[str, Any]) -> str:
     return f"torch {describe(record['torch'], record['cuda'])}, Python {record['python']}"
 
 
-def torch_command(record: dict[str, Any]) -> str:
+def describe(torch: str, cuda: str | None) -> str:
+    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+
+def install_torch(record: dict[str, Any]) -> str:
     """Installs a torch that the modules fit."""
     if "portable" in record:
         return f'python -m pip install --upgrade "torch>={record["torch"]}"'
@@ -107,5 +98,32 @@ def torch_command(record: dict[str, Any]) -> str:
     return f"{torch} --force-reinstall --index-url https://download.pytorch.org/whl/cu{cuda}"
 
 
-def describe(torch: str, cuda: str | None) -> str:
-    return f"{torch} with CUDA {cuda}" if cuda else f"{torch} without CUDA"
+def reinstall(record: dict[str, Any] | None = None) -> str:
+    """Installs the same lltm_ext again, from the file or address it came from, or from an index."""
+    if is_checkout():
+        return in_checkout()
+    wheel = f"lltm_ext=={record['version']}" if record else "lltm_ext"
+    for distribution in importlib.metadata.distributions(name="lltm_ext"):
+        if Path(str(distribution.locate_file("lltm_ext"))) == PACKAGE:
+            url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+            path = url.removeprefix("file://")
+            wheel = path if path and (path == url or Path(path).exists()) else wheel
+            break
+    return f"python -m pip install --force-reinstall --no-deps {shlex.quote(wheel)}"
+
+
+def from_source(record: dict[str, Any], variable: str) -> str:
+    """Builds the same lltm_ext here, with a variable of the build such as CXX=g++."""
+    if is_checkout():
+        return in_checkout(f"{variable} ")
+    version = record["version"].partition("+")[0]
+    pip = "python -m pip install --force-reinstall --no-deps --no-binary lltm_ext"
+    return f"{variable} {pip} lltm_ext=={version}"
+
+
+def is_checkout() -> bool:
+    return (PACKAGE.parent / "setup.py").is_file()
+
+
+def in_checkout(variable: str = "") -> str:
+    return f"cd {PACKAGE.parent} && {variable}python setup.py develop"

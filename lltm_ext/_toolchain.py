@@ -1,6 +1,6 @@
 """What a build uses: the CUDA compiler, the architectures, the number of parallel jobs.
 
-Standard library only, and importable before the modules are built.
+It uses only the standard library, so that it can be imported before the modules are built.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lltm_ext import _probe
 from lltm_ext._version import TOOLKIT, major, minor, number
 
-# Code for x.y runs on x.z from z = y on: a GPU of 8.9 runs the code for 8.6.
+# Code for x.y runs on x.z if z >= y: a GPU of 8.9 runs the code for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 BYTES_PER_JOB = 2 * 2**30
 
@@ -42,7 +41,7 @@ class Cuda(NamedTuple):
     """A complete CUDA toolkit."""
 
     home: Path
-    version: str  # of nvcc, in full: 13.0.88
+    version: str  # nvcc gives it in full: 13.0.88
 
     @property
     def nvcc(self) -> Path:
@@ -69,13 +68,6 @@ def search_path() -> str:
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
-def check_host() -> None:
-    """Raises a ToolchainError if there is no C++ compiler, no ninja or no Python.h."""
-    cxx_version()
-    ninja()
-    python_headers()
-
-
 def ninja() -> str:
     found = shutil.which("ninja", path=search_path())
     if found is None:
@@ -97,6 +89,15 @@ def cxx_version() -> str:
         return _output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     except ToolchainError as error:
         raise ToolchainError(f"{error}. Run: apt-get install g++  (or set CXX to a C++ compiler)") from error
+
+
+HOST = {"c++": cxx_version, "ninja": ninja, "Python.h": python_headers}
+
+
+def check_host() -> None:
+    """Raises a ToolchainError if there is no C++ compiler, no ninja or no Python.h."""
+    for find in HOST.values():
+        find()
 
 
 def find_cuda(
@@ -138,7 +139,7 @@ def _candidates(
             yield "the PyPI packages", prefix
     on_path = shutil.which("nvcc", path=env.get("PATH", ""))
     home = Path(on_path or "/").resolve().parent.parent
-    if on_path and (home / HEADER).exists():  # else it is a wrapper script, not part of a toolkit
+    if on_path and (home / HEADER).exists():  # otherwise it is a wrapper script
         yield "nvcc on PATH", home
     others = sorted(local.glob(f"cuda-{major(torch_cuda)}*"), reverse=True)
     for home in (local / f"cuda-{torch_cuda}", local / "cuda", *others):
@@ -182,42 +183,27 @@ def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     if chosen := named_architectures(env):
         return chosen
     known = _known_to(nvcc)
-    usable = [architecture for architecture in ARCHITECTURES if architecture in known]
-    if not usable:
-        raise ToolchainError(
-            f"{nvcc} knows none of {', '.join(ARCHITECTURES)}. Run: export TORCH_CUDA_ARCH_LIST={max(known)}"
-        )
-    return [*usable[:-1], usable[-1] + "+PTX"]
+    *usable, last = (architecture for architecture in ARCHITECTURES if architecture in known)
+    return [*usable, f"{last}+PTX"]
 
 
 def architectures_of(gpus: Sequence[str], nvcc: Path) -> list[str]:
     """What to compile for GPUs of these compute capabilities; PTX for one too new for the compiler."""
-    usable = [each for each in _known_to(nvcc) if number(each) >= number(ARCHITECTURES[0])]
+    usable = sorted((x for x in _known_to(nvcc) if number(x) >= number(ARCHITECTURES[0])), key=number)
     found = []
     for gpu in gpus:
-        newest = max((each for each in usable if number(each) <= number(gpu)), key=number, default=None)
-        if newest:
-            found.append(newest if newest == gpu else f"{newest}+PTX")
+        if older := [each for each in usable if number(each) <= number(gpu)]:
+            found.append(gpu if gpu in older else f"{older[-1]}+PTX")
     if not found:
-        oldest = min(usable, key=number, default=ARCHITECTURES[0])
         raise ToolchainError(
             f"the GPU here has compute capability {', '.join(gpus)}, and the oldest that {nvcc} compiles the "
-            f"kernels for is {oldest}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU only)"
+            f"kernels for is {usable[0]}. Run: export LLTM_EXT_CUDA=0  (to build for the CPU only)"
         )
     return list(dict.fromkeys(found))
 
 
 def named_architectures(env: Mapping[str, str] = os.environ) -> list[str]:
     return env.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-
-
-def gpus() -> list[str]:
-    """The compute capabilities of the GPUs that this process may use.
-
-    Another process asks, because after a process has used the driver, its forks cannot use CUDA.
-    """
-    answers, end = _probe.ask("driver")
-    return [] if end else sorted({a["capability"] for a in answers if "capability" in a}, key=number)
 
 
 def runs_on(architectures: Sequence[str], capability: str) -> bool:
@@ -241,21 +227,15 @@ def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
-    return max(1, min(_cores(root), _memory(root) // BYTES_PER_JOB))
-
-
-def _cores(root: Path) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")  # '200000 100000', 'max 100000'
-    return min(cores, max(1, int(quota) // int(period))) if quota.isdecimal() else cores
-
-
-def _memory(root: Path) -> int:
-    """What is available, and a container's limit by control groups of version 2 or 1."""
     available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    bytes_ = [int(limit) for limit in limits if limit.strip().isdecimal()]
-    return min([int(available[1]) * 1024 if available else BYTES_PER_JOB, *bytes_])
+    limits = [cores, int(available[1]) * 1024 // BYTES_PER_JOB if available else 1]
+    # A container's limits are '200000 100000' or 'max 100000' (microseconds), and '4294967296' or 'max'.
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    memory = _read(root / "sys/fs/cgroup/memory.max").strip()
+    limits += [int(quota) // int(period)] if quota.isdecimal() else []
+    limits += [int(memory) // BYTES_PER_JOB] if memory.isdecimal() else []
+    return max(1, min(limits))
 
 
 def _read(path: Path) -> str:
@@ -269,7 +249,7 @@ def source_revision(folder: Path) -> str:
         return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
 
     entries = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # as git does
+    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # git sorts so
         if path.is_file():
             entries.append(b"100644 %s\0%s" % (path.name.encode(), git_hash(b"blob", path.read_bytes())))
         elif any(path.iterdir()):

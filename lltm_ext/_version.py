@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __version__ = "0.3.0"
 
-# CUDA's compiler on PyPI. Installed next to torch, it is resolved to the CUDA version of that torch.
+# PyPI has CUDA's compiler under this name. Installed next to torch, it is that of torch's CUDA version.
 TOOLKIT = "cuda-toolkit[nvcc,crt,nvvm,cccl]"
 
 

@@ -6,7 +6,6 @@ CUDA or Python.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +15,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from lltm_ext import _build, _record
+from lltm_ext import _build, _probe, _record
 from lltm_ext import _toolchain as toolchain
 from lltm_ext._toolchain import ToolchainError
 from lltm_ext._version import __version__
@@ -43,9 +41,15 @@ def build() -> Path:
     with_cuda, architectures = wanted()
     folder = _cache() / _name(with_cuda, architectures)
     if not _is_complete(folder):
-        with _writing_to(folder.parent), _lock(folder):
-            if not _is_complete(folder):  # no other process has built it meanwhile
-                _build_new(folder, environment_for(with_cuda, architectures))
+        try:
+            with _lock(folder):
+                if not _is_complete(folder):  # another process may have built it meanwhile
+                    _build_new(folder, environment_for(with_cuda, architectures))
+        except OSError as error:  # The folder is read-only or its disk is full.
+            raise ToolchainError(
+                f"{folder.parent} cannot be written ({error}). "
+                "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
+            ) from error
     return folder
 
 
@@ -53,12 +57,12 @@ def wanted() -> tuple[bool, list[str]]:
     """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
-    architectures = toolchain.named_architectures() or toolchain.gpus()
+    architectures = toolchain.named_architectures() or _probe.gpus()
     return bool(architectures) or os.environ.get("LLTM_EXT_CUDA") == "1", architectures
 
 
 def _cache() -> Path:
-    """As in torch.utils.cpp_extension, which is not imported because it imports setuptools."""
+    """The cache of torch.utils.cpp_extension, which is not imported because it imports setuptools."""
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user, "torch_extensions")
     return Path(root).expanduser().resolve() / "lltm_ext"
@@ -68,9 +72,7 @@ def _name(with_cuda: bool, architectures: list[str]) -> str:
     """Names everything that the modules depend on, so that no others are loaded."""
     src = _build.source_folder()
     if not src.is_dir():
-        raise ToolchainError(
-            f"there are no sources in {src}. Run: python -m pip install --force-reinstall lltm_ext"
-        )
+        raise ToolchainError(f"there are no sources in {src}. Run: {_record.reinstall()}")
     target = f"cuda{torch.version.cuda}-{'_'.join(architectures) or 'all'}" if with_cuda else "cpu"
     python, source = sysconfig.get_config_var("SOABI"), toolchain.source_revision(src)[:12]
     return f"{__version__}-torch{torch.__version__}-{target}-{python}-{source}"
@@ -88,20 +90,8 @@ def _digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("_C/*.so")}
 
 
-@contextlib.contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    """Says what to do if the folder is read-only or its disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise ToolchainError(
-            f"{folder} cannot be written ({error}). "
-            "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
-        ) from error
-
-
 def _lock(folder: Path) -> AbstractContextManager[Any]:
-    """For one process at a time. The operating system releases the lock of a process that is killed."""
+    """Lets one process in at a time. The operating system releases the lock of a process that is killed."""
     lock = FileLock(f"{folder}.lock")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -126,10 +116,9 @@ def environment_for(with_cuda: bool, architectures: list[str]) -> dict[str, str]
 def _build_new(folder: Path, environment: dict[str, str]) -> None:
     """Builds next to `folder` and renames it at the end, so that a killed build leaves no `folder`."""
     start = time.monotonic()
-    why = ""
-    if environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None:
-        no_gpu = "no GPU is here; TORCH_CUDA_ARCH_LIST=9.0 builds for one all the same"
-        why = f" on the CPU only ({'LLTM_EXT_CUDA=0' if os.environ.get('LLTM_EXT_CUDA') == '0' else no_gpu})"
+    cpu_only = environment["LLTM_EXT_CUDA"] == "0" and torch.version.cuda is not None
+    reason = "LLTM_EXT_CUDA=0, or no GPU is here and TORCH_CUDA_ARCH_LIST names none"
+    why = f" for the CPU only ({reason})" if cpu_only else ""
     _log(f"building the modules for torch {torch.__version__}{why}, once, into {folder}")
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
@@ -140,12 +129,12 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
         _compile(part, environment, Path(f"{folder}.log"))
         _build.try_modules(str(_record.PACKAGE.parent), str(package))
         _add_digests(package)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # it may be damaged
         package.rename(folder)
     _log(f"built in {time.monotonic() - start:.0f} s")
 
 
-# In another process, as torch and setuptools read the environment when they are imported.
+# This runs in another process, because torch and setuptools read the environment when they are imported.
 _BUILD = """
 import sys, lltm_ext_cli
 lltm_ext_cli.find_package()

@@ -44,7 +44,7 @@ int main(int count, char** questions) {
   }
 }
 """
-# Compute capability, multiprocessors, code for sm_90a, bytes of shared memory that a block may have.
+# Each has a compute capability, multiprocessors, code for sm_90a or not, bytes of shared memory for a block.
 H200, A100 = (90, 132, True, 227 << 10), (80, 108, False, 163 << 10)
 L4, T4 = (89, 58, False, 99 << 10), (75, 40, False, 64 << 10)
 B200 = (100, 148, False, 227 << 10)
@@ -80,12 +80,12 @@ class Plan(NamedTuple):
     groups: int
     rows: int
     why_not: str
-    on_hopper_only: bool  # the kernel
-    tf32: bool  # the kernel
-    one_row: bool  # a block
+    on_hopper_only: bool  # the kernel runs only there
+    tf32: bool  # the kernel uses it
+    one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
-    fused_step: tuple[int, int]  # rows and split-K; zeros if a step is not fused
-    few_rows: tuple[int, int, int]  # rows, units and split-K; zeros if a step is not one of few rows
+    fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
+    few_rows: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
 
 def encode(
@@ -141,7 +141,7 @@ def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, d
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
-        if name == "grid":  # whose blocks wait for each other
+        if name == "grid":  # its blocks wait for each other
             assert sequences * members * groups <= chip[1], problem
         else:
             assert members <= 8, problem
@@ -170,22 +170,40 @@ def test_kernels_compiled_only_for_hopper_run_only_there(plan):
 
 def test_tf32_runs_float32_on_hopper_where_it_is_allowed(plan):
     for more in ({}, {"dense": False}, {"sequences": 2}):
-        assert not any(found.tf32 for found in plan(*problems(**more)))
-        for chip in (A100, L4):
-            assert not any(found.tf32 for found in plan(*problems(chip=chip, tf32=True, **more)))
+        for other in ({"tf32": False}, {"tf32": True, "chip": A100}, {"tf32": True, "chip": L4}):
+            assert not any(found.tf32 for found in plan(*problems(**more, **other)))
         asked = problems(tf32=True, **more)
-        for problem, found in zip(asked, plan(*asked), strict=True):
-            one_row = found[:4:3] == ("cluster", 1) and problem["hidden"] <= 64
-            few = problem["batch"] * problem.get("sequences", 1) <= 132
-            assert found.tf32 == (
-                problem["size"] == 4 and found.algorithm != "stepwise" and not (one_row and few)
-            ), problem
+        chosen = [p for p, found in zip(asked, plan(*asked), strict=True) if found.tf32]
+        assert {problem["size"] for problem in chosen} == {4}
+        assert {problem["hidden"] for problem in chosen} >= {64, 256, 1024}
 
 
-def test_tf32_has_room_for_four_gates_of_1024_units(plan):
-    problem = {"hidden": 1024, "batch": 8, "size": 4, "gates": 4, "backward": True}
-    ieee, tf32 = plan(problem, {**problem, "tf32": True})
-    assert (ieee.algorithm, tf32.algorithm) == ("stepwise", "grid")
+def test_small_layers_run_in_blocks_of_their_own_and_large_ones_share_the_chip(plan):
+    for size in (2, 4):
+        small, large = plan(*({"hidden": hidden, "batch": 16, "size": size} for hidden in (32, 512)))
+        assert small[:2] == ("cluster", 1)
+        assert large.algorithm == "grid" and large.members > 8
+
+
+def test_backward_clusters_of_several_blocks_run_all_at_once(plan):
+    asked = [{**p, "chip": chip} for chip in (H200, B200) for p in problems(tf32=True) if p["backward"]]
+    found = [
+        (p, f) for p, f in zip(asked, plan(*asked), strict=True) if f.algorithm == "cluster" and f.members > 1
+    ]
+    assert found
+    for problem, (_, members, groups, *_) in found:
+        resident = problem["chip"][1] // 22 * 19 if members == 3 else problem["chip"][1] // 11 * 10
+        assert members * groups <= resident, problem
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_on_two_streams_fewer_grids_of_half_types_pay(plan, backward):
+    """Two grids would wait for each other."""
+    one = [{"hidden": 768, "batch": batch, "gates": 4, "backward": backward} for batch in (8, 32, 128, 512)]
+    alone = [found.algorithm == "grid" for found in plan(*one)]
+    of_two = [found.algorithm == "grid" for found in plan(*({**p, "side_by_side": True} for p in one))]
+    assert all(grid <= grid_alone for grid, grid_alone in zip(of_two, alone, strict=True))
+    assert 0 < sum(of_two) < sum(alone)
 
 
 def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
@@ -201,29 +219,6 @@ def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
         assert (found.algorithm, found.why_not) == ("stepwise", ""), more
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("size", [2, 4], ids=["half", "float32"])
-def test_blocks_of_one_row_take_any_number_of_units(plan, size, backward):
-    odd, large = plan(*({"hidden": h, "batch": 8, "size": size, "backward": backward} for h in (75, 100)))
-    assert odd.one_row
-    assert large.algorithm == "stepwise"  # with units added it runs in one launch
-
-
-def test_in_half_types_blocks_of_one_row_serve_few_units_or_odd_numbers_of_them(plan):
-    sizes = {32: 264, 31: 264, 33: 132, 95: 132}
-    few = plan(*({"hidden": h, "batch": most} for h, most in sizes.items()))
-    many = plan(*({"hidden": h, "batch": most + 1} for h, most in sizes.items()))
-    assert all(p.one_row for p in few)
-    assert not any(p.one_row for p in (*many, *plan({"hidden": 40, "batch": 1}, {"hidden": 97, "batch": 1})))
-
-
-def test_groups_are_no_more_than_the_clusters_of_their_size_that_run_at_once(plan):
-    """Clusters of three blocks fill 114 of these multiprocessors, others 120."""
-    problem = {"hidden": 96, "batch": 200, "size": 4, "gates": 4, "tf32": True, "backward": True}
-    (found,) = plan(problem)
-    assert (found.members, found.groups) == (3, 34)
-
-
 def test_an_algorithm_by_name_is_the_variant_that_auto_takes(plan):
     """So that both give the same bits."""
     for more in ({}, {"tf32": True}):
@@ -233,13 +228,6 @@ def test_an_algorithm_by_name_is_the_variant_that_auto_takes(plan):
         named = plan(*({**p, "algorithm": a.algorithm} for p, a in zip(asked, auto, strict=True)))
         for problem, a, b in zip(asked, auto, named, strict=True):
             assert a == b, problem
-
-
-def test_clusters_in_many_waves_leave_half_types_to_fused_steps(plan):
-    for hidden, most in ((256, 7 * 15 * 8), (512, 4 * 15 * 8)):
-        few, many = plan(*({"hidden": hidden, "batch": most + i} for i in (0, 1)))
-        assert few.algorithm == "cluster"
-        assert many.algorithm == "stepwise" and many.fused_step[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -280,117 +268,14 @@ def test_a_kernel_without_room_in_shared_memory_is_not_chosen(plan):
     assert asked.why_not == "has no room on this GPU for hidden_size = 600 and batch = 8"
 
 
-def test_clusters_can_run_any_number_of_rows_one_after_the_other(plan):
-    for batch in (1, 1000, 10**6):
-        (found,) = plan({"hidden": 512, "batch": batch, "algorithm": "cluster"})
-        assert found[:1] + found[2:4] == ("cluster", -(-batch // 8) if batch > 1 else 1, min(batch, 8))
-
-
-@pytest.mark.parametrize(
-    "hidden,size,blocks", [(8, 2, 2), (32, 2, 2), (40, 2, 2), (8, 4, 2), (24, 4, 2), (72, 2, 3)]
-)
-def test_a_cluster_has_at_least_two_blocks(plan, hidden, size, blocks):
-    (found,) = plan({"hidden": hidden, "batch": 8, "size": size, "algorithm": "cluster", "chip": B200})
-    assert found[:2] == ("cluster", blocks)
-
-
-def test_backward_clusters_of_several_blocks_run_all_at_once(plan):
-    """65 of two blocks on this chip, with eight rows each."""
-    most, more = plan(*({"hidden": 64, "batch": n, "backward": True, "chip": B200} for n in (520, 521)))
-    assert most[:3] == ("cluster", 2, 65)
-    assert more.algorithm != "cluster"
-
-
 directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-
-
-@directions
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("size,tf32", [(2, False), (4, True)], ids=["half", "tf32"])
-def test_on_hopper_one_block_has_all_units_of_a_small_layer(plan, size, tf32, backward, sequences):
-    more = {"size": size, "tf32": tf32, "backward": backward, "sequences": sequences}
-    most_rows = 9 * 132 * 8 // sequences  # of nine waves of blocks
-    for hidden in (8, 64, 72, 128):
-        found = plan(*({"hidden": hidden, "batch": batch, **more} for batch in (300, most_rows)))
-        expected = hidden <= (128 if size == 2 else 64)
-        assert [p[:2] == ("cluster", 1) and p.rows > 1 for p in found] == [expected] * 2, hidden
-    (found,) = plan({"hidden": 64, "batch": most_rows + 1, **more})
-    assert found.algorithm == "stepwise"
-
-
-def test_few_rows_of_128_units_run_backward_in_a_cluster_of_several_blocks(plan):
-    few, many = plan(*({"hidden": 128, "batch": batch, "backward": True} for batch in (32, 33)))
-    assert (few[:2], many[:2]) == (("cluster", 4), ("cluster", 1))
-
-
-@directions
-@pytest.mark.parametrize("sequences", [1, 2])
-def test_on_hopper_a_block_has_one_row_of_a_small_layer_in_float32(plan, backward, sequences):
-    more = {"size": 4, "backward": backward, "sequences": sequences}
-    for hidden in (8, 32, 40, 64, 72, 96):
-        for batch in (1, 16, 528 // sequences):
-            (found,) = plan({"hidden": hidden, "batch": batch, **more})
-            assert found.one_row and found[:4] == ("cluster", 1, found.groups, 1), (hidden, batch)
-    # The weights of more gates don't fit into the registers.
-    for gates, most in ((1, 128), (2, 128), (3, 96), (5, 64), (12, 64), (13, 32), (24, 32), (25, 0)):
-        sizes = (8, 32, 40, 64, 72, 96, 104, 128, 136)
-        found = plan(*({"hidden": hidden, "batch": 16, "gates": gates, **more} for hidden in sizes))
-        assert max((h for h, p in zip(sizes, found, strict=True) if p.one_row), default=0) == most, gates
-
-
-@directions
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("hidden,tf32,most", [(64, False, 528), (64, True, 132), (96, True, 132)])
-def test_tiles_of_eight_rows_run_a_small_layer_of_many_rows(plan, hidden, tf32, most, backward, sequences):
-    """Where they are faster than one row a block."""
-    more = {"hidden": hidden, "size": 4, "tf32": tf32, "backward": backward, "sequences": sequences}
-    few, many = plan(*({"batch": most // sequences + i, **more} for i in (0, 1)))
-    assert few.one_row and not few.tf32
-    assert not many.one_row and many.tf32 == tf32 and many.algorithm == "cluster"
-
-
-@directions
-def test_layers_of_up_to_128_units_in_tf32_have_larger_blocks_for_more_rows(plan, backward):
-    more = {"hidden": 128, "size": 4, "gates": 4, "tf32": True, "backward": backward}
-    found = plan(*({"batch": batch, **more} for batch in (1, 96, 97, 240, 241, 9 * 60 * 8)))
-    assert all(p.tf32 for p in found)
-    assert [p[:2] for p in found] == [("grid", 8)] * 2 + [("cluster", 4)] * 2 + [("cluster", 2)] * 2
-
-
-@pytest.mark.parametrize(
-    "hidden,batch,more,grid",
-    [
-        (256, 16, {}, ("cluster", 8, 6, 3)),
-        (256, 1, {"backward": True}, ("cluster", 8, 1, 1)),
-        (256, 64, {}, ("grid", 8, 8, 8)),  # of clusters, some would wait
-        (512, 32, {}, ("grid", 16, 4, 8)),
-        (600, 32, {}, ("grid", 19, 2, 16)),
-        (1024, 32, {"backward": True}, ("grid", 32, 2, 16)),
-        (256, 16, {"size": 4, "gates": 4}, ("grid", 16, 4, 4)),
-        (256, 16, {"dense": False}, ("grid", 8, 8, 2)),
-    ],
-)
-def test_two_sequences_share_the_chip(plan, hidden, batch, more, grid):
-    (found,) = plan({"hidden": hidden, "batch": batch, "sequences": 2, **more})
-    assert found[:4] == grid
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_on_two_streams_grids_of_many_rows_leave_half_types_to_fused_steps(plan, backward):
-    """Two grids would wait for each other."""
-    one = {"hidden": 768, "batch": 128, "gates": 4, "backward": backward}
-    of_two = {**one, "side_by_side": True}
-    many, many_of_two, few_of_two = plan(one, of_two, {**of_two, "batch": 96})
-    assert many.algorithm == few_of_two.algorithm == "grid"
-    assert many_of_two.algorithm == "stepwise" and many_of_two.fused_step[0] > 0
 
 
 @pytest.mark.parametrize(
     "problem",
     [
-        {"hidden": 2048, "batch": 8},  # no room
-        {"hidden": 512, "batch": 64},  # no gain
-        {"hidden": 512, "batch": 64, "size": 4},
+        {"hidden": 4096, "batch": 8},  # There is no room.
+        {"hidden": 512, "batch": 5000},  # Nothing is gained.
         {"hidden": 64, "batch": 8, "chip": T4},
         {"hidden": 64, "batch": 8, "algorithm": "stepwise"},
     ],
@@ -402,44 +287,19 @@ def test_two_sequences_do_not_share_a_launch(plan, problem):
     assert (found.algorithm, found.fused_step, found.few_rows) == ("stepwise", (0, 0), (0, 0, 0))
 
 
-@pytest.mark.parametrize(
-    "hidden,batch,backward,tile",
-    [
-        (1024, 16, False, (64, 4)),
-        (1024, 128, False, (64, 2)),
-        (1024, 256, False, (128, 2)),
-        (2048, 128, False, (128, 2)),
-        (32, 16, False, (64, 1)),
-        (4096, 256, False, (0, 0)),  # a block would have too much of the product
-        (512, 512, True, (64, 2)),
-        (1024, 64, True, (64, 4)),
-        (768, 256, True, (64, 4)),  # some multiprocessors have two blocks
-        (2048, 64, True, (64, 4)),
-        (2048, 128, True, (128, 8)),
-        (2160, 128, True, (128, 8)),
-        (2168, 128, True, (0, 0)),  # one cluster more than can run at once
-        (1024, 256, True, (0, 0)),
-    ],
-)
-def test_the_tile_and_split_k_of_a_fused_step(plan, hidden, batch, backward, tile):
-    (found,) = plan({"hidden": hidden, "batch": batch, "backward": backward, "algorithm": "stepwise"})
-    assert found.fused_step == tile
-
-
-@pytest.mark.parametrize(
-    "hidden,batch,tile",
-    [
-        (768, 256, (64, 2)),
-        (768, 320, (64, 2)),
-        (768, 384, (0, 0)),  # more tiles than multiprocessors
-        (1024, 256, (64, 2)),
-        (1536, 128, (0, 0)),
-    ],
-)
-def test_forward_steps_of_four_gates_have_tiles_of_64_rows(plan, hidden, batch, tile):
-    """Up to 1,024 units, while every tile gets a multiprocessor."""
-    (found,) = plan({"hidden": hidden, "batch": batch, "gates": 4, "algorithm": "stepwise"})
-    assert found.fused_step == tile
+def test_fused_steps_have_a_tile_that_is_compiled_and_split_k_less_for_more_rows(plan):
+    asked = problems(algorithm="stepwise")
+    for problem, found in zip(asked, plan(*asked), strict=True):
+        rows, split_k = found.fused_step
+        assert (rows, split_k) == (0, 0) or (rows in (64, 128) and split_k in (1, 2, 4, 8)), problem
+    few, many, large = plan(
+        *(
+            {"hidden": h, "batch": b, "algorithm": "stepwise"}
+            for h, b in ((1024, 16), (1024, 256), (4096, 256))
+        )
+    )
+    assert few.fused_step[1] > many.fused_step[1] > 0
+    assert large.fused_step == (0, 0)  # A block would have too much of the product.
 
 
 @pytest.mark.parametrize(
@@ -459,13 +319,6 @@ def test_other_steps_are_not_fused(plan, more):
     fused, found = (plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **m})[0] for m in ({}, more))
     assert fused.fused_step != (0, 0)
     assert found.fused_step == (0, 0)
-
-
-@pytest.mark.parametrize("gates,forward", [(1, 64), (8, 64), (9, 0)])
-def test_backward_steps_of_any_number_of_gates_are_fused(plan, gates, forward):
-    problem = {"hidden": 512, "batch": 64, "gates": gates, "algorithm": "stepwise"}
-    found = plan(problem, {**problem, "backward": True})
-    assert [step.fused_step[0] for step in found] == [forward, 64]
 
 
 @pytest.mark.parametrize("chip", [H200, A100, L4, T4], ids=["H200", "A100", "L4", "T4"])
@@ -490,33 +343,6 @@ def test_no_other_algorithm_runs_units_without_a_product(plan):
         *({"hidden": 64, "batch": 8, "recurrent": False, "algorithm": a} for a in ("cluster", "grid"))
     ):
         assert found.why_not == "takes cells with a product of h, got one without"
-
-
-@pytest.mark.parametrize(
-    "hidden,batch,backward,more,tile",
-    [
-        (1024, 1, False, {}, (1, 8, 2)),
-        (1024, 2, False, {}, (4, 8, 2)),
-        (1536, 5, False, {}, (8, 12, 1)),
-        (2048, 16, False, {}, (16, 16, 1)),
-        (4096, 16, False, {}, (16, 16, 1)),  # two blocks for each multiprocessor
-        (1024, 16, True, {}, (16, 8, 8)),
-        (2048, 16, True, {}, (16, 16, 4)),
-        (768, 9, True, {"dense": False}, (16, 6, 8)),
-        (68, 3, False, {"gates": 3}, (4, 1, 2)),
-        (4, 1, True, {"chip": T4}, (1, 1, 1)),
-        (1024, 1, True, {"chip": T4}, (1, 26, 2)),
-        (512, 16, True, {"chip": T4}, (16, 13, 4)),
-        (512, 16, True, {"chip": L4}, (16, 9, 4)),
-        (64, 16, True, {"chip": (75, 64, False, 64 << 10)}, (16, 1, 4)),  # shared memory for no more parts
-        (512, 8, False, {"gates": 64}, (8, 1, 1)),
-        (512, 8, False, {"gates": 65}, (0, 0, 0)),
-    ],
-)
-def test_the_tile_and_split_k_of_a_step_of_few_rows(plan, hidden, batch, backward, more, tile):
-    problem = {"size": 4, "gates": 4, "algorithm": "stepwise", **more}
-    (found,) = plan({"hidden": hidden, "batch": batch, "backward": backward, **problem})
-    assert found.few_rows == tile
 
 
 @directions

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import http.server
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +29,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-wheels = load("wheels")
+check_wheel, wheels = load("check_wheel"), load("wheels")  # wheels imports check_wheel
 
 
 def make_wheel(wheelhouse: Path, torch: str, cuda: str, version: str = "0.1.0", python: str = HERE) -> Path:
@@ -123,21 +119,6 @@ def wheelhouse(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def url(wheelhouse: Path) -> Iterator[str]:
-    """The folder, from a web server."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(wheelhouse))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     "index,torch_,takes",
     [
@@ -150,38 +131,33 @@ def url(wheelhouse: Path) -> Iterator[str]:
     ],
 )
 def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(
-    user: User, url: str, index: str, torch_: str, takes: str
+    user: User, wheelhouse: Path, index: str, torch_: str, takes: str
 ) -> None:
     user.has_torch(torch_)
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/{index}")
+    done = user.pip_install("lltm_ext", "--index-url", f"{wheelhouse.as_uri()}/{index}")
     assert done.returncode == 0, done.stderr
     assert user.installed() == {f"torch-{torch_}", f"lltm_ext-{takes}"}
 
 
-def test_pip_refuses_the_wheel_of_another_torch_and_keeps_torch(user: User, url: str) -> None:
-    user.has_torch("2.15.0+cu132")
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/cu130/torch2.11")
+@pytest.mark.parametrize(
+    "index,torch_,reason",
+    [
+        ("index/cu130/torch2.11", "2.15.0+cu132", "torch==2.11.*"),
+        ("index", "2.9.1", "torch>=2.10"),
+        ("index/cu130/torch2.11", "2.11.0", "HASHES"),  # The file differs from the index.
+    ],
+)
+def test_pip_refuses_a_wheel_that_does_not_fit_and_keeps_torch(
+    user: User, wheelhouse: Path, index: str, torch_: str, reason: str
+) -> None:
+    user.has_torch(torch_)
+    if reason == "HASHES":
+        (wheel,) = wheelhouse.glob(f"*cu130torch2.11-{HERE}-*.whl")
+        wheel.write_bytes(wheel.read_bytes() + b"\0")
+    done = user.pip_install("lltm_ext", "--index-url", f"{wheelhouse.as_uri()}/{index}")
     assert done.returncode != 0
-    assert "torch==2.11.*" in done.stderr
-    assert user.installed() == {"torch-2.15.0+cu132"}
-
-
-def test_pip_refuses_the_portable_wheel_with_an_older_torch(user: User, url: str) -> None:
-    user.has_torch("2.9.1")
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index")
-    assert done.returncode != 0
-    assert "torch>=2.10" in done.stderr
-    assert user.installed() == {"torch-2.9.1"}
-
-
-def test_pip_refuses_a_wheel_that_differs_from_the_index(user: User, wheelhouse: Path, url: str) -> None:
-    user.has_torch("2.11.0")
-    (wheel,) = wheelhouse.glob(f"*cu130torch2.11-{HERE}-*.whl")
-    wheel.write_bytes(wheel.read_bytes() + b"\0")
-    done = user.pip_install("lltm_ext", "--index-url", f"{url}/index/cu130/torch2.11")
-    assert done.returncode != 0
-    assert "HASHES" in done.stderr
-    assert user.installed() == {"torch-2.11.0"}
+    assert reason in done.stderr
+    assert user.installed() == {f"torch-{torch_}"}
 
 
 def test_an_index_lists_its_project_and_drops_removed_wheels(wheelhouse: Path) -> None:
@@ -247,40 +223,45 @@ def test_publishing_again_changes_nothing(wheelhouse: Path) -> None:
 # ---- the check ---------------------------------------------------------------------------------------------
 
 
-def test_the_check_names_a_version_an_abi_and_a_tag_of_another_build(tmp_path: Path) -> None:
+def changed_wheel(wheel: Path, name: str, old: bytes, new: bytes, added: str) -> str:
+    """What the check says of a wheel with another name and changed texts."""
+    changed = wheel.parent / name
+    with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(changed, "w") as bad:
+        for file in good.namelist():
+            bad.writestr(file, good.read(file).replace(old, new))
+        bad.writestr(added, "")
+        bad.writestr("lltm_ext/_src/", "")  # auditwheel lists folders, too
+    return "\n".join(check_wheel.problems(changed))
+
+
+def test_the_check_names_another_build_and_files_that_are_missing_or_strange(tmp_path: Path) -> None:
+    name = f"lltm_ext-0.1.0+cu128torch2.11-{HERE}-cp399-manylinux_2_28_x86_64.whl"
     wheel = make_wheel(tmp_path, "2.11", "13.0")
-    mislabelled = tmp_path / f"lltm_ext-0.1.0+cu128torch2.11-{HERE}-cp399-manylinux_2_28_x86_64.whl"
-    with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(mislabelled, "w") as bad:
-        for name in good.namelist():
-            replaced = good.read(name)
-            if name.endswith("_build_record.json"):
-                replaced = replaced.replace(b"+cu130torch2.11", b"+cu128torch2.11")
-            bad.writestr(name, replaced)
-        bad.writestr("lltm_ext/_src/", "")  # as auditwheel lists folders
-    found = "\n".join(load("check_wheel").problems(mislabelled))
+    found = changed_wheel(
+        wheel, name, b"Requires-Dist: torch==", b"Requires-Dist: torch>=", "tests/test_relu.py"
+    )
     assert "record differ: " in found
-    assert f"{HERE}-cp399-manylinux_2_28_x86_64 in the file name, {HERE}-{HERE}-manylinux_2_17" in found
-    assert "cp399 in the file name, cpython-3" in found
-    assert "0.1.0+cu128torch2.11 is not of the record's build, cu130torch2.11" in found
-    assert "contains" not in found
-
-
-def test_the_check_expects_a_library_in_a_portable_wheel(tmp_path: Path) -> None:
-    found = load("check_wheel").problems(make_portable_wheel(tmp_path))
-    assert [problem for problem in found if not problem.startswith("lacks ")] == []
-    assert [problem for problem in found if problem.endswith(".so")] == ["lacks lltm_ext/_C/portable.so"]
+    assert "does not require torch==2.11.*" in found
+    for file in ("lltm_ext/_C/sigmoid.pyi", "lltm_ext/_src/sigmoid/sigmoid.cpp", "lltm_ext/relu.py"):
+        assert f"lacks {file}" in found
+    assert "licenses/LICENSE" in found
+    assert (
+        found.count("contains")
+        == found.count("contains tests/test_relu.py, which does not belong there")
+        == 1
+    )
 
 
 def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_path: Path) -> None:
-    mislabelled = tmp_path / f"lltm_ext-0.1.0-{HERE}-{HERE}-manylinux_2_17_x86_64.whl"
-    with zipfile.ZipFile(make_portable_wheel(tmp_path)) as good, zipfile.ZipFile(mislabelled, "w") as bad:
-        for name in good.namelist():
-            bad.writestr(name, good.read(name).replace(b"torch>=2.10", b"torch==2.11.*"))
-        bad.writestr("lltm_ext/_C/relu.so", "")
-    found = "\n".join(load("check_wheel").problems(mislabelled))
-    assert f"{HERE} in the file name, any in the record" in found
-    assert "does not require torch>=2.10" in found
-    assert "contains lltm_ext/_C/relu.so, which does not belong there" in found
+    wheel = make_portable_wheel(tmp_path)
+    found = check_wheel.problems(wheel)
+    assert [problem for problem in found if not problem.startswith("lacks ")] == []
+    assert [problem for problem in found if problem.endswith(".so")] == ["lacks lltm_ext/_C/portable.so"]
+    name = f"lltm_ext-0.1.0-{HERE}-{HERE}-manylinux_2_17_x86_64.whl"
+    changed = changed_wheel(wheel, name, b"torch>=2.10", b"torch==2.11.*", "lltm_ext/_C/relu.so")
+    assert f"{HERE} in the file name, any in the record" in changed
+    assert "does not require torch>=2.10" in changed
+    assert "contains lltm_ext/_C/relu.so, which does not belong there" in changed
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
@@ -292,19 +273,16 @@ def error(*arguments: str | Path) -> str:
     return str(caught.value)
 
 
-def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
-    message = error("build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
-    assert message == "wheels: [Errno 2] No such file or directory: 'python3.99'"
-
-
-def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_is_missing_or_does_not_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ("build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
+    assert error(*build) == "wheels: [Errno 2] No such file or directory: 'python3.99'"
     shim = tmp_path / "python3.99"
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    message = error("build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
-    assert message.startswith("wheels: Command '['python3.99', '-m', 'venv', ")
-    assert message.endswith("returned non-zero exit status 127.")
+    assert error(*build).startswith("wheels: Command '['python3.99', '-m', 'venv', ")
 
 
 @pytest.mark.parametrize("recipe", ["3.12", "3.12-2.11", "torch2.11", "2.7-torch2.11", "portable"])
@@ -314,20 +292,10 @@ def test_a_name_without_python_or_torch_is_refused(tmp_path: Path, recipe: str) 
     assert message == f"wheels: {expected}, got {recipe!r}"
 
 
-def test_nothing_to_publish_is_an_error(tmp_path: Path) -> None:
+def test_no_wheel_and_a_wheel_for_cpus_are_not_published(tmp_path: Path) -> None:
     assert error("publish", tmp_path) == f"wheels: {tmp_path} has no wheel"
-
-
-def test_a_wheel_whose_name_has_no_torch_is_not_published(tmp_path: Path) -> None:
-    make_wheel(tmp_path, "2.11", "13.0").rename(tmp_path / f"lltm_ext-0.1.0-{HERE}-{HERE}-linux_x86_64.whl")
-    assert "expected a version such as 0.1.0+cu130torch2.11" in error("publish", tmp_path)
-
-
-def test_a_portable_wheel_without_kernels_is_not_published(tmp_path: Path) -> None:
     wheel = make_portable_wheel(tmp_path, cuda=None)
-    assert (
-        error("publish", tmp_path) == f"wheels: {wheel.name} is for CPUs only, which its name does not show"
-    )
+    assert error("publish", tmp_path) == f"wheels: {wheel.name} is for CPUs only"
 
 
 # ---- a wheel -----------------------------------------------------------------------------------------------
@@ -353,6 +321,7 @@ def test_the_wheel_that_is_named_is_built(
 
     monkeypatch.setenv("LLTM_EXT_PORTABLE", "1")
     monkeypatch.setattr(wheels, "run", run)
+    monkeypatch.setattr(check_wheel, "main", lambda wheels: 0)
     monkeypatch.setattr(wheels, "repair", lambda wheel, folder, platform: wheel)
     monkeypatch.setattr(wheels, "test", lambda *arguments: None)
     made = wheels.build(f"{python}-torch2.11", tmp_path / "lltm_ext-0.1.0.tar.gz", [], "auto", "")
@@ -366,7 +335,7 @@ def test_the_wheel_that_is_named_is_built(
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_builds_the_wheels_of_the_list_for_which_pypi_has_a_compiler() -> None:
     listed = json.loads((ROOT / "tools/wheels.json").read_text())
-    # Without the variables of a `make wheels WHEELS=…` that runs this test.
+    # A `make wheels WHEELS=…` that runs this test passes its variables on.
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "WHEELS"))
     }

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not TEXTS, reason="of a checkout, not of the sdi
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_a_target_of_make(command):
     arguments = shlex.split(re.sub(r"\$\{\{.*?\}\}", "portable-torch2.11", command))
-    # Without the variables of a `make` that runs this test.
+    # A `make` that runs this test passes its variables on.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run([*arguments, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -42,9 +42,9 @@ def installed_torch() -> tuple[str, str | None] | None:
 
 def get_requires_for_build_wheel(config_settings=None):
     torch, cuda = installed_torch() or (None, "13.0")
-    # `===`: the same build, where `==2.11.0` would also take a 2.11.0+cpu that some index offers.
+    # `===` asks for the same build; `==2.11.0` would also take a 2.11.0+cpu that some index offers.
     requires = [f"torch==={torch}" if torch else ANY_TORCH, "ninja"]
-    # PyPI has no nvcc of CUDA 12: the system's toolkit must be used.
+    # PyPI has no nvcc of CUDA 12, so the system's toolkit must be used.
     if cuda and int(version["major"](cuda)) >= 13 and os.environ.get("LLTM_EXT_CUDA") != "0":
         requires.append(f'{version["TOOLKIT"]}; platform_system == "Linux"')
     return requires

@@ -7,7 +7,9 @@ import json
 import runpy
 import sys
 import zipfile
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -15,31 +17,30 @@ RECORD = "lltm_ext/_build_record.json"
 version = runpy.run_path(str(ROOT / "lltm_ext/_version.py"))
 
 
-def problems(wheel: Path) -> list[str]:
-    """What is wrong with the wheel; an empty list if nothing is."""
+def contents(wheel: Path) -> tuple[dict[str, Any], Message, set[str]]:
+    """Its build record, its METADATA and the names of its files."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel lists folders
-        if RECORD not in names:
-            return ["no build record"]
-        record = json.loads(archive.read(RECORD))
-        dist_info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(f"{dist_info}/METADATA"))
-        tags = email.message_from_bytes(archive.read(f"{dist_info}/WHEEL")).get_all("Tag", [])
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        return json.loads(archive.read(RECORD)), email.message_from_bytes(archive.read(metadata)), names
 
+
+def problems(wheel: Path) -> list[str]:
+    """What is wrong with the wheel; an empty list if nothing is."""
+    record, metadata, names = contents(wheel)
+    (dist_info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     portable = "portable" in record
     torch_minor = version["minor"](record["torch"])
-    label = "" if portable else version["label"](record["torch"], record["cuda"])
     required = f"torch>={torch_minor}" if portable else f"torch=={torch_minor}.*"
-    python, abi, platform = wheel.stem.split("-")[-3:]
-    tags_agree = set(tags) == {f"{python}-{abi}-{part}" for part in platform.split(".")}
+    label = "" if portable else version["label"](record["torch"], record["cuda"])
+    *_, abi, _ = wheel.stem.split("-")
     fits = record["python"].startswith("any" if abi == "none" else f"cpython-{abi.removeprefix('cp')}-")
     versions = (wheel.name.split("-")[1], metadata["Version"], record["version"])
-    built = record["version"].partition("+")[2]
     checks = {
         f"the versions of file name, METADATA and record differ: {versions}": len(set(versions)) == 1,
-        f"the tag is {python}-{abi}-{platform} in the file name, {', '.join(tags)} in WHEEL": tags_agree,
+        f"the version {record['version']} is not of the record's build, {label}": label
+        == versions[2].partition("+")[2],
         f"the ABI is {abi} in the file name, {record['python']} in the record": fits,
-        f"the version {record['version']} is not of the record's build, {label}": label == built,
         f"does not require {required}": required in metadata.get_all("Requires-Dist", []),
     }
 

