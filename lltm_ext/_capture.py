@@ -313,7 +313,6 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
         TypeError, ValueError, RuntimeError, IndexError, AttributeError: for what cannot be a cell, with the
             cell's name, the reason, and the line of the user's text.
     """
-    declared.check()
     taken = arguments_of(function, declared)
     graph = Graph()
     mode = Capture(function, graph)

@@ -15,7 +15,7 @@ OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # that name their v
 
 
 class Declaration(NamedTuple):
-    """What a cell needs besides its function (see lltm_ext.recurrence)."""
+    """What a cell needs besides its function (see lltm_ext.recurrence). RecurrentCell checks it."""
 
     name: str
     gates: int
@@ -25,22 +25,6 @@ class Declaration(NamedTuple):
     inputs: tuple[str, ...] = ()
     recurrent: bool = True
     output: str = "h"
-
-    def check(self) -> None:
-        if not isinstance(self.gates, int) or self.gates < 1:
-            raise ValueError(f"{self.name}: expected gates to be a positive integer, got {self.gates!r}")
-        if self.separate and not self.recurrent:
-            raise ValueError(
-                f"{self.name}: separate=True keeps the product with h apart; recurrent=False has none"
-            )
-        for option in OPTIONS.values():
-            names = getattr(self, option)
-            if not isinstance(names, tuple) or not all(map(is_name, names)):
-                raise ValueError(f"{self.name}: expected {option} to be a tuple of names, got {names!r}")
-            if len(set(names)) < len(names):
-                raise ValueError(f"{self.name}: expected {option} of different names, got {names!r}")
-        if self.output not in ("h", *self.states):
-            raise ValueError(f"{self.name}: expected output to be h or a state, got {self.output!r}")
 
     @property
     def output_state(self) -> int:
@@ -66,7 +50,7 @@ def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple
     if not is_sequence or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{cell}: expected {what} to be a sequence of names, got {names!r}")
     for i, name in enumerate(names):
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        if not is_name(name):
             raise ValueError(f"{cell}: expected the names of {what} to be identifiers, got {name!r}")
         if name in taken or name in tuple(names)[:i]:
             raise ValueError(f"{cell}: expected {what} without the name {name!r}, which is taken")

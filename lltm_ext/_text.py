@@ -141,7 +141,6 @@ class Written:
 
 def check(declared: Declaration, text: Text) -> None:
     """Raises for texts that are none, and for names that have another meaning in them."""
-    declared.check()
     name, states, parameters, inputs = declared.name, declared.states, declared.parameters, declared.inputs
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})
     for what, body in texts.items():

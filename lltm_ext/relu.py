@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import relu as _C
-from lltm_ext._unary import forms, unary_op
+from lltm_ext._library import check_tensor, has_tangents, in_place, into, is_plain, ops
+from lltm_ext._unary import UnaryOp, register, unary_function
 
 __all__ = ["ReLU", "ReLUFunction", "relu", "relu_"]
 
 
-@unary_op(_C.call_relu, "ReLUFunction", ACTIVATIONS["relu"].gradient)
 def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Elementwise rectifier, ``max(input, 0)``. Its gradient at 0 is 0.
 
@@ -30,10 +30,26 @@ def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Source: as :func:`torch.relu`.
     """
+    check_tensor("relu", "input", input)
+    if out is not None:
+        return into(relu, ops.relu_out, out, input)
+    if is_plain(input):
+        return _C.call_relu(input)  # in half the host time of torch.ops
+    return ReLUFunction.apply(input) if has_tangents() else ops.relu(input)
+
+
+def relu_(input: Tensor) -> Tensor:
+    """:func:`relu` in place: overwrites ``input`` and returns it. Differentiable."""
+    return in_place(relu, ops.relu_, input)
+
+
+def relu_reference(input: Tensor) -> Tensor:
+    """:func:`relu` in pure PyTorch."""
     return torch.relu(input)
 
 
-relu_reference, relu_, ReLUFunction = forms("relu")
+ReLUFunction = unary_function("ReLUFunction", relu, ops.relu_backward)
+register("relu", UnaryOp(relu_reference, relu_, ReLUFunction, ACTIVATIONS["relu"].gradient))
 
 
 class ReLU(nn.Module):

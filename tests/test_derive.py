@@ -595,22 +595,6 @@ def test_what_cannot_be_a_cell_is_refused(name):
         derive(function, Declaration("my_cell", 2, **options))
 
 
-@pytest.mark.parametrize(
-    "options,pattern",
-    [
-        ({"gates": 0}, "expected gates to be a positive integer, got 0"),
-        ({"gates": 1, "states": "c"}, "expected states to be a tuple of names, got 'c'"),
-        ({"gates": 1, "inputs": ("a b",)}, r"expected inputs to be a tuple of names, got \('a b',\)"),
-        ({"gates": 1, "parameters": ("w", "w")}, "expected parameters of different names"),
-        ({"gates": 1, "separate": True, "recurrent": False}, "recurrent=False has none"),
-        ({"gates": 1, "states": ("c",), "output": "y"}, "expected output to be h or a state, got 'y'"),
-    ],
-)
-def test_a_declaration_is_checked(options, pattern):
-    with pytest.raises(ValueError, match=f"^my_cell: .*{pattern}"):
-        derive(lambda x: x[0], Declaration("my_cell", **options))
-
-
 def test_an_argument_may_be_empty():
     def unused(x, r, h, s, p, u):
         return x[0] + r[0], ()

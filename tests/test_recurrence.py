@@ -493,6 +493,7 @@ def declare(**options):
         ({"inputs": ("2",)}, ValueError, "expected the names of inputs to be identifiers, got '2'"),
         ({"inputs": ("if",)}, ValueError, "expected the names of inputs to be identifiers, got 'if'"),
         ({"states": ("_c",)}, ValueError, "expected the names of states to be identifiers, got '_c'"),
+        ({"states": ("\u03b1",)}, ValueError, "expected the names of states to be identifiers, got '\u03b1'"),
         ({"output": 0}, TypeError, "expected output to be the name of a state, got 0"),
         ({"output": "y"}, ValueError, "expected output to be one of h, got 'y'"),
         ({"states": ("c",), "output": "y"}, ValueError, "expected output to be one of h, c, got 'y'"),
