@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lltm_ext._library import describe, ops, under_transforms, vmap_elementwise
+from lltm_ext._library import (
+    check_tensor,
+    describe,
+    has_tangents,
+    into,
+    is_plain,
+    ops,
+    under_transforms,
+    vmap_elementwise,
+)
 
 Gradient = Callable[..., Tensor]
 
@@ -44,6 +53,28 @@ def register(name: str, op: UnaryOp) -> None:
     if op.gradient:
         backward = f"{name}_backward"
         torch.library.register_vmap(f"lltm_ext::{backward}", vmap_elementwise(getattr(ops, backward)))
+
+
+def call(
+    function: Callable[..., Tensor],
+    binding: Callable[[Tensor], Tensor],
+    Function: type[torch.autograd.Function],
+    input: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """Runs the op of a public function without parameters, by the way that its input needs.
+
+    Args:
+        binding: ``_C.call_<name>``, which takes half the host time of ``torch.ops``.
+        Function: for forward-mode AD, which cannot enter a C++ autograd function.
+    """
+    name = function.__name__
+    check_tensor(name, "input", input)
+    if out is not None:
+        return into(function, getattr(ops, f"{name}_out"), out, input)
+    if is_plain(input):
+        return binding(input)
+    return Function.apply(input) if has_tangents() else getattr(ops, name)(input)
 
 
 def unary_function(

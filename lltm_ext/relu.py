@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import relu as _C
-from lltm_ext._library import check_tensor, has_tangents, in_place, into, is_plain, ops
-from lltm_ext._unary import UnaryOp, register, unary_function
+from lltm_ext._library import in_place, ops
+from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = ["ReLU", "ReLUFunction", "relu", "relu_"]
 
@@ -30,12 +30,7 @@ def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Source: as :func:`torch.relu`.
     """
-    check_tensor("relu", "input", input)
-    if out is not None:
-        return into(relu, ops.relu_out, out, input)
-    if is_plain(input):
-        return _C.call_relu(input)  # in half the host time of torch.ops
-    return ReLUFunction.apply(input) if has_tangents() else ops.relu(input)
+    return call(relu, _C.call_relu, ReLUFunction, input, out)
 
 
 def relu_(input: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
-from lltm_ext._library import check_tensor, has_tangents, in_place, into, is_plain, ops, vmap_elementwise
-from lltm_ext._unary import UnaryOp, register, unary_function
+from lltm_ext._library import check_tensor, has_tangents, in_place, into, ops, vmap_elementwise
+from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = [
     "Binarize",
@@ -64,12 +64,7 @@ def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     Source: values as :func:`torch.round`; the gradient of Bengio et al., "Estimating or Propagating
     Gradients Through Stochastic Neurons for Conditional Computation", 2013, https://arxiv.org/abs/1308.3432.
     """
-    check_tensor("round", "input", input)
-    if out is not None:
-        return into(round, ops.round_out, out, input)
-    if is_plain(input):
-        return _C.call_round(input)  # in half the host time of torch.ops
-    return RoundFunction.apply(input) if has_tangents() else ops.round(input)
+    return call(round, _C.call_round, RoundFunction, input, out)
 
 
 def round_(input: Tensor) -> Tensor:
@@ -87,12 +82,7 @@ def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Arguments, result and errors as of :func:`round`; values as :func:`torch.floor`.
     """
-    check_tensor("floor", "input", input)
-    if out is not None:
-        return into(floor, ops.floor_out, out, input)
-    if is_plain(input):
-        return _C.call_floor(input)  # in half the host time of torch.ops
-    return FloorFunction.apply(input) if has_tangents() else ops.floor(input)
+    return call(floor, _C.call_floor, FloorFunction, input, out)
 
 
 def floor_(input: Tensor) -> Tensor:
@@ -110,12 +100,7 @@ def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Arguments, result and errors as of :func:`round`; values as :func:`torch.ceil`.
     """
-    check_tensor("ceil", "input", input)
-    if out is not None:
-        return into(ceil, ops.ceil_out, out, input)
-    if is_plain(input):
-        return _C.call_ceil(input)  # in half the host time of torch.ops
-    return CeilFunction.apply(input) if has_tangents() else ops.ceil(input)
+    return call(ceil, _C.call_ceil, CeilFunction, input, out)
 
 
 def ceil_(input: Tensor) -> Tensor:
@@ -133,12 +118,7 @@ def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Arguments, result and errors as of :func:`round`; values as :func:`torch.trunc`.
     """
-    check_tensor("trunc", "input", input)
-    if out is not None:
-        return into(trunc, ops.trunc_out, out, input)
-    if is_plain(input):
-        return _C.call_trunc(input)  # in half the host time of torch.ops
-    return TruncFunction.apply(input) if has_tangents() else ops.trunc(input)
+    return call(trunc, _C.call_trunc, TruncFunction, input, out)
 
 
 def trunc_(input: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import sigmoid as _C
-from lltm_ext._library import check_tensor, has_tangents, in_place, into, is_plain, ops
-from lltm_ext._unary import UnaryOp, register, unary_function
+from lltm_ext._library import in_place, ops
+from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = ["Sigmoid", "SigmoidFunction", "sigmoid", "sigmoid_"]
 
@@ -33,12 +33,7 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Source: as :func:`torch.sigmoid`.
     """
-    check_tensor("sigmoid", "input", input)
-    if out is not None:
-        return into(sigmoid, ops.sigmoid_out, out, input)
-    if is_plain(input):
-        return _C.call_sigmoid(input)  # in half the host time of torch.ops
-    return SigmoidFunction.apply(input) if has_tangents() else ops.sigmoid(input)
+    return call(sigmoid, _C.call_sigmoid, SigmoidFunction, input, out)
 
 
 def sigmoid_(input: Tensor) -> Tensor:

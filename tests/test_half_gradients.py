@@ -37,17 +37,15 @@ JUMPS = {
     "spike": spike,
     "logic": lambda v: torch.where((v > 1) & (v < 2) | (v < 0.5), v, -v) * torch.sign(v - 1),
 }
-FORMULA = """
-def {name}(x, s):
-    v = s.v + x[0]
-    return JUMPS["{name}"](v), (v,)
-"""
 
 
 def jumping(name, recurrent):
-    scope = {"JUMPS": JUMPS}
-    exec(FORMULA.format(name=name), scope)
-    return lltm_ext.recurrence(gates=1, states=("v",), recurrent=recurrent)(scope[name])
+    def cell(x, s):
+        v = s.v + x[0]
+        return JUMPS[name](v), (v,)
+
+    cell.__name__ = name
+    return lltm_ext.recurrence(gates=1, states=("v",), recurrent=recurrent)(cell)
 
 
 JUMPING = {(name, recurrent): jumping(name, recurrent) for name in JUMPS for recurrent in (True, False)}
