@@ -122,6 +122,24 @@ def errors_cancel(
     return tuple(x for x in saved if x in quotients or (of_states and x in carried and x.op == LEAF))
 
 
+def jumps(outputs: Iterable[Node], leaves: Mapping[str, Iterable[Node]]) -> bool:
+    """Whether comparisons choose among a unit's formulas, as `where`, relu and abs do.
+
+    From projections that are rounded to a half type they choose otherwise now and then, and all later steps
+    follow. Only a choice of the largest of two values, as in a logarithm of a sum, hardly changes then.
+    """
+    sources = (x for k in "xrhs" for x in leaves[k])
+    nodes = ancestors(outputs)
+    varying = dependents(nodes, sources, lambda node: True)
+
+    def chooses(node: Node) -> bool:
+        if node.op in ("maximum", "minimum"):
+            return any(x not in varying for x in node.args)
+        return node.boolean or node.op in ("relu", "abs")
+
+    return any(chooses(node) for node in nodes if node in varying)
+
+
 class Flow:
     """A network, for a minimum cut between "source" and "sink" (Edmonds and Karp)."""
 
@@ -169,8 +187,9 @@ class Derived:
         gradients: the nodes of the gradients of x, r, h, s and p; a constant 0 where there is none.
         saved: the nodes that forward saves.
         wide: those of them that keep the precision of float32 in half types.
+        jumps: whether comparisons choose among its formulas.
         struct: the C++ struct.
-        half_struct: that for half types, which differs if ``wide`` has nodes.
+        half_struct: that for half types, which differs if ``wide`` has nodes or the cell ``jumps``.
     """
 
     def __init__(self, function: Callable[..., Any], declaration: Declaration):
@@ -188,24 +207,26 @@ class Derived:
         self.saved = choose_saved(self._results, self.cotangents, free)
         self.wide = errors_cancel(self.saved, [*self.outputs, *self.saved], self.leaves)
         self.struct = emit(self, self.saved, wide=())
-        self.half_struct = self._half_struct() if self.wide else self.struct
+        self.jumps = jumps(self.outputs, self.leaves)
+        self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
 
     def _half_struct(self) -> Struct:
-        """The struct that saves some values in float32.
+        """The struct that has some values in float32.
 
-        Without a product the gates are exact in a half type too. If the states are saved in float32, the
-        backward can compute all from these again. That may need fewer numbers.
+        Without a product the projections are all of the gates. If these and the states are saved as they are,
+        the backward can compute all from them again. That may need fewer numbers.
         """
-        struct = emit(self, self.saved, self.wide)
-        if self.declaration.recurrent:
+        struct = emit(self, self.saved, self.wide, self.jumps)
+        if self.declaration.recurrent or not self.wide:
             return struct
         live = ancestors(self._results)
         decisions = [x for x in live if x.boolean and x.args and not any(arg.boolean for arg in x.args)]
         read = ancestors(self._results, decisions)
         leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
-        of_leaves = emit(self, [*leaves, *decisions], wide=self.leaves["s"])
+        wide = [*self.leaves["s"], *(self.leaves["x"] if self.jumps else ())]
+        of_leaves = emit(self, [*leaves, *decisions], wide, self.jumps)
         return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property

@@ -21,6 +21,7 @@ struct Cell {{
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
   static constexpr int kOutputState = {output_state};  // -1: h
+  static constexpr bool kWideProjections = {wide};
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<Cell, A>& in, A (&states)[{state_array}], \
@@ -170,14 +171,18 @@ class Struct(NamedTuple):
 
     source: str
     saved: int  # how many numbers its forward saves
+    wide_projections: bool = False  # whether half types have the projections in float32
 
 
-def emit(cell: Derived, nodes: Sequence[Node], wide: Collection[Node]) -> Struct:
+def emit(
+    cell: Derived, nodes: Sequence[Node], wide: Collection[Node], wide_projections: bool = False
+) -> Struct:
     """The cell's struct. It depends only on the function and its declaration.
 
     Args:
         nodes: what the forward saves.
         wide: which of them take two numbers.
+        wide_projections: as of the struct.
     """
     declared, leaves = cell.declaration, cell.leaves
     saved, count = saved_numbers(nodes, wide)
@@ -200,6 +205,7 @@ def emit(cell: Derived, nodes: Sequence[Node], wide: Collection[Node]) -> Struct
         cell.reads_h,
         forward_text(cell, saved, Names(places)),
         backward_text(cell, saved, Names(in_backward)),
+        wide_projections,
     )
 
 
@@ -211,6 +217,7 @@ def struct_of(
     reads_h: bool,
     forward: list[str],
     backward: list[str],
+    wide_projections: bool = False,
 ) -> Struct:
     """The struct with the lines of its two functions. `saved` describes the values in the `saves` numbers."""
     source = STRUCT.format(
@@ -226,12 +233,13 @@ def struct_of(
         separate=flag(declared.separate),
         reads_h=flag(reads_h),
         output_state=declared.output_state,
+        wide=flag(wide_projections),
         state_array=max(len(declared.states), 1),
         saved_array=max(saves, 1),
         forward=indented(forward),
         backward=indented(backward),
     )
-    return Struct(source, saves)
+    return Struct(source, saves, wide_projections)
 
 
 def indented(lines: list[str]) -> str:

@@ -39,6 +39,7 @@ def program_of(cell: RecurrentCell | ToInitial, struct: Struct) -> str:
         int(derived.reads_h),
         declared.output_state,
         int(derived.zeros_stay),
+        int(struct.wide_projections),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source))
     CELLS[program] = cell

@@ -128,6 +128,24 @@ def softsign_of_a_sum(x, s):
     return F.softsign(c), (c,)
 
 
+@lltm_ext.recurrence(gates=1, states=("z",), parameters=("a", "c"))
+def plrnn(x, s, p):
+    """A piecewise-linear RNN."""
+    z = torch.sigmoid(p.a) * s.z + x[0] + p.c
+    return torch.relu(z), (z,)
+
+
+def leaky_integrate_and_fire(x, s, p):
+    v = torch.sigmoid(p.beta) * s.v + x[0]
+    spikes = spike(v)
+    return spikes, (v - spikes.detach(),)
+
+
+def spiking(recurrent):
+    options = {"states": ("v",), "parameters": ("beta",), "recurrent": recurrent}
+    return lltm_ext.recurrence(gates=1, **options)(leaky_integrate_and_fire)
+
+
 LONG = {cell.__name__: cell for cell in (wkv, weighted_mean, softsign_of_a_sum)}
 LONG |= {name: getattr(cells, name) for name in ("lstm", "lltm", "gru", "ugrnn", "janet", "slstm", "cfc")}
 REGIMES = {  # the scale of the projections, their center, whether only the last output has a gradient
@@ -140,16 +158,19 @@ REGIMES = {  # the scale of the projections, their center, whether only the last
 }
 
 
-def sequence(cell, dtype, regime, length=200, batch=4, hidden=16):
+def sequence(cell, dtype, regime, length=200, batch=4, hidden=16, projects=False):
     """The arguments of `run` that have gradients, those of its steps, and the gradient of the output.
 
-    The projections are the input, so that the kernels round them no more than the loop does.
+    Unless the sequence `projects`, the projections are the input, so that the kernels round them no more than
+    the loop does.
     """
     scale, center, only_last = REGIMES[regime]
     make, rows = Make(dtype, "cuda"), cell.gates * hidden
     input, h0 = make(length, batch, rows, scale=scale) + center, make(batch, hidden, scale=0.1)
     states = [make(batch, hidden, scale=0.2).abs().float() + 0.1 for _ in cell.states]
     weight_ih = torch.eye(rows, device="cuda", dtype=dtype)
+    if projects:
+        weight_ih = make(rows, rows, scale=rows**-0.5)
     weight_hh = make(rows, hidden, scale=0.5 * hidden**-0.5) if cell.recurrent else None
     bias = torch.zeros(rows, device="cuda", dtype=dtype)
     parameters = [make(hidden, scale=0.5) - 1 for _ in cell.parameters]
@@ -171,9 +192,9 @@ def gradients_of(function, cell, tensors, inputs, grad, dtype=None):
     return torch.autograd.grad(output, wanted, grad.to(output.dtype), **options)
 
 
-def check(function, cell, dtype, regime):
+def check(function, cell, dtype, regime, **sizes):
     """The errors of all gradients, relative to each, or to a thousandth of the largest."""
-    given = sequence(cell, dtype, regime)
+    given = sequence(cell, dtype, regime, **sizes)
     ours = gradients_of(function, cell, *given)
     loop = gradients_of(run_loop, cell, *given)
     exact = gradients_of(run_loop, cell, *given, torch.float64)
@@ -181,7 +202,7 @@ def check(function, cell, dtype, regime):
     for i, (a, b, c) in enumerate(zip(ours, loop, exact, strict=True)):
         of_ours, of_loop = ((x.double() - c).norm() / c.norm().clamp(min=least) for x in (a, b))
         assert of_ours <= max(4 * of_loop, BACKWARD[dtype]), (
-            f"gradient {i}: {of_ours:.4f}, loop {of_loop:.4f}"
+            f"{cell.__name__}, gradient {i}: {of_ours:.4f}, loop {of_loop:.4f}"
         )
 
 
@@ -204,6 +225,48 @@ def test_gradients_of_the_package_s_own_sequences_are_too(name, regime, dtype):
         return op(input, tuple(states), weight_ih, weight_hh, bias)
 
     check(of_op, getattr(cells, name), dtype, regime)
+
+
+@lltm_ext.recurrence(gates=1, parameters=("w",), recurrent=False)
+def leaky_relu_rnn(x, h, p):
+    return F.leaky_relu(x[0] + torch.tanh(p.w) * h)
+
+
+JUMPY = {"plrnn": plrnn, "rnn_relu": cells.rnn_relu, "leaky_relu": leaky_relu_rnn}
+JUMPY |= {"spiking": spiking(True), "spiking without a product": spiking(False)}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("hidden", [8, 64, 72])
+@pytest.mark.parametrize("algorithm", ["auto", "stepwise", "grid"])
+@pytest.mark.parametrize("name", JUMPY)
+def test_the_forward_takes_the_branches_of_float32(name, algorithm, hidden, dtype):
+    """The projections, which decide which branch a step takes, are not rounded."""
+
+    cell = JUMPY[name]
+    if algorithm == "grid" and not cell.recurrent:
+        pytest.skip("without a product there is no grid")
+
+    def of_kernels(*arguments):
+        return run(*arguments, algorithm)
+
+    check(of_kernels, cell, dtype, "mild", hidden=hidden, batch=5, projects=True)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("batch", [128, 300])
+def test_fused_steps_take_the_branches_of_float32(batch, dtype):
+    sizes = {"length": 20, "batch": batch, "hidden": 2048, "projects": True}
+    check(lambda *arguments: run(*arguments, "auto"), plrnn, dtype, "mild", **sizes)
+
+
+def test_cells_that_compare_have_projections_in_float32():
+    for cell in (plrnn, *JUMPY.values()):
+        assert cell.derived.half_struct.wide_projections and not cell.derived.struct.wide_projections
+    for cell in (cells.lstm, cells.lltm, cells.gru, cells.rnn_tanh):
+        assert not cell.derived.half_struct.wide_projections
 
 
 def test_quotients_of_states_are_saved_in_float32():

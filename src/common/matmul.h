@@ -325,11 +325,15 @@ class Matmul {
 
   bool tf32() const { return tf32_; }
 
-  // a [M, K] @ b [K, N] (+ bias [N])
-  at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) const {
-    if (!a.is_cuda() || by_torch_) return lltm_ext::affine(a, b, bias);
-    const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-    if (cublas(out, a, b, /*accumulate=*/false, bias)) return out;
+  // a [M, K] @ b [K, N] (+ bias [N]), in the type of a or in float32
+  at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
+                    at::ScalarType type) const {
+    const bool widens = type != a.scalar_type();
+    if ((!a.is_cuda() || by_torch_) && !widens) return lltm_ext::affine(a, b, bias);
+    const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
+    const std::optional<at::Tensor> added =
+        bias && widens ? bias->to(type) : bias;  // cuBLASLt wants that of `out`
+    if (cublas(out, a, b, /*accumulate=*/false, added)) return out;
     if (bias) out.copy_(*bias);
     (*this)(out, a, b, /*accumulate=*/bias.has_value());
     return out;

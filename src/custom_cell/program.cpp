@@ -71,14 +71,23 @@ KernelText text_of(const CellKernel& kernel) {
 CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() == 10,
+  TORCH_CHECK_VALUE(numbers.size() == 10 || numbers.size() == 11,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
   code = fields[2];
   TORCH_CHECK_VALUE(is_identifier(name), "custom_cell: expected the cell's name, got '", name, "'");
   const auto n = [&](int i, int least = 0) { return number(name, numbers[i], least); };
-  shape = {n(0), n(1), n(2), n(3), n(4), n(5) != 0, n(6) != 0, n(7) != 0, n(8, /*least=*/-1)};
+  shape = {n(0),
+           n(1),
+           n(2),
+           n(3),
+           n(4),
+           n(5) != 0,
+           n(6) != 0,
+           n(7) != 0,
+           n(8, /*least=*/-1),
+           numbers.size() > 10 && n(10) != 0};
   zeros_stay = n(9) != 0;
   TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
   TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",

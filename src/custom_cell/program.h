@@ -1,7 +1,7 @@
 // A user's cell in the text form that the dispatcher carries, so that it can be traced and exported. The
 // text's fields (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct
-// `Cell` (recurrence/cell.h). The numbers are those of its CellShape, and 1 if a unit of zeros stays so,
-// forward and backward, else 0.
+// `Cell` (recurrence/cell.h). The numbers are those of its CellShape but `wide`; 1 if a unit of zeros stays
+// so, forward and backward, else 0; `wide`, which programs of version 0.3 lack.
 #pragma once
 
 #include <c10/core/ScalarType.h>

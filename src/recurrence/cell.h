@@ -19,7 +19,7 @@
 //
 // In shapes, B is the batch, H the hidden size, N the rows of all steps (length * B if every step has the
 // whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. Of the saved values the first G
-// overwrite the gates, and E are left.
+// overwrite the gates, unless these are wide, and E are left.
 #pragma once
 
 #include "common/types.h"
@@ -37,8 +37,10 @@ struct CellShape {
   bool separate;     // whether the cell sees projections and products apart, or their sums
   bool reads_h;      // whether a unit reads its own previous h
   int output_state;  // the state that is the output of a step; -1: h is
+  bool wide;         // whether half types have the projections in float32
 
-  constexpr int saved_in_gates() const { return saved < gates ? saved : gates; }
+  constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
+  constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }   // gradients that are summed over all rows
@@ -51,10 +53,21 @@ struct CellDefaults {
   static constexpr int kOutputState = -1;
 };
 
+// Whether a cell has kWideProjections, and it is true. A cell that decides by a comparison has: projections
+// that are rounded would take other branches than those of float32.
+template <class Cell, class = void>
+constexpr bool kIsWide = false;
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,     Cell::kSaved,
-                                  Cell::kParameters, Cell::kStepInputs, Cell::kRecurrent,
-                                  Cell::kSeparate,   Cell::kReadsH,     Cell::kOutputState};
+constexpr bool kIsWide<Cell, decltype(void(Cell::kWideProjections))> = Cell::kWideProjections;
+
+template <class Cell>
+constexpr CellShape kCellShape = {Cell::kGates,       Cell::kStates,    Cell::kSaved,    Cell::kParameters,
+                                  Cell::kStepInputs,  Cell::kRecurrent, Cell::kSeparate, Cell::kReadsH,
+                                  Cell::kOutputState, kIsWide<Cell>};
+
+// The type of a cell's projections in memory.
+template <class Cell, typename T>
+using projection_t = typename Conditional<kIsWide<Cell>, acc_t<T>, T>::type;
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
@@ -167,13 +180,18 @@ struct SequenceForwardArguments {
   const void* reset;     // [N] of bool or A: what a row loses of h and its states before a step; or null
   const T* h0;           // [B, H], or null for zeros
   const void* states0;   // [S, B, H], or null for zeros
-  T* gates;              // [N, G, H] the input's projections; if `save`, replaced by saved values
+  T* gates;              // [N, G, H] the input's projections (projections()); if `save`, replaced by saved
+                         // values, unless the cell is wide
   T* extra;              // [N, E, H] the other saved values
   T* output;             // [N, H] h of every step
   T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
   T* h_n;                // [B, H]
   void* states_n;        // [S, B, H]
 
+  template <class Cell>
+  LLTM_HOST_DEVICE projection_t<Cell, T>* projections() const {
+    return reinterpret_cast<projection_t<Cell, T>*>(gates);
+  }
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };
 static_assert(sizeof(SequenceForwardArguments<float>) == 128);

@@ -18,6 +18,7 @@ struct ResetsToInitial {
   static constexpr int kOutputState = Own::kStates, kInitialH = kOutputState + 1, kInitial = kInitialH + 1;
   static constexpr int kStates = kInitial + Own::kStates, kStepInputs = Own::kStepInputs + 1;
   static constexpr bool kRecurrent = Own::kRecurrent, kSeparate = Own::kSeparate, kReadsH = Own::kReadsH;
+  static constexpr bool kWideProjections = kIsWide<Own>;
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<ResetsToInitial, A>& in, A (&states)[kStates],

@@ -48,14 +48,17 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   }
 
   struct Inputs {
-    Values projections[kGates], steps[at_least_one(kStepInputs)];
+    Vec<projection_t<Cell, T>, kUnits> projections[kGates];
+    Values steps[at_least_one(kStepInputs)];
     A keep;
   };
 
   __device__ void load_inputs(int step, Inputs& inputs) const {
     const int64_t row = Base::row_at(step);
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) inputs.projections[g] = Base::read(plane(args_.gates, row, kGates, g));
+    for (int g = 0; g < kGates; ++g) {
+      inputs.projections[g] = Base::read(plane(args_.template projections<Cell>(), row, kGates, g));
+    }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));

@@ -22,8 +22,10 @@ class IndependentUnits {
   using A = acc_t<T>;
   using Math = typename MathOf<T>::type;
   static constexpr CellShape kShape = kCellShape<Cell>;
-  static constexpr int kGates = Cell::kGates, kExtra = kShape.extra(), kStates = Cell::kStates;
-  static constexpr int kParameters = Cell::kParameters, kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
+  static constexpr int kGates = Cell::kGates, kSavedInGates = kShape.saved_in_gates(),
+                       kExtra = kShape.extra();
+  static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
+                       kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
   using Values = Vec<T, kUnits>;  // one of each unit
@@ -101,10 +103,13 @@ class IndependentUnits {
   // Where saved value v of a row is.
   template <typename X>
   __device__ X* saved_plane(X* gates, X* extra, int64_t row, int v) const {
-    return v < kGates ? plane(gates, row, kGates, v) : plane(extra, row, kExtra, v - kGates);
+    return v < kSavedInGates ? plane(gates, row, kGates, v) : plane(extra, row, kExtra, v - kSavedInGates);
   }
 
-  __device__ static Values read(const T* from) { return *reinterpret_cast<const Values*>(from); }
+  template <typename X>
+  __device__ static Vec<X, kUnits> read(const X* from) {
+    return *reinterpret_cast<const Vec<X, kUnits>*>(from);
+  }
   // to(u) = the value of each unit u.
   template <typename X, class F>
   __device__ static void load(const X* from, F&& to) {

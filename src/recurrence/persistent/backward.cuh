@@ -17,8 +17,8 @@ class PersistentBackward
     : public PersistentSteps<PersistentBackward<Config>, Config, kBackwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
-      Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kSavedInGates,
+      Base::kExtra, Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
  public:
@@ -33,7 +33,7 @@ class PersistentBackward
                          });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
-    arrays.add(args_.gates, kGates, Config::kShape.cell.saved_in_gates());
+    arrays.add(args_.gates, kGates, kSavedInGates);
     if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, 1);
@@ -80,7 +80,8 @@ class PersistentBackward
     if constexpr (Config::kKeeps) inputs.reset = *at.reset;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      inputs.saved[v] = read_pair(v < kGates ? at.gates + v * hidden_ : at.extra + (v - kGates) * hidden_);
+      inputs.saved[v] =
+          read_pair(v < kSavedInGates ? at.gates + v * hidden_ : at.extra + (v - kSavedInGates) * hidden_);
     }
     Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);

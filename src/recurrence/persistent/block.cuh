@@ -35,13 +35,15 @@ template <class Cell_, typename T_, int kVariantIndex, bool kBackward, class Res
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
+  using Projection = projection_t<Cell, T>;
   static constexpr bool kKeeps = !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
   using Reset = typename Conditional<kKeeps, Reset_, bool>::type;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;
   static constexpr int kUnitTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
-  static constexpr int kGates = Cell::kGates, kExtra = kShape.cell.extra();
+  static constexpr int kGates = Cell::kGates;
+  static constexpr int kSavedInGates = kShape.cell.saved_in_gates(), kExtra = kShape.cell.extra();
   static constexpr int kInputs = kShape.inputs(), kOutputs = kShape.outputs();
   static constexpr ExchangeThrough kThrough = kShape.through();
   static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // and above
@@ -203,32 +205,38 @@ class L2Prefetcher {
     for (int i = 0; i < kPerThread; ++i) row_[i] = 1 << 30;  // beyond all rows
   }
 
-  // Adds arrays [rows, planes, H], of which the first `used` planes are fetched, kPlanes in total; none of a
-  // null array.
+  // Adds arrays [rows, planes, H], of which the first `used` planes are fetched, kPlanes of T in total; none
+  // of a null array.
   class Arrays {
    public:
     __device__ Arrays(L2Prefetcher& prefetcher, const ThreadMap<Config>& map, int hidden)
         : prefetcher_(prefetcher), map_(map), hidden_(hidden) {}
-    __device__ void add(const T* base, int planes) { add(base, planes, planes); }
-    __device__ void add(const T* base, int planes, int used) {
+    template <typename X>
+    __device__ void add(const X* base, int planes) {
+      add(base, planes, planes);
+    }
+    template <typename X>
+    __device__ void add(const X* base, int planes, int used) {
+      constexpr int kSize = sizeof(X), kSectors = Tile::kSectors * kSize / static_cast<int>(sizeof(T));
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
         const int at = static_cast<int>(threadIdx.x) - kFirst + i * kThreads;
-        const int plane = at / kRowTile / Tile::kSectors - first_plane_;
-        const int j = map_.first_unit + at / kRowTile % Tile::kSectors * (32 / static_cast<int>(sizeof(T)));
-        if (!base || at < 0 || plane < 0 || plane >= used || j >= hidden_) continue;
+        const int sector = at / kRowTile - first_sector_, plane = sector / kSectors;
+        const int j = map_.first_unit + sector % kSectors * (32 / kSize);
+        if (!base || at < 0 || sector < 0 || plane >= used || j >= hidden_) continue;
         const int row = map_.first_row + at % kRowTile;
-        prefetcher_.address_[i] = base + (static_cast<int64_t>(row) * planes + plane) * hidden_ + j;
+        prefetcher_.address_[i] =
+            reinterpret_cast<const char*>(base + (static_cast<int64_t>(row) * planes + plane) * hidden_ + j);
         prefetcher_.row_[i] = row;
-        prefetcher_.stride_[i] = planes * hidden_;
+        prefetcher_.stride_[i] = planes * hidden_ * kSize;
       }
-      first_plane_ += used;
+      first_sector_ += used * kSectors;
     }
 
    private:
     L2Prefetcher& prefetcher_;
     const ThreadMap<Config>& map_;
-    int hidden_, first_plane_ = 0;
+    int hidden_, first_sector_ = 0;
   };
 
   // Where every step has `rows` rows (fewer than 0: in reverse), addresses move from step to step.
@@ -259,8 +267,8 @@ class L2Prefetcher {
   }
 
  private:
-  const T* address_[kPerThread];  // of a sector, in the first tile of a step that begins at row 0
-  int row_[kPerThread], stride_[kPerThread];
+  const char* address_[kPerThread];           // of a sector, in the first tile of a step that begins at row 0
+  int row_[kPerThread], stride_[kPerThread];  // in bytes
 };
 
 }  // namespace lltm_ext

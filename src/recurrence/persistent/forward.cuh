@@ -9,15 +9,17 @@ namespace lltm_ext {
 
 template <class Config>
 constexpr int kForwardPlanes =
-    Config::kGates + Config::Cell::kStepInputs + (Config::kThrough == ExchangeThrough::kL2);
+    Config::kGates * static_cast<int>(sizeof(typename Config::Projection) / sizeof(typename Config::T)) +
+    Config::Cell::kStepInputs + (Config::kThrough == ExchangeThrough::kL2);
 
 template <class Config>
 class PersistentForward : public PersistentSteps<PersistentForward<Config>, Config, kForwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentForward, Config, kForwardPlanes<Config>>;
   friend Base;
   using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
-      Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
+      Base::kGates, Base::kPairs, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
+  using typename Base::Cell, typename Base::Exchange, typename Base::Projection, typename Base::Reset,
+      typename Base::T;
 
  public:
   using Arguments = SequenceForwardArguments<T>;
@@ -31,7 +33,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
                          });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
-    arrays.add(args_.gates, kGates);
+    arrays.add(args_.template projections<Cell>(), kGates);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     if (Exchange::kThroughL2) arrays.add(args_.output, 1);
   }
@@ -53,11 +55,13 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   // What a pair reads in a step, and where it is.
   struct Inputs {
-    Pair<T> projections[kGates], steps[kStepInputs];
+    Pair<Projection> projections[kGates];
+    Pair<T> steps[kStepInputs];
     Reset reset;  // before this step, or if kSendsKept before the next one
   };
   struct Addresses {
-    T *gates, *extra, *output;
+    Projection* gates;
+    T *extra, *output;
     const T* steps;
     const Reset* reset;
     __device__ __forceinline__ void move(int64_t rows, int hidden) {
@@ -69,9 +73,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
-    return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
-            args_.output + row * hidden_ + j, args_.step_inputs + row * Cell::kStepInputs * hidden_ + j,
-            resets() + row};
+    return {args_.template projections<Cell>() + row * kGates * hidden_ + j,
+            args_.extra + row * kExtra * hidden_ + j, args_.output + row * hidden_ + j,
+            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
     if constexpr (Config::kKeeps) inputs.reset = *at.reset;
@@ -291,8 +295,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      write_pair(v < kGates ? to.gates + v * hidden_ : to.extra + (v - kGates) * hidden_, saved[0][v],
-                 saved[1][v]);
+      T* const plane = v < kSavedInGates ? reinterpret_cast<T*>(to.gates + v * hidden_)
+                                         : to.extra + (v - kSavedInGates) * hidden_;
+      write_pair(plane, saved[0][v], saved[1][v]);
     }
   }
 

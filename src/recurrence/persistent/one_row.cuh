@@ -20,8 +20,10 @@ class OneRow {
   using T = typename Config::T;
   using Cell = typename Config::Cell;
   using Reset = typename Config::Reset;
+  using Projection = typename Config::Projection;
   using Math = typename Config::Math;
-  static constexpr int kGates = Config::kGates, kExtra = Config::kExtra, kStates = Cell::kStates;
+  static constexpr int kGates = Config::kGates, kStates = Cell::kStates;
+  static constexpr int kSavedInGates = Config::kSavedInGates, kExtra = Config::kExtra;
   static constexpr int kInputs = Config::kInputs, kOutputs = Config::kOutputs;
   static constexpr int kUnits = Config::kShape.units();
   static constexpr int kVectors = kUnits / (4 * kLanesOfUnit);  // of four values, of a lane
@@ -131,11 +133,13 @@ class OneRow {
     __device__ explicit Prefetcher(const OneRow& steps)
         : steps_(steps), plane_(steps.exists() ? static_cast<int>(threadIdx.x % 32) : 32) {}
     // Adds the first `used` planes of an array [rows, planes, H], or none of a null array.
-    __device__ void add(const T* base, int64_t first_row, int planes, int used) {
+    template <typename X>
+    __device__ void add(const X* base, int64_t first_row, int planes, int used) {
       if (base && plane_ >= 0 && plane_ < used) {
-        next_ = base + ((first_row + steps_.row_) * planes + plane_) * steps_.hidden_ +
-                threadIdx.x / 32 * (32 / kLanesOfUnit);
-        width_ = planes * steps_.hidden_;
+        next_ = reinterpret_cast<const char*>(base +
+                                              ((first_row + steps_.row_) * planes + plane_) * steps_.hidden_ +
+                                              threadIdx.x / 32 * (32 / kLanesOfUnit));
+        width_ = planes * steps_.hidden_ * static_cast<int>(sizeof(X));
       }
       plane_ -= used;
     }
@@ -147,8 +151,8 @@ class OneRow {
 
    private:
     const OneRow& steps_;
-    int plane_, width_ = 0;
-    const T* next_ = nullptr;
+    int plane_, width_ = 0;  // of a row in bytes
+    const char* next_ = nullptr;
   };
 
   // The same flag, but the compiler does not load it again in every step.
@@ -168,8 +172,9 @@ template <class Config>
 class OneRowForward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
-      Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs;
-  using typename Base::Cell, typename Base::Math, typename Base::Reset, typename Base::T;
+      Base::unit_, Base::kExtra, Base::kGates, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
+  using typename Base::Cell, typename Base::Math, typename Base::Projection, typename Base::Reset,
+      typename Base::T;
 
  public:
   using typename Base::Storage;
@@ -187,7 +192,7 @@ class OneRowForward : OneRow<Config> {
     if (steps == 0) return;
     typename Base::Prefetcher prefetcher(*this);
     const int64_t ahead = args_.steps.at(kStepsAhead).first;
-    prefetcher.add(args_.gates, ahead, kGates, kGates);
+    prefetcher.add(args_.template projections<Cell>(), ahead, kGates, kGates);
     prefetcher.add(args_.step_inputs, ahead, Cell::kStepInputs, Cell::kStepInputs);
     Addresses at = addresses(args_.steps.at(0).first + row_);
     float h = 0, states[at_least_one(kStates)] = {};
@@ -231,11 +236,13 @@ class OneRowForward : OneRow<Config> {
  private:
   // What a step reads, and where it is.
   struct Inputs {
-    T projections[kGates], steps[kStepInputs];
+    Projection projections[kGates];
+    T steps[kStepInputs];
     Reset reset;  // before the next step
   };
   struct Addresses {
-    T *gates, *extra, *output, *state_output;
+    Projection* gates;
+    T *extra, *output, *state_output;
     const T* steps;
     const Reset* reset;
     __device__ __forceinline__ void move(int rows, int hidden) {
@@ -249,7 +256,7 @@ class OneRowForward : OneRow<Config> {
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row) const {
-    return {plane(args_.gates, row, kGates, 0),
+    return {plane(args_.template projections<Cell>(), row, kGates, 0),
             plane(args_.extra, row, kExtra, 0),
             plane(args_.output, row, 1, 0),
             plane(args_.state_output, row, 1, 0),
@@ -308,7 +315,9 @@ class OneRowForward : OneRow<Config> {
     if (!saves_) return;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      (v < kGates ? at.gates[v * hidden_] : at.extra[(v - kGates) * hidden_]) = narrow<T>(saved[v]);
+      T* const to = v < kSavedInGates ? reinterpret_cast<T*>(at.gates + v * hidden_)
+                                      : at.extra + (v - kSavedInGates) * hidden_;
+      *to = narrow<T>(saved[v]);
     }
   }
 
@@ -320,7 +329,8 @@ template <class Config>
 class OneRowBackward : OneRow<Config> {
   using Base = OneRow<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
-      Base::unit_, Base::kExtra, Base::kGates, Base::kStates, Base::kStepInputs, Base::kUnits;
+      Base::unit_, Base::kExtra, Base::kGates, Base::kSavedInGates, Base::kStates, Base::kStepInputs,
+      Base::kUnits;
   using typename Base::Cell, typename Base::Math, typename Base::Reset, typename Base::T;
 
  public:
@@ -413,7 +423,7 @@ class OneRowBackward : OneRow<Config> {
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      inputs.saved[v] = v < kGates ? at.gates[v * hidden_] : at.extra[(v - kGates) * hidden_];
+      inputs.saved[v] = v < kSavedInGates ? at.gates[v * hidden_] : at.extra[(v - kSavedInGates) * hidden_];
     }
     Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = has_grad_output_ ? *at.grad_output : T();
@@ -470,8 +480,7 @@ class OneRowBackward : OneRow<Config> {
     for (int sum = 0; sum < kSums; ++sum) *plane(args_.grad_sums, row_, kSums, sum) += sums_of_row_[sum];
   }
 
-  static constexpr int kSums = Config::kShape.cell.sums(),
-                       kSavedInGates = Config::kShape.cell.saved_in_gates();
+  static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
   const bool has_grad_output_ = Base::in_register(args_.grad_output != nullptr);
   float own_ = 0;    // the gradient of h but through the weights: at first that from after the last step

@@ -30,12 +30,14 @@ class PersistentSteps {
 
  protected:
   using T = typename Config::T;
+  using Projection = typename Config::Projection;
   using Cell = typename Config::Cell;
   using Reset = typename Config::Reset;
   using Exchange = typename Config::Exchange;
   using Sums = PartialSums<Config>;
   using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
-  static constexpr int kGates = Config::kGates, kExtra = Config::kExtra;
+  static constexpr int kGates = Config::kGates, kSavedInGates = Config::kSavedInGates,
+                       kExtra = Config::kExtra;
   static constexpr int kStates = Cell::kStates, kCarried = Config::kShape.cell.carried();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;

@@ -87,7 +87,8 @@ struct FusedForwardStep {
 
   // What the cell needs, besides the products, of four units of a row.
   struct Inputs {
-    Four<T> gates[kGates], h;
+    Four<projection_t<Cell, T>> gates[kGates];
+    Four<T> h;
     Four<float> states[at_least_one(kStates)];
     StepConstants<Cell, T> constants;
     float keep;
@@ -96,7 +97,9 @@ struct FusedForwardStep {
       const SequenceForwardArguments<T>& s = args.s;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) gates[g] = load(s.gates + (at * kGates + g) * s.hidden + unit);
+      for (int g = 0; g < kGates; ++g) {
+        gates[g] = load(s.template projections<Cell>() + (at * kGates + g) * s.hidden + unit);
+      }
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {

@@ -43,7 +43,7 @@ struct StridedGradient {
 template <typename T, typename C = acc_t<T>>
 struct StepForwardArguments {
   int64_t batch, hidden;
-  Gates<const T> gates;     // [B, G, H] pre-activations, or the input's part of them
+  Gates<const T> gates;     // [B, G, H] pre-activations, or the input's part of them (projection_of)
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
   const T* parameters;      // [P, H]
   const T* step_inputs;     // [B, K, H]
@@ -157,6 +157,13 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
 }
 
+// The projection of a gate.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE acc_t<T> projection_of(const StepForwardArguments<T, C>& s, int64_t b, int g, int64_t j) {
+  using X = const projection_t<Cell, T>;
+  return widen(Gates<X>{reinterpret_cast<X*>(s.gates.data), s.gates.row, s.gates.gate}.at(b, g, j));
+}
+
 // The same, with projections from memory, given only the products.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
@@ -165,7 +172,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   const acc_t<T> share = s.resets.kept(b);
   for (int g = 0; g < Cell::kGates; ++g) {
     const acc_t<T> product = keep_share(share, products[g]);
-    in.x[g] = widen(s.gates.at(b, g, j));
+    in.x[g] = projection_of<Cell>(s, b, g, j);
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
     } else {

@@ -99,7 +99,7 @@ template <class Op>
 struct BackwardOps {
   const Op op;
   const CellShape shape = op.shape();
-  const int64_t gates_of_unit = shape.gates, extra_of_unit = shape.extra();
+  const int64_t gates_of_unit = shape.gates, saved_gates = shape.saved_gates(), extra_of_unit = shape.extra();
 
   // What a direction's backward reads in addition to the forward's inputs.
   struct BackwardInputs {
@@ -130,7 +130,7 @@ struct BackwardOps {
     const c10::SymInt hidden = hidden_of(shape, d);
     const c10::SymInt batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
     check("output", output, type, rows_of(hidden), "[..., hidden_size]");
-    check("gates", gates, type, rows_of(gates_of_unit * hidden), "[..., gates*hidden_size]");
+    check("gates", gates, type, rows_of(saved_gates * hidden), "[..., gates*hidden_size]");
     check("extra", extra, type, rows_of(extra_of_unit * hidden), "[..., extra*hidden_size]");
     if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
     if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");

@@ -27,7 +27,8 @@ struct ForwardOps {
   struct Outputs {
     at::Tensor output, h_n, states_n;  // output: h of every step
     at::Tensor state_output;           // the state that is the output instead; or undefined
-    at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs
+    at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs, and
+                       // nothing of a wide cell
     at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
   };
 
@@ -55,9 +56,11 @@ struct ForwardOps {
     Outputs out;
     out.output = empty_like_input(input, hidden);
     if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
-    out.gates = Matmul(input)
-                    .affine(flatten_rows(input), d.weight_ih.t(), d.bias)
-                    .view_symint(sizes_like_input(input, gates * hidden));
+    const at::ScalarType type = input.scalar_type();
+    out.gates =
+        Matmul(input)
+            .affine(flatten_rows(input), d.weight_ih.t(), d.bias, shape.wide ? at::toOpMathType(type) : type)
+            .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
     out.h_n = at::empty({sizes.batch, hidden}, input.options());
     out.states_n =
@@ -126,10 +129,11 @@ struct ForwardOps {
           matmul(product, h_rows, weight_hh_t);
         }
       }
-      launch("recurrence_pointwise_forward", out.gates,
+      launch("recurrence_pointwise_forward", h,
              [&, first_row = first_row, n = n](auto type, auto... stream) {
                using T = typename decltype(type)::type;
-               T* const step_gates = mutable_pointer<T>(out.gates) + first_row * gates * hidden;
+               T* const step_gates = reinterpret_cast<T*>(
+                   mutable_pointer<char>(out.gates) + first_row * gates * hidden * out.gates.element_size());
                const StepForwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
@@ -225,7 +229,7 @@ struct ForwardOps {
     for (const Outputs& out : outs) {
       append(outputs, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
       if (!save) continue;
-      append(outputs, {out.gates, out.extra});
+      append(outputs, {shape.wide ? empty_like_input(input, 0) : out.gates, out.extra});
       if (shape.outputs_state()) append(outputs, {out.output});
     }
     return outputs;
@@ -241,7 +245,7 @@ struct ForwardOps {
                       .h_n = at::empty_symint({batch, hidden}, input.options()),
                       .states_n = at::empty_symint(states_sizes(op, batch, hidden),
                                                    input.options().dtype(states_type(input, d))),
-                      .gates = empty_like_input(input, gates * hidden),
+                      .gates = empty_like_input(input, shape.saved_gates() * hidden),
                       .extra = empty_like_input(input, extra * hidden)});
       if (shape.outputs_state()) outs.back().state_output = empty_like_input(input, hidden);
     }
