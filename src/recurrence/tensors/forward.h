@@ -129,33 +129,31 @@ struct ForwardOps {
           matmul(product, h_rows, weight_hh_t);
         }
       }
-      launch("recurrence_pointwise_forward", h,
-             [&, first_row = first_row, n = n](auto type, auto... stream) {
-               using T = typename decltype(type)::type;
-               T* const step_gates = reinterpret_cast<T*>(
-                   mutable_pointer<char>(out.gates) + first_row * gates * hidden * out.gates.element_size());
-               const StepForwardArguments<T> step = {
-                   .batch = n,
-                   .hidden = hidden,
-                   .gates = Gates<const T>::in_rows(step_gates, gates, hidden),
-                   .product = pointer<acc_t<T>>(product),
-                   .parameters = pointer<T>(parameters),
-                   .step_inputs = rows_from<T>(step_inputs, first_row),
-                   .resets = resets_from<T>(reset, first_row),
-                   .old_states = pointer<acc_t<T>>(states),
-                   .new_states = mutable_pointer<acc_t<T>>(states),
-                   .state_stride = batch * hidden,
-                   .old_h = pointer<T>(h),
-                   .h = mutable_pointer<T>(h),
-                   .output = mutable_pointer<T>(out.output) + first_row * hidden,
-                   .state_output = shape.outputs_state()
-                                       ? mutable_pointer<T>(out.state_output) + first_row * hidden
-                                       : nullptr,
-                   .saved = Gates<T>::in_rows(save ? step_gates : nullptr, gates, hidden),
-                   .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
-               };
-               return op.step(step, stream...);
-             });
+      launch("recurrence_pointwise_forward", h, [&, first_row = first_row, n = n](auto type, auto... stream) {
+        using T = typename decltype(type)::type;
+        T* const step_gates = reinterpret_cast<T*>(mutable_pointer<char>(out.gates) +
+                                                   first_row * gates * hidden * out.gates.element_size());
+        const StepForwardArguments<T> step = {
+            .batch = n,
+            .hidden = hidden,
+            .gates = Gates<const T>::in_rows(step_gates, gates, hidden),
+            .product = pointer<acc_t<T>>(product),
+            .parameters = pointer<T>(parameters),
+            .step_inputs = rows_from<T>(step_inputs, first_row),
+            .resets = resets_from<T>(reset, first_row),
+            .old_states = pointer<acc_t<T>>(states),
+            .new_states = mutable_pointer<acc_t<T>>(states),
+            .state_stride = batch * hidden,
+            .old_h = pointer<T>(h),
+            .h = mutable_pointer<T>(h),
+            .output = mutable_pointer<T>(out.output) + first_row * hidden,
+            .state_output =
+                shape.outputs_state() ? mutable_pointer<T>(out.state_output) + first_row * hidden : nullptr,
+            .saved = Gates<T>::in_rows(save ? step_gates : nullptr, gates, hidden),
+            .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
+        };
+        return op.step(step, stream...);
+      });
     }
     finish_states(out, states);
   }
