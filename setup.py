@@ -85,7 +85,7 @@ chosen = arguments()
 chosen["cmdclass"].update(build=Build, develop=Develop)
 setuptools.setup(
     # They are named because discovery would take src/ for a src-layout.
-    packages=["lltm_ext", "lltm_ext._C", "lltm_ext._install", "lltm_ext.benchmarks"],
+    packages=["lltm_ext", "lltm_ext._C", "lltm_ext._formula", "lltm_ext._install", "lltm_ext.benchmarks"],
     package_dir={"lltm_ext.benchmarks": "benchmarks"},  # `python -m lltm_ext bench` runs them
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
     py_modules=["lltm_ext_cli"],

@@ -12,7 +12,7 @@ from lltm_ext._program import programs_of
 from lltm_ext._sequence import at_next_step
 
 if TYPE_CHECKING:
-    from lltm_ext._emit import Struct
+    from lltm_ext._formula.emit import Struct
     from lltm_ext.recurrence import RecurrentCell
 
 # src/recurrence/to_initial.h

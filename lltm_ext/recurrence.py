@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._custom_cell import algorithm_of, run_kernels
-from lltm_ext._declaration import Declaration, arguments_of, check_names, is_name
-from lltm_ext._derive import Derived, derive
+from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
+from lltm_ext._formula.derive import Derived, derive
+from lltm_ext._formula.text import Text, Written
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
 from lltm_ext._program import programs_of
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
-from lltm_ext._text import Text, Written
 from lltm_ext._to_initial import ToInitial, without_resets
 
 __all__ = ["RecurrentCell", "recurrence"]

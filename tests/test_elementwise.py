@@ -39,8 +39,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
 from lltm_ext import _C, _portable
+from lltm_ext._formula.text import LINE
 from lltm_ext._install import build_record
-from lltm_ext._text import LINE
 
 BUILT_WITH_CUDA = torch.version.cuda is not None and build_record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")

@@ -1,7 +1,7 @@
 """From a recurrent cell's Python function to C++: capture, derivative, what to save for backward, text.
 
-_declaration.py is what the user declares. _capture.py records the function as nodes (_graph.py, with the
-table of ops), this file differentiates them and chooses what the forward saves, _emit.py writes C++.
+declaration.py is what the user declares. capture.py records the function as nodes (graph.py, with the
+table of ops), this file differentiates them and chooses what the forward saves, emit.py writes C++.
 
 The derivative is that of the nodes, by the table, and not torch.func.vjp of the function. Autograd's formulas
 would have to be captured too; their ops and decompositions differ between versions of torch. And the table
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lltm_ext._capture import capture
-from lltm_ext._declaration import Declaration
-from lltm_ext._emit import Struct, emit
-from lltm_ext._graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
+from lltm_ext._formula.capture import capture
+from lltm_ext._formula.declaration import Declaration
+from lltm_ext._formula.emit import Struct, emit
+from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
 FREE = ("p", "u")  # backward can read them again, exactly

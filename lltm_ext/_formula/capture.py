@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lltm_ext._declaration import Declaration, arguments_of, call
-from lltm_ext._graph import (
+from lltm_ext._formula.declaration import Declaration, arguments_of, call
+from lltm_ext._formula.graph import (
     Graph,
     Node,
     Operand,
@@ -345,15 +345,16 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-OWN = tuple(inspect.getfile(part) for part in (Capture, Declaration, Graph))
-INTERNAL = (*OWN, str(Path(torch.__file__).parent))
+OWN = str(Path(__file__).parent)
+INTERNAL = (OWN, str(Path(torch.__file__).parent))
 
 
 def explained(error: BaseException) -> str:
     """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
     if isinstance(error, TypeError) and "to numpy" in str(error):
         return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
-    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename not in OWN:
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, RuntimeError) and not raised_in.startswith(OWN):
         return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
     return str(error)
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lltm_ext._graph import CONSTANT, LEAF, OPS, Node, ancestors
+from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, Node, ancestors
 
 if TYPE_CHECKING:
-    from lltm_ext._declaration import Declaration
-    from lltm_ext._derive import Derived
+    from lltm_ext._formula.declaration import Declaration
+    from lltm_ext._formula.derive import Derived
 
 STRUCT = """\
 // {name}, {origin}. x[i]: a gate's pre-activation.

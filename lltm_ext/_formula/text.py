@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lltm_ext._declaration import Declaration, check_names
-from lltm_ext._emit import indented, struct_of
+from lltm_ext._formula.declaration import Declaration, check_names
+from lltm_ext._formula.emit import indented, struct_of
 
 SEPARATOR, LINE = "\x1f", "\x17"  # of a program's fields, and of their lines: src/common/runtime/text.h
 MAX_LENGTH = 65536  # of a text in characters: it takes the compiler seconds to minutes
@@ -56,7 +56,7 @@ class Text(NamedTuple):
 
 
 class Written:
-    """A cell given as text. It has the attributes of :class:`lltm_ext._derive.Derived` that a cell uses.
+    """A cell given as text, with the attributes of :class:`~lltm_ext._formula.derive.Derived` that cells use.
 
     Attributes:
         saved, saved_names: the names of the values that forward saves.
