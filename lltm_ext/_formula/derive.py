@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lltm_ext._formula.capture import capture
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.emit import Struct, emit
+from lltm_ext._formula.emit import CellNodes, Struct, emit
 from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
@@ -187,7 +187,10 @@ class Derived:
         free = [node for argument in FREE for node in self.leaves[argument]]
         self.saved = choose_saved(self._results, self.cotangents, free)
         self.wide = errors_cancel(self.saved, [*self.outputs, *self.saved], self.leaves)
-        self.struct = emit(self, self.saved, wide=())
+        self._nodes = CellNodes(
+            declaration, self.leaves, self.outputs, self.cotangents, self.gradients, self.reads_h
+        )
+        self.struct = emit(self._nodes, self.saved, wide=())
         self.half_struct = self._half_struct() if self.wide else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
@@ -198,14 +201,14 @@ class Derived:
         Without a product the gates are exact in a half type too. If the states are saved in float32, the
         backward can compute all from these again. That may need fewer numbers.
         """
-        struct = emit(self, self.saved, self.wide)
+        struct = emit(self._nodes, self.saved, self.wide)
         if self.declaration.recurrent:
             return struct
         live = ancestors(self._results)
         decisions = [x for x in live if x.boolean and x.args and not any(arg.boolean for arg in x.args)]
         read = ancestors(self._results, decisions)
         leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
-        of_leaves = emit(self, [*leaves, *decisions], wide=self.leaves["s"])
+        of_leaves = emit(self._nodes, [*leaves, *decisions], wide=self.leaves["s"])
         return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property
