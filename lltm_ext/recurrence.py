@@ -15,7 +15,8 @@ from torch.autograd.gradcheck import GradcheckError
 from lltm_ext._custom_cell import algorithm_of, run_kernels
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
-from lltm_ext._formula.text import Text, Written
+from lltm_ext._formula.text import CudaSource as Text
+from lltm_ext._formula.text import SourceCell as Written
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
 from lltm_ext._program import programs_of
