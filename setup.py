@@ -1,4 +1,4 @@
-"""Builds the wheel. lltm_ext/_build.py compiles its modules; pyproject.toml has what no torch changes."""
+"""Builds the wheel. lltm_ext/_install compiles its modules; pyproject.toml has what no torch changes."""
 
 import os
 import shutil
@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 import lltm_ext_cli  # noqa: E402
 
 lltm_ext_cli.find_package()  # its __init__ loads the modules, which are yet to be built
-from lltm_ext import _build, _build_portable, _version  # noqa: E402
-from lltm_ext._toolchain import ToolchainError  # noqa: E402
+from lltm_ext import _version  # noqa: E402
+from lltm_ext._install import build_native, build_portable, toolchain  # noqa: E402
 
 
 def without_modules(why):
@@ -51,8 +51,8 @@ def arguments():
         return without_modules(f"the build needs torch ({error}). Run: python -m pip install {needed}")
     portable = os.environ.get("LLTM_EXT_PORTABLE") == "1"
     try:
-        return (_build_portable if portable else _build).against(torch, SRC)
-    except ToolchainError as error:
+        return (build_portable if portable else build_native).against(torch, SRC)
+    except toolchain.ToolchainError as error:
         return without_modules(str(error))
 
 
@@ -65,8 +65,8 @@ class Build(build):
         shutil.copytree(SRC, Path(self.build_lib, "lltm_ext/_src"))
         if sysconfig.get_platform().endswith(os.uname().machine):  # a cross-build can not be tried
             try:
-                _build.try_modules(os.path.abspath(self.build_lib))
-            except ToolchainError as error:
+                build_native.try_modules(os.path.abspath(self.build_lib))
+            except toolchain.ToolchainError as error:
                 raise PlatformError(f"lltm_ext: {error}") from error
 
 
@@ -85,7 +85,7 @@ chosen = arguments()
 chosen["cmdclass"].update(build=Build, develop=Develop)
 setuptools.setup(
     # They are named because discovery would take src/ for a src-layout.
-    packages=["lltm_ext", "lltm_ext._C", "lltm_ext.benchmarks"],
+    packages=["lltm_ext", "lltm_ext._C", "lltm_ext._formula", "lltm_ext._install", "lltm_ext.benchmarks"],
     package_dir={"lltm_ext.benchmarks": "benchmarks"},  # `python -m lltm_ext bench` runs them
     package_data={"lltm_ext": ["py.typed"], "lltm_ext._C": ["*.pyi"]},
     py_modules=["lltm_ext_cli"],

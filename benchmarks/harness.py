@@ -263,9 +263,9 @@ def slug(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> Row:
-    from lltm_ext import _record
+    from lltm_ext._install import build_record
 
-    build = _record.read()
+    build = build_record.read()
     found: Row = {
         "lltm_ext": build["version"],
         "source": build["source"],  # git rev-parse HEAD:src, of the source that was built

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lltm_ext import _toolchain
+from lltm_ext._install import toolchain
 
 DECLARATIONS = """
 using Tensors = std::vector<torch::Tensor>;
@@ -108,9 +108,9 @@ def build(device: torch.device) -> Any:
     """The compiled module, for the architecture of `device` only. RuntimeError where it can't be compiled."""
     if device.type != "cuda":
         raise RuntimeError("it needs a CUDA device")
-    cuda = _toolchain.find_cuda(str(torch.version.cuda))
-    _toolchain.check_host()
-    os.environ |= {"CUDA_HOME": str(cuda.home), "PATH": _toolchain.search_path()}
+    cuda = toolchain.find_cuda(str(torch.version.cuda))
+    toolchain.check_host()
+    os.environ |= {"CUDA_HOME": str(cuda.home), "PATH": toolchain.search_path()}
     from torch.utils import cpp_extension  # reads CUDA_HOME
 
     cpp_extension.CUDA_HOME = str(cuda.home)  # if it was imported before

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import lltm_ext_cli
 
 lltm_ext_cli.find_package()
-from lltm_ext import _toolchain  # noqa: E402
+from lltm_ext._install import toolchain  # noqa: E402
 
 
 def torch_cuda(folder: Path) -> str:
@@ -44,17 +44,17 @@ def main(folder: str, compiler: str, chosen: str) -> None:
         nvcc = Path(compiler)
     else:  # PyPI's is next to PyPI's torch
         path = [str(Path(folder).parent), *sys.path]
-        nvcc = _toolchain.find_cuda(torch_cuda(Path(folder)), sys_path=path).nvcc
-    listed = map(to_torch, chosen.split(";")) if chosen else _toolchain.architectures(nvcc)
-    compiled = dict.fromkeys(map(to_cmake, _toolchain.compiled_for(list(listed))))
+        nvcc = toolchain.find_cuda(torch_cuda(Path(folder)), sys_path=path).nvcc
+    listed = map(to_torch, chosen.split(";")) if chosen else toolchain.architectures(nvcc)
+    compiled = dict.fromkeys(map(to_cmake, toolchain.compiled_for(list(listed))))
     # Into the cache: what was chosen stays when CMake runs again.
     print(f'set(CMAKE_CUDA_COMPILER "{nvcc}" CACHE FILEPATH "" FORCE)')
     print(f'set(CMAKE_CUDA_ARCHITECTURES "{";".join(compiled)}" CACHE STRING "" FORCE)')
-    print(f'set(smallest_code "{";".join(_toolchain.smallest_code(nvcc))}")')
+    print(f'set(smallest_code "{";".join(toolchain.smallest_code(nvcc))}")')
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except _toolchain.ToolchainError as error:
+    except toolchain.ToolchainError as error:
         raise SystemExit(f"lltm_ext: {error}") from error

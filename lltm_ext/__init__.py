@@ -2,7 +2,8 @@
 
 # The __all__ of each module lists its public names.
 # ruff: noqa: F403
-from lltm_ext import _loader, _portable
+from lltm_ext import _portable
+from lltm_ext._install import loader as _loader
 
 if not _loader.is_module_run():  # the doctor must run where torch does not import
     import torch

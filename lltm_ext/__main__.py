@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import lltm_ext
-from lltm_ext import _bench
+from lltm_ext._install.bench import OPS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("selftest", help="every op and algorithm against its reference, on every device here")
 
     bench = commands.add_parser("bench", help="our ops and their peers: tables and plots")
-    bench.add_argument("op", nargs="?", choices=("all", *_bench.OPS), default="all")
+    bench.add_argument("op", nargs="?", choices=("all", *OPS), default="all")
     bench.add_argument("--out", type=Path, default=Path(), help="folder for results/ and plots/ (default: .)")
     bench.add_argument("--quick", action="store_true", help="few and small sizes: to see that it runs")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU, if there is one)")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     if args.command == "selftest" and not hasattr(lltm_ext, "__version__"):
         importlib.reload(lltm_ext)  # it was imported without torch, for the doctor
-    status: int = importlib.import_module(f"lltm_ext._{args.command}").main(args)
+    status: int = importlib.import_module(f"lltm_ext._install.{args.command}").main(args)
     return status
 
 

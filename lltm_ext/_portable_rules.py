@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
+from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
 from lltm_ext._loop import compute_dtype, zero_state
 from lltm_ext._portable_bindings import (
@@ -30,7 +31,6 @@ from lltm_ext._portable_bindings import (
     typed,
 )
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
-from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.elementwise import ElementwiseBackwardFunction, ElementwiseFunction, formula_of
 from lltm_ext.fake_quantize import FakeQuantizeFunction

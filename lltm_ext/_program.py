@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lltm_ext._text import program_text
+from lltm_ext._formula.text import program_text
 
 if TYPE_CHECKING:
-    from lltm_ext._emit import Struct
+    from lltm_ext._formula.emit import Struct
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 

@@ -12,7 +12,7 @@ from lltm_ext._program import programs_of
 from lltm_ext._sequence import at_next_step
 
 if TYPE_CHECKING:
-    from lltm_ext._emit import Struct
+    from lltm_ext._formula.emit import Struct
     from lltm_ext.recurrence import RecurrentCell
 
 # src/recurrence/to_initial.h
@@ -25,7 +25,7 @@ using Cell = ResetsToInitial<own::Cell>;
 
 
 class Derived(NamedTuple):
-    """What kernels know of a cell (:class:`lltm_ext._derive.Derived`)."""
+    """What kernels know of a cell (:class:`lltm_ext._formula.derive.Derived`)."""
 
     reads_h: bool
     zeros_stay: bool

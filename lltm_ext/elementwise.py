@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
+from lltm_ext._formula.text import SEPARATOR, check_text, identifiers, program_text
 from lltm_ext._library import has_tangents, ops, transforms_active
-from lltm_ext._text import SEPARATOR, check_text, identifiers, program_text
 
 __all__ = ["elementwise"]
 

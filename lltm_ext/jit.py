@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from lltm_ext import _build, _probe, _record
-from lltm_ext import _toolchain as toolchain
-from lltm_ext._toolchain import ToolchainError
+from lltm_ext._install import build_native, build_record, probe, toolchain
 from lltm_ext._version import __version__
 
 
@@ -46,7 +44,7 @@ def build() -> Path:
                 if not _is_complete(folder):  # another process may have built it meanwhile
                     _build_new(folder, environment_for(with_cuda, architectures))
         except OSError as error:  # The folder is read-only or its disk is full.
-            raise ToolchainError(
+            raise toolchain.ToolchainError(
                 f"{folder.parent} cannot be written ({error}). "
                 "Run: export TORCH_EXTENSIONS_DIR=/tmp/torch_extensions  (or another folder of yours)"
             ) from error
@@ -57,7 +55,7 @@ def wanted() -> tuple[bool, list[str]]:
     """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
-    architectures = toolchain.named_architectures() or _probe.gpus()
+    architectures = toolchain.named_architectures() or probe.gpus()
     return bool(architectures) or os.environ.get("LLTM_EXT_CUDA") == "1", architectures
 
 
@@ -70,9 +68,9 @@ def _cache() -> Path:
 
 def _name(with_cuda: bool, architectures: list[str]) -> str:
     """Names everything that the modules depend on, so that no others are loaded."""
-    src = _build.source_folder()
+    src = build_native.source_folder()
     if not src.is_dir():
-        raise ToolchainError(f"there are no sources in {src}. Run: {_record.reinstall()}")
+        raise toolchain.ToolchainError(f"there are no sources in {src}. Run: {build_record.reinstall()}")
     target = f"cuda{torch.version.cuda}-{'_'.join(architectures) or 'all'}" if with_cuda else "cpu"
     python, source = sysconfig.get_config_var("SOABI"), toolchain.source_revision(src)[:12]
     return f"{__version__}-torch{torch.__version__}-{target}-{python}-{source}"
@@ -81,7 +79,7 @@ def _name(with_cuda: bool, architectures: list[str]) -> str:
 def _is_complete(folder: Path) -> bool:
     """Whether a build is there, with no module missing or changed."""
     try:
-        return bool(json.loads((folder / _record.FILE.name).read_text())["modules"] == _digests(folder))
+        return bool(json.loads((folder / build_record.FILE.name).read_text())["modules"] == _digests(folder))
     except (OSError, ValueError, KeyError):
         return False
 
@@ -102,7 +100,7 @@ def _lock(folder: Path) -> AbstractContextManager[Any]:
 
 
 def environment_for(with_cuda: bool, architectures: list[str]) -> dict[str, str]:
-    """The variables for _build.py. Raises a ToolchainError if something that a build needs is missing."""
+    """The variables of the build. Raises a ToolchainError if something that it needs is missing."""
     toolchain.check_host()
     if not with_cuda:
         return os.environ | {"LLTM_EXT_CUDA": "0"}
@@ -127,7 +125,7 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
     ) as part:
         package = Path(part, "lltm_ext")
         _compile(part, environment, Path(f"{folder}.log"))
-        _build.try_modules(str(_record.PACKAGE.parent), str(package))
+        build_native.try_modules(str(build_record.PACKAGE.parent), str(package))
         _add_digests(package)
         shutil.rmtree(folder, ignore_errors=True)  # it may be damaged
         package.rename(folder)
@@ -138,14 +136,14 @@ def _build_new(folder: Path, environment: dict[str, str]) -> None:
 _BUILD = """
 import sys, lltm_ext_cli
 lltm_ext_cli.find_package()
-from lltm_ext import _build
-_build.into(sys.argv[1])
+from lltm_ext._install import build_native
+build_native.into(sys.argv[1])
 """
 
 
 def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
     """Builds into a folder. Prints the progress and writes all output to the log."""
-    path = os.pathsep.join([str(_record.PACKAGE.parent), *map(os.path.abspath, sys.path)])
+    path = os.pathsep.join([str(build_record.PACKAGE.parent), *map(os.path.abspath, sys.path)])
     with (
         log.open("w", encoding="utf-8") as written,
         subprocess.Popen(
@@ -171,11 +169,11 @@ def _compile(folder: str, environment: dict[str, str], log: Path) -> None:
         lines = log.read_text(encoding="utf-8").splitlines() or ["no output"]
         error = next((line.strip() for line in lines if "error: " in line.lower()), lines[-1])
         remedy = "export MAX_JOBS=1  (memory was too little)" if "Killed" in error else f"less {log}"
-        raise ToolchainError(f"the modules did not build: {error}. Run: {remedy}")
+        raise toolchain.ToolchainError(f"the modules did not build: {error}. Run: {remedy}")
 
 
 def _add_digests(package: Path) -> None:
-    file = package / _record.FILE.name
+    file = package / build_record.FILE.name
     record = json.loads(file.read_text()) | {"modules": _digests(package)}
     file.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._custom_cell import algorithm_of, run_kernels
-from lltm_ext._declaration import Declaration, arguments_of, check_names, is_name
-from lltm_ext._derive import Derived, derive
+from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
+from lltm_ext._formula.derive import Derived, derive
+from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
 from lltm_ext._program import programs_of
 from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
-from lltm_ext._text import Text, Written
 from lltm_ext._to_initial import ToInitial, without_resets
 
 __all__ = ["RecurrentCell", "recurrence"]
@@ -169,7 +169,7 @@ def recurrence(
     options = (gates, separate, states, parameters, inputs, recurrent, output)
     if forward is not None:
         module = sys._getframe(1).f_globals.get("__name__", "__main__")
-        return RecurrentCell(Text(name or "", module, forward, backward, saved), *options)
+        return RecurrentCell(CudaSource(name or "", module, forward, backward, saved), *options)
     if name is not None or backward is not None or saved:
         raise TypeError("recurrence: expected forward with name, backward and saved, but it is missing")
 
@@ -227,7 +227,7 @@ class RecurrentCell:
 
     def __init__(
         self,
-        function: Callable[..., Any] | Text,
+        function: Callable[..., Any] | CudaSource,
         gates: int,
         separate: bool,
         states: Sequence[str],
@@ -236,7 +236,7 @@ class RecurrentCell:
         recurrent: bool,
         output: str,
     ) -> None:
-        if isinstance(function, Text):
+        if isinstance(function, CudaSource):
             if not is_name(function.name):
                 raise ValueError(f"recurrence: expected name to be an identifier, got {function.name!r}")
             self.__name__ = self.__qualname__ = function.name
@@ -266,10 +266,10 @@ class RecurrentCell:
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         named = (self.states, tuple(self.parameters), self.inputs)
         self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output)
-        self.derived: Derived | Written  # the struct in C++, and what its forward saves
-        if isinstance(function, Text):
+        self.derived: Derived | SourceCell  # the struct in C++, and what its forward saves
+        if isinstance(function, CudaSource):
             self.function, self.differentiable = None, function.backward is not None
-            self.derived = Written(self.declared, function)
+            self.derived = SourceCell(self.declared, function)
         else:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
@@ -345,8 +345,8 @@ class RecurrentCell:
         return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
 
     def step_like(self, x: Tensor) -> Step:
-        """A step on whole tensors, by torch's functions: as :meth:`lltm_ext._derive.Derived.step_like`."""
-        if isinstance(self.derived, Written):
+        """A step on whole tensors, by torch's functions: as :meth:`lltm_ext._formula.derive.Derived.step_like`."""
+        if isinstance(self.derived, SourceCell):
             raise RuntimeError(
                 f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
                 "a cell given as text has first derivatives only"

@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lltm_ext import _portable
+from lltm_ext._install.selftest import BACKWARD, FORWARD
 from lltm_ext._library import differentiable_tangents
-from lltm_ext._selftest import BACKWARD, FORWARD
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 added_units = pytest.mark.skipif(_portable.in_use, reason="the portable library has no resize_units")

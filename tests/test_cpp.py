@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _toolchain
+from lltm_ext._install import build_record, toolchain
 from lltm_ext.lltm import lltm_reference
 
 pytestmark = pytest.mark.compiles
@@ -44,14 +44,14 @@ def configure(source: Path, build: Path, *options: str, fails: bool = False) -> 
 
 
 def build(folder: Path) -> None:
-    run("cmake", "--build", folder, "-j", str(_toolchain.jobs()), cwd=folder)
+    run("cmake", "--build", folder, "-j", str(toolchain.jobs()), cwd=folder)
 
 
 # ---- the choice of a compiler ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def toolchain() -> ModuleType:
+def cmake_toolchain() -> ModuleType:
     spec = importlib.util.spec_from_file_location("cmake_toolchain", ROOT / "cmake/toolchain.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,7 +72,7 @@ def toolchain() -> ModuleType:
     ],
 )
 def test_code_for_9_0_is_compiled_as_9_0a(
-    toolchain: ModuleType,
+    cmake_toolchain: ModuleType,
     nvcc: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -81,7 +81,7 @@ def test_code_for_9_0_is_compiled_as_9_0a(
     compiled: str,
 ) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    toolchain.main(str(TORCH), str(nvcc), chosen)
+    cmake_toolchain.main(str(TORCH), str(nvcc), chosen)
     printed = capsys.readouterr().out
     assert f'set(CMAKE_CUDA_ARCHITECTURES "{compiled}" ' in printed
     assert f'set(CMAKE_CUDA_COMPILER "{nvcc}" ' in printed
@@ -125,13 +125,13 @@ int main(int, char** arguments) {
 
 
 @pytest.mark.packaging
-@pytest.mark.skipif(lltm_ext._record.read()["cuda"] is None, reason="needs a build with CUDA")
+@pytest.mark.skipif(build_record.read()["cuda"] is None, reason="needs a build with CUDA")
 def test_a_program_finds_both_libraries_of_nvrtc(tmp_path: Path) -> None:
     """In Python, torch has loaded them. A program finds one by its RUNPATH, which NVRTC does not use."""
     (tmp_path / "main.cpp").write_text(COMPILE)
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     (nvrtc,) = (file for file in loaded if "/libnvrtc.so" in file)
-    cuda = _toolchain.find_cuda(str(torch.version.cuda)).home
+    cuda = toolchain.find_cuda(str(torch.version.cuda)).home
     run(
         os.environ.get("CXX", "c++"), "-std=c++17", "-DLLTM_EXT_WITH_CUDA", "main.cpp", "-o", "main",
         *sorted((ROOT / "src/common/runtime").glob("c*.cpp")),

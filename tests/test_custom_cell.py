@@ -24,8 +24,8 @@ from op_suite import (
 import lltm_ext
 from lltm_ext import _portable, cells
 from lltm_ext._C import custom_cell as _C
+from lltm_ext._formula.text import LINE
 from lltm_ext._loop import run_loop
-from lltm_ext._text import LINE
 from lltm_ext.recurrence import run
 
 pytestmark = pytest.mark.compiles

@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lltm_ext
 from lltm_ext import _custom_cell, cells
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
+from lltm_ext._formula.text import LINE, SEPARATOR
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._program import program_for
-from lltm_ext._text import LINE, SEPARATOR
 from lltm_ext._to_initial import without_resets
 
 pytestmark = pytest.mark.compiles

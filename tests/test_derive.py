@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 import lltm_ext
-from lltm_ext._declaration import Declaration, arguments_of, call
-from lltm_ext._derive import derive
+from lltm_ext._formula.declaration import Declaration, arguments_of, call
+from lltm_ext._formula.derive import derive
 
 SOURCES = Path(__file__).parents[1] / "src"
 POINTS = 200

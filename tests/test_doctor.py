@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from lltm_ext import _doctor, _portable, _probe, _record, _toolchain
-from lltm_ext._doctor import Facts, Finding
+from lltm_ext import _portable
+from lltm_ext._install import build_record, doctor, probe, toolchain
+from lltm_ext._install.doctor import Facts, Finding
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SOABI = sysconfig.get_config_var("SOABI")
@@ -47,12 +48,12 @@ class Site:
         self.record_file = self.package / "_build_record.json"
         self.elsewhere.mkdir()
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(_record.PACKAGE, self.package, ignore=ignored)
+        shutil.copytree(build_record.PACKAGE, self.package, ignore=ignored)
         self.record()
         self.torch("2.11.0+cu130", "13.0")
-        shutil.copy(_record.PACKAGE.parent / "lltm_ext_cli.py", folder)
+        shutil.copy(build_record.PACKAGE.parent / "lltm_ext_cli.py", folder)
         self.module = self.package / f"_C/relu.{SOABI}.so"
-        shutil.copy(_record.PACKAGE / "_C" / self.module.name, self.module)
+        shutil.copy(build_record.PACKAGE / "_C" / self.module.name, self.module)
 
     def record(self, **changed: Any) -> None:
         self.record_file.write_text(json.dumps(RECORD | changed))
@@ -240,14 +241,14 @@ def trial():
 def test_steps_are_tried_until_one_kills_the_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.module.unlink()
     (site.package / "__init__.py").write_text("")
-    (site.package / "_selftest.py").write_text(TRIAL)
-    found = _probe.try_package(str(site.folder))
+    (site.package / "_install/selftest.py").write_text(TRIAL)
+    found = probe.try_package(str(site.folder))
     assert found["torch"] is found["lltm_ext"] is None
     assert found["relu on cpu"] == "RuntimeError: wrong"
     assert str(found["gemm on cpu"]).startswith("it kills the process (signal 6)")
-    monkeypatch.setattr(_probe, "SECONDS", 1)
+    monkeypatch.setattr(probe, "SECONDS", 1)
     site.torch("2.11.0", "13.0", "import time; time.sleep(60)")
-    assert _probe.try_package(str(site.folder)) == {"torch": "it does not end within 1 s"}
+    assert probe.try_package(str(site.folder)) == {"torch": "it does not end within 1 s"}
 
 
 # ---- what a build needs ------------------------------------------------------------------------------------
@@ -257,9 +258,9 @@ def test_missing_build_tools_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(_probe, "run_in_child", lambda *question: ([], None))
-    monkeypatch.setattr(_doctor, "find_nvcc", lambda facts: _toolchain.find_cuda("99.0").version)
-    assert [tool.command for tool in _doctor.find_facts().missing_tools] == [
+    monkeypatch.setattr(probe, "run_in_child", lambda *question: ([], None))
+    monkeypatch.setattr(doctor, "find_nvcc", lambda facts: toolchain.find_cuda("99.0").version)
+    assert [tool.command for tool in doctor.find_facts().missing_tools] == [
         'python -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==99.0.*"',
         "apt-get install g++",
         "python -m pip install ninja",
@@ -273,7 +274,7 @@ def test_missing_build_tools_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor names other commands for a checkout."""
-    monkeypatch.setattr(_record, "is_checkout", lambda: False)
+    monkeypatch.setattr(build_record, "is_checkout", lambda: False)
 
 
 H200 = {"name": "NVIDIA H200", "capability": "9.0"}
@@ -303,9 +304,9 @@ def machine(*gpus: dict[str, str], **changed: Any) -> Facts:
     return Facts(gpus=list(gpus), **(usual | changed))
 
 
-def doctor(facts: Facts, capsys: pytest.CaptureFixture[str], json: bool = False) -> tuple[int, str]:
+def run_doctor(facts: Facts, capsys: pytest.CaptureFixture[str], json: bool = False) -> tuple[int, str]:
     """The exit status, and the output with `python` for this Python."""
-    status = _doctor.main(argparse.Namespace(json=json), lambda: facts)
+    status = doctor.main(argparse.Namespace(json=json), lambda: facts)
     return status, capsys.readouterr().out.replace(f"{sys.executable} ", "python ")
 
 
@@ -377,7 +378,7 @@ FINE = {
 @pytest.mark.parametrize("what", [*PROBLEMS, *NOTES])
 def test_a_cause_is_reported_with_the_fix(capsys: pytest.CaptureFixture[str], what: str) -> None:
     facts, command = (PROBLEMS | NOTES)[what]
-    status, text = doctor(facts, capsys)
+    status, text = run_doctor(facts, capsys)
     kind, _, found = text.partition("\n\n")[2].partition("\n\n")[0].partition(": ")
     assert (status, kind) == ((1, "problem") if what in PROBLEMS else (0, "note"))
     text_of_it, _, its_command = found.partition("\n    ")
@@ -388,21 +389,21 @@ def test_a_cause_is_reported_with_the_fix(capsys: pytest.CaptureFixture[str], wh
 
 @pytest.mark.parametrize("name", FINE)
 def test_what_is_fine_is_not_reported(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    status, text = doctor(FINE[name], capsys)
+    status, text = run_doctor(FINE[name], capsys)
     assert (status, text.count("\n\n")) == (0, 1)
     assert text.endswith("\nproblems: none\n")
 
 
 def test_the_table_has_a_row_for_each_fact(capsys: pytest.CaptureFixture[str]) -> None:
     imports = {"torch": None, "lltm_ext._C.relu": "no", "lltm_ext": None}
-    text = doctor(machine(H200, imports=imports, calls=CALLS), capsys)[1]
+    text = run_doctor(machine(H200, imports=imports, calls=CALLS), capsys)[1]
     assert "\nimport     torch, relu FAILS, lltm_ext\n" in text
     assert "\ncalls      gemm on cpu FAILS, round on cpu FAILS\n" in text
     assert "\nGPU 0      NVIDIA H200, compute capability 9.0\n" in text
 
 
 def test_json_has_the_facts_and_the_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = doctor(machine(V100), capsys, json=True)
+    status, text = run_doctor(machine(V100), capsys, json=True)
     found = json.loads(text)
     assert (status, found["ok"], found["gpus"], found["record"]) == (1, False, [V100], RECORD)
     (problem,) = found["problems"]
@@ -427,7 +428,7 @@ def test_json_has_the_facts_and_the_problems(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_which_code_runs_on_which_gpu(architectures: str, capability: str, runs: bool) -> None:
-    assert _toolchain.runs_on(architectures.split(), capability) is runs
+    assert toolchain.runs_on(architectures.split(), capability) is runs
 
 
 # ---- a driver made by the test -----------------------------------------------------------------------------
@@ -463,7 +464,7 @@ def ask_a_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str) -> Fa
         subprocess.run(compiler, input=source, text=True, check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
     facts = Facts()
-    _doctor.find_driver(facts)
+    doctor.find_driver(facts)
     return facts
 
 
@@ -484,7 +485,7 @@ def test_the_driver_reports_its_version_and_gpus(
     assert (facts.driver, facts.driver_cuda, facts.driver_error) == ("590.1", "13.1", error)
     gpus = [("first", "9.10"), ("second", "8.9")] if init == "0" else []
     assert [(gpu["name"], gpu["capability"]) for gpu in facts.gpus] == gpus
-    assert _probe.gpus() == [capability for _, capability in reversed(gpus)]
+    assert probe.gpus() == [capability for _, capability in reversed(gpus)]
 
 
 # ---- this installation -------------------------------------------------------------------------------------
@@ -494,8 +495,8 @@ def test_this_installation(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lltm_ext", "doctor", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     found = json.loads(done.stdout)
-    assert found["record"] == _record.read()
-    ops = set() if _portable.in_use else {stub.stem for stub in (_record.PACKAGE / "_C").glob("*.pyi")}
+    assert found["record"] == build_record.read()
+    ops = set() if _portable.in_use else {stub.stem for stub in (build_record.PACKAGE / "_C").glob("*.pyi")}
     assert found["imports"] == dict.fromkeys(["torch", *(f"lltm_ext._C.{op}" for op in ops), "lltm_ext"])
     assert found["calls"] and set(found["calls"].values()) == {None}
     assert [tool for tool in found["tools"] if tool != "nvcc"] == ["c++", "ninja", "Python.h"]

@@ -39,9 +39,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
 from lltm_ext import _C, _portable
-from lltm_ext._text import LINE
+from lltm_ext._formula.text import LINE
+from lltm_ext._install import build_record
 
-BUILT_WITH_CUDA = torch.version.cuda is not None and lltm_ext._record.read()["cuda"] is not None
+BUILT_WITH_CUDA = torch.version.cuda is not None and build_record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
 DTYPES = list(FORWARD)
 ELSEWHERE = Path(__file__).parent  # here a new process imports the installed package, not the sources
@@ -273,7 +274,7 @@ def test_a_compile_error_shows_the_signature(cache):
         compiled(lltm_ext.elementwise("T f(T int)", "return 1;"))
 
 
-@pytest.mark.skipif(lltm_ext._record.read()["cuda"] is not None, reason="for a build without CUDA")
+@pytest.mark.skipif(build_record.read()["cuda"] is not None, reason="for a build without CUDA")
 def test_a_build_without_cuda_says_so():
     with pytest.raises(RuntimeError, match="built without CUDA"):
         compiled(relu)

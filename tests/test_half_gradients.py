@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext import cells
-from lltm_ext._graph import CONSTANT, ancestors
+from lltm_ext._formula.graph import CONSTANT, ancestors
 from lltm_ext._loop import run_loop
 from lltm_ext.recurrence import run
 

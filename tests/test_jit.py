@@ -20,11 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lltm_ext import _build, _probe, _record, _toolchain, jit
+from lltm_ext import jit
+from lltm_ext._install import build_native, build_record, probe, toolchain
 
 pytestmark = pytest.mark.compiles
 
-PACKAGE = Path(_record.__file__).resolve().parent
+PACKAGE = build_record.PACKAGE
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 BUILD_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_JIT", "TORCH_CUDA_ARCH_LIST")
 
@@ -69,7 +70,7 @@ class Installed:
 
 @pytest.fixture
 def unfit(tmp_path: Path) -> Installed:
-    return Installed(tmp_path, _build.source_folder())
+    return Installed(tmp_path, build_native.source_folder())
 
 
 def no_sources(installed: Installed) -> None:
@@ -140,7 +141,7 @@ def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    monkeypatch.setattr(_probe, "gpus", lambda: gpus)
+    monkeypatch.setattr(probe, "gpus", lambda: gpus)
     assert jit.wanted() == wanted
 
 
@@ -156,14 +157,14 @@ def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
 def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(
     nvcc: Path, gpus: list[str], compiled: list[str]
 ) -> None:
-    assert _toolchain.architectures_of(gpus, nvcc) == compiled
+    assert toolchain.architectures_of(gpus, nvcc) == compiled
 
 
 def test_a_gpu_too_old_is_reported_with_the_fix(nvcc: Path) -> None:
     with pytest.raises(
-        _toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
+        toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
     ):
-        _toolchain.architectures_of(["7.0"], nvcc)
+        toolchain.architectures_of(["7.0"], nvcc)
 
 
 def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -180,8 +181,9 @@ def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 # ---- a build of one tiny module ----------------------------------------------------------------------------
 
 BUILD = """
-from lltm_ext import _record, jit
-_record.use(jit.build())
+from lltm_ext import jit
+from lltm_ext._install import build_record
+build_record.use(jit.build())
 from lltm_ext._C import tiny
 print(tiny.__file__)
 """
@@ -212,7 +214,7 @@ class Tiny(Installed):
         (folder / "src/tiny/tiny.cpp").write_text(TINY)
         super().__init__(folder, folder / "src")
         (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build lacks
-        (self.package / "_selftest.py").write_text(TRIAL)
+        (self.package / "_install/selftest.py").write_text(TRIAL)
         self.source = self.package / "_src/tiny/tiny.cpp"
 
     def compiler(self, seconds: float = 0, answer: str = "42") -> str:
@@ -248,7 +250,7 @@ def test_a_second_call_builds_nothing_and_needs_no_compiler(tiny: Tiny) -> None:
 
 
 def test_an_edited_source_has_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "source_folder", lambda: tmp_path)
+    monkeypatch.setattr(build_native, "source_folder", lambda: tmp_path)
     (tmp_path / "op.cpp").write_text("one")
     first = jit._name(False, [])
     (tmp_path / "op.cpp").write_text("two")
@@ -257,8 +259,8 @@ def test_an_edited_source_has_another_build(tmp_path: Path, monkeypatch: pytest.
 
 def has_nvcc() -> bool:
     try:
-        return torch.version.cuda is not None and bool(_toolchain.find_cuda(torch.version.cuda))
-    except _toolchain.ToolchainError:
+        return torch.version.cuda is not None and bool(toolchain.find_cuda(torch.version.cuda))
+    except toolchain.ToolchainError:
         return False
 
 
@@ -361,11 +363,11 @@ def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(
 USE = """
 import json, torch
 import lltm_ext
-from lltm_ext import _record
+from lltm_ext._install import build_record
 x = torch.linspace(-2, 2, 5, requires_grad=True)
 lltm_ext.round(lltm_ext.sigmoid(x)).sum().backward()
 output, _ = lltm_ext.LLTM(4, 5)(torch.ones(2, 3, 4))
-record = _record.read() | {"file": lltm_ext._C.relu.__file__}
+record = build_record.read() | {"file": lltm_ext._C.relu.__file__}
 record |= {"grad": x.grad.tolist(), "shape": list(output.shape), "version": lltm_ext.__version__}
 print(json.dumps(record))
 """
@@ -375,7 +377,7 @@ print(json.dumps(record))
 def built(
     tmp_path_factory: pytest.TempPathFactory, quick_cxx: str
 ) -> tuple[Installed, dict[str, object], str]:
-    installed = Installed(tmp_path_factory.mktemp("built"), _build.source_folder())
+    installed = Installed(tmp_path_factory.mktemp("built"), build_native.source_folder())
     output, progress = installed.run(USE, LLTM_EXT_JIT="1", CXX=quick_cxx)
     return installed, json.loads(output), progress
 
@@ -398,8 +400,8 @@ class TestEveryModule:
         installed, found, progress = built
         assert (found["torch"], found["cuda"], found["architectures"]) == (torch.__version__, None, [])
         assert str(found["version"]).endswith("+cpu")
-        assert found["source"] == _toolchain.source_revision(installed.package / "_src")
-        ops = _build.ops(_build.source_folder())
+        assert found["source"] == toolchain.source_revision(installed.package / "_src")
+        ops = build_native.ops(build_native.source_folder())
         lines = [line for line in progress.splitlines() if f" of {len(ops)} modules, " in line]
         assert sorted(line.split(", ")[1] for line in lines) == sorted(ops)
 

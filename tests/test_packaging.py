@@ -25,15 +25,16 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _build, _portable, _record, _toolchain
-from lltm_ext._loader import is_module_run
+from lltm_ext import _portable
+from lltm_ext._install import build_native, build_record, toolchain
+from lltm_ext._install.loader import is_module_run
 from lltm_ext._version import label, minor
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = [file.stem for file in (ROOT / "src").glob("*/*.cpp") if file.stem == file.parent.name]
 CUDA = torch.version.cuda
 TORCH_MINOR = minor(torch.__version__)
-BASE_VERSION = _record.check(torch.__version__, torch.version.cuda)["version"].split("+")[0]
+BASE_VERSION = build_record.check(torch.__version__, torch.version.cuda)["version"].split("+")[0]
 BUILT_VERSION = f"{BASE_VERSION}+{label(torch.__version__, CUDA)}"
 
 
@@ -64,15 +65,15 @@ def make_toolkit(
     home: Path, version: str = "13.0.88", without: str = "", architectures: str = "75 90"
 ) -> Path:
     """A folder that looks like a CUDA toolkit."""
-    for part in (_toolchain.NVCC, *(places[0] for places in _toolchain.PARTS)):
+    for part in (toolchain.NVCC, *(places[0] for places in toolchain.PARTS)):
         if part != without:
             (home / part).parent.mkdir(parents=True, exist_ok=True)
             (home / part).touch()
-    if without != _toolchain.NVCC:
+    if without != toolchain.NVCC:
         known = "".join(f"compute_{architecture}\\n" for architecture in architectures.split())
         answers = f'--version) echo "release {version}, V{version}";; --list-gpu-arch) printf "{known}";;'
-        (home / _toolchain.NVCC).write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
-        (home / _toolchain.NVCC).chmod(0o755)
+        (home / toolchain.NVCC).write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+        (home / toolchain.NVCC).chmod(0o755)
     return home
 
 
@@ -85,8 +86,8 @@ class Search:
         self.pypi = folder / "site-b/nvidia/cu13"
         self.local = folder / "local"
 
-    def __call__(self, torch_cuda: str = "13.0") -> _toolchain.Cuda:
-        return _toolchain.find_cuda(torch_cuda, self.env, self.sys_path, self.local)
+    def __call__(self, torch_cuda: str = "13.0") -> toolchain.Cuda:
+        return toolchain.find_cuda(torch_cuda, self.env, self.sys_path, self.local)
 
 
 @pytest.fixture
@@ -153,14 +154,14 @@ def test_the_system_toolkit_of_torchs_own_version_comes_first(search: Search) ->
 MISSING = {
     "no compiler (nvcc) was found; looked at ": {"without": "bin/nvcc"},
     "the compiler in {} is of CUDA 12.8, another major version": {"version": "12.8.93"},
-    **{f"the toolkit in {{}} lacks {part}": {"without": part} for part, *_ in _toolchain.PARTS},
+    **{f"the toolkit in {{}} lacks {part}": {"without": part} for part, *_ in toolchain.PARTS},
 }
 
 
 @pytest.mark.parametrize("what", MISSING)
 def test_what_is_missing_is_reported_with_the_fix(search: Search, what: str) -> None:
     make_toolkit(search.pypi, **MISSING[what])
-    with pytest.raises(_toolchain.ToolchainError) as caught:
+    with pytest.raises(toolchain.ToolchainError) as caught:
         search()
     message = str(caught.value)
     assert message.startswith("torch is built with CUDA 13.0, but " + what.format(search.pypi))
@@ -169,7 +170,7 @@ def test_what_is_missing_is_reported_with_the_fix(search: Search, what: str) -> 
 
 
 def test_conda_is_proposed_for_cuda_12_because_pypi_has_no_nvcc_of_it(search: Search) -> None:
-    with pytest.raises(_toolchain.ToolchainError, match=r"Run: conda install -c nvidia cuda-toolkit=12\.8"):
+    with pytest.raises(toolchain.ToolchainError, match=r"Run: conda install -c nvidia cuda-toolkit=12\.8"):
         search("12.8")
 
 
@@ -190,7 +191,7 @@ def test_torch_decides_on_cuda_unless_the_variable_does(
     choice: str | None, torch_cuda: str | None, wanted: bool
 ) -> None:
     env = {} if choice is None else {"LLTM_EXT_CUDA": choice}
-    assert _toolchain.wants_cuda("2.11.0", torch_cuda, env) is wanted
+    assert toolchain.wants_cuda("2.11.0", torch_cuda, env) is wanted
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,8 @@ def test_torch_decides_on_cuda_unless_the_variable_does(
 def test_a_choice_that_can_not_be_met_is_refused(
     torch_version: str, torch_cuda: str | None, choice: str, message: str
 ) -> None:
-    with pytest.raises(_toolchain.ToolchainError, match=message):
-        _toolchain.wants_cuda(torch_version, torch_cuda, {"LLTM_EXT_CUDA": choice})
+    with pytest.raises(toolchain.ToolchainError, match=message):
+        toolchain.wants_cuda(torch_version, torch_cuda, {"LLTM_EXT_CUDA": choice})
 
 
 @pytest.mark.parametrize(
@@ -220,13 +221,13 @@ def test_architectures_are_those_listed_or_those_that_the_compiler_knows(
     tmp_path: Path, known: str, listed: str, chosen: str
 ) -> None:
     nvcc = make_toolkit(tmp_path, architectures=known) / "bin/nvcc"
-    assert _toolchain.architectures(nvcc, {"TORCH_CUDA_ARCH_LIST": listed}) == chosen.split()
+    assert toolchain.architectures(nvcc, {"TORCH_CUDA_ARCH_LIST": listed}) == chosen.split()
 
 
 def test_9_0_is_compiled_as_9_0a() -> None:
     """PTX of 9.0, for later GPUs, stays."""
-    assert _toolchain.compiled_for(["8.0", "9.0", "12.0+PTX"]) == ["8.0", "9.0a", "12.0+PTX"]
-    assert _toolchain.compiled_for(["9.0+PTX"]) == ["9.0a", "9.0+PTX"]
+    assert toolchain.compiled_for(["8.0", "9.0", "12.0+PTX"]) == ["8.0", "9.0a", "12.0+PTX"]
+    assert toolchain.compiled_for(["9.0+PTX"]) == ["9.0a", "9.0+PTX"]
 
 
 @pytest.mark.parametrize("options,taken", [("--compress-mode --std", True), ("--std", False)])
@@ -234,7 +235,7 @@ def test_device_code_is_compressed_where_the_compiler_can(tmp_path: Path, option
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f'#!/bin/sh\n[ "$1" = --help ] && echo "{options}"\n')
     nvcc.chmod(0o755)
-    assert _toolchain.smallest_code(nvcc) == (["--compress-mode=size"] if taken else [])
+    assert toolchain.smallest_code(nvcc) == (["--compress-mode=size"] if taken else [])
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,8 @@ def test_jobs_follow_cores_and_memory(
     for name, content in ({"proc/meminfo": "MemAvailable: 67108864 kB\n"} | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert _toolchain.jobs({}, tmp_path) == jobs
-    assert _toolchain.jobs({"MAX_JOBS": "7"}, tmp_path) == 7
+    assert toolchain.jobs({}, tmp_path) == jobs
+    assert toolchain.jobs({"MAX_JOBS": "7"}, tmp_path) == 7
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="compares with git, which is not here")
@@ -269,9 +270,9 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path: Path) -> None:
     run("git", "add", ".", cwd=tmp_path)
     tree = run("git", "write-tree", cwd=tmp_path).stdout.strip()
     shutil.rmtree(tmp_path / ".git")
-    assert _toolchain.source_revision(tmp_path) == tree
+    assert toolchain.source_revision(tmp_path) == tree
     (tmp_path / "lltm.txt").write_text("edited")
-    assert _toolchain.source_revision(tmp_path) != tree
+    assert toolchain.source_revision(tmp_path) != tree
 
 
 @pytest.mark.parametrize("edited,kept", [(999, {"embeds", "includes"}), (1001, {"includes"})])
@@ -288,7 +289,7 @@ def test_a_file_that_embeds_headers_is_compiled_again_after_an_edit(
         Path(f"src/op/{stem}.cpp").write_text(text)
         Path(f"objects/src/op/{stem}.o").touch()
         os.utime(f"objects/src/op/{stem}.o", (1000, 1000))
-    _build.remove_stale([f"src/op/{stem}.cpp" for stem in texts], Path("objects"), Path("src"))
+    build_native.remove_stale([f"src/op/{stem}.cpp" for stem in texts], Path("objects"), Path("src"))
     assert {built.stem for built in Path("objects/src/op").iterdir()} == kept
 
 
@@ -352,9 +353,9 @@ RECORD = {
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A record of a build for torch 2.11 and CUDA 13.0, to edit; `_record.check` reads what `save` wrote."""
-    monkeypatch.setattr(_record, "PACKAGE", tmp_path / "lltm_ext")
-    monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
+    """A record of a build for torch 2.11 and CUDA 13.0, to edit; `check` reads what `save` wrote."""
+    monkeypatch.setattr(build_record, "PACKAGE", tmp_path / "lltm_ext")
+    monkeypatch.setattr(build_record, "FILE", tmp_path / "_build_record.json")
     (tmp_path / "_build_record.json").write_text(json.dumps(RECORD))
     return dict(RECORD)
 
@@ -363,14 +364,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]
 def test_a_torch_of_the_same_minor_version_and_cuda_major_fits(
     record: dict[str, object], version: str, cuda: str
 ) -> None:
-    assert _record.check(version, cuda) == record
+    assert build_record.check(version, cuda) == record
 
 
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("version", ["2.12.0+cu130", "2.1.0"])  # Tests of the doctor have the other ways.
 def test_a_torch_that_does_not_fit_is_reported_with_the_fix(version: str) -> None:
     with pytest.raises(ImportError) as caught:
-        _record.check(version, "13.0")
+        build_record.check(version, "13.0")
     python = RECORD["python"]
     assert str(caught.value) == (
         f"lltm_ext 0.1.0+cu130torch2.11 was built for torch 2.11.0+cu130 with CUDA 13.0, Python {python}; "
@@ -378,20 +379,21 @@ def test_a_torch_that_does_not_fit_is_reported_with_the_fix(version: str) -> Non
         "--force-reinstall --index-url https://download.pytorch.org/whl/cu130  "
         "(or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
     )
-    (_record.PACKAGE.parent / "setup.py").touch()
-    with pytest.raises(ImportError, match=f"Run: cd {_record.PACKAGE.parent} && python setup.py develop  "):
-        _record.check(version, "13.0")
+    checkout = build_record.PACKAGE.parent
+    (checkout / "setup.py").touch()
+    with pytest.raises(ImportError, match=f"Run: cd {checkout} && python setup.py develop  "):
+        build_record.check(version, "13.0")
 
 
 def test_a_build_without_cuda_fits_any_torch_of_its_minor_version(record: dict[str, object]) -> None:
-    _record.FILE.write_text(json.dumps(record | {"cuda": None}))
-    assert _record.check("2.11.0", "13.0")["cuda"] is None
+    build_record.FILE.write_text(json.dumps(record | {"cuda": None}))
+    assert build_record.check("2.11.0", "13.0")["cuda"] is None
     with pytest.raises(ImportError, match=r'Run: python -m pip install "torch==2\.11\.\*"  \(or '):
-        _record.check("2.12.0", "13.0")
+        build_record.check("2.12.0", "13.0")
 
 
 def test_the_installed_record_says_what_was_built() -> None:
-    record = _record.check(torch.__version__, torch.version.cuda)
+    record = build_record.check(torch.__version__, torch.version.cuda)
     assert record["version"] == importlib.metadata.version("lltm_ext") == lltm_ext.__version__
     if not _portable.in_use:
         assert record["torch"] == torch.__version__
@@ -448,10 +450,10 @@ def test_the_import_loads_no_other_package(tmp_path: Path) -> None:
 EPOCH = 315532800  # the Makefile has it, too
 INSPECT = """
 import importlib.metadata, json, lltm_ext, torch
-from lltm_ext import _record
+from lltm_ext._install import build_record
 assert lltm_ext.sigmoid(torch.zeros(2)).tolist() == [0.5, 0.5]
 version = importlib.metadata.version("lltm_ext")
-print(json.dumps({"file": lltm_ext.__file__, "version": version, "record": _record.read()}))
+print(json.dumps({"file": lltm_ext.__file__, "version": version, "record": build_record.read()}))
 """
 
 
@@ -550,7 +552,7 @@ def is_of_these_files(wheel: Path) -> bool:
     record = json.loads(archive.read("lltm_ext/_build_record.json"))
     scripts = [name for name in archive.namelist() if name.endswith(".py")]
     here = {name: ROOT / name.replace("lltm_ext/benchmarks/", "benchmarks/") for name in scripts}
-    return record["source"] == _toolchain.source_revision(ROOT / "src") and all(
+    return record["source"] == toolchain.source_revision(ROOT / "src") and all(
         file.is_file() and archive.read(name) == file.read_bytes() for name, file in here.items()
     )
 
@@ -580,10 +582,10 @@ class TestWheel:
         assert record["cuda"] == CUDA
         by_make = not wheel.is_relative_to(target.folder)  # then it has all architectures
         expected = (
-            _toolchain.architectures(_toolchain.find_cuda(CUDA).nvcc, {}) if CUDA and by_make else ["7.5"]
+            toolchain.architectures(toolchain.find_cuda(CUDA).nvcc, {}) if CUDA and by_make else ["7.5"]
         )
         assert record["architectures"] == (expected if CUDA else [])
-        assert record["source"] == _toolchain.source_revision(target.checkout / "src")
+        assert record["source"] == toolchain.source_revision(target.checkout / "src")
 
     def test_its_modules_name_no_folder_of_the_builder(self, target: Target, wheel: Path) -> None:
         archive = zipfile.ZipFile(wheel)

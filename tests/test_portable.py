@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import lltm_ext
-from lltm_ext import _build, _build_portable, _portable, _record
+from lltm_ext import _portable
+from lltm_ext._install import build_native, build_portable, build_record
 
-SRC = _build.source_folder()
+SRC = build_native.source_folder()
 PORTABLE_ONLY = pytest.mark.skipif(not _portable.in_use, reason="native modules are in use")
 
 
@@ -21,22 +22,22 @@ PORTABLE_ONLY = pytest.mark.skipif(not _portable.in_use, reason="native modules 
 def portable(tmp_path, monkeypatch):
     """An install of the portable library, as far as the check of its record goes."""
     monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "portable.so")
-    monkeypatch.setattr(_record, "FILE", tmp_path / "_build_record.json")
+    monkeypatch.setattr(build_record, "FILE", tmp_path / "_build_record.json")
     _portable.LIBRARY.touch()
-    _record.FILE.write_text(
+    build_record.FILE.write_text(
         json.dumps({"version": "1", "torch": "2.10", "cuda": None, "python": "any", "portable": True})
     )
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.10.1+cu128", "2.99.0", "3.0.0"])
 def test_it_fits_any_newer_torch(portable, version):
-    assert _record.check(version, None)["portable"]
-    assert not _record.modules_fit(version, None)  # so that LLTM_EXT_JIT=1 builds native ones
+    assert build_record.check(version, None)["portable"]
+    assert not build_record.modules_fit(version, None)  # so that LLTM_EXT_JIT=1 builds native ones
 
 
 def test_an_older_torch_is_named(portable):
     with pytest.raises(ImportError, match=r"built for torch 2\.10 and newer.* this is torch 2\.9\.1"):
-        _record.check("2.9.1", None)
+        build_record.check("2.9.1", None)
 
 
 def test_a_missing_library_is_named(portable):
@@ -46,22 +47,22 @@ def test_a_missing_library_is_named(portable):
 
 
 def test_every_torch_header_that_a_binding_includes_is_replaced(tmp_path):
-    _build_portable.replace_torch_headers(SRC, tmp_path)
+    build_portable.replace_torch_headers(SRC, tmp_path)
     for name in ("ATen/core/Tensor.h", "c10/util/Exception.h", "torch/library.h"):
         assert (tmp_path / name).read_text() == '#include "stable/torch.h"\n'
     assert not list(tmp_path.glob("torch/csrc/stable/*"))  # which src/stable itself includes
 
 
 def test_every_op_is_in_it_or_in_python():
-    built = {Path(file).parent.name for file in _build_portable.sources(SRC, cuda=False)}
-    assert built - {"runtime"} == set(_build.ops(SRC)) - set(_portable.IN_PYTHON)
+    built = {Path(file).parent.name for file in build_portable.sources(SRC, cuda=False)}
+    assert built - {"runtime"} == set(build_native.ops(SRC)) - set(_portable.IN_PYTHON)
 
 
 @PORTABLE_ONLY
 def test_it_has_every_public_name_of_a_native_build():
     names = {
         name
-        for file in _record.PACKAGE.glob("[a-bd-z]*.py")  # cells are in a namespace
+        for file in build_record.PACKAGE.glob("[a-bd-z]*.py")  # cells are in a namespace
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         for name in ast.literal_eval(node.value)

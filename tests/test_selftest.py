@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 import lltm_ext
-from lltm_ext import __main__, _bench, _selftest
+from lltm_ext import __main__
+from lltm_ext._install import bench, build_record, selftest
 
 CPU = torch.device("cpu")
 ONLY_ON_SOME_GPUS = ("elementwise, made now", ", cluster", ", grid")
 
 
-def selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = _selftest.main(argparse.Namespace())
+def run_selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = selftest.main(argparse.Namespace())
     return status, capsys.readouterr().out
 
 
@@ -38,9 +39,9 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Rows by name, on the CPU."""
 
     def choose(*names: str) -> None:
-        rows = [check for check in _selftest.checks() if check.name in names]
-        monkeypatch.setattr(_selftest, "checks", lambda: rows)
-        monkeypatch.setattr(_selftest, "devices", lambda: [CPU])
+        rows = [check for check in selftest.checks() if check.name in names]
+        monkeypatch.setattr(selftest, "checks", lambda: rows)
+        monkeypatch.setattr(selftest, "devices", lambda: [CPU])
 
     return choose
 
@@ -54,9 +55,9 @@ def test_this_installation_passes(tmp_path: Path) -> None:
     assert failed == 0
     assert "FAILED" not in done.stdout
     # A cell of the table for each row, dtype and device.
-    cells = {(check.name, dtype) for check in _selftest.checks() for dtype in check.dtypes}
+    cells = {(check.name, dtype) for check in selftest.checks() for dtype in check.dtypes}
     everywhere = {(name, dtype) for name, dtype in cells if not name.endswith(ONLY_ON_SOME_GPUS)}
-    devices = len(list(_selftest.devices()))
+    devices = len(list(selftest.devices()))
     assert passed + not_run == devices * len(cells)
     assert passed >= devices * len(everywhere)
     if devices == 1:
@@ -65,7 +66,7 @@ def test_this_installation_passes(tmp_path: Path) -> None:
 
 def test_what_can_not_run_is_listed(capsys: pytest.CaptureFixture[str], only: Callable[..., None]) -> None:
     only("elementwise, made now", "lltm, grid", "lstm, grid")
-    status, text = selftest(capsys)
+    status, text = run_selftest(capsys)
     assert status == 0
     dtypes = "float64, float32, float16, bfloat16"
     assert f"- elementwise, made now: its formula is compiled for CUDA devices ({dtypes})" in text
@@ -78,15 +79,15 @@ def test_the_reason_for_testing_no_gpu_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seen: bool, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
-    monkeypatch.setattr(_selftest._record, "read", lambda: {"version": "0.1.0+cpu", "cuda": None})
-    assert list(_selftest.devices()) == [CPU]
+    monkeypatch.setattr(build_record, "read", lambda: {"version": "0.1.0+cpu", "cuda": None})
+    assert list(selftest.devices()) == [CPU]
     assert reason in capsys.readouterr().out
 
 
 def test_every_op_has_a_row() -> None:
     functions = {name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)}
     functions = {name for name in functions if not name.endswith(("_", "_algorithm", "_torch"))}
-    assert functions <= {check.name.partition(",")[0] for check in _selftest.checks()}
+    assert functions <= {check.name.partition(",")[0] for check in selftest.checks()}
 
 
 class Doubled(torch.autograd.Function):
@@ -121,9 +122,9 @@ def test_a_wrong_op_fails(
     message: str,
 ) -> None:
     only("relu")
-    assert selftest(capsys)[0] == 0
+    assert run_selftest(capsys)[0] == 0
     monkeypatch.setattr(lltm_ext, "relu", wrong)
-    status, text = selftest(capsys)
+    status, text = run_selftest(capsys)
     assert status == 1
     assert f"FAILED relu: {message}" in text
     assert "\n0 passed, 4 failed, 0 can't run here, " in text
@@ -134,19 +135,19 @@ def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
 ) -> None:
     only("stochastic_round")
     monkeypatch.setattr(lltm_ext, "stochastic_round", lambda x, dtype: x.to(dtype))
-    status, text = selftest(capsys)
+    status, text = run_selftest(capsys)
     assert status == 1
     assert "\n0 passed, 2 failed" in text
 
 
 def test_an_error_of_the_planner_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = [check for check in _selftest.checks() if check.name == "lltm, grid"][:1]
+    (row,) = [check for check in selftest.checks() if check.name == "lltm, grid"][:1]
 
     def broken(*args: Any, **how: Any) -> str:
         raise RuntimeError("lltm_algorithm: no")
 
     monkeypatch.setattr(lltm_ext, "lltm_algorithm", broken)
-    cell = _selftest.examine([row], torch.float32, CPU)
+    cell = selftest.examine([row], torch.float32, CPU)
     assert cell == (None, ("RuntimeError: lltm_algorithm: no",), ())
 
 
@@ -167,17 +168,17 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "harness.py").write_text("here = __name__")
     for name in ("gemm", "lltm"):
         (folder / f"{name}.py").write_text(SCRIPT)
-    monkeypatch.setattr(_bench, "FOLDER", folder)
-    monkeypatch.setattr(_bench, "OPS", ["gemm", "lltm"])
+    monkeypatch.setattr(bench, "FOLDER", folder)
+    monkeypatch.setattr(bench, "OPS", ["gemm", "lltm"])
     return tmp_path
 
 
-def bench(*arguments: str) -> int:
+def run_bench(*arguments: str) -> int:
     return __main__.main(["bench", *arguments])
 
 
 def test_bench_knows_the_scripts_that_came_with_the_package() -> None:
-    assert _bench.OPS == ["elementwise", "gemm", "gemm_sizes", "libraries", "lltm", "recurrence", "sizes"]
+    assert bench.OPS == ["elementwise", "gemm", "gemm_sizes", "libraries", "lltm", "recurrence", "sizes"]
 
 
 def test_bench_runs_every_script_and_writes_here(
@@ -185,26 +186,26 @@ def test_bench_runs_every_script_and_writes_here(
 ) -> None:
     monkeypatch.chdir(scripts)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # without the folder of a script
-    assert bench() == 0
+    assert run_bench() == 0
     calls = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert calls == [["harness", ["--out", str(scripts)]]] * 2
 
 
 def test_bench_passes_its_arguments_on(scripts: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("--out", "/somewhere", "--device", "cpu", "--seconds", "0.5")
-    assert bench("gemm", *arguments) == 0
+    assert run_bench("gemm", *arguments) == 0
     assert json.loads(capfd.readouterr().out) == ["harness", list(arguments)]
 
 
 def test_bench_fails_where_a_script_does(scripts: Path) -> None:
-    assert bench("--quick") == 1
+    assert run_bench("--quick") == 1
 
 
 def test_bench_names_missing_packages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_bench, "NEEDED", ("json", "absent_plots", "absent_tables"))
-    assert bench() == 1
+    monkeypatch.setattr(bench, "NEEDED", ("json", "absent_plots", "absent_tables"))
+    assert run_bench() == 1
     message = capsys.readouterr().err.replace(sys.executable, "python")
     needed = "absent_plots and absent_tables"
     assert message == f"bench needs {needed}. Run: python -m pip install absent_plots absent_tables\n"
@@ -214,4 +215,4 @@ def test_bench_names_missing_packages(
 def test_bench_needs_what_its_extra_lists() -> None:
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     listed = re.search(r"^bench = (\[.*\])$", text, re.MULTILINE)
-    assert listed is not None and json.loads(listed[1]) == list(_bench.NEEDED)
+    assert listed is not None and json.loads(listed[1]) == list(bench.NEEDED)

@@ -46,10 +46,10 @@ def problems(wheel: Path) -> list[str]:
 
     ops = [folder.name for folder in SRC.iterdir() if (folder / f"{folder.name}.cpp").is_file()]
     modules = ["portable.so"] if portable else [f"{op}.{record['python']}.so" for op in ops]
-    wanted = {f"lltm_ext/_C/{name}" for name in ["__init__.py", *modules, *(f"{op}.pyi" for op in ops)]}
+    wanted = {f"lltm_ext/_C/{name}" for name in [*modules, *(f"{op}.pyi" for op in ops)]}
     wanted |= {f"{dist_info}/{name}" for name in ("licenses/LICENSE", "entry_points.txt")}
     wanted |= {"lltm_ext/py.typed", "lltm_ext_cli.py", RECORD}
-    wanted |= {f"lltm_ext/{file.name}" for file in (ROOT / "lltm_ext").glob("*.py")}
+    wanted |= {str(file.relative_to(ROOT)) for file in (ROOT / "lltm_ext").rglob("*.py")}
     wanted |= {f"lltm_ext/benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
     wanted |= {f"lltm_ext/_src/{file.relative_to(SRC)}" for file in SRC.rglob("*") if file.is_file()}
     extra = {name for name in names - wanted if not name.startswith(f"{dist_info}/")}

@@ -7,7 +7,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lltm_ext import _portable, _record
+from lltm_ext import _portable
+from lltm_ext._install import build_record, toolchain
 
 
 def is_module_run() -> bool:
@@ -28,14 +29,14 @@ def provide(torch: ModuleType) -> dict[str, Any]:
     A module is not loaded before this check: with another torch it fails with undefined symbols, or worse.
     """
     version, cuda = str(torch.__version__), torch.version.cuda
-    if os.environ.get("LLTM_EXT_JIT") == "1" and not _record.modules_fit(version, cuda):
-        from lltm_ext import _toolchain, jit
+    if os.environ.get("LLTM_EXT_JIT") == "1" and not build_record.modules_fit(version, cuda):
+        from lltm_ext import jit
 
         try:
-            _record.use(jit.build())
-        except _toolchain.ToolchainError as error:
+            build_record.use(jit.build())
+        except toolchain.ToolchainError as error:
             raise ImportError(f"lltm_ext: {error}") from error
-    record = _record.check(version, cuda)
+    record = build_record.check(version, cuda)
     if "portable" in record:
         _portable.load(torch)
     return record

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import lltm_ext
-from lltm_ext import _record, _toolchain
 from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._install import build_record, toolchain
 from lltm_ext._sequence import SEQUENCE_OPS
 from lltm_ext._unary import UNARY_OPS
 from lltm_ext.fake_quantize import fake_quantize_reference
@@ -386,17 +386,17 @@ def trial(done: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
 
 
 def supported_gpus() -> list[str]:
-    record = _record.read()
+    record = build_record.read()
     if record["cuda"] is None or not torch.cuda.is_available():
         return []
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     built = record["architectures"]
-    return [f"cuda:{i}" for i, (x, y) in enumerate(capabilities) if _toolchain.runs_on(built, f"{x}.{y}")]
+    return [f"cuda:{i}" for i, (x, y) in enumerate(capabilities) if toolchain.runs_on(built, f"{x}.{y}")]
 
 
 def devices() -> Iterator[torch.device]:
     yield torch.device("cpu")
-    record = _record.read()
+    record = build_record.read()
     if not torch.cuda.is_available():
         print("\nNo GPU is tested: torch sees none")
     elif record["cuda"] is None:

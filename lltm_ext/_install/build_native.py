@@ -2,7 +2,7 @@
 
 src/<op>/ with an <op>.cpp becomes the module lltm_ext._C.<op>; there is no list to edit. A module whose files
 include headers of src/common/runtime also compiles the sources there. LLTM_EXT_CUDA=0/1, CUDA_HOME,
-TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; _toolchain.py has their defaults.
+TORCH_CUDA_ARCH_LIST and MAX_JOBS control a build; toolchain.py has their defaults.
 
 It uses only the standard library until a torch is passed in. It can be imported before the modules are built.
 """
@@ -19,8 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lltm_ext import _probe, _record
-from lltm_ext import _toolchain as toolchain
+from lltm_ext._install import build_record, probe, toolchain
 from lltm_ext._version import __version__, label, major, minor
 
 # Most modules are one long file and a few short ones: building one at a time would leave most cores idle.
@@ -29,8 +28,8 @@ MODULES_AT_ONCE = 4
 
 def source_folder() -> Path:
     """The sources: inside an installed package, next to it in a checkout."""
-    installed = _record.PACKAGE / "_src"
-    return installed if installed.is_dir() else _record.PACKAGE.parent / "src"
+    installed = build_record.PACKAGE / "_src"
+    return installed if installed.is_dir() else build_record.PACKAGE.parent / "src"
 
 
 def ops(src: Path) -> list[str]:
@@ -100,7 +99,7 @@ class Target:
         )
 
     def record(self, version: str) -> dict[str, Any]:
-        """What _record.py reads. It has no times and paths, so that the same source gives the same bytes."""
+        """For build_record.py. It has no times and paths, so that the same source gives the same bytes."""
         return {
             "version": version,
             "torch": str(self.torch.__version__),
@@ -126,7 +125,7 @@ class Target:
             def run(self) -> None:
                 super().run()
                 package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
-                (package / _record.FILE.name).write_text(json.dumps(record, indent=2) + "\n")
+                (package / build_record.FILE.name).write_text(json.dumps(record, indent=2) + "\n")
 
         return Command
 
@@ -204,7 +203,7 @@ def into(folder: str) -> None:
 
 def try_modules(site: str, modules: str | None = None) -> None:
     """Calls each op of the lltm_ext in `site` once, or of these modules. Raises where one fails."""
-    for step, error in _probe.try_package(site, modules).items():
+    for step, error in probe.try_package(site, modules).items():
         if error:
             raise toolchain.ToolchainError(
                 f"the modules were built by {toolchain.cxx_version()}, but fail when they are tried: {step}: "

@@ -1,7 +1,7 @@
 """From a recurrent cell's Python function to C++: capture, derivative, what to save for backward, text.
 
-_declaration.py is what the user declares. _capture.py records the function as nodes (_graph.py, with the
-table of ops), this file differentiates them and chooses what the forward saves, _emit.py writes C++.
+declaration.py is what the user declares. capture.py records the function as nodes (graph.py, with the
+table of ops), this file differentiates them and chooses what the forward saves, emit.py writes C++.
 
 The derivative is that of the nodes, by the table, and not torch.func.vjp of the function. Autograd's formulas
 would have to be captured too; their ops and decompositions differ between versions of torch. And the table
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lltm_ext._capture import capture
-from lltm_ext._declaration import Declaration
-from lltm_ext._emit import Struct, emit
-from lltm_ext._graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
+from lltm_ext._formula.capture import capture
+from lltm_ext._formula.declaration import Declaration
+from lltm_ext._formula.emit import CellNodes, Struct, emit
+from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
 FREE = ("p", "u")  # backward can read them again, exactly
@@ -206,7 +206,10 @@ class Derived:
         free = [node for argument in FREE for node in self.leaves[argument]]
         self.saved = choose_saved(self._results, self.cotangents, free)
         self.wide = errors_cancel(self.saved, [*self.outputs, *self.saved], self.leaves)
-        self.struct = emit(self, self.saved, wide=())
+        self._nodes = CellNodes(
+            declaration, self.leaves, self.outputs, self.cotangents, self.gradients, self.reads_h
+        )
+        self.struct = emit(self._nodes, self.saved, wide=())
         self.jumps = jumps(self.outputs, self.leaves)
         self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
@@ -218,7 +221,7 @@ class Derived:
         Without a product the projections are all of the gates. If these and the states are saved as they are,
         the backward can compute all from them again. That may need fewer numbers.
         """
-        struct = emit(self, self.saved, self.wide, self.jumps)
+        struct = emit(self._nodes, self.saved, self.wide, self.jumps)
         if self.declaration.recurrent or not self.wide:
             return struct
         live = ancestors(self._results)
@@ -226,7 +229,7 @@ class Derived:
         read = ancestors(self._results, decisions)
         leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
         wide = [*self.leaves["s"], *(self.leaves["x"] if self.jumps else ())]
-        of_leaves = emit(self, [*leaves, *decisions], wide, self.jumps)
+        of_leaves = emit(self._nodes, [*leaves, *decisions], wide, self.jumps)
         return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
-from lltm_ext._graph import CONSTANT, LEAF, OPS, Node, ancestors
-
-if TYPE_CHECKING:
-    from lltm_ext._declaration import Declaration
-    from lltm_ext._derive import Derived
+from lltm_ext._formula.declaration import Declaration
+from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, Node, ancestors
 
 STRUCT = """\
 // {name}, {origin}. x[i]: a gate's pre-activation.
@@ -133,7 +130,18 @@ def saved_numbers(nodes: Sequence[Node], wide: Collection[Node]) -> tuple[list[S
     return found, count
 
 
-def forward_text(cell: Derived, saved: Sequence[Saved], names: Names) -> list[str]:
+class CellNodes(NamedTuple):
+    """Forward and backward of a cell, as Derived describes them."""
+
+    declaration: Declaration
+    leaves: Mapping[str, Sequence[Node]]
+    outputs: Sequence[Node]
+    cotangents: Sequence[Node]
+    gradients: Mapping[str, Sequence[Node]]
+    reads_h: bool
+
+
+def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
     results = [*cell.outputs, *(node for x in saved for node in x.nodes)]
     live = ancestors(results)
     lines = [f"const A {names(s)} = states[{k}];" for k, s in enumerate(cell.leaves["s"]) if s in live]
@@ -144,7 +152,7 @@ def forward_text(cell: Derived, saved: Sequence[Saved], names: Names) -> list[st
     return [*lines, f"return {names(cell.outputs[0])};"]
 
 
-def backward_text(cell: Derived, saved: Sequence[Saved], names: Names) -> list[str]:
+def backward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
     lines = [line for x in saved for line in x.from_saved(names)]
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]
@@ -175,7 +183,7 @@ class Struct(NamedTuple):
 
 
 def emit(
-    cell: Derived, nodes: Sequence[Node], wide: Collection[Node], wide_projections: bool = False
+    cell: CellNodes, nodes: Sequence[Node], wide: Collection[Node], wide_projections: bool = False
 ) -> Struct:
     """The cell's struct. It depends only on the function and its declaration.
 

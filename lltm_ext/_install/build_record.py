@@ -14,12 +14,12 @@ from typing import Any
 
 from lltm_ext._version import major, minor, number
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 FILE = PACKAGE / "_build_record.json"
 
 
 def read() -> dict[str, Any]:
-    """What the modules or the portable library were built from and for: see Target.record in _build.py."""
+    """What the modules or the portable library were built from and for: see build_native.Target.record."""
     if not FILE.is_file():
         raise ImportError(
             f"lltm_ext: {PACKAGE} is a source folder whose modules have not been built. "

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lltm_ext._declaration import Declaration, arguments_of, call
-from lltm_ext._graph import (
+from lltm_ext._formula.declaration import Declaration, arguments_of, call
+from lltm_ext._formula.graph import (
     Graph,
     Node,
     Operand,
@@ -39,7 +39,7 @@ from lltm_ext._graph import (
 )
 
 
-class Capture(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Records the ops of a function as nodes of `graph`."""
 
     def __init__(self, function: Callable[..., Any], graph: Graph):
@@ -83,9 +83,7 @@ class Capture(TorchDispatchMode):
         """Gives nodes the names of the user's variables, for texts that a person can read."""
         frame = self._frame()
         for name, value in frame.f_locals.items() if frame else ():
-            node = (
-                self._nodes[id(value)][1] if isinstance(value, Tensor) and id(value) in self._nodes else None
-            )
+            _, node = self._nodes.get(id(value), (None, None))
             if node and not node.label and re.fullmatch(r"[a-zA-Z][a-zA-Z0-9]*(_[a-zA-Z0-9]+)*", name):
                 node.label = name
 
@@ -200,7 +198,7 @@ def cast(x: Node, dtype: torch.dtype | None = None, device: torch.device | None 
             "reads a value or moves it to a device (.tolist(), .cpu()); write the cell in torch's ops"
         )
     if dtype is torch.bool:
-        return truth(x)
+        return as_bool(x)
     if dtype is not None and x.boolean and dtype.is_floating_point:
         return where(x, 1.0, 0.0)
     if dtype in (None, torch.float64):
@@ -210,7 +208,7 @@ def cast(x: Node, dtype: torch.dtype | None = None, device: torch.device | None 
     )
 
 
-def truth(x: Operand) -> Node:
+def as_bool(x: Operand) -> Node:
     return x if isinstance(x, Node) and x.boolean else make("ne", x, 0.0)
 
 
@@ -226,7 +224,7 @@ def elu(x: Node, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
     return scale * (y if alpha == 1 and input_scale == 1 else where(x > 0.0, x, alpha * y))
 
 
-def raised(a: Operand, b: Operand) -> Operand:
+def lower_pow(a: Operand, b: Operand) -> Operand:
     """a ** b, by multiplications for the common exponents."""
     if isinstance(a, Node) and not isinstance(b, Node):
         products: dict[float, Callable[[], Operand]] = {
@@ -261,7 +259,7 @@ ATEN: dict[str, Callable[..., Any]] = {
     "addcmul": lambda x, a, b, value=1: x + value * (a * b),
     "addcdiv": lambda x, a, b, value=1: x + value * (a / b),
     "lerp": lambda a, b, weight: a + weight * (b - a),
-    "pow": raised,
+    "pow": lower_pow,
     "exp2": lambda x: exp(x * 0.6931471805599453),
     "log2": lambda x: log(x) * 1.4426950408889634,
     "log10": lambda x: log(x) * 0.4342944819032518,
@@ -280,10 +278,10 @@ ATEN: dict[str, Callable[..., Any]] = {
     "gelu": lambda x, approximate="none": make("gelu_tanh" if approximate == "tanh" else "gelu", x),
     "softplus": scaled_softplus,
     "log_sigmoid_forward": lambda x: -softplus(-x),
-    "logical_and": lambda a, b: make("and", truth(a), truth(b)),
-    "logical_or": lambda a, b: make("or", truth(a), truth(b)),
-    "logical_not": lambda x: make("not", truth(x)),
-    "logical_xor": lambda a, b: make("ne", truth(a), truth(b)),
+    "logical_and": lambda a, b: make("and", as_bool(a), as_bool(b)),
+    "logical_or": lambda a, b: make("or", as_bool(a), as_bool(b)),
+    "logical_not": lambda x: make("not", as_bool(x)),
+    "logical_xor": lambda a, b: make("ne", as_bool(a), as_bool(b)),
     "bitwise_and": function("and"),
     "bitwise_or": function("or"),
     "bitwise_xor": function("ne"),
@@ -315,7 +313,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
     """
     taken = arguments_of(function, declared)
     graph = Graph()
-    mode = Capture(function, graph)
+    mode = Tracer(function, graph)
     leaves = {
         argument: [
             graph.leaf(f"{argument}.{name}" if name else f"{argument}[{i}]")
@@ -345,15 +343,16 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-OWN = tuple(inspect.getfile(part) for part in (Capture, Declaration, Graph))
-INTERNAL = (*OWN, str(Path(torch.__file__).parent))
+OWN = str(Path(__file__).parent)
+INTERNAL = (OWN, str(Path(torch.__file__).parent))
 
 
 def explained(error: BaseException) -> str:
     """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
     if isinstance(error, TypeError) and "to numpy" in str(error):
         return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
-    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename not in OWN:
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, RuntimeError) and not raised_in.startswith(OWN):
         return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
     return str(error)
 

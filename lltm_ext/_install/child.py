@@ -1,4 +1,4 @@
-"""The process that _probe.py asks: it writes each answer as a line of JSON at once, before it may die.
+"""The process that probe.py asks: it writes each answer as a line of JSON at once, before it may die.
 
 It is run as a script, and uses only the standard library, except for what it tries.
 """
@@ -69,7 +69,7 @@ def steps(path: Sequence[str], modules: str | None) -> Iterator[tuple[str, str |
     os.environ["LLTM_EXT_JIT"] = "0"  # Modules that do not fit are an error here.
     importlib.import_module("lltm_ext_cli").find_package()
     if modules is not None:
-        importlib.import_module("lltm_ext._record").use(modules)
+        importlib.import_module("lltm_ext._install.build_record").use(modules)
     (folder,) = importlib.import_module("lltm_ext._C").__path__
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     ops = sorted(file.name.removesuffix(suffix) for file in Path(folder).glob(f"*{suffix}"))
@@ -83,7 +83,7 @@ def steps(path: Sequence[str], modules: str | None) -> Iterator[tuple[str, str |
         except BaseException as error:  # SystemExit is one, too
             yield name, f"{type(error).__name__}: {error}"
             return
-    yield from importlib.import_module("lltm_ext._selftest").trial()
+    yield from importlib.import_module("lltm_ext._install.selftest").trial()
 
 
 def main(question: str, arguments: str) -> None:

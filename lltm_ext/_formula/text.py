@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lltm_ext._declaration import Declaration, check_names
-from lltm_ext._emit import indented, struct_of
+from lltm_ext._formula.declaration import Declaration, check_names
+from lltm_ext._formula.emit import indented, struct_of
 
 SEPARATOR, LINE = "\x1f", "\x17"  # of a program's fields, and of their lines: src/common/runtime/text.h
 MAX_LENGTH = 65536  # of a text in characters: it takes the compiler seconds to minutes
@@ -45,7 +45,7 @@ BACKWARD = """\
 """
 
 
-class Text(NamedTuple):
+class CudaSource(NamedTuple):
     """What the user gives instead of a function."""
 
     name: str
@@ -55,8 +55,8 @@ class Text(NamedTuple):
     saved: Sequence[str]
 
 
-class Written:
-    """A cell given as text. It has the attributes of :class:`lltm_ext._derive.Derived` that a cell uses.
+class SourceCell:
+    """A cell given as text, with the attributes of :class:`~lltm_ext._formula.derive.Derived` that cells use.
 
     Attributes:
         saved, saved_names: the names of the values that forward saves.
@@ -71,7 +71,7 @@ class Written:
 
     zeros_stay = False
 
-    def __init__(self, declared: Declaration, text: Text):
+    def __init__(self, declared: Declaration, text: CudaSource):
         check(declared, text)
         self.declaration, self.saved = declared, tuple(text.saved)
         self.saved_names, name, states = self.saved, declared.name, declared.states
@@ -100,7 +100,7 @@ class Written:
         )
         self.struct = self.half_struct = struct._replace(source=self._formula(text, used) + struct.source)
 
-    def _formula(self, text: Text, used: set[str]) -> str:
+    def _formula(self, text: CudaSource, used: set[str]) -> str:
         """The struct with the user's texts."""
         declared = self.declaration
         constants = numbered("const T {0} = _in.parameters[{1}];", declared.parameters)
@@ -139,7 +139,7 @@ class Written:
         return BACKWARD.format(backward=indented(lines), **sizes)
 
 
-def check(declared: Declaration, text: Text) -> None:
+def check(declared: Declaration, text: CudaSource) -> None:
     """Raises for texts that are none, and for names that have another meaning in them."""
     name, states, parameters, inputs = declared.name, declared.states, declared.parameters, declared.inputs
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})

@@ -1,7 +1,7 @@
 """`python -m lltm_ext doctor`: the facts of an installation, its problems, and the commands that fix them.
 
 It must run where torch or a module is broken, so it uses only the standard library and imports neither: what
-may crash runs in another process (_probe.py).
+may crash runs in another process (probe.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lltm_ext import _probe, _record, _toolchain
+from lltm_ext._install import build_record, probe, toolchain
 from lltm_ext._version import major, number
 
 VARIABLES = re.compile(
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 class Facts:
     """What is installed. An import or call that was tried has its error, or None."""
 
-    package: str = str(_record.PACKAGE)
+    package: str = str(build_record.PACKAGE)
     record: dict[str, Any] | None = None
     unfit: str | None = None  # says why there are no modules for this torch
     python: str = platform.python_version()
@@ -72,13 +72,13 @@ def find_facts() -> Facts:
     facts = Facts(variables={name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)})
     find_torch(facts)
     try:
-        facts.record = _record.read()
+        facts.record = build_record.read()
         if facts.torch is not None:
-            _record.check(facts.torch, facts.torch_cuda)
+            build_record.check(facts.torch, facts.torch_cuda)
     except ImportError as error:
         facts.unfit = str(error)
     if facts.torch_folder and not facts.unfit:
-        for step, failure in _probe.try_package(str(_record.PACKAGE.parent)).items():
+        for step, failure in probe.try_package(str(build_record.PACKAGE.parent)).items():
             (facts.calls if " on " in step else facts.imports)[step] = failure
     find_driver(facts)
     find_tools(facts)
@@ -99,26 +99,26 @@ def find_torch(facts: Facts) -> None:
 
 
 def find_driver(facts: Facts) -> None:
-    found = _probe.driver()
+    found = probe.driver()
     facts.driver, facts.driver_cuda = found.get("version"), found.get("cuda")
     facts.driver_error, facts.gpus = found.get("error"), found.get("gpus", [])
 
 
 def find_tools(facts: Facts) -> None:
-    tools: dict[str, Callable[[], str]] = {"nvcc": lambda: find_nvcc(facts), **_toolchain.HOST}
+    tools: dict[str, Callable[[], str]] = {"nvcc": lambda: find_nvcc(facts), **toolchain.HOST}
     for name, find in tools.items():
         try:
             facts.tools[name] = find()
-        except _toolchain.ToolchainError as error:
+        except toolchain.ToolchainError as error:
             facts.tools[name] = None
             facts.missing_tools.append(as_finding(str(error)))
 
 
 def find_nvcc(facts: Facts) -> str:
     torch_cuda = facts.torch_cuda if facts.torch else (facts.record or {}).get("cuda")
-    if not _toolchain.wants_cuda(facts.torch or "", torch_cuda) or torch_cuda is None:
+    if not toolchain.wants_cuda(facts.torch or "", torch_cuda) or torch_cuda is None:
         return "not needed for a build without CUDA"
-    cuda = _toolchain.find_cuda(torch_cuda)
+    cuda = toolchain.find_cuda(torch_cuda)
     return f"{cuda.version} in {cuda.home}"
 
 
@@ -128,7 +128,7 @@ def find_nvcc(facts: Facts) -> str:
 def problems(facts: Facts) -> Iterator[Finding]:
     """What keeps lltm_ext or a GPU from working: causes, without their consequences."""
     if facts.torch_folder is None:
-        install = _record.install_torch(facts.record) if facts.record else "python -m pip install torch"
+        install = build_record.install_torch(facts.record) if facts.record else "python -m pip install torch"
         yield Finding(f"torch is not installed for {facts.executable}", install)
     if facts.unfit and not facts.builds_at_import:
         yield as_finding(facts.unfit)
@@ -158,15 +158,15 @@ def failed_step(facts: Facts) -> Iterator[Finding]:
     (step, error), more = failed[0], f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     fails = "does not import" if step in facts.imports else "fails"
     where = f" in {facts.torch_folder}" if step == "torch" else ""
-    what, command = f"{step}{where} {fails}: {error}{more}", _record.reinstall(facts.record)
+    what, command = f"{step}{where} {fails}: {error}{more}", build_record.reinstall(facts.record)
     if step == "torch":
-        command = _record.install_torch(facts.record)
+        command = build_record.install_torch(facts.record)
         command += "" if "--force-reinstall" in command else " --force-reinstall"
     elif "undefined symbol" in error or "cannot open shared object" in error:
-        command = _record.install_torch(facts.record)  # this one is another build of its version
+        command = build_record.install_torch(facts.record)  # this one is another build of its version
     elif step in facts.calls and "kills the process" in error:
         what += f"; built by {facts.record['compiler']['cxx']}, which may link libstdc++ statically"
-        command = _record.from_source(facts.record, "CXX=g++")
+        command = build_record.from_source(facts.record, "CXX=g++")
     yield Finding(what, command)
 
 
@@ -187,15 +187,15 @@ def driver_problems(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu_problems(facts: Facts) -> Iterator[Finding]:
-    record, oldest = facts.record, _toolchain.ARCHITECTURES[0]
+    record, oldest = facts.record, toolchain.ARCHITECTURES[0]
     if record is None or not facts.gpus:
         return
     if record["cuda"] is None:
         if facts.torch_cuda:
             what = f"lltm_ext {record['version']} is built for the CPU only, but there is a GPU"
-            yield Finding(what, _record.from_source(record, "LLTM_EXT_CUDA=1"))
+            yield Finding(what, build_record.from_source(record, "LLTM_EXT_CUDA=1"))
         return
-    supported = [_toolchain.runs_on(record["architectures"], gpu["capability"]) for gpu in facts.gpus]
+    supported = [toolchain.runs_on(record["architectures"], gpu["capability"]) for gpu in facts.gpus]
     names = facts.variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(facts.gpus))))
     visible = ",".join(name for name, runs in zip(names.split(","), supported, strict=False) if runs)
     for i, (gpu, runs) in enumerate(zip(facts.gpus, supported, strict=True)):
@@ -205,7 +205,7 @@ def gpu_problems(facts: Facts) -> Iterator[Finding]:
             what += f", and can be built for {oldest} and newer"
             yield Finding(what, f"export CUDA_VISIBLE_DEVICES={visible}")
         elif not runs:
-            yield Finding(what, _record.from_source(record, f"TORCH_CUDA_ARCH_LIST={capability}"))
+            yield Finding(what, build_record.from_source(record, f"TORCH_CUDA_ARCH_LIST={capability}"))
 
 
 def no_gpu(facts: Facts) -> Finding:
@@ -265,10 +265,10 @@ def table(facts: Facts) -> Iterator[tuple[str, str]]:
     if record:
         compiler = record["compiler"]
         nvcc = f", nvcc {compiler['nvcc']}" if compiler["nvcc"] else ""
-        yield "built for", _record.built_for(record)
+        yield "built for", build_record.built_for(record)
         yield "GPU code", " ".join(record["architectures"]) or "none"
         yield "built by", f"{compiler['cxx']}{nvcc}, source {record['source'][:12]}"
-    torch = _record.describe(facts.torch or "of unknown version", facts.torch_cuda)
+    torch = build_record.describe(facts.torch or "of unknown version", facts.torch_cuda)
     yield "torch", f"{torch}, {facts.torch_folder}" if facts.torch_folder else "none"
     if facts.imports:
         tried = {name.rpartition(".")[2]: error for name, error in facts.imports.items()}

@@ -4,7 +4,7 @@ One shared library on torch's stable C ABI has all ops except those of _portable
 linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
 folder of the include path maps each torch header that they include to src/stable/torch.h.
 
-It uses only the standard library until a torch is passed in, like _build.py.
+It uses only the standard library until a torch is passed in, like build_native.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lltm_ext import _build, _portable
+from lltm_ext import _portable
+from lltm_ext._install import build_native
 from lltm_ext._version import __version__, number
 
 INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 
 def sources(src: Path, cuda: bool) -> list[str]:
-    ops = sorted(set(_build.ops(src)) - set(_portable.IN_PYTHON))
+    ops = sorted(set(build_native.ops(src)) - set(_portable.IN_PYTHON))
     # Some share files.
-    return list(dict.fromkeys(file for op in ops for file in _build.sources(src, op, cuda)))
+    return list(dict.fromkeys(file for op in ops for file in build_native.sources(src, op, cuda)))
 
 
 def replace_torch_headers(src: Path, folder: Path) -> None:
@@ -40,7 +41,7 @@ def replace_torch_headers(src: Path, folder: Path) -> None:
 
 def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     """The arguments of setup() that build the library with this torch's headers."""
-    target = _build.Target(torch, src)
+    target = build_native.Target(torch, src)
     os.environ["MAX_JOBS"] = str(target.jobs)
     from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 
@@ -54,7 +55,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
-    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # _build.module says why
+    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # build_native.module says why
     # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
     # torch's build would link more than the library needs.

@@ -207,7 +207,7 @@ def sign(x: Node) -> Node:
     return where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))
 
 
-def first_share(a: Node, b: Node, first: Node) -> Node:
+def tie_share(a: Node, b: Node, first: Node) -> Node:
     """The part of the gradient of maximum or minimum that its first argument gets: half of it in ties."""
     return where(equal(a, b), 0.5, where(first, 1.0, 0.0))
 
@@ -251,8 +251,8 @@ OPS = {
     "neg": Op("-{0}", torch.neg, lambda g, y, x: (-g,)),
     "abs": Op("Math::abs({0})", torch.abs, lambda g, y, x: (g * sign(x),)),
     "detach": Op("{0}", torch.detach, takes_numbers=False),
-    "maximum": Op("maximum({0}, {1})", torch.maximum, lambda g, y, a, b: shared(g, first_share(a, b, a > b))),
-    "minimum": Op("minimum({0}, {1})", torch.minimum, lambda g, y, a, b: shared(g, first_share(a, b, a < b))),
+    "maximum": Op("maximum({0}, {1})", torch.maximum, lambda g, y, a, b: shared(g, tie_share(a, b, a > b))),
+    "minimum": Op("minimum({0}, {1})", torch.minimum, lambda g, y, a, b: shared(g, tie_share(a, b, a < b))),
     "where": Op(
         "{0} ? {1} : {2}",
         torch.where,

@@ -1,4 +1,4 @@
-"""Asks another process what may kill it or hang: the driver, imports, calls of ops. _child.py answers."""
+"""Asks another process what may kill it or hang: the driver, imports, calls of ops. child.py answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lltm_ext._version import number
 
-CHILD = Path(__file__).with_name("_child.py")
+CHILD = Path(__file__).with_name("child.py")
 SECONDS = 300  # A first import of torch from a slow disk takes tens of seconds.
 
 
