@@ -345,7 +345,7 @@ class RecurrentCell:
         return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
 
     def step_like(self, x: Tensor) -> Step:
-        """A step on whole tensors, by torch's functions: as :meth:`lltm_ext._formula.derive.Derived.step_like`."""
+        """A step on whole tensors, by torch's functions, as that of the derived cell."""
         if isinstance(self.derived, SourceCell):
             raise RuntimeError(
                 f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
