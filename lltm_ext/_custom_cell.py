@@ -1,4 +1,4 @@
-"""A user's cell on CUDA: the ops of src/custom_cell, and their rules under torch.func.
+"""Cells over sequences by kernels: the ops of src/custom_cell, and their rules under torch.func.
 
 The argument ``program`` of the dispatcher ops ``lltm_ext::custom_cell*`` is the cell as text, so that
 torch.compile and torch.export trace a call as one op.
@@ -6,12 +6,13 @@ torch.compile and torch.export trace a call as one op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     differentiable_gradients,
@@ -19,7 +20,8 @@ from lltm_ext._library import (
     has_tangents,
     implement,
     ops,
-    transforms_active,
+    under_transforms,
+    vmap_loop,
     vmap_rows,
 )
 from lltm_ext._loop import compute_dtype, run_loop, zero_state
@@ -29,89 +31,91 @@ if TYPE_CHECKING:
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
 
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
+
 
 def run_kernels(
-    cell: RecurrentCell | ToInitial,
-    input: Tensor,
-    states: Sequence[Tensor | None],
-    weight_ih: Tensor,
-    weight_hh: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    reset: Tensor | None,
-    batch_sizes: list[int] | None,
-    is_reverse: bool,
-    algorithm: str,
-) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked, on CUDA."""
-    arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    options = (batch_sizes, is_reverse, algorithm, program_for(cell, input.dtype))
-    function = CustomCellFunction.apply if transforms_active() or has_tangents() else ops.custom_cell
-    output, h_n, states_n, *_ = function(*arguments, *options)
-    if len(states) == 1:  # torch.export saves no program that unbinds nothing
+    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
+) -> Found:
+    """As :func:`lltm_ext.recurrence.run`, for arguments that the ops check.
+
+    Args:
+        dtype: that of the computation, which autocast may give.
+    """
+    options = (call.batch_sizes, call.is_reverse, algorithm, program_for(cell, dtype), call.bias_hh)
+    op = transformed if has_tangents() else ops.custom_cell
+    return found_of(call, *op(*op_arguments(cell, call), *options))
+
+
+def run_both_by_kernels(
+    cell: RecurrentCell, calls: Sequence[SequenceCall], dtype: torch.dtype
+) -> list[Found]:
+    """The same for both directions of a layer, side by side if the GPU has room for both."""
+    directions = ([*op_arguments(cell, call)[1:], call.bias_hh] for call in calls)
+    options = (calls[0].batch_sizes, "auto", program_for(cell, dtype))
+    op = transformed_both if has_tangents() else ops.custom_cell_bidirectional
+    y = op(calls[0].input, *directions, *options)
+    return [found_of(call, *y[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+
+
+def found_of(call: SequenceCall, output: Tensor, h_n: Tensor, states_n: Tensor) -> Found:
+    """The op's results as a caller of the cell gets them: the states in their dtypes."""
+    others = call.states[1:]
+    if not others:  # torch.export saves no program that unbinds nothing
         return output, [h_n]
-    others = zip(states_n.unbind(0), states[1:], strict=True)
-    return output, [h_n, *(y if x is None else y.to(x.dtype) for y, x in others)]
+    if len(others) > 1:
+        final = states_n.unbind(0)
+        return output, [h_n, *(y if x is None else y.to(x.dtype) for y, x in zip(final, others, strict=True))]
+    # No view: that cannot be detached in place.
+    return output, [h_n, states_n if states_n.dim() == 2 else unsafe_view(states_n, h_n.shape)]
 
 
 def algorithm_of(
-    cell: RecurrentCell | ToInitial,
-    input: Tensor,
-    states: Sequence[Tensor],
-    weight_ih: Tensor,
-    weight_hh: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    reset: Tensor | None,
-    algorithm: str,
-    backward: bool,
+    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype, backward: bool
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
-    arguments = op_arguments(cell, input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-    program = program_for(cell, input.dtype)
-    return ops.custom_cell_algorithm(*arguments, None, False, algorithm, program, backward)
+    program = program_for(cell, dtype)
+    return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
 
 
-def op_arguments(
-    cell: RecurrentCell | ToInitial,
-    input: Tensor,
-    states: Sequence[Tensor | None],
-    weight_ih: Tensor,
-    weight_hh: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    reset: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def op_arguments(cell: RecurrentCell | ToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
-    h0, compute = states[0], compute_dtype(input.dtype)
-    others = [x for x in states[1:] if x is not None]
-    if any(x.dtype != others[0].dtype for x in others[1:]):
-        others = [x.to(compute) for x in others]
-    hidden = weight_ih.shape[0] // cell.gates
+    input, (h0, *others), weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
+    if reset is not None and reset.dtype != torch.bool:
+        reset = reset.detach().to(compute_dtype(input.dtype))
     return (
         input,
         h0,
-        stacked(others) if others else None,
+        states_of(others, input),
         weight_ih,
-        None if weight_hh is None else dense(weight_hh, hidden),
+        None if weight_hh is None else dense(weight_hh, cell.gates),
         bias,
         stacked(parameters) if parameters else None,
-        torch.cat([planes(x, input, hidden) for x in inputs], -1) if inputs else None,
-        reset if reset is None or reset.dtype == torch.bool else reset.detach().to(compute),
+        step_inputs_of(inputs, input, weight_ih.shape[0] // cell.gates) if inputs else None,
+        reset,
     )
+
+
+def states_of(states: Sequence[Tensor | None], input: Tensor) -> Tensor | None:
+    """The states besides h as one tensor: a single one as it is."""
+    given = [x for x in states if x is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    if any(x.dtype != given[0].dtype for x in given[1:]):
+        given = [x.to(compute_dtype(input.dtype)) for x in given]
+    return torch.stack(given)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
-def dense(weight: Tensor, hidden: int) -> Tensor:
-    """[G*H, H] of a block-diagonal [G*H, H/heads]."""
-    size = weight.shape[1]
-    if size == hidden:
+def dense(weight: Tensor, gates: int) -> Tensor:
+    """[G*H, H] of a block-diagonal [G*H, H/heads]. What is neither stays, and the op refuses it."""
+    rows, size = weight.shape if weight.dim() == 2 else (0, 0)
+    hidden = rows // gates
+    if size in (0, hidden) or hidden % size:
         return weight
     heads = hidden // size
     blocks = weight.view(-1, heads, size, 1, size)
@@ -120,10 +124,12 @@ def dense(weight: Tensor, hidden: int) -> Tensor:
     )
 
 
-def planes(x: Tensor, input: Tensor, hidden: int) -> Tensor:
-    """An input of the steps for each unit."""
-    x = x.detach().to(input.dtype)
-    return x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden)
+def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tensor:
+    """The inputs of the steps, each for every unit."""
+    planes = (x.detach().to(input.dtype) for x in inputs)
+    return torch.cat(
+        [x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden) for x in planes], -1
+    )
 
 
 class CustomCellFunction(torch.autograd.Function):
@@ -140,45 +146,93 @@ class CustomCellFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         y, _, _, gates, extra, h = output
-        ctx.options = inputs[9:]
+        *tensors, batch_sizes, reverse, algorithm, program, bias_hh = inputs
+        ctx.options = (batch_sizes, reverse, algorithm, program)
         ctx.mark_non_differentiable(gates, extra, h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:9], y if CELLS[inputs[-1]].declared.output == "h" else h, gates, extra)
-        ctx.save_for_forward(*inputs[:9])
+        used = y if CELLS[program].declared.output == "h" else h
+        ctx.save_for_backward(*tensors, bias_hh, used, gates, extra)
+        ctx.save_for_forward(*tensors, bias_hh)
+
+    @staticmethod
+    def composed(ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[Callable[..., Any], list[Any]]:
+        """The op by the loop, as a function of its differentiable arguments, and these."""
+        *_, step_inputs, reset, bias_hh = tensors
+        differentiable = [*tensors[:7], bias_hh]
+        fixed = (step_inputs, reset, *ctx.options)
+
+        def function(*x: Any) -> Any:
+            return by_loop(*x[:7], *fixed, x[7])  # type: ignore[call-arg]
+
+        return function, differentiable
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:9]
-        found = differentiable_tangents(
-            lambda *x: by_loop(*x, *inputs[7:], *ctx.options), inputs[:7], tangents[:7]
-        )
+        function, inputs = CustomCellFunction.composed(ctx, ctx.saved_tensors[:10])
+        found = differentiable_tangents(function, inputs, (*tangents[:7], tangents[13]))
         return (*found, None, None, None)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        *inputs, h, gates, extra = ctx.saved_tensors
+        *tensors, bias_hh, h, gates, extra = ctx.saved_tensors
         grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, reset and the options
         if all(g is None for g in grads):
-            return (None,) * 13
+            return (None,) * 14
         if torch.is_grad_enabled():
-            found = differentiable_gradients(
-                lambda *x: by_loop(*x, *inputs[7:], *ctx.options), inputs[:7], grads
-            )
-            return (*found, *nothing)
-        needs_input, needs_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-        found = ops.custom_cell_backward(
-            *grads, h, gates, extra, *inputs, *ctx.options, needs_input, needs_bias
-        )
-        needed = zip(found, ctx.needs_input_grad, strict=False)
-        return (*(g if is_needed else None for g, is_needed in needed), *nothing)
+            function, inputs = CustomCellFunction.composed(ctx, [*tensors, bias_hh])
+            *found, of_second = differentiable_gradients(function, inputs, grads)
+            return (*found, *nothing, of_second)
+        needed = ctx.needs_input_grad
+        how = (*ctx.options, needed[0], needed[5] or needed[13])
+        computed = ops.custom_cell_backward(*grads, h, gates, extra, *tensors, *how)
+        first = [g if is_needed else None for g, is_needed in zip(computed, needed, strict=False)]
+        return (*first, *nothing, computed[5].clone() if needed[13] else None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         row = 1 if args[9] is None else 0  # without batch_sizes the length is the first dimension
-        places = {0: row, 1: 0, 2: 1, 7: row, 8: row}
+        states = 1 if args[2] is None else args[2].dim() - (in_dims[2] is not None) - 2
+        places = {0: row, 1: 0, 2: states, 7: row, 8: row}
         rows = {i: dim for i, dim in places.items() if args[i] is not None}
-        rule = vmap_rows(CustomCellFunction.apply, rows, (row, 0, 1, row, row, row), counts=9)
+        rule = vmap_rows(CustomCellFunction.apply, rows, (row, 0, states, row, row, row), counts=9)
         return rule(info, in_dims, *args)
+
+
+def transformed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op under transforms and with tangents."""
+    return CustomCellFunction.apply(*args, *[None] * (14 - len(args)))[:3]
+
+
+def transformed_both(
+    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+) -> list[Tensor]:
+    """The op of both directions there: two calls."""
+    both = ((forward, False), (reverse, True))
+    return [
+        y
+        for (*tensors, bias_hh), is_reverse in both
+        for y in transformed(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
+    ]
+
+
+def transformed_both_backward(
+    grads: Sequence[Any],
+    input: Tensor,
+    forward: Sequence[Any],
+    reverse: Sequence[Any],
+    saved: Sequence[Tensor],
+    batch_sizes: Any,
+    algorithm: str,
+    program: str,
+    *needed: bool,
+) -> list[Tensor]:
+    found = []
+    for i, direction in enumerate((forward, reverse)):
+        own, how = slice(3 * i, 3 * i + 3), (batch_sizes, i == 1, algorithm, program)
+        given = (*grads[own], *saved[own], input, *direction[:8], *how)
+        found.append(ops.custom_cell_backward(*given, *needed))
+    (first, *of_forward), (second, *of_reverse) = found
+    return [first + second, *of_forward, *of_reverse]
 
 
 def by_loop(
@@ -195,20 +249,30 @@ def by_loop(
     reverse: bool,
     algorithm: str,
     program: str,
+    bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The dispatcher op by the loop of torch's ops."""
     cell = CELLS[program]
+    declared = cell.declared
     if h0 is None:
         h0 = zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)
+    is_one = states is not None and states.dim() == 2
     if states is None:
-        states = h0.new_zeros((len(cell.declared.states), *h0.shape))
-    weights = (weight_ih, weight_hh, bias)
+        states = h0.new_zeros((len(declared.states), *h0.shape))
+    others = [states] if is_one else list(states.unbind(0))
     of_cell = [] if parameters is None else list(parameters.unbind(0))
-    of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(cell.declared.inputs), -1))
-    output, final = run_loop(
-        cell, input, [h0, *states.unbind(0)], *weights, of_cell, of_steps, reset, batch_sizes, reverse
-    )
-    return output, final[0], torch.stack(final[1:]) if final[1:] else states
+    of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(declared.inputs), -1))
+    weights, how = (weight_ih, weight_hh, bias), (reset, batch_sizes, reverse, bias_hh)
+    call = SequenceCall(input, [h0, *others], *weights, of_cell, of_steps, *how)  # type: ignore[arg-type]
+    output, (h_n, *final) = run_loop(cell, call)
+    return output, h_n, final[0] if is_one else torch.stack(final) if final else states
 
 
 implement("custom_cell_by_loop", by_loop, "CompositeImplicitAutograd")
+under_transforms("custom_cell", transformed)
+under_transforms("custom_cell_bidirectional", transformed_both)
+under_transforms("custom_cell_bidirectional_backward", transformed_both_backward)
+# is_grads_batched=True of torch.autograd has a vmap of its own, which knows no ops of lists.
+implement("custom_cell_bidirectional_backward", transformed_both_backward, "Batched")
+implement("custom_cell_backward", lambda *args: list(ops.custom_cell_gradients(*args)), "Batched")
+torch.library.register_vmap("lltm_ext::custom_cell_backward", vmap_loop(ops.custom_cell_backward))

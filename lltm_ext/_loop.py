@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lltm_ext._arguments import SequenceCall, one_bias
+
 if TYPE_CHECKING:
     from lltm_ext._to_initial import ToInitial
     from lltm_ext.recurrence import RecurrentCell
@@ -23,24 +25,15 @@ Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes +
 
 
 def run_loop(
-    cell: RecurrentCell | ToInitial,
-    input: Tensor,
-    states: Sequence[Tensor],
-    weight_ih: Tensor,
-    weight_hh: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    reset: Tensor | None,
-    batch_sizes: list[int] | None,
-    is_reverse: bool,
-    to_initial: bool = False,
+    cell: RecurrentCell | ToInitial, call: SequenceCall, to_initial: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked.
 
     Args:
-        to_initial: whether ``reset`` leads to ``states`` instead of to zeros.
+        to_initial: whether ``reset`` leads to the initial states instead of to zeros.
     """
+    input, states, weight_ih, weight_hh, _, parameters, inputs, reset, batch_sizes, is_reverse, _ = call
+    bias = one_bias(call.bias, call.bias_hh)
     compute = compute_dtype(input.dtype)
     hidden = states[0].shape[1]
     product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)
@@ -87,6 +80,22 @@ def run_loop(
         return no_steps(input, states[0], used), final
     outputs = outputs[::-1] if is_reverse else outputs
     return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), final
+
+
+def reference(
+    cell: RecurrentCell,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    reset: Tensor | None,
+    reset_to: str,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A cell over a sequence in pure PyTorch, without any checks."""
+    call = SequenceCall(input, hx, weight_ih, weight_hh, bias, reset=reset)
+    output, final = run_loop(cell, call, to_initial=reset is not None and reset_to == "initial")
+    return output, tuple(final)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 CELLS: dict[str, RecurrentCell | ToInitial] = {}  # by their programs, for derivatives of second order
 
 
+def compiled(cell: RecurrentCell) -> RecurrentCell:
+    """A cell whose kernels are compiled with the package (src/<its name>): its name is its program."""
+    cell.is_compiled = True
+    cell.program = cell.half_program = cell.__name__
+    CELLS[cell.program] = cell
+    return cell
+
+
 def program_for(cell: RecurrentCell | ToInitial, dtype: torch.dtype) -> str:
     """The program for an input of a dtype."""
     return cell.half_program if dtype.itemsize == 2 else cell.program

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from lltm_ext._arguments import SequenceCall, at_next_step
 from lltm_ext._loop import Step, kept
 from lltm_ext._program import programs_of
-from lltm_ext._sequence import at_next_step
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
@@ -74,24 +74,14 @@ class ToInitial:
         return with_reset
 
 
-def without_resets(
-    cell: RecurrentCell,
-    input: Tensor,
-    states: list[Tensor],
-    weight_ih: Tensor,
-    weight_hh: Tensor | None,
-    bias: Tensor | None,
-    parameters: list[Tensor],
-    inputs: list[Tensor],
-    reset: Tensor,
-    batch_sizes: list[int] | None = None,
-    is_reverse: bool = False,
-) -> tuple[Any, ...]:
-    """The arguments of a call whose resets lead to ``states``, as those of the other cell's without resets.
+def without_resets(cell: RecurrentCell, call: SequenceCall) -> tuple[ToInitial, SequenceCall]:
+    """A call whose resets lead to its initial states, as one of the other cell without resets.
 
     The first final states are the cell's, because no reset follows a row's last step.
     """
+    states = call.states
     output = states[0].detach()  # of any values: nothing reads it before the first step
-    later = at_next_step(reset, batch_sizes, is_reverse)
-    weights = (weight_ih, weight_hh, bias)
-    return cell.to_initial, input, [*states, output, *states], *weights, parameters, [*inputs, later], None
+    later = at_next_step(call.reset, call.batch_sizes, call.is_reverse)
+    return cell.to_initial, call._replace(
+        states=[*states, output, *states], inputs=[*call.inputs, later], reset=None
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from lltm_ext._program import compiled
 from lltm_ext.recurrence import recurrence
 
 __all__ = [
@@ -62,6 +63,7 @@ def gru(x, r, h, p):
     return (1 - update) * candidate + update * h
 
 
+@compiled
 @recurrence(gates=4, states=("c",))
 def lstm(x, s):
     """Gates input, forget, cell and output, as in :func:`lltm_ext.lstm`::
@@ -76,6 +78,7 @@ def lstm(x, s):
     return torch.sigmoid(o) * torch.tanh(c), (c,)
 
 
+@compiled
 @recurrence(gates=3, states=("c",))
 def lltm(x, s):
     """Gates input, output and candidate, as in :func:`lltm_ext.lltm`::

@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lltm_ext import _built_in, cells
+from lltm_ext._arguments import State, check_hx, check_sizes, init_uniform
 from lltm_ext._C import lltm as _C
+from lltm_ext._layers import CellLayer
 from lltm_ext._library import (
     check_tensor,
     differentiable_gradients,
@@ -29,18 +32,11 @@ from lltm_ext._library import (
     vmap_loop,
     vmap_rows,
 )
-from lltm_ext._sequence import (
-    SEQUENCE_OPS,
-    CellLayer,
-    State,
-    check_hx,
-    check_sizes,
-    init_uniform,
-    run_steps,
-    sequence_op,
-)
+from lltm_ext._loop import reference
 
 __all__ = ["LLTM", "LLTMCell", "LLTMFunction", "lltm", "lltm_algorithm", "lltm_cell"]
+
+_built_in.register("lltm")
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -149,7 +145,6 @@ def lltm_cell(
     return _CellFunction.apply(*arguments)[:2] if has_tangents() else ops.lltm_cell(*arguments)
 
 
-@sequence_op(gates=3)
 def lltm(
     input: Tensor,
     hx: State,
@@ -196,10 +191,44 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    return cells.lltm(
+        input, hx, weight_ih, weight_hh, bias, reset=reset, reset_to=reset_to, algorithm=algorithm
+    )
 
 
-lltm_reference, lltm_algorithm, _SequenceFunction = SEQUENCE_OPS["lltm"][:3]
+def lltm_algorithm(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    algorithm: str = "auto",
+    backward: bool = False,
+) -> str:
+    """The algorithm of :func:`lltm` for these arguments: "stepwise", "cluster" or "grid".
+
+    Args:
+        backward: True for the algorithm of the backward pass, which may differ from the forward's.
+
+    The other arguments and all errors are those of :func:`lltm`.
+    """
+    return cells.lltm.algorithm(input, hx, weight_ih, weight_hh, bias, algorithm=algorithm, backward=backward)
+
+
+def lltm_reference(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reset_to: str = "zeros",
+) -> tuple[Tensor, State]:
+    """:func:`lltm` in pure PyTorch."""
+    output, (h_n, c_n) = reference(cells.lltm, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    return output, (h_n, c_n)
 
 
 class LLTMCell(nn.Module):
@@ -299,7 +328,8 @@ class LLTM(CellLayer):
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
     """
 
-    _op = SEQUENCE_OPS["lltm"]
+    _cell = cells.lltm
+    _returns_fresh_states = True
 
 
 under_transforms("lltm_cell", lambda *args: _CellFunction.apply(*args)[:2])

@@ -17,19 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops
-from lltm_ext._sequence import SEQUENCE_OPS, State, TorchLayer, run_steps, sequence_op
+from lltm_ext import _built_in, cells
+from lltm_ext._arguments import State
+from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops, and the kernels of cells.lstm
+from lltm_ext._layers import TorchLayer
+from lltm_ext._loop import reference
 
 __all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
-
-def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
-    i, f, g, o = gates.chunk(4, dim=-1)
-    new_cell = torch.sigmoid(f) * old_cell + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(new_cell), new_cell
+_built_in.register("lstm")
 
 
-@sequence_op(gates=4)
 def lstm(
     input: Tensor,
     hx: State,
@@ -59,10 +57,44 @@ def lstm(
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    return run_steps(_cell_reference, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    return cells.lstm(
+        input, hx, weight_ih, weight_hh, bias, reset=reset, reset_to=reset_to, algorithm=algorithm
+    )
 
 
-lstm_reference, lstm_algorithm, _SequenceFunction = SEQUENCE_OPS["lstm"][:3]
+def lstm_algorithm(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    algorithm: str = "auto",
+    backward: bool = False,
+) -> str:
+    """The algorithm of :func:`lstm` for these arguments: "stepwise", "cluster" or "grid".
+
+    Args:
+        backward: True for the algorithm of the backward pass, which may differ from the forward's.
+
+    The other arguments and all errors are those of :func:`lstm`.
+    """
+    return cells.lstm.algorithm(input, hx, weight_ih, weight_hh, bias, algorithm=algorithm, backward=backward)
+
+
+def lstm_reference(
+    input: Tensor,
+    hx: State,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reset_to: str = "zeros",
+) -> tuple[Tensor, State]:
+    """:func:`lstm` in pure PyTorch."""
+    output, (h_n, c_n) = reference(cells.lstm, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    return output, (h_n, c_n)
 
 
 class LSTM(TorchLayer, nn.LSTM):
@@ -80,7 +112,8 @@ class LSTM(TorchLayer, nn.LSTM):
         ValueError: for a ``reset`` with a ``proj_size``.
     """
 
-    _op = SEQUENCE_OPS["lstm"]
+    _cell = cells.lstm
+    _returns_fresh_states = True
     _torch_class = nn.LSTM
 
     def _run(self, input: Tensor, *arguments: Any) -> tuple[Tensor, Sequence[Tensor]]:

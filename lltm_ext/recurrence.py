@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from lltm_ext._custom_cell import algorithm_of, run_kernels
+from lltm_ext._arguments import (
+    SequenceCall,
+    check_reset_to,
+    check_states,
+    check_step_input,
+    check_tensors,
+    dtype_name,
+)
+from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
 from lltm_ext._program import programs_of
-from lltm_ext._sequence import check_reset_to, check_states, check_step_input, dtype_name
 from lltm_ext._to_initial import ToInitial, without_resets
 
 __all__ = ["RecurrentCell", "recurrence"]
@@ -274,6 +281,7 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
+        self.is_compiled = False  # whether its kernels are, with the package
         # Now, because torch.compile does not trace how they are made.
         self.program, self.half_program = programs_of(self)
         self.to_initial = ToInitial(self)
@@ -293,9 +301,11 @@ class RecurrentCell:
     ) -> tuple[Tensor, Any]:
         states = check_states(self.__name__, hx, self.state_names)
         parameters, inputs = self._values_of(named)
-        weights = (weight_ih, weight_hh, bias)
-        given = (input, list(states), *weights, parameters, inputs)
-        output, final = run(self, *given, reset, None, False, algorithm, reset_to)
+        check_reset_to(self.__name__, reset_to)
+        if self.is_compiled:  # the dispatcher does not name what is no tensor
+            check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
+        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+        output, final = run(self, call, algorithm, reset_to)
         return output, tuple(final) if self.states else final[0]
 
     def algorithm(
@@ -321,16 +331,16 @@ class RecurrentCell:
         """
         states = check_states(self.__name__, hx, self.state_names)
         parameters, inputs = self._values_of(named)
-        arguments = (input, list(states), weight_ih, weight_hh, bias, parameters)
-        dtype = autocast_dtype(input)
-        arguments = arguments if dtype is None else lowered(dtype, *arguments)
-        check_call(self, *arguments, inputs, reset, algorithm, reset_to)
-        to_initial = reset is not None and reset_to == "initial"
-        if by_loop(input):
+        if self.is_compiled:
+            check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
+        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+        dtype, to_initial = autocast_dtype(input), reset is not None and reset_to == "initial"
+        call = call if dtype is None else lowered(dtype, call)
+        check_call(self, call, algorithm, reset_to)
+        if by_loop(self, input, to_initial):
             return "stepwise"
-        given = (self, *arguments, inputs, reset)
-        given = without_resets(*given) if to_initial else given
-        return algorithm_of(*given, algorithm, backward)
+        cell, call = without_resets(self, call) if to_initial else (self, call)
+        return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -493,103 +503,105 @@ class RecurrentCell:
 
 
 def run(
-    cell: RecurrentCell,
-    input: Any,
-    states: Sequence[Any],
-    weight_ih: Any,
-    weight_hh: Any,
-    bias: Any,
-    parameters: list[Any],
-    inputs: list[Any],
-    reset: Any,
-    batch_sizes: list[int] | None,
-    is_reverse: bool,
-    algorithm: str,
-    reset_to: str = "zeros",
+    cell: RecurrentCell, call: SequenceCall, algorithm: str = "auto", reset_to: str = "zeros"
 ) -> tuple[Tensor, list[Tensor]]:
-    """(output, final states) of a cell over a sequence.
+    """(output, final states) of a cell over a sequence."""
+    dtype, to_initial = autocast_dtype(call.input), call.reset is not None and reset_to == "initial"
+    if by_loop(cell, call.input, to_initial):
+        return without_autocast(dtype, run_by_loop, cell, call, algorithm, reset_to)
+    if dtype is not None and not cell.is_compiled:
+        return without_autocast(dtype, run, cell, call, algorithm, reset_to)
+    if not kernels_check(cell, call):
+        check_call(cell, with_states(cell, call), algorithm, reset_to)
+    for name, x in zip((*cell.inputs, "reset"), (*call.inputs, call.reset), strict=True):
+        if x is not None:
+            check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
+    try:
+        other, given = without_resets(cell, with_states(cell, call)) if to_initial else (cell, call)
+        output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
+    except Exception:
+        raise_named(cell, call, algorithm, reset_to)
+        raise
+    return output, final[: len(call.states)]
 
-    Args:
-        input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
-            holds for ``inputs`` and ``reset``.
-        states: h0 and the other states, each [B, H]; all may be None for zeros.
-        parameters, inputs: in the cell's order.
-        is_reverse: whether the last step is the first to be computed. A reset precedes its step in the order
-            of computation.
-    """
-    dtype, to_initial, packed = (
-        autocast_dtype(input),
-        reset is not None and reset_to == "initial",
-        batch_sizes is not None,
-    )
-    others, how = (
-        (weight_ih, weight_hh, bias, parameters, inputs, reset),
-        (batch_sizes, is_reverse, algorithm),
-    )
-    is_plain = dtype is None and not inputs and reset_to == "zeros"
-    if is_plain and kernels_check(cell, input, states, weight_hh, parameters):
-        if reset is not None:
-            check_step_input(cell.__name__, "reset", reset, input, 0)
+
+def run_both(
+    cell: RecurrentCell, calls: Sequence[SequenceCall], reset_to: str = "zeros"
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """The same for both directions of a layer."""
+    dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
+    is_plain = not to_initial and (dtype is None or cell.is_compiled)
+    if is_plain and not by_loop(cell, calls[0].input, to_initial) and kernels_check(cell, *calls):
+        calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # stay in float32
         try:
-            return run_kernels(cell, input, states, *others, *how)
+            return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype)
         except Exception:
-            states = or_zeros(cell, input, states, weight_ih, batch_sizes)
-            try:
-                check_call(
-                    cell, input, states, *others, algorithm, reset_to, packed
-                )  # names what does not fit
-            except Exception as named:
-                raise named from None
+            for call in calls:
+                raise_named(cell, call, "auto", reset_to)
             raise
-    states = or_zeros(cell, input, states, weight_ih, batch_sizes)
-    if dtype is not None:
-        arguments = lowered(dtype, input, states, weight_ih, weight_hh, bias, parameters)
-        with torch.autocast(input.device.type, enabled=False):
-            return run(cell, *arguments, inputs, reset, *how, reset_to)
-    given = (cell, input, states, *others)
-    check_call(*given, algorithm, reset_to, packed)
-    if by_loop(input):
-        return run_loop(*given, batch_sizes, is_reverse, to_initial)
-    if to_initial:
-        given = without_resets(*given, batch_sizes, is_reverse)
-    output, final = run_kernels(*given, *how)
-    return output, final[: len(states)]
+    return [run(cell, call, "auto", reset_to) for call in calls]
 
 
-def or_zeros(
-    cell: RecurrentCell,
-    input: Tensor,
-    states: Sequence[Any],
-    weight_ih: Tensor,
-    batch_sizes: list[int] | None,
-) -> list[Any]:
-    """The states, zeros for those that are None."""
-    if states[0] is not None:
-        return list(states)
-    return [zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)] * len(states)
+def run_by_loop(
+    cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str
+) -> tuple[Tensor, list[Tensor]]:
+    call = with_states(cell, call)
+    check_call(cell, call, algorithm, reset_to)
+    return run_loop(cell, call, to_initial=call.reset is not None and reset_to == "initial")
 
 
-def kernels_check(
-    cell: RecurrentCell, input: Any, states: Sequence[Any], weight_hh: Any, parameters: list[Any]
-) -> bool:
-    """Whether the dispatcher op refuses all that :func:`check_call` does, but for resets and step inputs.
+def without_autocast(
+    dtype: torch.dtype | None, function: Any, cell: RecurrentCell, call: SequenceCall, *options: Any
+) -> Any:
+    """The function of a call as autocast gives it the arguments, if it is active."""
+    if dtype is None:
+        return function(cell, call, *options)
+    call = lowered(dtype, with_states(cell, call))
+    with torch.autocast(call.input.device.type, enabled=False):
+        return function(cell, call, *options)
+
+
+def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
+    """Raises, if the arguments do not fit, the error that names the one of the cell's own."""
+    if cell.is_compiled:
+        return  # the op has
+    try:
+        check_call(cell, with_states(cell, call), algorithm, reset_to)
+    except Exception as named:
+        raise named from None
+
+
+def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:
+    """A call with states of zeros for those that are None."""
+    if call.states[0] is not None:
+        return call
+    zeros = zero_state(call.input, call.weight_ih.shape[0] // cell.gates, call.batch_sizes)
+    return call._replace(states=[zeros] * len(call.states))
+
+
+def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
+    """Whether the dispatcher op refuses all that :func:`check_call` does.
 
     It does so in less time. It would take a weight_hh that the cell does not read, and other dtypes, which it
     gets converted.
     """
-    if cell.function is None or not isinstance(input, Tensor) or not input.is_cuda:
-        return False
-    if weight_hh is not None and not cell.recurrent:
+    if cell.is_compiled:
+        return True
+    input = calls[0].input
+    if cell.function is None or not isinstance(input, Tensor) or not isinstance(calls[0].weight_ih, Tensor):
         return False
     dtypes = (input.dtype, compute_dtype(input.dtype))
-    return all(x is None or x.dtype in dtypes for x in states[1:]) and all(
-        isinstance(x, Tensor) and x.dtype == input.dtype for x in parameters
+    return all(
+        (call.weight_hh is None or cell.recurrent)
+        and all(x is None or x.dtype in dtypes for x in call.states[1:])
+        and all(isinstance(x, Tensor) and x.dtype == input.dtype for x in call.parameters)
+        for call in calls
     )
 
 
-def by_loop(input: Tensor) -> bool:
-    """Whether a call runs in the loop of torch's ops."""
-    return not input.is_cuda
+def by_loop(cell: RecurrentCell, input: Any, to_initial: bool) -> bool:
+    """Whether a call runs in the loop of torch's ops: on the CPU, where few cells have kernels."""
+    return isinstance(input, Tensor) and not input.is_cuda and (to_initial or not cell.is_compiled)
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:
@@ -599,25 +611,20 @@ def autocast_dtype(input: Any) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if enabled else None
 
 
-def lowered(
-    dtype: torch.dtype,
-    input: Any,
-    states: list[Tensor],
-    weight_ih: Any,
-    weight_hh: Any,
-    bias: Any,
-    parameters: list[Any],
-) -> tuple[Any, list[Tensor], Any, Any, Any, list[Any]]:
+def lowered(dtype: torch.dtype, call: SequenceCall) -> SequenceCall:
     """The arguments as autocast gives them: the states except h stay float32, float64 stays as it is."""
 
     def to(dtype: torch.dtype, x: Any) -> Any:
         lowers = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if lowers else x
 
-    h0, *others = states
-    new_states = [to(dtype, h0), *(to(torch.float32, x) for x in others)]
-    weight_ih, weight_hh, bias = (to(dtype, x) for x in (weight_ih, weight_hh, bias))
-    return to(dtype, input), new_states, weight_ih, weight_hh, bias, [to(dtype, x) for x in parameters]
+    h0, *others = call.states
+    names = ("input", "weight_ih", "weight_hh", "bias", "bias_hh")
+    return call._replace(
+        states=[to(dtype, h0), *(to(torch.float32, x) for x in others)],
+        parameters=[to(dtype, x) for x in call.parameters],
+        **{name: to(dtype, getattr(call, name)) for name in names},
+    )
 
 
 def in_float64(x: Any) -> Any:
@@ -636,21 +643,9 @@ def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:
     return output
 
 
-def check_call(
-    cell: RecurrentCell,
-    input: Any,
-    states: list[Tensor],
-    weight_ih: Any,
-    weight_hh: Any,
-    bias: Any,
-    parameters: list[Any],
-    inputs: list[Any],
-    reset: Any,
-    algorithm: str,
-    reset_to: str,
-    packed: bool = False,
-) -> None:
-    """Raises for arguments that do not fit, as the built-in ops do. ``packed``: if input has packed rows."""
+def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
+    """Raises for arguments that do not fit, as the built-in ops do."""
+    input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, batch_sizes, _, bias_hh = call
     name = cell.__name__
     check_tensor(name, "input", input)
     if input.layout != torch.strided:
@@ -661,14 +656,14 @@ def check_call(
     if weight_hh is not None and not cell.recurrent:
         raise TypeError(f"{name}: expected weight_hh to be None, because the cell has no recurrent product")
     tensors = {"weight_ih": weight_ih} | ({"weight_hh": weight_hh} if cell.recurrent else {})
-    tensors |= {} if bias is None else {"bias": bias}
+    tensors |= {name: x for name, x in (("bias", bias), ("bias_hh", bias_hh)) if x is not None}
     tensors |= zip(cell.parameters, parameters, strict=True)
     for argument, x in ({"h0": states[0]} | tensors).items():
         check_like(name, argument, x, input, (input.dtype,))
     state_dtypes = (input.dtype, compute_dtype(input.dtype))
     for argument, x in zip(cell.state_names[1:], states[1:], strict=True):
         check_like(name, argument, x, input, state_dtypes)
-    check_shapes(cell, input, states, tensors, packed)
+    check_shapes(cell, input, list(states), tensors, packed=batch_sizes is not None)
     for argument, x in zip((*cell.inputs, "reset"), (*inputs, reset), strict=True):
         if argument != "reset" or x is not None:
             check_step_input(name, argument, x, input, states[0].shape[1])
@@ -728,8 +723,9 @@ def check_shapes(
     check("weight_ih", tensors["weight_ih"], f"{meaning}, input_size]", rows, input.shape[-1])
     if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], rows, hidden):
         check("weight_hh", tensors["weight_hh"], f"{meaning}, hidden_size (or / heads)]", rows, hidden)
-    if "bias" in tensors:
-        check("bias", tensors["bias"], f"{meaning}]", rows)
+    for argument in ("bias", "bias_hh"):
+        if argument in tensors:
+            check(argument, tensors[argument], f"{meaning}]", rows)
     for argument in cell.parameters:
         check(argument, tensors[argument], "[hidden_size]", hidden)
 

@@ -1,71 +1,21 @@
-"""Layers of a user's cells: :class:`Recurrent`, and what it shares with those that replace torch's."""
+"""Layers of cells: :class:`Recurrent`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lltm_ext._sequence import CellLayer, SequenceLayer, Steps, check_sizes, init_uniform
-from lltm_ext.recurrence import RecurrentCell, run
+from lltm_ext._arguments import check_sizes, init_uniform
+from lltm_ext._layers import CellLayer, Steps
+from lltm_ext.recurrence import RecurrentCell
 
 __all__ = ["Recurrent"]
 
 
-class RecurrentLayer(SequenceLayer):
-    """A layer of a user's cell, which its class gives."""
-
-    _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
-    _returns_fresh_states = False  # the loop's are saved for the backward
-
-    @property
-    def _state_names(self) -> tuple[str, ...]:
-        return self._cell.state_names
-
-    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
-        for name in inputs:
-            if name not in self._cell.inputs:
-                expected = (
-                    f"the inputs {', '.join(self._cell.inputs)}" if self._cell.inputs else "no such input"
-                )
-                raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
-        found = [self._step_input(name, inputs.get(name), input) for name in self._cell.inputs]
-        return Steps(found, self._resets(input, reset), reset_to)
-
-    def _run_layer(
-        self,
-        layer: int,
-        input: Tensor,
-        states: list[tuple[Tensor | None, ...]],
-        batch_sizes: list[int] | None,
-        steps: Steps,
-    ) -> Sequence[tuple[Tensor, ...]]:
-        found = []
-        for direction in range(self._directions):
-            weight_ih, weight_hh, bias, *parameters = self._parameters_of(layer, direction)
-            output, final = run(
-                self._cell,
-                input,
-                list(states[direction]),
-                weight_ih,
-                weight_hh,
-                bias,
-                parameters,
-                steps.inputs,
-                steps.resets[direction],
-                batch_sizes,
-                direction == 1,
-                "auto",
-                steps.reset_to,
-            )
-            found.append((output, *final))
-        return found
-
-
-class Recurrent(RecurrentLayer, CellLayer):
+class Recurrent(CellLayer):
     """A layer of a cell of :func:`lltm_ext.recurrence`, called like :class:`torch.nn.LSTM`.
 
     ``output, states = layer(input, hx=None, *, reset=None, reset_to="zeros", **inputs)``
@@ -146,6 +96,16 @@ class Recurrent(RecurrentLayer, CellLayer):
     ) -> tuple[Tensor | PackedSequence, Any]:
         return self._forward(input, hx, self._steps(input, reset, reset_to, inputs))
 
+    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
+        for name in inputs:
+            if name not in self._cell.inputs:
+                expected = (
+                    f"the inputs {', '.join(self._cell.inputs)}" if self._cell.inputs else "no such input"
+                )
+                raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
+        found = [self._step_input(name, inputs.get(name), input) for name in self._cell.inputs]
+        return Steps(found, self._resets(input, reset), reset_to)
+
     def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
         rows = self.cell.gates * self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, layer_input)}
@@ -155,12 +115,10 @@ class Recurrent(RecurrentLayer, CellLayer):
             shapes["bias"] = (rows,)
         return shapes | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
 
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
+    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
-        return tuple(
-            getattr(self, name + end, None)
-            for name in ("weight_ih", "weight_hh", "bias", *self.cell.parameters)
-        )
+        parameters = [getattr(self, name + end) for name in self.cell.parameters]
+        return super()._weights_of(layer, direction) | {"parameters": parameters}
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext import cells
+from lltm_ext._arguments import sum_of_biases
+from lltm_ext._layers import Steps, TorchLayer
 from lltm_ext._library import transforms_active
-from lltm_ext._sequence import Steps, TorchLayer, sum_of_biases
 from lltm_ext.recurrence import RecurrentCell, autocast_dtype
-from lltm_ext.recurrent import RecurrentLayer
 
 __all__ = ["GRU", "RNN"]
 
 
-class LayerOfTorch(TorchLayer, RecurrentLayer):
+class LayerOfTorch(TorchLayer):
     """A layer of torch by a cell. On the CPU torch's own op runs it, half types in float32."""
 
     _torch_op: Callable[..., tuple[Tensor, Tensor]]
@@ -73,14 +73,15 @@ class GRU(LayerOfTorch, nn.GRU):
     _torch_class = nn.GRU
     _torch_op = staticmethod(torch.gru)
 
-    def _parameters_of(self, layer: int, direction: int) -> tuple[Tensor | None, ...]:
-        weight_ih, weight_hh, *biases = self._own_parameters_of(layer, direction)
-        if not biases:
-            return weight_ih, weight_hh, None, weight_ih.new_zeros(self.hidden_size)
+    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+        weights = super()._weights_of(layer, direction)
+        if not self.bias:
+            return weights | {"parameters": [weights["weight_ih"].new_zeros(self.hidden_size)]}
         # The candidate's second bias is inside the product with the reset gate.
-        bias_ih, bias_hh = (bias.split([2 * self.hidden_size, self.hidden_size]) for bias in biases)
+        sizes = [2 * self.hidden_size, self.hidden_size]
+        bias_ih, bias_hh = (weights.pop(name).split(sizes) for name in ("bias", "bias_hh"))
         of_gates = sum_of_biases(bias_ih[0], bias_hh[0])
-        return weight_ih, weight_hh, torch.cat([of_gates, bias_ih[1]]), bias_hh[1]
+        return weights | {"bias": torch.cat([of_gates, bias_ih[1]]), "parameters": [bias_hh[1]]}
 
 
 class RNN(LayerOfTorch, nn.RNN):

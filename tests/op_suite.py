@@ -217,6 +217,7 @@ class OpSuite:
     function = None  # the public function
     reference = None  # the same in pure PyTorch
     Function = None  # its torch.autograd.Function
+    exports_as = None  # the op in exported programs, if it is another one
     samples = {}  # name -> (make -> Call)
     small = "small"  # the sample for tests that cost much an element
     resized = ("63", "500")  # two samples that differ in sizes only
@@ -414,7 +415,7 @@ class OpSuite:
         call = self.call("63", DOUBLE, device)
         exported = torch.export.export(Module(self.function), call.args, call.kwargs, strict=strict)
         targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-        assert any(target.startswith(f"lltm_ext.{self.op}") for target in targets), targets
+        assert any(target.startswith(f"lltm_ext.{self.exports_as or self.op}") for target in targets), targets
         other = self.call("63", DOUBLE, device, seed=7)
         assert_all_near(other.run(exported.module()), other.run(self.function), FORWARD[DOUBLE])
 

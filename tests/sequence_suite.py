@@ -33,6 +33,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
+from lltm_ext._custom_cell import CustomCellFunction
+
 # ---- Functions -------------------------------------------------------------------------------------------
 
 
@@ -210,6 +212,7 @@ def sequence_bad_calls(op, gates):
 class SequenceSuite(SmoothSuite):
     gates: int  # stacked in the rows of the weights
     lowered_by_autocast = True
+    exports_as = "custom_cell"
     saved = 4  # weight_hh
     resized = ("63", "long")
 
@@ -219,9 +222,12 @@ class SequenceSuite(SmoothSuite):
 
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
         """The Function that torch.func's transforms see."""
-        others = (None, False, "auto", None, None)  # batch_sizes, reverse, algorithm, reset, bias_hh
-        output, h_n, c_n, *_ = self.Function.apply(input, *hx, weight_ih, weight_hh, bias, *others)
+        output, h_n, c_n = self.by_function(input, *hx, weight_ih, weight_hh, bias)
         return output, (h_n, c_n)
+
+    def by_function(self, input, h0, c0, weight_ih, weight_hh, bias, bias_hh=None):
+        tensors = (input, h0, c0, weight_ih, weight_hh, bias, None, None, None)
+        return CustomCellFunction.apply(*tensors, None, False, "auto", self.op, bias_hh)[:3]
 
     def dispatcher_calls(self, call):
         input, (h0, c0), *rest = call.args
@@ -375,10 +381,10 @@ class SequenceSuite(SmoothSuite):
     def test_derivatives_with_two_biases(self, way, device):
         make = Make(DOUBLE, device)
         input, hx, *weights, bias = sample(self.gates, 3, 2, 2, 2)(make).args
-        function = self.sequence if way == "sequence" else self.Function.apply
+        function = self.by_function if way == "Function" else self.sequence
 
         def of(bias, bias_hh):
-            return function(input, *hx, *weights, bias, None, False, "auto", None, bias_hh)[0]
+            return function(input, *hx, *weights, bias, bias_hh=bias_hh)[0]
 
         biases = Call(bias, make(*bias.shape)).leaves().args
         assert torch.autograd.gradcheck(of, biases, check_forward_ad=way == "Function")

@@ -23,6 +23,7 @@ from op_suite import (
 
 import lltm_ext
 from lltm_ext import _portable, cells
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._C import custom_cell as _C
 from lltm_ext._formula.text import LINE
 from lltm_ext._loop import run_loop
@@ -64,17 +65,14 @@ class Example:
         self.reset = torch.rand(*steps, device="cuda") < 0.3 if reset else None
 
     def ours(self, *tensors, algorithm="auto", reverse=False):
-        input, states, weight_ih, weight_hh, bias, parameters = tensors
-        given = (input, states, weight_ih, weight_hh, bias, parameters, self.inputs, self.reset)
-        output, final = run(self.cell, *given, self.sizes, reverse, algorithm, self.reset_to)
+        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
+        output, final = run(self.cell, call, algorithm, self.reset_to)
         return [output, *final]
 
     def loop(self, *tensors, reverse=False):
-        input, states, weight_ih, weight_hh, bias, parameters = tensors
         inputs = [u.to(self.call.args[0].dtype) for u in self.inputs]  # as the kernels read them
-        given = (input, states, weight_ih, weight_hh, bias, parameters, inputs, self.reset)
-        to_initial = self.reset_to == "initial"
-        output, final = run_loop(self.of_function, *given, self.sizes, reverse, to_initial)
+        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
+        output, final = run_loop(self.of_function, call, to_initial=self.reset_to == "initial")
         return [output, *final]
 
     def algorithm(self, algorithm="auto", backward=False):

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import _custom_cell, cells
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
 from lltm_ext._formula.text import LINE, SEPARATOR
 from lltm_ext._loop import compute_dtype, run_loop
@@ -75,11 +76,16 @@ def unread_output(x, u):
     return u.mask * y, (y,)
 
 
-OWN = (everything, without_product, nothing_saved, unused_projection, *WITH_OUTPUT.values())
+# As cells of a user: those of the package have kernels for the CPU.
+lltm, lstm = (
+    lltm_ext.recurrence(gates=cell.gates, states=cell.states)(cell.function)
+    for cell in (cells.lltm, cells.lstm)
+)
+OWN = (lltm, lstm, everything, without_product, nothing_saved, unused_projection, *WITH_OUTPUT.values())
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__: cell for cell in OWN}
 COMPILED = [*CELLS.values(), unread_output]
 FEW = [cells.gru, cells.slstm, *OWN]
-WITH_EPISODES = [cells.rnn_tanh, cells.lstm, *FEW]  # that are compiled with resets to initial states
+WITH_EPISODES = [cells.rnn_tanh, *FEW]  # that are compiled with resets to initial states
 COMPILED += [cell.to_initial for cell in (*WITH_EPISODES, *TEXTS.values())]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 of_many_shapes, with_episodes = (
@@ -144,15 +150,16 @@ bool add_cell(const std::string& source) {
   return true;
 }
 
-class CustomCellOp {
+class CellOp {
  public:
-  explicit CustomCellOp(const CellProgram& program) : program_(program) {}
+  CellOp(const CellProgram& program, bool) : program_(program) {}
 
   std::string name() const { return program_.name; }
   CellShape shape() const { return program_.shape; }
-  static constexpr const char* states_name() { return "states"; }
-  static constexpr bool stacked_states() { return true; }
-  static constexpr bool resets_in_fused_kernels() { return false; }
+  static const char* states_name() { return "states"; }
+  static bool is_compiled(const char*) { return false; }
+  static bool has_single_step() { return false; }
+  static bool runs_in_float32(const at::Tensor&) { return false; }  // as on CUDA
   // Units are added here too, as for the kernels of CUDA.
   static constexpr bool loads_eights(const at::Tensor&) { return true; }
   bool zeros_stay() const { return program_.zeros_stay; }
@@ -201,7 +208,8 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
     (folder / "custom_cell").mkdir()
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
-    ops = (SOURCES / "custom_cell/custom_cell.cpp").read_text().replace('"lltm_ext::', '"lltm_ext_on_cpu::')
+    files = [SOURCES / f"custom_cell/{name}.cpp" for name in ("custom_cell", "custom_cell_autograd")]
+    ops = "\n".join(file.read_text() for file in files).replace('"lltm_ext::', '"lltm_ext_on_cpu::')
     programs = dict.fromkeys(x for cell in COMPILED for x in (cell.program, cell.half_program))
     (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*x) for x in enumerate(programs)))
     start = time.perf_counter()
@@ -257,19 +265,16 @@ class Example:
             at = torch.rand(steps) < 0.4
             self.reset = at if reset == torch.bool else (at * torch.rand(steps)).to(reset)
 
-    def given(self, tensors):
-        return (self.cell, *tensors, self.inputs, self.reset)
-
     def ours(self, *tensors, reverse=False):
-        given, how = self.given(tensors), (self.sizes, reverse)
-        given = without_resets(*given, *how) if self.to_initial else given
-        output, final = run_kernels(*given, *how, "auto")
+        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
+        cell, call = without_resets(self.cell, call) if self.to_initial else (self.cell, call)
+        output, final = run_kernels(cell, call, "auto", self.dtype)
         return [output, *final[: len(tensors[1])]]
 
     def loop(self, *tensors, reverse=False):
-        cell, *others, inputs, reset = self.given(tensors)
-        inputs = [u.to(self.dtype) for u in inputs]  # as the kernels read them
-        output, final = run_loop(cell, *others, inputs, reset, self.sizes, reverse, self.to_initial)
+        inputs = [u.to(self.dtype) for u in self.inputs]  # as the kernels read them
+        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
+        output, final = run_loop(self.cell, call, self.to_initial)
         return [output, *final]
 
     def check(self, call=None, **how):
@@ -287,7 +292,7 @@ class Example:
 
     def arguments(self):
         """Those of lltm_ext_on_cpu::custom_cell."""
-        tensors = op_arguments(self.cell, *self.call.args, self.inputs, self.reset)
+        tensors = op_arguments(self.cell, SequenceCall(*self.call.args, self.inputs, self.reset))
         return Call(*tensors, self.sizes, False, "auto", program_for(self.cell, self.dtype))
 
 

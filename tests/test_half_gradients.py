@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext import cells
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._formula.graph import CONSTANT, ancestors
 from lltm_ext._loop import run_loop
 from lltm_ext.recurrence import run
@@ -73,8 +74,7 @@ def test_the_backward_takes_the_branch_of_the_forward(name, algorithm, dtype):
         leaves = [x.to(to or x.dtype).requires_grad_() for x in (v0, bias)]
         given = [make(3, batch, 8), h0, zeros, weight_hh]
         input, h, weight_ih, weight = (x if x is None or to is None else x.to(to) for x in given)
-        states, parameters = [h, leaves[0]], (weight_ih, weight, leaves[1], [], [], None, None, False)
-        output, _ = function(cell, input, states, *parameters)
+        output, _ = function(cell, SequenceCall(input, [h, leaves[0]], weight_ih, weight, leaves[1]))
         return [output, *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
 
     chosen = "auto" if algorithm == "independent" else algorithm
@@ -185,8 +185,8 @@ def gradients_of(function, cell, tensors, inputs, grad, dtype=None):
     leaves = [None if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
     input, h0, *rest = leaves
     n = len(cell.states)
-    weights, parameters = rest[n : n + 3], rest[n + 3 :]
-    output, _ = function(cell, input, [h0, *rest[:n]], *weights, parameters, inputs, None, None, False)
+    call = SequenceCall(input, [h0, *rest[:n]], *rest[n : n + 3], rest[n + 3 :], inputs)
+    output, _ = function(cell, call)
     wanted = [x for x in leaves if x is not None]
     options = {"allow_unused": True, "materialize_grads": True}
     return torch.autograd.grad(output, wanted, grad.to(output.dtype), **options)
@@ -221,8 +221,8 @@ def test_gradients_are_as_good_as_those_of_a_loop_that_keeps_float32(name, regim
 def test_gradients_of_the_package_s_own_sequences_are_too(name, regime, dtype):
     op = getattr(lltm_ext, name)
 
-    def of_op(cell, input, states, weight_ih, weight_hh, bias, *_):
-        return op(input, tuple(states), weight_ih, weight_hh, bias)
+    def of_op(cell, call):
+        return op(call.input, tuple(call.states), call.weight_ih, call.weight_hh, call.bias)
 
     check(of_op, getattr(cells, name), dtype, regime)
 

@@ -20,7 +20,7 @@ from sequence_suite import (
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lltm_ext
-from lltm_ext.lltm import _SequenceFunction, lltm_cell_reference, lltm_reference
+from lltm_ext.lltm import lltm_cell_reference, lltm_reference
 
 
 class TestLLTMFunction(SequenceSuite):
@@ -28,7 +28,6 @@ class TestLLTMFunction(SequenceSuite):
     gates = 3
     function = staticmethod(lltm_ext.lltm)
     reference = staticmethod(for_any_algorithm(lltm_reference))
-    Function = _SequenceFunction
     samples = sequence_samples(gates)
     empty_samples = sequence_empty_samples(gates)
     bad_calls = sequence_bad_calls(op, gates)

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import _portable
-from lltm_ext.lstm import _SequenceFunction, lstm_reference
+from lltm_ext.lstm import lstm_reference
 
 
 class TestLSTMFunction(SequenceSuite):
@@ -46,7 +46,6 @@ class TestLSTMFunction(SequenceSuite):
     gates = 4
     function = staticmethod(lltm_ext.lstm)
     reference = staticmethod(for_any_algorithm(lstm_reference))
-    Function = _SequenceFunction
     samples = sequence_samples(gates)
     empty_samples = sequence_empty_samples(gates)
     bad_calls = {

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import cells
-from lltm_ext._sequence import at_next_step
+from lltm_ext._arguments import at_next_step
+from lltm_ext.lltm import lltm_reference
+from lltm_ext.lstm import lstm_reference
 
 FUNCTIONS = {"lltm": (lltm_ext.lltm, 3), "lstm": (lltm_ext.lstm, 4)}
 LAYERS = {"LLTM": lltm_ext.LLTM, "LSTM": lltm_ext.LSTM}
@@ -258,7 +260,8 @@ def test_episodes_of_a_cell_start_from_the_initial_states(name, kind, exact, dev
 
 @functions
 def test_the_reference_starts_them_there_too(name):
-    reference, reset = lltm_ext._sequence.SEQUENCE_OPS[name].reference, resets("cpu", "numbers")
+    references = {"lltm": lltm_reference, "lstm": lstm_reference}
+    reference, reset = references[name], resets("cpu", "numbers")
     exact = mixed_step_by_step(reference, reset)
     assert_values_and_gradients(to_initial(reference, reset), exact, call_of(name, Make(DOUBLE)))
 

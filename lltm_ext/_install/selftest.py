@@ -22,11 +22,11 @@ from torch import Tensor
 import lltm_ext
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._install import build_record, toolchain
-from lltm_ext._sequence import SEQUENCE_OPS
 from lltm_ext._unary import UNARY_OPS
 from lltm_ext.fake_quantize import fake_quantize_reference
 from lltm_ext.gemm import gemm_reference
-from lltm_ext.lltm import lltm_cell_reference
+from lltm_ext.lltm import lltm_cell_reference, lltm_reference
+from lltm_ext.lstm import lstm_reference
 from lltm_ext.stochastic_round import stochastic_round_reference
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -74,8 +74,8 @@ def checks() -> Iterator[Check]:
     yield from of_quantizers()
     yield from of_gemm()
     yield compare("lltm_cell", lltm_cell_reference, cell_inputs)
-    for name, op in SEQUENCE_OPS.items():
-        yield from of_sequences(name, op.gates, op.reference)
+    yield from of_sequences("lltm", 3, lltm_reference)
+    yield from of_sequences("lstm", 4, lstm_reference)
     yield Check("recurrence, gru", own_gru, torch_gru, functools.partial(gru_inputs, 9, 16, 64))
 
 

@@ -1,104 +1,134 @@
-// A user's recurrent cell over a whole sequence: the dispatcher ops lltm_ext::custom_cell,
-// custom_cell_forward, custom_cell_backward and custom_cell_algorithm, whose argument `program` is the cell
-// (program.h). Autocast and the CPU are in Python (lltm_ext/recurrence.py), and so is custom_cell_by_loop,
-// the cell in torch's differentiable ops for the double backward. Raw bindings:
-// lltm_ext._C.custom_cell.source, compile and compilations.
-//
-// T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
-// recurrence/cell.h.
-#include "common/differentiable.h"
-#include "common/function.h"
+// A recurrent cell over a whole sequence: the dispatcher ops lltm_ext::custom_cell, custom_cell_forward,
+// custom_cell_backward, custom_cell_algorithm, and those of both directions of a layer. Their argument
+// `program` is the cell (program.h). The CPU runs the cells that are compiled with the package; others run in
+// Python (lltm_ext/_loop.py), and so does custom_cell_by_loop, a cell in torch's differentiable ops. Raw
+// bindings: lltm_ext._C.custom_cell.source, compile and compilations.
+#include "custom_cell/custom_cell.h"
+
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
 #include "custom_cell/compile.h"
-#include "custom_cell/kernels.h"
+#ifndef LLTM_EXT_STABLE_ABI
+#include "custom_cell/onednn_lstm.h"
+#endif
 #include "recurrence/tensors/backward.h"
 #include "recurrence/tensors/forward.h"
 
 namespace lltm_ext {
-namespace {
 
-using c10::string_view;
-
-using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // output, h_n, states_n
-
-// The arguments of all ops; without h0 or states they are zeros. Shapes: input [T, B, I], or packed rows [N,
-// I] with their batch_sizes; h0 [B, H]; states [S, B, H]; weight_ih [G * H, I]; weight_hh [G * H, H]; bias [G
-// * H]; parameters [P, H]; step_inputs [T, B, K * H] or [N, K * H]; reset [T, B] or [N].
-constexpr const char* kSchema =
-    "Tensor input, Tensor? h0, Tensor? states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
-    "Tensor? parameters, Tensor? step_inputs, Tensor? reset, int[]? batch_sizes, bool reverse, str "
-    "algorithm, "
-    "str program";
-
-Direction direction_of(const OptionalTensor& h0, const OptionalTensor& states, const at::Tensor& weight_ih,
-                       const OptionalTensor& weight_hh, const OptionalTensor& bias,
-                       const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                       const OptionalTensor& reset, bool reverse) {
-  return {or_undefined(h0),
-          or_undefined(states),
-          weight_ih,
-          or_undefined(weight_hh),
-          bias,
-          reverse,
-          or_undefined(parameters),
-          or_undefined(step_inputs),
-          or_undefined(reset)};
+CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_direction,
+                   const TensorsOfDirection& reverse_direction, at::OptionalIntArrayRef batch_sizes,
+                   string_view algorithm, string_view program) {
+  CellCall call = {input, {}, batch_sizes, algorithm, program};
+  for (const TensorsOfDirection* x : {&forward_direction, &reverse_direction}) {
+    TORCH_CHECK(x->size() == kDirectionTensors, CellProgram::get(program).name,
+                "_bidirectional: expected a direction of ", kDirectionTensors, " tensors, got ", x->size());
+    const auto tensor = [&](size_t i) { return or_undefined(x->get(i)); };
+    call.directions.push_back({tensor(0), tensor(1), tensor(2), tensor(3), x->get(4),
+                               /*reverse=*/x == &reverse_direction, tensor(5), tensor(6), tensor(7),
+                               x->get(8)});
+  }
+  return call;
 }
 
-CustomCellOp op_for(string_view program, const at::Tensor& input) {
-  const CustomCellOp op(CellProgram::get(program));
-  op.check_device(input);
+CellOp op_for(const CellCall& call) {
+  const bool resets_on_cuda = call.input.is_cuda() && call.directions[0].reset.defined();
+  const CellOp op(CellProgram::get(call.program), resets_on_cuda);
+  op.check_device(call.input);
   return op;
 }
 
-variable_list run_forward(const at::Tensor& input, const Direction& direction,
-                          at::OptionalIntArrayRef batch_sizes, string_view algorithm, string_view program,
-                          bool save) {
-  const ForwardOps<CustomCellOp> ops{op_for(program, input)};
-  return ops.check_and_run(input, direction, batch_sizes, algorithm, save);
+void check(const CellOp& op, const CellCall& call) {
+  const std::string name = op.name();
+  for (const Direction& d : call.directions) {
+    check_inputs(op, name.c_str(), call.input, d, call.batch_sizes, call.algorithm);
+  }
+  check_same_sizes(name, call.directions);
 }
 
-// (output [T, B, H], h_n [B, H], states_n [S, B, H])
-Outputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                    const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
-                    const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                    const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes, bool reverse,
-                    string_view algorithm, string_view program) {
-  const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
-#ifndef LLTM_EXT_STABLE_ABI
-  if (!is_in_eights(direction.weight_hh)) {  // asked first, because finding the program hashes its text
-    const CustomCellOp op = op_for(program, input);
-    if (adds_units(op, input, direction.weight_hh, batch_sizes, algorithm)) {
-      return run_with_added_units(op, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-        return custom_cell(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
-                           if_defined(d.parameters), if_defined(d.step_inputs), reset, batch_sizes, reverse,
-                           algorithm, program);
-      });
-    }
+namespace {
+
+// As ForwardOps::run, of a call that has been checked.
+variable_list run_kernels(const CellOp& op, const CellCall& call, bool save) {
+  const Direction& first = call.directions[0];
+  if (call.directions.size() == 1 &&
+      takes_single_step(op, call.input, first, call.batch_sizes, call.algorithm)) {
+    return run_single_step(op, call.input, first, save);
   }
+  std::vector<Direction> directions;
+  for (const Direction& d : call.directions) directions.push_back(with_one_bias(d));
+  return ForwardOps<CellOp>{op}.run(call.input, directions, call.batch_sizes, call.algorithm, save);
+}
+
+variable_list run(const CellCall& call) {
+  const CellOp op = op_for(call);
+  check(op, call);
+  return run_fitted(op, call, [&](const CellCall& fitted) {
+#ifndef LLTM_EXT_STABLE_ABI
+    if (OneDnnLstm::takes(op, fitted.with({fitted.directions[0]}))) {
+      variable_list results;
+      for (const Direction& d : fitted.directions) append(results, OneDnnLstm::run(fitted.with({d})));
+      return results;
+    }
 #endif
-  const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/false);
+    return run_kernels(op, fitted, /*save=*/false);
+  });
+}
+
+variable_list run_and_save(const CellCall& call) {
+  const CellOp op = op_for(call);
+  check(op, call);
+  return run_kernels(op, call, /*save=*/true);
+}
+
+// Of each direction those of custom_cell_backward, from {h, gates, extra} of each.
+variable_list run_backward(const CellCall& call, const c10::List<OptionalTensor>& grad_outputs,
+                           at::TensorList saved, bool input_needs_grad, bool bias_needs_grad) {
+  using Backward = BackwardOps<CellOp>;
+  std::vector<Backward::BackwardInputs> given;
+  for (size_t i = 0; i < saved.size(); i += 3) {
+    given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
+                     saved[i + 1], saved[i + 2]});
+  }
+  variable_list gradients;
+  for (const Gradients& g :
+       Backward{op_for(call)}.check_and_run(call.input, call.directions, given, call.batch_sizes,
+                                            call.algorithm, input_needs_grad, bias_needs_grad)) {
+    append(gradients, {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters});
+  }
+  for (at::Tensor& x : gradients) {
+    if (!x.defined()) x = at::empty({0}, call.input.options());
+  }
+  return gradients;
+}
+
+}  // namespace
+
+CellOutputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
+                        const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                        const OptionalTensor& bias, const OptionalTensor& parameters,
+                        const OptionalTensor& step_inputs, const OptionalTensor& reset,
+                        at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
+                        string_view program, const OptionalTensor& bias_hh) {
+  const variable_list y =
+      run(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
+                    batch_sizes, reverse, algorithm, program, bias_hh));
   return {y[0], y[1], y[2]};
 }
 
-// As above, and for the backward (gates [T, B, G * H], extra [T, B, E * H], h [T, B, H] of every step, or
-// [T, B, 0] if that is the output).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
     const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
     const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
     const OptionalTensor& parameters, const OptionalTensor& step_inputs, const OptionalTensor& reset,
-    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program) {
-  const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
-  const variable_list y = run_forward(input, direction, batch_sizes, algorithm, program, /*save=*/true);
-  return {y[0], y[1], y[2], y[3], y[4], y.size() > 5 ? y[5] : empty_like_input(input, 0)};
+    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program,
+    const OptionalTensor& bias_hh) {
+  const variable_list y =
+      run_and_save(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
+                             batch_sizes, reverse, algorithm, program, bias_hh));
+  return {y[0], y[1], y[2], y[3], y[4], y[5]};
 }
 
-// The gradients of input, h0, states, weight_ih, weight_hh, bias and parameters; empty where not needed, or
-// where the cell has none. h: of every step, [T, B, H].
 variable_list custom_cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
                                    const OptionalTensor& grad_states_n, const at::Tensor& h,
                                    const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
@@ -108,158 +138,83 @@ variable_list custom_cell_backward(const OptionalTensor& grad_output, const Opti
                                    const OptionalTensor& step_inputs, const OptionalTensor& reset,
                                    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                                    string_view program, bool input_needs_grad, bool bias_needs_grad) {
-  const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
-  using Backward = BackwardOps<CustomCellOp>;
-  const Backward::BackwardInputs given = {grad_output, grad_h_n, grad_states_n, h, gates, extra};
-  const Gradients g = Backward{op_for(program, input)}.check_and_run(
-      input, direction, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad)[0];
-  variable_list gradients = {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters};
-  for (at::Tensor& x : gradients) {
-    if (!x.defined()) x = at::empty({0}, input.options());
-  }
-  return gradients;
+  const CellCall call = cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
+                                  reset, batch_sizes, reverse, algorithm, program, /*bias_hh=*/std::nullopt);
+  return run_backward(call, {grad_output, grad_h_n, grad_states_n}, {h, gates, extra}, input_needs_grad,
+                      bias_needs_grad);
 }
 
-// The algorithm that a call would take.
+CellGradients7 custom_cell_gradients(
+    const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_states_n,
+    const at::Tensor& h, const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
+    const OptionalTensor& h0, const OptionalTensor& states, const at::Tensor& weight_ih,
+    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
+    const OptionalTensor& step_inputs, const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
+    bool reverse, string_view algorithm, string_view program, bool input_needs_grad, bool bias_needs_grad) {
+  const variable_list g =
+      custom_cell_backward(grad_output, grad_h_n, grad_states_n, h, gates, extra, input, h0, states,
+                           weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes, reverse,
+                           algorithm, program, input_needs_grad, bias_needs_grad);
+  return {g[0], g[1], g[2], g[3], g[4], g[5], g[6]};
+}
+
 std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor& h0,
                                   const OptionalTensor& states, const at::Tensor& weight_ih,
                                   const OptionalTensor& weight_hh, const OptionalTensor& bias,
                                   const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                                   const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
                                   bool reverse, string_view algorithm, string_view program, bool backward) {
-  const CustomCellOp op = op_for(program, input);
-  const std::string name = op.name();
-  const Direction direction =
-      direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
-  check_inputs(op, name.c_str(), input, direction, batch_sizes, algorithm);
+  const CellCall call = cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
+                                  reset, batch_sizes, reverse, algorithm, program, /*bias_hh=*/std::nullopt);
+  const CellOp op = op_for(call);
+  check(op, call);
+  const Direction& only = call.directions[0];
+  if (!backward && takes_single_step(op, input, only, batch_sizes, algorithm)) return "stepwise";
   const KernelGuard guard(input);
-  const SequenceSizes sizes(op.shape(), input, direction, batch_sizes);
-  const int64_t hidden =
-      hidden_of_kernels(op, input, sizes.hidden, direction.weight_hh, batch_sizes, algorithm);
+  const SequenceSizes sizes(op.shape(), input, only, batch_sizes);
+  const int64_t hidden = hidden_of_kernels(op, input, sizes.hidden, only.weight_hh, batch_sizes, algorithm);
   return name_of(
-      plan_for(op, name.c_str(), input, sizes.batch, hidden, !batch_sizes, backward, algorithm).algorithm);
+      plan_for(op, op.name().c_str(), input, sizes.batch, hidden, !batch_sizes, backward, algorithm)
+          .algorithm);
 }
 
-#ifndef LLTM_EXT_STABLE_ABI
-// ---- autograd
-
-struct CustomCellFunction : Function<CustomCellFunction> {
-  static constexpr size_t kArguments = 13, kDifferentiable = 7, kTensors = 9;
-
-  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                               const OptionalTensor& h0, const OptionalTensor& states,
-                               const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                               const OptionalTensor& bias, const OptionalTensor& parameters,
-                               const OptionalTensor& step_inputs, const OptionalTensor& reset,
-                               at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                               string_view program) {
-    static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [output, h_n, states_n, gates, extra, h] =
-        op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
-                reverse, algorithm, program);
-    ctx->save_for_backward({input, or_undefined(h0), or_undefined(states), weight_ih, or_undefined(weight_hh),
-                            or_undefined(bias), or_undefined(parameters), or_undefined(step_inputs),
-                            or_undefined(reset), CellProgram::get(program).shape.outputs_state() ? h : output,
-                            gates, extra});
-    ctx->set_materialize_grads(false);
-    if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
-    ctx->saved_data["reverse"] = reverse;
-    ctx->saved_data["algorithm"] = std::string(algorithm);
-    ctx->saved_data["program"] = std::string(program);
-    return {output, h_n, states_n};
-  }
-
-  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
-    variable_list gradients(kArguments);
-    if (!any_defined(grad_outputs)) return gradients;
-    const variable_list x = ctx->get_saved_variables();
-    const auto entry = ctx->saved_data.find("batch_sizes");
-    std::optional<std::vector<int64_t>> sizes;
-    if (entry != ctx->saved_data.end()) sizes = entry->second.toIntVector();
-    const at::OptionalIntArrayRef batch_sizes(sizes);
-    const bool reverse = ctx->saved_data["reverse"].toBool();
-    const std::string algorithm = ctx->saved_data["algorithm"].toStringRef(),
-                      program = ctx->saved_data["program"].toStringRef();
-    const auto needs = [&](size_t i) { return x[i].defined() && x[i].requires_grad(); };
-    if (at::GradMode::is_enabled()) {
-      static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
-      const auto composed = [&](const variable_list& y) -> variable_list {
-        const auto [output, h_n, states_n] = by_loop.call(
-            y[0], if_defined(y[1]), if_defined(y[2]), y[3], if_defined(y[4]), if_defined(y[5]),
-            if_defined(y[6]), if_defined(x[7]), if_defined(x[8]), batch_sizes, reverse, algorithm, program);
-        return {output, h_n, states_n};
-      };
-      gradients = differentiable_gradients(composed, variable_list(x.begin(), x.begin() + kDifferentiable),
-                                           grad_outputs);
-      gradients.resize(kArguments);
-      return gradients;
-    }
-    static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const variable_list found =
-        op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
-                x[kTensors], x[kTensors + 1], x[kTensors + 2], x[0], if_defined(x[1]), if_defined(x[2]), x[3],
-                if_defined(x[4]), if_defined(x[5]), if_defined(x[6]), if_defined(x[7]), if_defined(x[8]),
-                batch_sizes, reverse, algorithm, program, needs(0), needs(5));
-    for (size_t i = 0; i < kDifferentiable; ++i) {
-      if (needs(i)) gradients[i] = found[i];
-    }
-    return gradients;
-  }
-};
-
-Outputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                             const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                             const OptionalTensor& bias, const OptionalTensor& parameters,
-                             const OptionalTensor& step_inputs, const OptionalTensor& reset,
-                             at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                             string_view program) {
-  if (any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters)) {
-    if (!is_in_eights(or_undefined(weight_hh))) {
-      const CustomCellOp of = op_for(program, input);
-      if (adds_units(of, input, *weight_hh, batch_sizes, algorithm)) {
-        const Direction direction =
-            direction_of(h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, reverse);
-        return run_with_added_units(of, input, direction, batch_sizes, algorithm, [&](const Direction& d) {
-          return custom_cell_autograd(input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh,
-                                      d.bias, if_defined(d.parameters), if_defined(d.step_inputs), reset,
-                                      batch_sizes, reverse, algorithm, program);
-        });
-      }
-    }
-    const variable_list y =
-        CustomCellFunction::apply(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
-                                  reset, batch_sizes, reverse, algorithm, program);
-    return {y[0], y[1], y[2]};
-  }
-  static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
-                 reverse, algorithm, program);
+variable_list custom_cell_bidirectional(const at::Tensor& input, const TensorsOfDirection& forward_direction,
+                                        const TensorsOfDirection& reverse_direction,
+                                        at::OptionalIntArrayRef batch_sizes, string_view algorithm,
+                                        string_view program) {
+  return run(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
 }
 
-// ---- the two biases of nn.RNN
-
-// Their gradients are equal, but each has memory of its own: a user may scale one in place.
-struct AddBiases : torch::autograd::Function<AddBiases> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& bias_ih,
-                            const at::Tensor& bias_hh) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return bias_ih + bias_hh;
-  }
-  static variable_list backward(torch::autograd::AutogradContext*, const variable_list& grads) {
-    return {grads[0], grads[0].clone()};
-  }
-};
-
-at::Tensor add_biases(const at::Tensor& bias_ih, const at::Tensor& bias_hh) { return bias_ih + bias_hh; }
-at::Tensor add_biases_autograd(const at::Tensor& bias_ih, const at::Tensor& bias_hh) {
-  return AddBiases::apply(bias_ih, bias_hh);
+variable_list custom_cell_bidirectional_forward(const at::Tensor& input,
+                                                const TensorsOfDirection& forward_direction,
+                                                const TensorsOfDirection& reverse_direction,
+                                                at::OptionalIntArrayRef batch_sizes, string_view algorithm,
+                                                string_view program) {
+  return run_and_save(
+      cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
 }
 
-#endif
+variable_list custom_cell_bidirectional_backward(const c10::List<OptionalTensor>& grad_outputs,
+                                                 const at::Tensor& input,
+                                                 const TensorsOfDirection& forward_direction,
+                                                 const TensorsOfDirection& reverse_direction,
+                                                 at::TensorList saved, at::OptionalIntArrayRef batch_sizes,
+                                                 string_view algorithm, string_view program,
+                                                 bool input_needs_grad, bool bias_needs_grad) {
+  TORCH_CHECK(
+      grad_outputs.size() == 6 && saved.size() == 6, CellProgram::get(program).name,
+      "_bidirectional_backward: expected three of grad_outputs and three of saved for each direction, got ",
+      grad_outputs.size(), " and ", saved.size());
+  variable_list g =
+      run_backward(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program),
+                   grad_outputs, saved, input_needs_grad, bias_needs_grad);
+  const size_t of_direction = g.size() / 2;
+  if (input_needs_grad) g[0] = g[0] + g[of_direction];
+  g.erase(g.begin() + of_direction);
+  return g;
+}
+
+namespace {
 
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
@@ -280,21 +235,38 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
-  const auto def = [&](const std::string& name, const std::string& before, const std::string& after) {
-    m.def((name + "(" + before + kSchema + after).c_str(), {at::Tag::pt2_compliant_tag});
+  const std::string inputs =
+      "Tensor input, Tensor? h0, Tensor? states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
+      "Tensor? parameters, Tensor? step_inputs, Tensor? reset, int[]? batch_sizes, bool reverse, "
+      "str algorithm, str program";
+  const std::string of_layer = "Tensor input, Tensor?[] forward_direction, Tensor?[] reverse_direction, ";
+  const std::string how = "int[]? batch_sizes, str algorithm, str program";
+  const auto def = [&](const std::string& schema) {
+    m.def(("custom_cell" + schema).c_str(), {at::Tag::pt2_compliant_tag});
   };
-  def("custom_cell", "", ") -> (Tensor, Tensor, Tensor)");
-  def("custom_cell_by_loop", "", ") -> (Tensor, Tensor, Tensor)");
-  def("custom_cell_forward", "", ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  def("custom_cell_backward",
-      "Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor h, Tensor gates, "
-      "Tensor extra, ",
+  def("(" + inputs + ", Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)");
+  def("_by_loop(" + inputs + ", Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)");
+  def("_forward(" + inputs + ", Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  const std::string for_backward =
+      "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_states_n, Tensor h, Tensor gates, Tensor "
+      "extra, " +
+      inputs + ", bool input_needs_grad, bool bias_needs_grad) -> ";
+  def("_backward" + for_backward + "Tensor[]");
+  // The same: torch's vmap of is_grads_batched=True takes no ops that return lists.
+  def("_gradients" + for_backward + "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("_algorithm(" + inputs + ", bool backward) -> str");
+  def("_bidirectional(" + of_layer + how + ") -> Tensor[]");
+  def("_bidirectional_forward(" + of_layer + how + ") -> Tensor[]");
+  def("_bidirectional_backward(Tensor?[] grad_outputs, " + of_layer + "Tensor[] saved, " + how +
       ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-  def("custom_cell_algorithm", "", ", bool backward) -> str");
   implement<custom_cell>(m, "custom_cell");
   implement<custom_cell_forward>(m, "custom_cell_forward");
   implement<custom_cell_backward>(m, "custom_cell_backward");
+  implement<custom_cell_gradients>(m, "custom_cell_gradients");
   implement<custom_cell_algorithm>(m, "custom_cell_algorithm");
+  implement<custom_cell_bidirectional>(m, "custom_cell_bidirectional");
+  implement<custom_cell_bidirectional_forward>(m, "custom_cell_bidirectional_forward");
+  implement<custom_cell_bidirectional_backward>(m, "custom_cell_bidirectional_backward");
 #ifdef LLTM_EXT_STABLE_ABI
   const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
@@ -308,11 +280,6 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<source>(m, "custom_cell_source");
   implement<at::AsTensor<compile_binary>::call>(m, "custom_cell_compile");
   implement<compilations>(m, "custom_cell_compilations");
-#else
-  implement_autograd(m, "custom_cell", custom_cell_autograd);
-  m.def("sum_of_biases(Tensor bias_ih, Tensor bias_hh) -> Tensor", {at::Tag::pt2_compliant_tag});
-  implement<add_biases>(m, "sum_of_biases");
-  implement_autograd(m, "sum_of_biases", add_biases_autograd);
 #endif
 }
 
@@ -326,6 +293,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("few_rows") = 0);
   m.def("compilations", compilations);
+  m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
+    add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));
+  });
 }
 #endif
 

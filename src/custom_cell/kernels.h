@@ -1,4 +1,4 @@
-// The launches of a user's cell on CUDA, as the tensors' code calls them (recurrence/tensors/launch.h).
+// The launches of a cell, as the tensors' code calls them (recurrence/tensors/launch.h).
 #pragma once
 
 #include "custom_cell/program.h"
@@ -29,27 +29,34 @@ constexpr at::ScalarType scalar_type_of() {
 }
 #endif
 
-class CustomCellOp {
+class CellOp {
  public:
-  explicit CustomCellOp(const CellProgram& program) : program_(program) {}
+  // Kernels that are compiled with the package take no resets.
+  CellOp(const CellProgram& program, bool resets_on_cuda)
+      : program_(program), compiled_(resets_on_cuda ? nullptr : program.compiled) {}
 
   std::string name() const { return program_.name; }
   CellShape shape() const { return program_.shape; }
-  static constexpr const char* states_name() { return "states"; }
-  static constexpr bool stacked_states() { return true; }
-  static constexpr bool resets_in_fused_kernels() { return true; }
-  static constexpr bool has_fused_kernels_of_double() { return true; }
+  const char* states_name() const { return program_.compiled ? "c0" : "states"; }
+  bool is_compiled(const char* name) const { return program_.compiled && program_.name == name; }
+  bool has_single_step() const { return compiled_ != nullptr; }
+  // Half types are only storage on the CPU: products in float32 are faster, and more exact.
+  static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
 
-  // On the CPU a cell runs in torch's ops (lltm_ext/_loop.py).
+  // On the CPU other cells run in torch's ops (lltm_ext/_loop.py).
   void check_device(const at::Tensor& input) const {
-    TORCH_CHECK(!input.is_cpu(), name(), ": expected input on a CUDA device, got cpu");
+    TORCH_CHECK(program_.compiled || !input.is_cpu(), name(), ": expected input on a CUDA device, got cpu");
   }
 
 #ifdef LLTM_EXT_WITH_CUDA
   template <typename T>
-  static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {
+  cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) const {
+    if (compiled_) {
+      using Fused = std::conditional_t<std::is_same_v<T, double>, float, T>;  // float64 has steps only
+      return launchers<Fused>().plan(problem, requested, plan);
+    }
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
@@ -62,6 +69,13 @@ class CustomCellOp {
   cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
                      cudaStream_t stream) const {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
+    if (compiled_) {
+      if constexpr (kBackward) {
+        return launchers<T>().backward(sequences, plan, stream);
+      } else {
+        return launchers<T>().forward(sequences, plan, stream);
+      }
+    }
     CellKernel which = {scalar_type_of<T>(), kBackward};
     if (plan.independent) {
       which.independent_units = independent_units(sequences.of[0].hidden);
@@ -87,11 +101,18 @@ class CustomCellOp {
   }
 
   template <typename T>
+  cudaError_t launch(const SingleStepArguments<T>& step, cudaStream_t stream) const {
+    return launchers<T>().single_step(step, stream);
+  }
+
+  template <typename T>
   cudaError_t step(const StepForwardArguments<T>& step, cudaStream_t stream) const {
+    if (compiled_) return launchers<T>().step_forward(step, stream);
     return launch_step({scalar_type_of<T>(), /*backward=*/false}, step, stream);
   }
   template <typename T>
   cudaError_t step(const StepBackwardArguments<T>& step, cudaStream_t stream) const {
+    if (compiled_) return launchers<T>().step_backward(step, stream);
     return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
   }
 #else
@@ -101,13 +122,22 @@ class CustomCellOp {
 #endif
 
   // Without a stream: on the CPU.
-  template <class Step>
-  void step(const Step&) const {
-    TORCH_INTERNAL_ASSERT(false, program_.name, ": no kernels for the CPU");
+  template <typename T>
+  void step(const StepForwardArguments<T>& step) const {
+    std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
+  }
+  template <typename T>
+  void step(const StepBackwardArguments<T>& step) const {
+    std::get<CpuLaunchers<T>>(compiled_->cpu).step_backward(step);
   }
 
  private:
 #ifdef LLTM_EXT_WITH_CUDA
+  template <typename T>
+  const CudaLaunchers<T>& launchers() const {
+    return std::get<CudaLaunchers<T>>(compiled_->cuda);
+  }
+
   template <class Arguments>
   cudaError_t launch_few_rows(const CellKernel& which, const Arguments& sequence, const FewRowsTile& tile,
                               cudaStream_t stream) const {
@@ -141,6 +171,7 @@ class CustomCellOp {
 #endif
 
   const CellProgram& program_;
+  const CompiledCell* const compiled_;  // or null: the call's kernels are compiled at run time
 };
 
 }  // namespace lltm_ext

@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <charconv>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -22,6 +23,11 @@ int number(const std::string& cell, const std::string& text, int least) {
       error == std::errc() && end == text.data() + text.size() && value >= least && value <= kMaxValues, cell,
       ": expected a number from ", least, " to ", kMaxValues, ", got '", text, "'");
   return value;
+}
+
+std::map<std::string, const CompiledCell*>& compiled_cells() {
+  static auto& cells = *new std::map<std::string, const CompiledCell*>();
+  return cells;
 }
 
 // What differs between the sources of kernels. `call` is the kernel's body.
@@ -68,7 +74,22 @@ KernelText text_of(const CellKernel& kernel) {
 
 }  // namespace
 
+bool add_compiled_cell(const std::string& name, const CompiledCell& cell) {
+  compiled_cells()[name] = &cell;
+  return true;
+}
+
 CellProgram::CellProgram(std::string_view text_) : text(text_) {
+  if (const auto found = compiled_cells().find(text); found != compiled_cells().end()) {
+    compiled = found->second;
+    name = text;
+    shape = compiled->shape;
+    zeros_stay = true;
+    // The code is inside the namespace, which the header opens itself.
+    code = c10::str("}  // namespace lltm_ext\n", compiled->header,
+                    "\nnamespace lltm_ext {\nusing Cell = ", compiled->type, ";\n");
+    return;
+  }
   const Strings fields = fields_of(text);
   const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
   TORCH_CHECK_VALUE(numbers.size() == 10 || numbers.size() == 11,

@@ -1,7 +1,8 @@
-// A user's cell in the text form that the dispatcher carries, so that it can be traced and exported. The
-// text's fields (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct
-// `Cell` (recurrence/cell.h). The numbers are those of its CellShape but `wide`; 1 if a unit of zeros stays
-// so, forward and backward, else 0; `wide`, which programs of version 0.3 lack.
+// A cell in the text form that the dispatcher carries, so that it can be traced and exported: the name of one
+// that is compiled with the package, or the text of another one. The text's fields (common/runtime/text.h):
+// the cell's name; numbers, separated by commas; the C++ of its struct `Cell` (recurrence/cell.h). The
+// numbers are those of its CellShape but `wide`; 1 if a unit of zeros stays so, forward and backward, else 0;
+// `wide`, which programs of version 0.3 lack.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -11,6 +12,7 @@
 #include <tuple>
 
 #include "recurrence/cell.h"
+#include "recurrence/compiled_cell.h"
 
 namespace lltm_ext {
 
@@ -43,6 +45,7 @@ struct CellProgram {
   std::string text, name, code;
   CellShape shape;
   bool zeros_stay;
+  const CompiledCell* compiled = nullptr;
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;

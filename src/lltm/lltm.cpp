@@ -114,10 +114,13 @@ bool uses_fused_cell(const at::Tensor& input, const at::Tensor& weights, const a
 template <typename F>
 void launch_fused_cell_on_stream(const char* kernel, const at::Tensor& gates, const at::Tensor& cell, F&& f) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(gates.get_device());
-  check_launch(kernel, with_fused_type(gates.scalar_type(), [&](auto type) {
-                 return cell.scalar_type() == gates.scalar_type() ? f(type, type, stream)
-                                                                  : f(type, Type<float>{}, stream);
-               }));
+  const auto call = [&](auto type) {
+    const bool is_narrow = cell.scalar_type() == gates.scalar_type();
+    check_launch(kernel, is_narrow ? f(type, type, stream) : f(type, Type<float>{}, stream));
+  };
+  if (gates.scalar_type() == at::kHalf) return call(Type<__half>{});
+  if (gates.scalar_type() == at::kBFloat16) return call(Type<__nv_bfloat16>{});
+  call(Type<float>{});
 }
 
 template <typename T>
@@ -442,7 +445,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 #ifdef TORCH_EXTENSION_NAME
+void share_lltm();  // lltm_sequence.cpp
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  share_lltm();
   m.def("forward", torch::wrap_pybind_function_no_gil(raw_forward), py::arg("input"), py::arg("weights"),
         py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
   m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_h"), py::arg("grad_cell"),

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._loop import run_loop
 from lltm_ext.cells import gru
 from lltm_ext.fake_quantize import fake_quantize_reference
@@ -134,9 +135,7 @@ def of_gru(draw: Draw) -> dict[str, Any]:
 def gru_reference(
     input: Tensor, hx: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor | None, b_hn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    output, (h_n,) = run_loop(
-        gru, input, [hx], weight_ih, weight_hh, bias, [b_hn], [], None, None, is_reverse=False
-    )
+    output, (h_n,) = run_loop(gru, SequenceCall(input, [hx], weight_ih, weight_hh, bias, [b_hn]))
     return output, h_n
 
 

@@ -3,8 +3,6 @@
 // them.
 #pragma once
 
-#include <array>
-#include <tuple>
 #include <vector>
 
 #include "common/library.h"
@@ -58,13 +56,6 @@ bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_
 #endif
 }
 
-// The same for both directions of a layer.
-template <class Op>
-bool both_add_units(const Op& op, const at::Tensor& input, at::TensorList forward_direction,
-                    at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  return forward_direction.size() > 3 && adds_units(op, input, forward_direction[3], batch_sizes, algorithm);
-}
-
 // The next hidden size that fused kernels take.
 inline int64_t with_added_units(int64_t hidden) { return (hidden / kUnitsTogether + 1) * kUnitsTogether; }
 
@@ -101,60 +92,25 @@ inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t 
   }
 }
 
-template <size_t kDirections>
-void add_units(std::array<Direction, kDirections>& directions, int64_t hidden) {
-  std::vector<TensorOfUnits> tensors;
-  for (Direction& d : directions) {
-    for (at::Tensor* x : {&d.h0, &d.states, &d.parameters, &d.step_inputs}) {
-      tensors.push_back({x, kLastDimension});
+// The results of run(directions with the units added).
+template <typename F>
+variable_list run_with_added_units(Directions directions, F&& run) {
+  const int64_t hidden = directions[0].weight_hh.size(1);
+  std::vector<Direction> wide = directions.vec();
+  std::vector<TensorOfUnits> given, found;
+  for (Direction& d : wide) {
+    for (at::Tensor* x : {&d.h0, &d.states, &d.parameters, &d.step_inputs})
+      given.push_back({x, kLastDimension});
+    given.push_back({&d.weight_ih, kFirstDimension});
+    given.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
+    for (OptionalTensor* x : {&d.bias, &d.bias_hh}) {
+      if (*x) given.push_back({&**x, kLastDimension});
     }
-    tensors.push_back({&d.weight_ih, kFirstDimension});
-    tensors.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
-    if (d.bias) tensors.push_back({&*d.bias, kLastDimension});
   }
-  resize_units(tensors, hidden, with_added_units(hidden));
-}
-
-inline void remove_added_units(variable_list& results, int64_t hidden) {
-  std::vector<TensorOfUnits> tensors;
-  for (at::Tensor& x : results) tensors.push_back({&x, kLastDimension});
-  resize_units(tensors, with_added_units(hidden), hidden);
-}
-
-// (output, h_n, states_n) of run(direction with the units added).
-template <class Op, typename F>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> run_with_added_units(const Op& op, const at::Tensor& input,
-                                                                    const Direction& d,
-                                                                    at::OptionalIntArrayRef batch_sizes,
-                                                                    c10::string_view algorithm, F&& run) {
-  check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
-  const int64_t hidden = d.weight_hh.size(1);
-  std::array<Direction, 1> wide = {d};
-  add_units(wide, hidden);
-  const auto [output, h_n, states_n] = run(wide[0]);
-  variable_list results = {output, h_n, states_n};
-  remove_added_units(results, hidden);
-  return {results[0], results[1], results[2]};
-}
-
-// The same for both directions of a layer, which run(forward_direction, reverse_direction) gets as lists.
-template <class Op, typename F>
-variable_list run_both_with_added_units(const Op& op, const at::Tensor& input,
-                                        at::TensorList forward_direction, at::TensorList reverse_direction,
-                                        at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                        F&& run) {
-  std::array<Direction, 2> wide =
-      checked_directions(op, input, forward_direction, reverse_direction, batch_sizes, algorithm);
-  const int64_t hidden = wide[0].h0.size(1);
-  add_units(wide, hidden);
-  variable_list lists[2];
-  for (size_t i = 0; i < 2; ++i) {
-    const Direction& d = wide[i];
-    lists[i] = {d.h0, d.states, d.weight_ih, d.weight_hh};
-    if (d.bias) lists[i].push_back(*d.bias);
-  }
-  variable_list results = run(lists[0], lists[1]);
-  remove_added_units(results, hidden);
+  resize_units(given, hidden, with_added_units(hidden));
+  variable_list results = run(std::move(wide));
+  for (at::Tensor& x : results) found.push_back({&x, kLastDimension});
+  resize_units(found, with_added_units(hidden), hidden);
   return results;
 }
 #endif

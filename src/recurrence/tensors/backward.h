@@ -1,4 +1,4 @@
-// A sequence op (op.h) backward: <op>_backward, and that of two directions. The steps run in a few chunks,
+// Sequences of a cell backward, in one direction or two. The steps run in a few chunks,
 // the last steps first. A chunk computes the gradients of its gates, from which matrix products follow.
 #pragma once
 
@@ -18,7 +18,6 @@
 #include "common/matmul.h"
 #include "recurrence/step/step.h"
 #include "recurrence/tensors/launch.h"
-#include "recurrence/tensors/resets.h"
 
 namespace lltm_ext {
 
@@ -135,9 +134,9 @@ struct BackwardOps {
     if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
     if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
     if (!grad_states_n) return;
-    const std::string name = op.stacked_states() ? "grad_states_n" : "grad_c_n";
-    check(name.c_str(), *grad_states_n, states_type(input, d), states_sizes(op, batch, hidden),
-          op.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
+    const c10::SymDimVector sizes = states_sizes(shape, d, batch, hidden);
+    check("grad_states_n", *grad_states_n, states_type(input, d), sizes,
+          sizes.size() == 2 ? "[batch, hidden_size]" : "[states, batch, hidden_size]");
   }
 
   // A direction: what its backward reads, and the gradients that its chunks add to.
@@ -221,10 +220,7 @@ struct BackwardOps {
                  bool side_by_side = false) const {
     const at::Tensor& like = parts[0].direction.gates;
     const Plan plan = sizes.plan(op, like, /*backward=*/true, algorithm, parts.size(), side_by_side);
-    const bool resets = parts[0].direction.reset.defined();
-    if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
-        try_run_fused(parts, sizes, plan, algorithm))
-      return;
+    if (plan.is_fused() && try_run_fused(parts, sizes, plan, algorithm)) return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
     if (sizes.plan(op, like, /*backward=*/true, algorithm, 1, /*side_by_side=*/true).is_fused()) {
@@ -330,7 +326,7 @@ struct BackwardOps {
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
       };
     };
-    const bool ran = try_launch_fused<Op>(
+    const bool ran = try_launch_fused(
         "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
           return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
         });
@@ -433,70 +429,6 @@ struct BackwardOps {
       results.push_back(std::move(g));
     }
     return results;
-  }
-};
-
-// The dispatcher ops of a built-in cell.
-template <class Op>
-struct BuiltInBackward {
-  using Inputs = typename BackwardOps<Op>::BackwardInputs;
-
-  // Of each direction {grad_input, grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}; those of
-  // input and bias are empty unless they are needed, those of initial states unless these are given.
-  static variable_list run(const at::Tensor& input, Directions directions, at::ArrayRef<Inputs> given,
-                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                           bool input_needs_grad, bool bias_needs_grad) {
-#ifndef LLTM_EXT_STABLE_ABI
-    if (has_resets_on_cuda(input, directions)) {
-      return WithResets<Op>::backward(input, directions[0], given[0], batch_sizes, algorithm,
-                                      input_needs_grad, bias_needs_grad);
-    }
-#endif
-    const auto or_empty = [&](const at::Tensor& x) {
-      return x.defined() ? x : at::empty({0}, input.options());
-    };
-    variable_list results;
-    for (const Gradients& g : BackwardOps<Op>{}.check_and_run(input, directions, given, batch_sizes,
-                                                              algorithm, input_needs_grad, bias_needs_grad)) {
-      append(results, {or_empty(g.input), or_empty(g.h0), or_empty(g.states), g.weight_ih, g.weight_hh,
-                       or_empty(g.bias)});
-    }
-    return results;
-  }
-
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_backward(
-      const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
-      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const at::Tensor& output,
-      const at::Tensor& gates, const at::Tensor& extra, at::OptionalIntArrayRef batch_sizes, bool reverse,
-      c10::string_view algorithm, bool input_needs_grad, bool bias_needs_grad, const OptionalTensor& reset) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, std::nullopt, reverse, reset, {});
-    const Inputs given = {grad_output, grad_h_n, grad_c_n, output, gates, extra};
-    const variable_list g =
-        run(input, only, given, batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
-    return {g[0], g[1], g[2], g[3], g[4], g[5]};
-  }
-
-  // grad_input, and of each direction {grad_h0, grad_c0, grad_weight_ih, grad_weight_hh, grad_bias}, from the
-  // gradients of each direction's outputs, and its {output, gates, extra}.
-  static variable_list bidirectional_backward(const c10::List<OptionalTensor>& grad_outputs,
-                                              const at::Tensor& input, at::TensorList forward_direction,
-                                              at::TensorList reverse_direction, at::TensorList saved,
-                                              at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                              bool input_needs_grad, bool bias_needs_grad) {
-    TORCH_CHECK(grad_outputs.size() == 6 && saved.size() == 6, Op::name() + "_bidirectional_backward",
-                ": expected three of grad_outputs and three of saved for each direction, got ",
-                grad_outputs.size(), " and ", saved.size());
-    std::vector<Inputs> given;
-    for (size_t i = 0; i < 6; i += 3) {
-      given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
-                       saved[i + 1], saved[i + 2]});
-    }
-    variable_list g = run(input, directions_of(Op::name(), forward_direction, reverse_direction), given,
-                          batch_sizes, algorithm, input_needs_grad, bias_needs_grad);
-    if (input_needs_grad) g[0] = g[0] + g[6];
-    g.erase(g.begin() + 6);
-    return g;
   }
 };
 

@@ -1,5 +1,4 @@
-// A sequence op (op.h) forward: <op>, <op>_forward, which saves what the backward needs, and both for two
-// directions.
+// Sequences of a cell forward, in one direction or two.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -14,7 +13,6 @@
 #include "recurrence/step/step.h"
 #include "recurrence/tensors/added_units.h"
 #include "recurrence/tensors/launch.h"
-#include "recurrence/tensors/resets.h"
 
 namespace lltm_ext {
 
@@ -63,8 +61,8 @@ struct ForwardOps {
             .view_symint(sizes_like_input(input, gates * hidden));
     if (save) out.extra = empty_like_input(input, extra * hidden);
     out.h_n = at::empty({sizes.batch, hidden}, input.options());
-    out.states_n =
-        at::empty_symint(states_sizes(op, sizes.batch, hidden), input.options().dtype(states_type(input, d)));
+    out.states_n = at::empty_symint(states_sizes(shape, d, sizes.batch, hidden),
+                                    input.options().dtype(states_type(input, d)));
     return out;
   }
 
@@ -86,10 +84,7 @@ struct ForwardOps {
                  c10::string_view algorithm, bool save, bool side_by_side = false) const {
     const Plan plan =
         sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size(), side_by_side);
-    const bool resets = directions[0].reset.defined();
-    if (plan.is_fused() && (!resets || op.resets_in_fused_kernels()) &&
-        try_run_fused(directions, outs, sizes, plan, algorithm, save))
-      return;
+    if (plan.is_fused() && try_run_fused(directions, outs, sizes, plan, algorithm, save)) return;
     if (directions.size() == 1) {
       return run_stepwise(outs[0], directions[0], sizes.steps(directions[0].reverse), save);
     }
@@ -202,33 +197,28 @@ struct ForwardOps {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const bool ran = try_launch_fused<Op>("recurrence_forward", outs[0].output, plan, algorithm,
-                                          directions.size(), [&](auto type, auto stream) {
-                                            auto sequences =
-                                                per_direction(type, directions.size(), arguments_of);
-                                            sequences.rows = outs[0].output.numel() / sizes.hidden;
-                                            return op.launch(sequences, plan, stream);
-                                          });
+    const bool ran = try_launch_fused("recurrence_forward", outs[0].output, plan, algorithm,
+                                      directions.size(), [&](auto type, auto stream) {
+                                        auto sequences = per_direction(type, directions.size(), arguments_of);
+                                        sequences.rows = outs[0].output.numel() / sizes.hidden;
+                                        return op.launch(sequences, plan, stream);
+                                      });
     for (size_t i = 0; ran && i < outs.size(); ++i) finish_states(outs[i], states_n[i]);
     return ran;
   }
 
   // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}, and h
-  // of every step if the output is a state.
-  variable_list check_and_run(const at::Tensor& input, Directions directions,
-                              at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                              bool save) const {
-    const std::string name = op.name();
-    for (const Direction& d : directions) check_inputs(op, name.c_str(), input, d, batch_sizes, algorithm);
-    check_same_sizes(name, directions);
+  // of every step if the output is a state, else [.., 0].
+  variable_list run(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes,
+                    c10::string_view algorithm, bool save) const {
     const auto outs = input.is_meta() ? meta_forward(input, directions, batch_sizes)
                                       : run_forward(input, directions, batch_sizes, algorithm, save);
     variable_list outputs;
     for (const Outputs& out : outs) {
       append(outputs, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
       if (!save) continue;
-      append(outputs, {shape.wide ? empty_like_input(input, 0) : out.gates, out.extra});
-      if (shape.outputs_state()) append(outputs, {out.output});
+      append(outputs, {shape.wide ? empty_like_input(input, 0) : out.gates, out.extra,
+                       shape.outputs_state() ? out.output : empty_like_input(input, 0)});
     }
     return outputs;
   }
@@ -241,7 +231,7 @@ struct ForwardOps {
                         batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
       outs.push_back({.output = empty_like_input(input, hidden),
                       .h_n = at::empty_symint({batch, hidden}, input.options()),
-                      .states_n = at::empty_symint(states_sizes(op, batch, hidden),
+                      .states_n = at::empty_symint(states_sizes(shape, d, batch, hidden),
                                                    input.options().dtype(states_type(input, d))),
                       .gates = empty_like_input(input, shape.saved_gates() * hidden),
                       .extra = empty_like_input(input, extra * hidden)});
@@ -250,32 +240,6 @@ struct ForwardOps {
     return outs;
   }
 };
-
-// ---- half types on the CPU
-
-// They are only storage there: products in float32 are faster, and more exact.
-inline bool is_half_on_cpu(const at::Tensor& x) {
-  return x.defined() && x.is_cpu() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
-}
-
-// (output, h_n, c_n) of run(input, direction) in float32, rounded to the dtypes of input and states.
-template <class Op, typename F>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> run_in_float32(const Op& op, const at::Tensor& input,
-                                                              const Direction& d,
-                                                              at::OptionalIntArrayRef batch_sizes,
-                                                              c10::string_view algorithm, F&& run) {
-  check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
-  const Direction wide = {.h0 = in_float32(d.h0),
-                          .states = in_float32(d.states),
-                          .weight_ih = in_float32(d.weight_ih),
-                          .weight_hh = in_float32(d.weight_hh),
-                          .bias = d.bias ? OptionalTensor(in_float32(*d.bias)) : std::nullopt,
-                          .reverse = d.reverse,
-                          .reset = d.reset};
-  const auto [output, h_n, c_n] = run(in_float32(input), wide);
-  const at::ScalarType type = input.scalar_type();
-  return {output.to(type), h_n.to(type), c_n.to(states_type(input, d))};
-}
 
 // ---- a single step
 
@@ -289,40 +253,39 @@ inline bool single_step_on_tensor_cores(const at::Tensor& input, const Direction
 #endif
 }
 
-// Whether a sequence of a built-in cell is one step that has a kernel of its own. Its inputs have been
-// checked.
+// Whether a sequence is one step that has a kernel of its own. Its inputs have been checked.
 template <class Op>
 bool takes_single_step(const Op& op, const at::Tensor& input, const Direction& d,
                        at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  if (!input.is_cuda() || input.is_meta() || batch_sizes || input.size(0) != 1) return false;
+  if (!input.is_cuda() || batch_sizes || input.sym_size(0) != 1 || !op.has_single_step()) return false;
   if (!d.h0.defined() || !d.states.defined() || d.reset.defined()) return false;
   if (input.scalar_type() == at::kDouble || algorithm != "auto") return false;
   return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
                           static_cast<int>(input.element_size()), single_step_on_tensor_cores(input, d));
 }
 
-// {output, h_n, states_n}, and if `save` {gates, extra}.
+// As ForwardOps::run.
 template <class Op>
-variable_list run_single_step(const Op& op, const at::Tensor& input, const Direction& d,
-                              const OptionalTensor& bias_hh, bool save) {
+variable_list run_single_step(const Op& op, const at::Tensor& input, const Direction& d, bool save) {
   const KernelGuard guard(input);
   const int64_t batch = input.size(1), hidden = d.h0.size(1);
   const CellShape shape = op.shape();
   variable_list results = {at::empty({1, batch, hidden}, input.options()),
                            at::empty({batch, hidden}, input.options()),
-                           at::empty({batch, hidden}, input.options().dtype(states_type(input, d)))};
+                           at::empty(d.states.sizes(), d.states.options())};
   if (save) {
     results.push_back(at::empty({1, batch, shape.gates * hidden}, input.options()));
     results.push_back(at::empty({1, batch, shape.extra() * hidden}, input.options()));
+    results.push_back(empty_like_input(input, 0));
   }
 #ifdef LLTM_EXT_WITH_CUDA
   const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = d.states.contiguous(),
                    weight_ih = d.weight_ih.contiguous(), weight_hh = d.weight_hh.contiguous(),
                    bias = contiguous_or_none(or_undefined(d.bias)),
-                   second_bias = contiguous_or_none(or_undefined(bias_hh));
+                   bias_hh = contiguous_or_none(or_undefined(d.bias_hh));
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(input.get_device());
   check_launch(
-      "recurrence_single_step", with_fused_type(input.scalar_type(), [&](auto type) {
+      "recurrence_single_step", with_type(input.scalar_type(), [&](auto type) {
         using T = typename decltype(type)::type;
         const bool narrow = sizeof(T) < sizeof(acc_t<T>) && results[2].scalar_type() == input.scalar_type();
         return op.launch(SingleStepArguments<T>{.batch = static_cast<int>(batch),
@@ -336,7 +299,7 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
                                                 .weight_ih = pointer<T>(weight_ih),
                                                 .weight_hh = pointer<T>(weight_hh),
                                                 .bias = pointer<T>(bias),
-                                                .bias_hh = pointer<T>(second_bias),
+                                                .bias_hh = pointer<T>(bias_hh),
                                                 .output = mutable_pointer<T>(results[0]),
                                                 .h_n = mutable_pointer<T>(results[1]),
                                                 .states_n = mutable_pointer<void>(results[2]),
@@ -347,146 +310,5 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
 #endif
   return results;
 }
-
-// ---- the dispatcher ops of a built-in cell
-
-// Whether Op::CpuLayer, which an op on the CPU may have, runs this sequence. Algorithms that need CUDA are
-// refused later.
-template <class Op>
-bool cpu_layer_takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes,
-                     c10::string_view algorithm) {
-  if (!input.defined() || !input.is_cpu()) return false;
-  check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
-  return (algorithm == "auto" || algorithm == "stepwise") && Op::CpuLayer::takes(input, d, batch_sizes);
-}
-
-template <class Op>
-struct BuiltInForward {
-  static variable_list run(const at::Tensor& input, Directions directions,
-                           at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm, bool save) {
-#ifndef LLTM_EXT_STABLE_ABI
-    if (has_resets_on_cuda(input, directions)) {
-      return WithResets<Op>::forward(input, directions[0], batch_sizes, algorithm, save);
-    }
-#endif
-    return ForwardOps<Op>{}.check_and_run(input, directions, batch_sizes, algorithm, save);
-  }
-
-  // (output, h_n, c_n)
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence(
-      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, {});
-    if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
-    if constexpr (Op::has_cpu_layer()) {
-      if (cpu_layer_takes<Op>(input, only, batch_sizes, algorithm))
-        return run_cpu_layer(input, only, bias_hh);
-    }
-    if (const variable_list y = single_step(input, only, bias_hh, batch_sizes, algorithm, /*save=*/false);
-        !y.empty()) {
-      return {y[0], y[1], y[2]};
-    }
-    return run_kernels(input, with_one_bias(only, bias_hh), batch_sizes, algorithm);
-  }
-
-  // The results of a sequence that takes_single_step, or none.
-  static variable_list single_step(const at::Tensor& input, const Direction& d, const OptionalTensor& bias_hh,
-                                   at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                   bool save) {
-    if (!input.defined() || !input.is_cuda() || input.dim() != 3 || input.sym_size(0) != 1) return {};
-    if (batch_sizes || d.reset.defined() || !d.h0.defined() || !d.states.defined()) return {};
-    check_inputs(Op{}, Op::name().c_str(), input, d, batch_sizes, algorithm);
-    if (!takes_single_step(Op{}, input, d, batch_sizes, algorithm)) return {};
-    return run_single_step(Op{}, input, d, bias_hh, save);
-  }
-
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> sequence_of(const at::Tensor& input,
-                                                                    const Direction& d,
-                                                                    at::OptionalIntArrayRef batch_sizes,
-                                                                    c10::string_view algorithm) {
-    if constexpr (Op::has_cpu_layer()) {
-      if (cpu_layer_takes<Op>(input, d, batch_sizes, algorithm)) return run_cpu_layer(input, d, {});
-    }
-    return run_kernels(input, d, batch_sizes, algorithm);
-  }
-
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run_cpu_layer(const at::Tensor& input,
-                                                                      const Direction& d,
-                                                                      const OptionalTensor& bias_hh) {
-    const auto [output, h_n, c_n, workspace] =
-        Op::CpuLayer::forward({input, d, bias_hh}, d.reverse, /*train=*/false);
-    return {output, h_n, c_n.to(states_type(input, d))};
-  }
-
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run_kernels(const at::Tensor& input,
-                                                                    const Direction& d,
-                                                                    at::OptionalIntArrayRef batch_sizes,
-                                                                    c10::string_view algorithm) {
-    if (is_half_on_cpu(input)) {
-      return run_in_float32(Op{}, input, d, batch_sizes, algorithm, [&](const auto& x, const auto& wide) {
-        return sequence_of(x, wide, batch_sizes, algorithm);
-      });
-    }
-#ifndef LLTM_EXT_STABLE_ABI
-    if (adds_units(Op{}, input, d.weight_hh, batch_sizes, algorithm)) {
-      return run_with_added_units(Op{}, input, d, batch_sizes, algorithm, [&](const Direction& wide) {
-        return sequence_of(input, wide, batch_sizes, algorithm);
-      });
-    }
-#endif
-    const variable_list y = run(input, d, batch_sizes, algorithm, /*save=*/false);
-    return {y[0], y[1], y[2]};
-  }
-
-  // As above, and (gates, extra) for the backward.
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sequence_forward(
-      const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-      const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
-      at::OptionalIntArrayRef batch_sizes, bool reverse, c10::string_view algorithm,
-      const OptionalTensor& reset, const OptionalTensor& bias_hh) {
-    const Direction only = direction_of(Op{}, h0, c0, weight_ih, weight_hh, bias, reverse, reset, {});
-    if (bias_hh) check_bias_hh(Op::name().c_str(), or_undefined(bias), *bias_hh);
-    variable_list y = single_step(input, only, bias_hh, batch_sizes, algorithm, /*save=*/true);
-    if (y.empty()) y = run(input, with_one_bias(only, bias_hh), batch_sizes, algorithm, /*save=*/true);
-    return {y[0], y[1], y[2], y[3], y[4]};
-  }
-
-  // (output, h_n, c_n) of each direction.
-  static variable_list bidirectional(const at::Tensor& input, at::TensorList forward_direction,
-                                     at::TensorList reverse_direction, at::OptionalIntArrayRef batch_sizes,
-                                     c10::string_view algorithm) {
-#ifndef LLTM_EXT_STABLE_ABI
-    if (both_add_units(Op{}, input, forward_direction, batch_sizes, algorithm)) {
-      return run_both_with_added_units(Op{}, input, forward_direction, reverse_direction, batch_sizes,
-                                       algorithm, [&](at::TensorList wide, at::TensorList wide_reverse) {
-                                         return bidirectional(input, wide, wide_reverse, batch_sizes,
-                                                              algorithm);
-                                       });
-    }
-#endif
-    if (!input.defined() || !input.is_cpu()) {
-      return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes,
-                 algorithm, /*save=*/false);
-    }
-    variable_list outputs;
-    for (const Direction& d :
-         checked_directions(Op{}, input, forward_direction, reverse_direction, batch_sizes, algorithm)) {
-      const auto [output, h_n, c_n] = sequence_of(input, d, batch_sizes, algorithm);
-      append(outputs, {output, h_n, c_n});
-    }
-    return outputs;
-  }
-
-  // As above, each with (gates, extra) for the backward.
-  static variable_list bidirectional_forward(const at::Tensor& input, at::TensorList forward_direction,
-                                             at::TensorList reverse_direction,
-                                             at::OptionalIntArrayRef batch_sizes,
-                                             c10::string_view algorithm) {
-    return run(input, directions_of(Op::name(), forward_direction, reverse_direction), batch_sizes, algorithm,
-               /*save=*/true);
-  }
-};
 
 }  // namespace lltm_ext

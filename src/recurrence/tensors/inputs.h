@@ -161,8 +161,22 @@ struct Direction {
   at::Tensor parameters = {}, step_inputs = {};  // undefined if the cell has none
   // [T, B] or [N], what a row loses of h and its states before a step: bool, or a number. Undefined: nothing.
   at::Tensor reset = {};
+  OptionalTensor bias_hh = {};  // is added to the bias, as nn.LSTM has it
 };
 using Directions = at::ArrayRef<Direction>;
+
+// A call that runs a cell over a sequence. Two directions are those of a bidirectional layer, forward and in
+// reverse.
+struct CellCall {
+  at::Tensor input;
+  std::vector<Direction> directions;
+  at::OptionalIntArrayRef batch_sizes;
+  c10::string_view algorithm, program;
+
+  CellCall with(std::vector<Direction> others) const {
+    return {input, std::move(others), batch_sizes, algorithm, program};
+  }
+};
 
 inline at::Tensor or_undefined(const OptionalTensor& x) { return x.value_or(at::Tensor()); }
 
@@ -178,13 +192,10 @@ inline int64_t packed_batch_of(const Direction& d, at::IntArrayRef batch_sizes) 
   return d.h0.defined() ? d.h0.size(0) : batch_sizes.empty() ? 0 : batch_sizes[0];
 }
 
-// What nn.LSTM's two biases add to the gates.
-inline OptionalTensor sum_of_biases(const OptionalTensor& bias_ih, const OptionalTensor& bias_hh) {
-  return bias_hh ? *bias_ih + *bias_hh : bias_ih;
-}
-
-inline Direction with_one_bias(Direction d, const OptionalTensor& bias_hh) {
-  d.bias = sum_of_biases(d.bias, bias_hh);
+// The same with the sum of two biases as its bias.
+inline Direction with_one_bias(Direction d) {
+  if (d.bias_hh) d.bias = *d.bias + *d.bias_hh;
+  d.bias_hh.reset();
   return d;
 }
 
@@ -200,48 +211,30 @@ inline void set_values(const at::Tensor& values, const at::Tensor& x) {
   x.defined() ? values.copy_(x) : values.zero_();
 }
 
-// Of the arguments of a built-in cell's op. bias_hh is checked here, because only its sum with bias is kept.
-template <class Op>
-Direction direction_of(const Op& op, const OptionalTensor& h0, const OptionalTensor& c0,
-                       const at::Tensor& weight_ih, const at::Tensor& weight_hh, const OptionalTensor& bias,
-                       bool reverse, const OptionalTensor& reset, const OptionalTensor& bias_hh) {
-  if (bias_hh) check_bias_hh(op.name().c_str(), or_undefined(bias), *bias_hh);
-  return {or_undefined(h0),
-          or_undefined(c0),
-          weight_ih,
-          weight_hh,
-          sum_of_biases(bias, bias_hh),
-          reverse,
-          {},
-          {},
-          or_undefined(reset)};
-}
-
 // The resets of all rows, contiguous; on the CPU [N].
 inline at::Tensor rows_of_reset(const Direction& d) {
   const at::Tensor rows = contiguous_or_none(d.reset);
   return rows.defined() && rows.is_cpu() ? rows.view({rows.numel()}) : rows;
 }
 
+// The sizes of the states: as they are given, or [S, B, H].
+inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d, const c10::SymInt& batch,
+                                      const c10::SymInt& hidden) {
+  if (shape.states == 1 && d.states.defined() && d.states.dim() != 3) return {batch, hidden};
+  return {shape.states, batch, hidden};
+}
+
 // What a cell is to the code that runs it on tensors:
 //
 //   struct Op {
-//     name();             // in messages
-//     shape();            // a CellShape
-//     states_name();      // the argument that has the states
-//     stacked_states();   // whether they are [S, B, H], or [B, H] of the only one
-//     resets_in_fused_kernels();      // whether its fused kernels take Direction::reset
-//     has_fused_kernels_of_double();  // whether some of them take float64
-//     loads_eights(input);            // whether fused kernels on its device load units by eights
-//     zeros_stay();                   // whether a unit of zeros stays so, forward and backward
-//     ...                 // the launches of tensors/launch.h
+//     name();               // in messages
+//     shape();              // a CellShape
+//     states_name();        // the argument that has the states
+//     has_single_step();    // whether it has the kernel of a single step
+//     loads_eights(input);  // whether fused kernels on its device load units by eights
+//     zeros_stay();         // whether a unit of zeros stays so, forward and backward
+//     ...                   // the launches of tensors/launch.h
 //   };
-template <class Op>
-c10::SymDimVector states_sizes(const Op& op, const c10::SymInt& batch, const c10::SymInt& hidden) {
-  if (op.stacked_states()) return {op.shape().states, batch, hidden};
-  return {batch, hidden};
-}
-
 template <class Op>
 void check_inputs(const Op& of, const char* op, const at::Tensor& input, const Direction& d,
                   at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
@@ -277,14 +270,15 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
                          const std::string& meaning) { check_shape(op, name, x, sizes, meaning.c_str()); };
   if (d.h0.defined()) check("h0", d.h0, {batch, hidden}, "[batch, hidden_size]");
   if (d.states.defined()) {
-    check(states, d.states, states_sizes(of, batch, hidden),
-          of.stacked_states() ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
+    check(states, d.states, states_sizes(shape, d, batch, hidden),
+          d.states.dim() == 3 ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   }
   const c10::SymInt rows = shape.gates * hidden;
   check("weight_ih", d.weight_ih, {rows, input.sym_size(-1)}, gates_by(shape.gates, ", input_size"));
   if (shape.recurrent)
     check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
   if (d.bias) check("bias", *d.bias, {rows}, gates_by(shape.gates, ""));
+  if (d.bias_hh) check_bias_hh(op, or_undefined(d.bias), *d.bias_hh);
   if (shape.parameters > 0) {
     check_like_input("parameters", d.parameters);
     check("parameters", d.parameters, {shape.parameters, hidden}, "[parameters, hidden_size]");
@@ -305,45 +299,16 @@ void check_inputs(const Op& of, const char* op, const at::Tensor& input, const D
   algorithm_named(op, algorithm);
 }
 
-// From [h0, c0, weight_ih, weight_hh] or these and bias.
-inline std::array<Direction, 2> directions_of(const std::string& op, at::TensorList forward_direction,
-                                              at::TensorList reverse_direction) {
-  for (const at::TensorList& given : {forward_direction, reverse_direction}) {
-    TORCH_CHECK(given.size() == 4 || given.size() == 5, op, "_bidirectional",
-                ": expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, got ",
-                given.size(), " tensors");
-  }
-  const auto direction = [](const at::TensorList& x, bool reverse) -> Direction {
-    return {.h0 = x[0],
-            .states = x[1],
-            .weight_ih = x[2],
-            .weight_hh = x[3],
-            .bias = x.size() > 4 ? OptionalTensor(x[4]) : std::nullopt,
-            .reverse = reverse};
-  };
-  return {direction(forward_direction, false), direction(reverse_direction, true)};
-}
-
+// Both directions of a layer have states of the same sizes.
 inline void check_same_sizes(const std::string& op, Directions directions) {
   for (const Direction& d : directions.slice(1)) {
-    TORCH_CHECK(d.h0.sym_sizes() == directions[0].h0.sym_sizes(), op, "_bidirectional",
-                ": expected h0 of both directions to have one shape, got ", directions[0].h0.sym_sizes(),
-                " and ", d.h0.sym_sizes());
+    const at::Tensor &first = directions[0].h0, &other = d.h0;
+    TORCH_CHECK(first.defined() == other.defined(), op, "_bidirectional",
+                ": expected h0 of both directions, or none");
+    TORCH_CHECK(!first.defined() || other.sym_sizes() == first.sym_sizes(), op, "_bidirectional",
+                ": expected h0 of both directions to have one shape, got ", first.sym_sizes(), " and ",
+                other.sym_sizes());
   }
-}
-
-// Both directions, checked.
-template <class Op>
-std::array<Direction, 2> checked_directions(const Op& op, const at::Tensor& input,
-                                            at::TensorList forward_direction,
-                                            at::TensorList reverse_direction,
-                                            at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  const auto directions = directions_of(op.name(), forward_direction, reverse_direction);
-  for (const Direction& d : directions) {
-    check_inputs(op, op.name().c_str(), input, d, batch_sizes, algorithm);
-  }
-  check_same_sizes(op.name(), directions);
-  return directions;
 }
 
 }  // namespace lltm_ext

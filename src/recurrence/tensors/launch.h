@@ -27,56 +27,15 @@
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Calls f(Type<T>{}). Only some ops have fused kernels for float64.
-template <bool kDouble = false, typename F>
-auto with_fused_type(at::ScalarType type, F&& f) {
+// Calls f(Type<T>{}).
+template <typename F>
+auto with_type(at::ScalarType type, F&& f) {
   if (type == at::kHalf) return f(Type<__half>{});
   if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
-  if constexpr (kDouble) {
-    if (type == at::kDouble) return f(Type<double>{});
-  }
+  if (type == at::kDouble) return f(Type<double>{});
   return f(Type<float>{});
 }
 #endif
-
-// An op whose cell was compiled with the package.
-template <class Cell>
-struct BuiltInOp {
-  static constexpr CellShape shape() { return kCellShape<Cell>; }
-  static constexpr const char* states_name() { return "c0"; }
-  static constexpr bool stacked_states() { return false; }
-  // Such a call runs as a user's cell (resets.h; in the portable library, lltm_ext.cells by Python).
-  static constexpr bool resets_in_fused_kernels() { return false; }
-  static constexpr bool has_fused_kernels_of_double() { return false; }
-  static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
-  static constexpr bool zeros_stay() { return true; }
-  // Whether Op::CpuLayer runs some of its sequences (lstm/lstm_onednn.h).
-  static constexpr bool has_cpu_layer() { return false; }
-
-  template <typename T>
-  static cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) {
-    return plan_sequence<Cell, T>(problem, requested, plan);
-  }
-  template <typename T>
-  static cudaError_t launch(const PerDirection<SequenceForwardArguments<T>>& sequences, const Plan& plan,
-                            cudaStream_t stream) {
-    return launch_sequence_forward<Cell>(sequences, plan, stream);
-  }
-  template <typename T>
-  static cudaError_t launch(const PerDirection<SequenceBackwardArguments<T>>& sequences, const Plan& plan,
-                            cudaStream_t stream) {
-    return launch_sequence_backward<Cell>(sequences, plan, stream);
-  }
-  template <typename T>
-  static cudaError_t launch(const SingleStepArguments<T>& step, cudaStream_t stream) {
-    return launch_single_step<Cell>(step, stream);
-  }
-  // On the CPU without a stream.
-  template <class Step, class... Stream>
-  static auto step(const Step& step, Stream... stream) {
-    return recurrence_step<Cell>(step, stream...);
-  }
-};
 
 // Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
 // run one after the other.
@@ -99,8 +58,8 @@ Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t bat
                              .sequences = static_cast<int>(sequences),
                              .tf32 = allows_tf32(input),
                              .side_by_side = side_by_side};
-    check_launch(op, with_fused_type(input.scalar_type(),
-                                     [&](auto type) { return of.plan(type, problem, wanted, plan); }));
+    check_launch(
+        op, with_type(input.scalar_type(), [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
     if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
@@ -274,13 +233,12 @@ inline bool does_not_fit(cudaError_t error) {
 
 // Launches a fused plan by f(Type<T>{}, stream). Returns false, having run nothing, if it does not fit and
 // there is a fallback: fewer sequences at once, or unfused steps.
-template <class Op, typename F>
+template <typename F>
 bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& plan,
                       c10::string_view algorithm, size_t sequences, F&& f) {
 #ifdef LLTM_EXT_WITH_CUDA
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  const cudaError_t error = with_fused_type<Op::has_fused_kernels_of_double()>(
-      like.scalar_type(), [&](auto type) { return f(type, stream); });
+  const cudaError_t error = with_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
   const bool has_other_way = algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise;
   if (does_not_fit(error) && has_other_way) {
     cudaGetLastError();  // else the next launch would report it

@@ -15,19 +15,24 @@
 #include "common/function.h"
 #include "common/library.h"
 #include "common/onednn.h"
-#include "recurrence/tensors/inputs.h"
+#include "custom_cell/custom_cell.h"
 
 namespace lltm_ext {
 
 struct OneDnnLstm {
   static constexpr int64_t kModeOfLstm = 2;  // of torch's RNN ops
 
-  static bool takes(const at::Tensor& input, const Direction& d, at::OptionalIntArrayRef batch_sizes) {
+  // Whether the layer runs this call of one direction, which has been checked.
+  static bool takes(const CellOp& op, const CellCall& call) {
+    const at::Tensor& input = call.input;
+    if (!input.is_cpu() || call.directions.size() > 1) return false;
+    const Direction& d = call.directions[0];
+    if (!op.is_compiled("lstm") || (call.algorithm != "auto" && call.algorithm != "stepwise")) return false;
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op
     const at::ScalarType type = input.scalar_type();
     const bool has_type = type == at::kFloat || (type == at::kBFloat16 && onednn_multiplies(type));
     if (is_traced || !has_type || input.numel() == 0) return false;
-    if (batch_sizes || d.reset.defined() || !at::globalContext().userEnabledMkldnn()) return false;
+    if (call.batch_sizes || d.reset.defined() || !at::globalContext().userEnabledMkldnn()) return false;
     const int64_t batch = input.size(1), hidden = d.weight_hh.size(1);
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;
   }
@@ -40,16 +45,17 @@ struct OneDnnLstm {
   struct Inputs {
     at::Tensor input, h0, c0, weight_ih, weight_hh, bias, second_bias;
 
-    Inputs(const at::Tensor& input, const Direction& d, const OptionalTensor& bias_hh)
+    Inputs(const at::Tensor& input, const Direction& d)
         : input(input.contiguous()),
           h0(or_zeros(d.h0, input, d, input.scalar_type())),
-          c0(or_zeros(d.states, input, d, at::kFloat)),
+          c0(or_zeros(d.states.defined() && d.states.dim() == 3 ? d.states[0] : d.states, input, d,
+                      at::kFloat)),
           weight_ih(d.weight_ih.contiguous()),
           weight_hh(d.weight_hh.contiguous()),
           bias(d.bias ? d.bias->contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
-          second_bias(bias_hh  ? bias_hh->contiguous()
-                      : d.bias ? at::zeros_like(bias)
-                               : bias) {}
+          second_bias(d.bias_hh ? d.bias_hh->contiguous()
+                      : d.bias  ? at::zeros_like(bias)
+                                : bias) {}
     int64_t hidden() const { return h0.size(1); }
 
    private:
@@ -82,22 +88,42 @@ struct OneDnnLstm {
     return {input, h0, c0, weight_ih, weight_hh, bias, second_bias};
   }
 
-  // Second derivatives are those of Composed::composed (SequenceOps::SequenceFunction).
-  template <class Composed>
-  struct Node : Function<Node<Composed>> {
+  // {output, h_n, states_n} as custom_cell's.
+  static variable_list run(const CellCall& call) {
+    const Direction& d = call.directions[0];
+    const auto [output, h_n, c_n, workspace] = forward({call.input, d}, d.reverse, /*train=*/false);
+    return {output, h_n, as_states(c_n, call.input, d)};
+  }
+
+  // The same with gradients.
+  static variable_list record(const CellCall& call) {
+    const Direction& d = call.directions[0];
+    return Node::apply(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
+                       d.bias_hh, d.reverse);
+  }
+
+ private:
+  // A copy in the dtype and the sizes of the initial states.
+  static at::Tensor as_states(const at::Tensor& c_n, const at::Tensor& input, const Direction& d) {
+    const at::Tensor copy = c_n.to(states_type(input, d), /*non_blocking=*/false, /*copy=*/true);
+    return d.states.defined() ? copy.view(d.states.sizes()) : copy.unsqueeze(0);
+  }
+
+  struct Node : Function<Node> {
     static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                  const OptionalTensor& h0, const OptionalTensor& c0,
                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                  const OptionalTensor& bias, const OptionalTensor& bias_hh, bool reverse) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const Direction d = {or_undefined(h0), or_undefined(c0), weight_ih, weight_hh, bias, reverse};
-      auto [output, h_n, c_n, workspace] = OneDnnLstm::forward({input, d, bias_hh}, reverse, /*train=*/true);
+      const Direction d =
+          direction(or_undefined(h0), or_undefined(c0), weight_ih, weight_hh, bias, bias_hh, reverse);
+      auto [output, h_n, c_n, workspace] = OneDnnLstm::forward({input, d}, reverse, /*train=*/true);
       ctx->save_for_backward({input, d.h0, d.states, weight_ih, weight_hh, or_undefined(bias),
                               or_undefined(bias_hh), output, h_n, c_n, workspace});
       ctx->set_materialize_grads(false);
       ctx->saved_data["reverse"] = reverse;
-      // What is saved must not change when a caller's does.
-      return {output, h_n.clone(), c_n.to(states_type(input, d), /*non_blocking=*/false, /*copy=*/true)};
+      return {output, h_n.clone(),
+              as_states(c_n, input, d)};  // what is saved must not change with a caller's
     }
 
     static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
@@ -105,28 +131,47 @@ struct OneDnnLstm {
       if (!any_defined(grad_outputs)) return gradients;
       const variable_list saved = ctx->get_saved_variables(), inputs(saved.begin(), saved.begin() + 7);
       const bool reverse = ctx->saved_data["reverse"].toBool();
+      const Direction d = direction(saved[1], saved[2], saved[3], saved[4], if_defined(saved[5]),
+                                    if_defined(saved[6]), reverse);
       if (at::GradMode::is_enabled()) {
+        static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
         gradients = differentiable_gradients(
-            [&](variable_list x) -> variable_list {
-              for (at::Tensor& each : x) each = in_float32(each);
-              const variable_list y = Composed::composed(x, std::nullopt, reverse, at::Tensor());
-              const at::ScalarType of_c = (saved[2].defined() ? saved[2] : saved[0]).scalar_type();
-              return {y[0].to(saved[0].scalar_type()), y[1].to(saved[0].scalar_type()), y[2].to(of_c)};
+            [&](const variable_list& x) -> variable_list {
+              const auto [output, h_n, states_n] =
+                  by_loop.call(x[0], if_defined(x[1]), if_defined(x[2]), x[3], if_defined(x[4]),
+                               if_defined(x[5]), std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+                               reverse, "auto", "lstm", if_defined(x[6]));
+              return {output, h_n, states_n};
             },
             inputs, grad_outputs);
       } else {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        const Direction d = {saved[1], saved[2], saved[3], saved[4], if_defined(saved[5]), reverse};
-        gradients = OneDnnLstm::backward({saved[0], d, if_defined(saved[6])}, {saved[7], saved[8], saved[9]},
-                                         saved[10], grad_outputs, reverse);
+        const at::Tensor& of_states = grad_outputs[2];
+        gradients = OneDnnLstm::backward({saved[0], d}, {saved[7], saved[8], saved[9]}, saved[10],
+                                         {grad_outputs[0], grad_outputs[1],
+                                          of_states.defined() ? of_states.view(saved[9].sizes()) : of_states},
+                                         reverse);
         if (inputs[6].defined()) gradients[6] = gradients[5].clone();  // oneDNN's are one tensor
         for (size_t i = 0; i < inputs.size(); ++i) {
           const bool needed = inputs[i].defined() && inputs[i].requires_grad();
-          gradients[i] = needed ? gradients[i].to(inputs[i].scalar_type()) : at::Tensor();
+          gradients[i] =
+              needed ? gradients[i].view(inputs[i].sizes()).to(inputs[i].scalar_type()) : at::Tensor();
         }
       }
       gradients.resize(8);
       return gradients;
+    }
+
+    static Direction direction(const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
+                               const at::Tensor& weight_hh, const OptionalTensor& bias,
+                               const OptionalTensor& bias_hh, bool reverse) {
+      return {.h0 = h0,
+              .states = states,
+              .weight_ih = weight_ih,
+              .weight_hh = weight_hh,
+              .bias = bias,
+              .reverse = reverse,
+              .bias_hh = bias_hh};
     }
   };
 };

@@ -1,0 +1,168 @@
+"""The arguments of calls of recurrent cells: checks, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lltm_ext import _portable
+from lltm_ext._library import WrongStates, check_tensor, has_tangents, ops, transforms_active
+
+State = tuple[Tensor, Tensor]
+PAIR = ("h0", "c0")  # the names of the states of an LSTM
+
+
+class SequenceCall(NamedTuple):
+    """The arguments of a call that runs a cell over a sequence in one direction.
+
+    Attributes:
+        input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
+            holds for ``inputs`` and ``reset``.
+        states: h0 and the other states, each [B, H]; all may be None for zeros.
+        weight_ih, weight_hh, bias: [G*H, I]; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
+        parameters, inputs: in the cell's order.
+        reset: [T, B] or None. A reset precedes its step in the order of computation.
+        is_reverse: whether the last step is the first to be computed.
+        bias_hh: a second bias, as nn.LSTM has it, or None.
+    """
+
+    input: Any
+    states: Sequence[Any]
+    weight_ih: Any
+    weight_hh: Any
+    bias: Any = None
+    parameters: Sequence[Any] = ()
+    inputs: Sequence[Any] = ()
+    reset: Any = None
+    batch_sizes: list[int] | None = None
+    is_reverse: bool = False
+    bias_hh: Any = None
+
+
+def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
+    check_tensor(name, argument, x)
+    if x.device != input.device:
+        raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
+    if x.layout != torch.strided:
+        raise RuntimeError(f"{name}: expected {argument} of layout torch.strided, got {x.layout}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
+    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
+    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
+    if argument != "reset":
+        expected += f" or, for each unit, {[*rows, hidden]}"
+    if x.shape != rows and not (wide and argument != "reset"):
+        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
+            f"requires it ({argument}.detach() does not)"
+        )
+
+
+def check_reset_to(name: str, reset_to: Any) -> None:
+    if reset_to not in ("zeros", "initial"):
+        raise ValueError(f"{name}: expected reset_to to be 'zeros' or 'initial', got {reset_to!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def reset_for_op(name: str, reset: Any, input: Tensor) -> Tensor:
+    """``reset`` as the dispatcher's ops take it."""
+    if isinstance(reset, Tensor) and reset.dtype == torch.bool and reset.layout == torch.strided:
+        return reset  # the op checks the rest
+    check_step_input(name, "reset", reset, input, 0)
+    if reset.dtype == torch.bool:
+        return reset
+    return reset.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+
+
+def check_tensors(name: str, input: Any, weight_ih: Any, weight_hh: Any, bias: Any) -> None:
+    check_tensor(name, "input", input)
+    check_tensor(name, "weight_ih", weight_ih)
+    check_tensor(name, "weight_hh", weight_hh)
+    if bias is not None:
+        check_tensor(name, "bias", bias)
+
+
+def check_states(name: str, hx: Any, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """hx as a tuple of tensors with these names. A caller gives a single state as a tensor."""
+    is_tuple = isinstance(hx, (tuple, list))
+    if len(names) == 1 and isinstance(hx, Tensor):
+        return (hx,)
+    if len(names) == 1 or not is_tuple or len(hx) != len(names):
+        got = f"{type(hx).__name__} of {len(hx)}" if is_tuple else type(hx).__name__
+        if len(names) == 1:
+            raise TypeError(f"{name}: expected hx to be a Tensor, {names[0]}, got {got}")
+        kind = "pair" if len(names) == 2 else "tuple"
+        raise WrongStates(f"{name}: expected hx to be a {kind} ({', '.join(names)}), got {got}")
+    for i, state in enumerate(hx):
+        if not isinstance(state, Tensor):
+            check_tensor(name, names[i], state)
+    return tuple(hx)
+
+
+def check_pair(name: str, hx: Any) -> State:
+    """hx as (h0, c0)."""
+    h0, c0 = check_states(name, hx, PAIR)
+    return h0, c0
+
+
+def check_hx(name: str, hx: Any, shape: tuple[int, ...], names: tuple[str, ...] = PAIR) -> tuple[Tensor, ...]:
+    """hx as a tuple of tensors with these names, all of this shape."""
+    states = check_states(name, hx, names)
+    for argument, state in zip(names, states, strict=True):
+        if state.shape != shape:
+            raise RuntimeError(f"{name}: expected {argument} of shape {list(shape)}, got {list(state.shape)}")
+    return states
+
+
+def check_sizes(name: str, **sizes: int) -> None:
+    for argument, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected {argument} to be an int, got {type(size).__name__}")
+        if size <= 0:
+            raise ValueError(f"{name}: expected {argument} to be positive, got {size}")
+        if size >= 2**31:
+            raise ValueError(f"{name}: expected {argument} to be below 2^31, got {size}")
+
+
+def init_uniform(module: nn.Module, hidden_size: int) -> None:
+    bound = 1 / math.sqrt(hidden_size)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+
+
+def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
+    """``bias_ih + bias_hh``, whose gradients have memory of their own.
+
+    Those of torch's sum share it: a gradient that is scaled in place would change the other one too. A
+    difference is slower, but has the rules of all transforms.
+    """
+    if _portable.in_use or torch.compiler.is_compiling() or transforms_active() or has_tangents():
+        return torch.sub(bias_ih, bias_hh, alpha=-1)
+    return ops.sum_of_biases(bias_ih, bias_hh)
+
+
+def one_bias(bias: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:
+    """What a bias and, if there is one, a second one add to the gates."""
+    return bias if bias_hh is None else sum_of_biases(bias, bias_hh)  # type: ignore[arg-type]
+
+
+def at_next_step(reset: Tensor, batch_sizes: list[int] | None, is_reverse: bool = False) -> Tensor:
+    """The reset of each row's next step in the order of computation; zeros at its last step."""
+    if batch_sizes is None:
+        zeros = torch.zeros_like(reset[:1])
+        return torch.cat([zeros, reset[:-1]] if is_reverse else [reset[1:], zeros])
+    none = reset[:0]
+    around = (none, *reset.split(batch_sizes), none)
+    following = around[:-2] if is_reverse else around[2:]
+    zeros = torch.zeros_like(reset[: max(batch_sizes, default=0)])
+    parts = [(y[:n], zeros[len(y) : n]) for n, y in zip(batch_sizes, following, strict=True)]
+    return torch.cat([none, *(part for pair in parts for part in pair)])

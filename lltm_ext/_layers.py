@@ -1,0 +1,512 @@
+"""Layers of recurrent cells with the options and the call of nn.LSTM.
+
+Three kinds: :class:`SequenceLayer` runs them; :class:`CellLayer` declares its parameters itself;
+:class:`TorchLayer` is one of torch's layers too.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lltm_ext._arguments import (
+    SequenceCall,
+    at_next_step,
+    check_hx,
+    check_reset_to,
+    check_sizes,
+    check_states,
+    dtype_name,
+    init_uniform,
+)
+from lltm_ext._library import WrongDtype, WrongStates, check_tensor
+from lltm_ext.recurrence import RecurrentCell, run, run_both
+
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
+
+
+def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
+    """[S, B, H] of S tensors [B, H], without a copy of a single one.
+
+    The result is no view of another tensor for autograd, because a view cannot be detached in place
+    (``h_n.detach_()``). A state that nothing else refers to, ``is_fresh``, is reshaped itself, which takes
+    less time.
+    """
+    if len(states) > 1:
+        return torch.stack(list(states))
+    state = states[0]
+    return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))
+
+
+class Steps(NamedTuple):
+    """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
+
+    inputs: list[Tensor]  # in the cell's order
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # of the two directions
+    reset_to: str = "zeros"
+
+
+NO_STEPS = Steps([])
+
+
+class SequenceLayer(nn.Module):
+    """A layer with the options and the call of nn.LSTM. Its class gives the op and the parameters.
+
+    hx and the final states are a tensor for a cell with one state, else a tuple.
+    """
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+
+    _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
+    _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
+
+    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+        """What a call of the cell takes from the layer (:class:`SequenceCall`)."""
+        raise NotImplementedError
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        """Raises for an input with another number of dimensions, or of another input_size."""
+        raise NotImplementedError
+
+    def _run_layer(
+        self,
+        layer: int,
+        input: Tensor,
+        states: list[tuple[Tensor | None, ...]],
+        batch_sizes: list[int] | None,
+        steps: Steps,
+    ) -> list[tuple[Tensor, list[Tensor]]]:
+        """(output, final states) of each direction. ``states`` are its initial ones, None for zeros."""
+        calls = [
+            SequenceCall(
+                input,
+                states[i],
+                **self._weights_of(layer, i),
+                inputs=steps.inputs,
+                reset=steps.resets[i],
+                batch_sizes=batch_sizes,
+                is_reverse=i == 1,
+            )
+            for i in range(self._directions)
+        ]
+        if len(calls) == 1:
+            return [run(self._cell, calls[0], "auto", steps.reset_to)]
+        return run_both(self._cell, calls, steps.reset_to)
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        reset: Tensor | PackedSequence | None = None,
+        reset_to: str = "zeros",
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        return self._forward(input, hx, self._steps(input, reset, reset_to, {}))
+
+    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
+        return Steps([], self._resets(input, reset), reset_to)
+
+    def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the two directions, in the order of the steps."""
+        if reset is None:
+            return None, None
+        reset = self._step_input("reset", reset, input)
+        sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
+        # In reverse an episode that starts at step t + 1 has no influence on step t.
+        return reset, at_next_step(reset, sizes) if self.bidirectional else None
+
+    def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
+        """An input of the steps in the order of the steps, from the layout of ``input``."""
+        if isinstance(input, PackedSequence):
+            return self._packed_step_input(name, value, input)
+        check_tensor(self._name, "input", input)
+        check_tensor(self._name, name, value)
+        rows = input.shape[:-1]
+        if value.shape[: len(rows)] != rows:
+            raise RuntimeError(
+                f"{self._name}: expected {name} of shape {list(rows)}, as the input has, or for each unit "
+                f"{[*rows, self.hidden_size]}, got {list(value.shape)}"
+            )
+        if len(rows) == 1:
+            return value.unsqueeze(1)
+        return value.transpose(0, 1) if self.batch_first else value
+
+    def _packed_step_input(self, name: str, value: Any, input: PackedSequence) -> Tensor:
+        if not isinstance(value, PackedSequence):
+            got = type(value).__name__
+            raise TypeError(f"{self._name}: expected {name} to be a PackedSequence as input is, got {got}")
+        order, others = input.sorted_indices, value.sorted_indices
+        same_order = order is others if order is None or others is None else torch.equal(order, others)
+        if not torch.equal(input.batch_sizes, value.batch_sizes) or not same_order:
+            raise RuntimeError(f"{self._name}: expected {name} packed with the lengths of input, got others")
+        return value.data
+
+    def _forward(
+        self, input: Tensor | PackedSequence, hx: Any, steps: Steps
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        check_reset_to(self._name, steps.reset_to)
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx, steps)
+        check_tensor(self._name, "input", input)
+        self._check_input(input, dims=(2, 3))
+        is_batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
+        if not is_batched:
+            input, hx = input.unsqueeze(batch_dim), self._of_one_row(hx)
+        batch = input.shape[batch_dim]
+        states = self._check_hx(input, hx, batch)
+        if self.batch_first:
+            input = input.transpose(0, 1)
+        output, final = self._run(input, states, batch, None, steps)
+        if self.batch_first:
+            output = output.transpose(0, 1)
+        if not is_batched:
+            output, final = output.squeeze(batch_dim), [x.squeeze_(1) for x in final]
+        return output, self._permuted(self._as_hx(final), None)
+
+    def _forward_packed(self, input: PackedSequence, hx: Any, steps: Steps) -> tuple[PackedSequence, Any]:
+        data, batch_sizes, sorted_indices, unsorted_indices = input
+        self._check_input(data, dims=(2,))
+        sizes = batch_sizes.tolist()
+        states = self._check_hx(data, hx, sizes[0], batch_sizes, sorted_indices)
+        output, final = self._run(data, states, sizes[0], sizes, steps)
+        found = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+        return found, self._permuted(self._as_hx(final), unsorted_indices)
+
+    def _check_hx(
+        self,
+        input: Tensor,
+        hx: Any,
+        batch: int,
+        batch_sizes: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """The states of hx, [L*D, B, H] each, their rows in this order; None for None.
+
+        ``input`` is in the caller's layout.
+        """
+        if hx is None:
+            return None
+        shape = (self._slices, batch, self.hidden_size)
+        states = check_hx(self._name, hx, shape, self._cell.state_names)
+        return self._as_states(self._permuted(self._as_hx(states), order))
+
+    def _of_one_row(self, hx: Any) -> Any:
+        """The hx of an unbatched input, as that of a batch of 1."""
+        if hx is None:
+            return None
+        states = check_states(self._name, hx, self._cell.state_names)
+        for argument, state in zip(self._cell.state_names, states, strict=True):
+            if state.dim() != 2:
+                expected = [self._slices, self.hidden_size]
+                raise RuntimeError(
+                    f"{self._name}: expected {argument} of shape {expected}, got {list(state.shape)}"
+                )
+        return self._as_hx([x.unsqueeze(1) for x in states])
+
+    def _permuted(self, hx: Any, order: Tensor | None) -> Any:
+        """hx with its rows in this order."""
+        if order is None:
+            return hx
+        return self._as_hx([x.index_select(1, order) for x in self._as_states(hx)])
+
+    def _as_hx(self, states: Sequence[Tensor]) -> Any:
+        return states[0] if len(states) == 1 else tuple(states)
+
+    def _as_states(self, hx: Any) -> tuple[Tensor, ...]:
+        return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+    def _run(
+        self,
+        input: Tensor,
+        states: Sequence[Tensor] | None,
+        batch: int,
+        batch_sizes: list[int] | None,
+        steps: Steps,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``.
+
+        Without ``states`` they start from zeros.
+        """
+        is_fresh = self._returns_fresh_states and steps.resets[0] is None
+        initial: list[tuple[Tensor | None, ...]]
+        if states is None:
+            initial = [(None,) * len(self._cell.state_names)] * self._slices
+        else:
+            initial = [tuple([x[i] for x in states]) for i in range(self._slices)]
+        if self._slices == 1:  # most calls, and the loop takes some microseconds
+            ((output, last),) = self._run_layer(0, input, initial, batch_sizes, steps)
+            return output, [_stack((state,), is_fresh) for state in last]
+        final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
+        for layer in range(self.num_layers):
+            of_layer = initial[len(final) : len(final) + self._directions]
+            found = self._run_layer(layer, input, of_layer, batch_sizes, steps)
+            input = torch.cat([y[0] for y in found], dim=-1) if self.bidirectional else found[0][0]
+            final += [tuple(y[1]) for y in found]
+            if self.dropout > 0 and layer < self.num_layers - 1:
+                input = F.dropout(input, self.dropout, self.training)
+        return input, [_stack(slices, is_fresh) for slices in zip(*final, strict=True)]
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def _slices(self) -> int:
+        return self.num_layers * self._directions
+
+
+class CellLayer(SequenceLayer):
+    """A layer that declares its parameters itself, one bias a gate, from the number of the op's gates."""
+
+    bias: bool
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(self._name, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+            raise ValueError(f"{self._name}: expected dropout to be a probability in [0, 1], got {dropout!r}")
+        if dropout > 0 and num_layers == 1:
+            warnings.warn(
+                f"{self._name}: dropout acts on the output of every layer but the last, so it does nothing "
+                f"with num_layers=1, got dropout={dropout}",
+                stacklevel=2,
+            )
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.bidirectional = bias, batch_first, bidirectional
+        self.dropout = float(dropout)
+        for layer in range(num_layers):
+            layer_input = input_size if layer == 0 else hidden_size * self._directions
+            for suffix in ("", "_reverse")[: self._directions]:
+                for name, shape in self._shapes(layer_input).items():
+                    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                    self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
+        self.reset_parameters()
+
+    def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of one layer and direction, in their order."""
+        rows = self._cell.gates * self.hidden_size
+        shapes = {"weight_ih": (rows, layer_input), "weight_hh": (rows, self.hidden_size), "bias": (rows,)}
+        return shapes if self.bias else {name: shapes[name] for name in ("weight_ih", "weight_hh")}
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
+        init_uniform(self, self.hidden_size)
+
+    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+        end = f"_l{layer}{('', '_reverse')[direction]}"
+        names = ("weight_ih", "weight_hh", "bias")
+        return {name: getattr(self, name + end, None) for name in names}
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims or input.shape[-1] != self.input_size:
+            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
+            raise RuntimeError(
+                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
+                f"input_size = {self.input_size}, got {list(input.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        defaults = CellLayer.__init__.__defaults__ or ()  # of these, in this order, and then of others
+        options = (
+            (name, getattr(self, name), default) for name, default in zip(names, defaults, strict=False)
+        )
+        changed = [f"{name}={value}" for name, value, default in options if value != default]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *changed])
+
+
+class TorchLayer(SequenceLayer):
+    """A layer that is one of torch's too.
+
+    Torch's class declares the parameters and serves the calls of :meth:`_is_for_torch`.
+    """
+
+    bias: bool
+    proj_size: int
+    _torch_class: type[nn.RNNBase]
+    _flat_weights: list[Any]  # of all layers and directions, in the order of _flat_weights_names
+    _flat_weights_names: list[str]
+    _flat_weight_refs: list[Any]
+    _has_expanded_weights = False  # those of torch.nn.utils' call_for_per_sample_grads
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
+        reset_to: str = "zeros",
+    ) -> tuple[Tensor | PackedSequence, Any]:
+        return self._call(input, hx, reset, reset_to)
+
+    def _call(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
+        if not isinstance(input, (Tensor, PackedSequence)) and self._is_symbolic(input):
+            return self._as_leaf(input, hx, reset, reset_to)
+        self._update_flat_weights()
+        if self._is_for_torch(input):
+            if reset is None:
+                return super(SequenceLayer, self).forward(input, hx)
+            if self.proj_size > 0:
+                got = type(reset).__name__
+                raise ValueError(
+                    f"{self._name}: expected reset to be None with a proj_size, for which torch's own "
+                    f"{self._name} runs, got {got}"
+                )
+        is_plain = reset is None and reset_to == "zeros"
+        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to, {}))
+
+    def _is_for_torch(self, input: Any) -> bool:
+        """Whether torch's own forward serves a call. The one place that decides it."""
+        return (
+            self.proj_size > 0
+            or tracing_state() is not None  # torch.jit.trace would record numbers that depend on the lengths
+            or self._has_expanded_weights
+            or self._flat_weights[0].is_complex()
+            or (type(input) is not Tensor and torch.onnx.is_in_onnx_export())
+        )
+
+    def _is_symbolic(self, input: Any) -> bool:
+        from torch.fx import Proxy  # which takes long to import
+
+        return isinstance(input, Proxy) and getattr(input.tracer, "root", None) is not self
+
+    def _as_leaf(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
+        """A call in a graph of torch.fx, which does not trace through torch's modules either."""
+        named = {} if reset is None else {"reset": reset, "reset_to": reset_to}
+        name = input.tracer.path_of_module(self)
+        return input.tracer.create_proxy("call_module", name, (input, hx), named)
+
+    def _update_flat_weights(self) -> None:
+        """As torch's does, but in less time, and without a copy to where cuDNN looks for them."""
+        own = map(self._parameters.get, self._flat_weights_names)
+        if all(map(is_, own, self._flat_weights)):
+            return
+        weights = [getattr(self, name, None) for name in self._flat_weights_names]
+        known = zip(weights, self._flat_weight_refs, strict=True)
+        if any(w is not None and ref is not None and ref() is not w for w, ref in known):
+            self._flat_weights = weights
+            self._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+            self._has_expanded_weights = any(type(w).__name__ == "ExpandedWeight" for w in weights)
+
+    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+        number = 4 if self.bias else 2
+        first = (layer * self._directions + direction) * number
+        names = ("weight_ih", "weight_hh", "bias", "bias_hh")
+        return dict(zip(names, self._flat_weights[first : first + number], strict=False))
+
+    def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
+        if input.dim() not in dims:
+            raise ValueError(f"{self._name}: expected input of 2 or 3 dimensions, got {list(input.shape)}")
+
+    def _check_hx(
+        self,
+        input: Tensor,
+        hx: Any,
+        batch: int,
+        batch_sizes: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        if hx is not None:
+            self.check_forward_args(input, hx, batch_sizes)
+            return self._as_states(self._permuted(hx, order))
+        if getattr(self.check_forward_args, "__func__", None) is TorchLayer.check_forward_args:
+            self.check_input(input, batch_sizes)
+            return None
+        zeros = input.new_zeros((self._slices, batch, self.hidden_size))
+        hx = self._as_hx([zeros for _ in self._cell.state_names])
+        self.check_forward_args(input, hx, batch_sizes)
+        return self._as_states(hx)
+
+    def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
+        if input.shape[-1] != self.input_size:
+            raise RuntimeError(
+                f"{self._name}: expected input of input_size = {self.input_size} features, "
+                f"got {list(input.shape)}"
+            )
+        weight = self._flat_weights[0]
+        if input.dtype != weight.dtype and not torch._C._is_any_autocast_enabled():
+            raise WrongDtype(
+                f"{self._name}: expected input of dtype {dtype_name(weight.dtype)}, as the weights have, "
+                f"got {dtype_name(input.dtype)}"
+            )
+
+    def check_forward_args(self, input: Tensor, hidden: Any, batch_sizes: Tensor | None) -> None:
+        """Torch's hook for all checks of a call, which subclasses may override."""
+        self.check_input(input, batch_sizes)
+        batch = input.shape[0 if self.batch_first else 1] if batch_sizes is None else int(batch_sizes[0])
+        shape, dtype = (self._slices, batch, self.proj_size or self.hidden_size), input.dtype
+        states = check_states(self._name, hidden, self._cell.state_names)
+        for i, state in enumerate(states):
+            if state.shape != shape:
+                raise RuntimeError(
+                    f"{self._name}: expected {self._cell.state_names[i]} of shape {list(shape)}, "
+                    f"got {list(state.shape)}"
+                )
+            if state.dtype != dtype:
+                self._check_state_dtype(self._cell.state_names[i], state, input)
+            if self.proj_size > 0:  # which h has, but not c
+                shape = (*shape[:2], self.hidden_size)
+
+    def _check_state_dtype(self, argument: str, state: Tensor, input: Tensor) -> None:
+        is_wide = argument != "h0" and state.dtype == torch.float32 and input.dtype != torch.float64
+        if not is_wide and not torch._C._is_any_autocast_enabled():
+            raise WrongStates(
+                f"{self._name}: expected {argument} of dtype {dtype_name(input.dtype)}, "
+                f"got {dtype_name(state.dtype)}"
+            )
+
+    def _permuted(self, hx: Any, order: Tensor | None) -> Any:
+        # Torch's hook, which subclasses may override.
+        return self.permute_hidden(hx, order)  # type: ignore[operator]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """torch.jit.script's hook: torch's layer with the same parameters."""
+        if type(self).forward is not TorchLayer.forward:
+            return self
+        layer = copy.copy(self)
+        layer.__class__ = self._torch_class  # type: ignore[assignment]
+        return layer
+
+
+def leave_to_eager(function: Callable[..., Any]) -> None:
+    """Makes torch.compile call a function as it is, between two graphs, as it calls torch's layers.
+
+    Only with ``torch._dynamo.config.allow_rnn`` does it trace a layer's ``forward``, and this call in it. A
+    torch without this private function traces all calls, which is slower.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+leave_to_eager(TorchLayer._call)

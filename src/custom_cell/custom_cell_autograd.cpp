@@ -1,0 +1,355 @@
+// Gradients and autocast of the ops of custom_cell.cpp.
+#include <algorithm>
+
+#include "common/differentiable.h"
+#include "common/function.h"
+#include "common/library.h"
+#include "custom_cell/custom_cell.h"
+#include "custom_cell/onednn_lstm.h"
+
+namespace lltm_ext {
+namespace {
+
+// ---- calls of the ops
+
+// The arguments of an op of one direction from `input` to `bias_hh`, for op.call.
+template <typename Op>
+auto call_with(const Op& op, const CellCall& call) {
+  const Direction& d = call.directions[0];
+  return op.call(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, if_defined(d.weight_hh),
+                 d.bias, if_defined(d.parameters), if_defined(d.step_inputs), if_defined(d.reset),
+                 call.batch_sizes, d.reverse, call.algorithm, call.program, d.bias_hh);
+}
+
+TensorsOfDirection tensors_of(const Direction& d) {
+  TensorsOfDirection tensors;
+  for (const at::Tensor& x : {d.h0, d.states, d.weight_ih, d.weight_hh}) tensors.push_back(if_defined(x));
+  tensors.push_back(d.bias);
+  for (const at::Tensor& x : {d.parameters, d.step_inputs, d.reset}) tensors.push_back(if_defined(x));
+  tensors.push_back(d.bias_hh);
+  return tensors;
+}
+
+variable_list call_op(const CellCall& call) {
+  if (call.directions.size() == 1) {
+    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
+    const auto [output, h_n, states_n] = call_with(op, call);
+    return {output, h_n, states_n};
+  }
+  static const auto op = find_op<decltype(custom_cell_bidirectional)>("lltm_ext::custom_cell_bidirectional");
+  return op.call(call.input, tensors_of(call.directions[0]), tensors_of(call.directions[1]), call.batch_sizes,
+                 call.algorithm, call.program);
+}
+
+// ---- the node
+
+// Of the directions, one after the other, each as tensors_of.
+variable_list flattened(Directions directions) {
+  variable_list all;
+  for (const Direction& d : directions) {
+    append(all, {d.h0, d.states, d.weight_ih, d.weight_hh, or_undefined(d.bias), d.parameters, d.step_inputs,
+                 d.reset, or_undefined(d.bias_hh)});
+  }
+  return all;
+}
+
+// The tensors that `flattened` has: autograd takes no undefined ones in a list. Bit i of `which`: whether
+// tensor i of all is given.
+struct Given {
+  variable_list tensors;
+  int64_t which = 0;
+
+  explicit Given(const variable_list& all) {
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (!all[i].defined()) continue;
+      tensors.push_back(all[i]);
+      which |= int64_t{1} << i;
+    }
+  }
+};
+variable_list with_undefined(at::TensorList given, int64_t which, size_t count) {
+  variable_list all(count);
+  for (size_t i = 0, next = 0; i < count; ++i) {
+    if (which >> i & 1) all[i] = given[next++];
+  }
+  return all;
+}
+
+constexpr size_t kBias = 4, kParameters = 5, kBiasHh = 8;  // of a direction's tensors
+
+std::vector<Direction> directions_of(at::TensorList all, bool reverse) {
+  std::vector<Direction> directions;
+  for (size_t i = 0; i < all.size(); i += kDirectionTensors) {
+    const at::TensorList x = all.slice(i, kDirectionTensors);
+    directions.push_back({x[0], x[1], x[2], x[3], if_defined(x[kBias]), reverse || i > 0, x[kParameters],
+                          x[6], x[7], if_defined(x[kBiasHh])});
+  }
+  return directions;
+}
+
+struct CellFunction : Function<CellFunction> {
+  static constexpr size_t kOthers = 6;  // arguments after the tensors
+
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                               at::TensorList given, int64_t which, int64_t directions, bool reverse,
+                               at::OptionalIntArrayRef batch_sizes, string_view algorithm,
+                               string_view program) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const variable_list all = with_undefined(given, which, directions * kDirectionTensors);
+    const CellCall call = {input, directions_of(all, reverse), batch_sizes, algorithm, program};
+    variable_list found;  // of each direction: output, h_n, states_n, gates, extra, h
+    if (call.directions.size() == 1) {
+      static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
+      const auto [output, h_n, states_n, gates, extra, h] = call_with(op, call);
+      found = {output, h_n, states_n, gates, extra, h};
+    } else {
+      static const auto op =
+          find_op<decltype(custom_cell_bidirectional_forward)>("lltm_ext::custom_cell_bidirectional_forward");
+      found = op.call(input, tensors_of(call.directions[0]), tensors_of(call.directions[1]), batch_sizes,
+                      algorithm, program);
+    }
+    const bool outputs_state = CellProgram::get(program).shape.outputs_state();
+    variable_list saved = {input}, outputs;
+    append(saved, all);
+    for (size_t i = 0; i < found.size(); i += 6) {
+      append(outputs, {found[i], found[i + 1], found[i + 2]});
+      append(saved, {found[outputs_state ? i + 5 : i], found[i + 3], found[i + 4]});
+    }
+    ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
+    if (batch_sizes) ctx->saved_data["batch_sizes"] = batch_sizes->vec();
+    ctx->saved_data["directions"] = directions;
+    ctx->saved_data["reverse"] = reverse;
+    ctx->saved_data["algorithm"] = std::string(algorithm);
+    ctx->saved_data["program"] = std::string(program);
+    return outputs;
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
+    const size_t count = ctx->saved_data["directions"].toInt(), tensors = 1 + count * kDirectionTensors;
+    variable_list gradients(tensors);
+    const variable_list all = ctx->get_saved_variables(), inputs(all.begin(), all.begin() + tensors);
+    const auto entry = ctx->saved_data.find("batch_sizes");
+    std::optional<std::vector<int64_t>> sizes;
+    if (entry != ctx->saved_data.end()) sizes = entry->second.toIntVector();
+    const bool reverse = ctx->saved_data["reverse"].toBool();
+    const std::string algorithm = ctx->saved_data["algorithm"].toStringRef(),
+                      program = ctx->saved_data["program"].toStringRef();
+    const auto call_of = [&](at::TensorList x) -> CellCall {
+      return {x[0], directions_of(x.slice(1), reverse), at::OptionalIntArrayRef(sizes), algorithm, program};
+    };
+    if (!any_defined(grad_outputs)) {
+      // none
+    } else if (at::GradMode::is_enabled()) {
+      gradients = differentiable_gradients([&](const variable_list& x) { return by_loop(call_of(x)); },
+                                           inputs, grad_outputs);
+    } else {
+      const at::TensorList saved = at::TensorList(all).slice(tensors);
+      set_gradients(gradients, call_of(inputs), inputs, saved, grad_outputs);
+    }
+    variable_list of_given = {gradients[0]};
+    for (size_t i = 1; i < tensors; ++i) {
+      if (inputs[i].defined()) of_given.push_back(gradients[i]);
+    }
+    of_given.resize(of_given.size() + kOthers);
+    return of_given;
+  }
+
+ private:
+  // The cell in torch's ops, which Python implements.
+  static variable_list by_loop(const CellCall& call) {
+    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
+    variable_list outputs;
+    for (const Direction& d : call.directions) {
+      const auto [output, h_n, states_n] = call_with(op, call.with({d}));
+      append(outputs, {output, h_n, states_n});
+    }
+    return outputs;
+  }
+
+  static void set_gradients(variable_list& gradients, const CellCall& call, const variable_list& inputs,
+                            at::TensorList saved, const variable_list& grad_outputs) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto needs = [&](size_t i) { return inputs[i].defined() && inputs[i].requires_grad(); };
+    bool bias_needs_grad = false;
+    for (size_t i = 1; i < inputs.size(); i += kDirectionTensors) {
+      bias_needs_grad = bias_needs_grad || needs(i + kBias) || needs(i + kBiasHh);
+    }
+    variable_list found;  // of the input, and of h0, states, weights, bias and parameters of each direction
+    const Direction& d = call.directions[0];
+    if (call.directions.size() == 1) {
+      static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
+      found = op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
+                      saved[0], saved[1], saved[2], call.input, if_defined(d.h0), if_defined(d.states),
+                      d.weight_ih, if_defined(d.weight_hh), d.bias, if_defined(d.parameters),
+                      if_defined(d.step_inputs), if_defined(d.reset), call.batch_sizes, d.reverse,
+                      call.algorithm, call.program, needs(0), bias_needs_grad);
+    } else {
+      static const auto op = find_op<decltype(custom_cell_bidirectional_backward)>(
+          "lltm_ext::custom_cell_bidirectional_backward");
+      c10::List<OptionalTensor> grads;
+      for (const at::Tensor& x : grad_outputs) grads.push_back(if_defined(x));
+      found = op.call(grads, call.input, tensors_of(d), tensors_of(call.directions[1]), saved,
+                      call.batch_sizes, call.algorithm, call.program, needs(0), bias_needs_grad);
+    }
+    if (needs(0)) gradients[0] = found[0];
+    for (size_t first = 1, next = 1; first < inputs.size();
+         first += kDirectionTensors, next += kParameters + 1) {
+      for (size_t i = 0; i <= kParameters; ++i) {
+        if (needs(first + i)) gradients[first + i] = found[next + i];
+      }
+      // A tensor of its own: a user may scale a gradient in place.
+      if (needs(first + kBiasHh)) {
+        const at::Tensor& of_bias = found[next + kBias];
+        gradients[first + kBiasHh] = needs(first + kBias) ? of_bias.clone() : of_bias;
+      }
+    }
+  }
+};
+
+bool records(const CellCall& call) {
+  const variable_list all = flattened(call.directions);
+  return needs_grad(call.input) ||
+         std::any_of(all.begin(), all.end(), [](const at::Tensor& x) { return needs_grad(x); });
+}
+
+// Whether each direction is a node: on the CPU in half types, and by oneDNN's layer.
+bool runs_one_by_one(const CellOp& op, const CellCall& call) {
+  return op.runs_in_float32(call.input) || OneDnnLstm::takes(op, call.with({call.directions[0]}));
+}
+
+variable_list run_autograd(const CellCall& call) {
+  if (!records(call)) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_op(call);
+  }
+  const auto record = [](const CellCall& c) {
+    const Given given(flattened(c.directions));
+    return CellFunction::apply(c.input, at::TensorList(given.tensors), given.which,
+                               static_cast<int64_t>(c.directions.size()), c.directions[0].reverse,
+                               c.batch_sizes, c.algorithm, c.program);
+  };
+  // What differs from a call of kernels has been checked then.
+  if (call.input.is_cuda() && is_in_eights(call.directions[0].weight_hh)) return record(call);
+  const CellOp op = op_for(call);
+  check(op, call);
+  if (call.directions.size() > 1 && runs_one_by_one(op, call)) {
+    variable_list results;
+    for (const Direction& d : call.directions) append(results, run_autograd(call.with({d})));
+    return results;
+  }
+  return run_fitted(op, call, [&](const CellCall& fitted) {
+    return OneDnnLstm::takes(op, fitted) ? OneDnnLstm::record(fitted) : record(fitted);
+  });
+}
+
+// ---- kernels for autograd
+
+CellOutputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0,
+                                 const OptionalTensor& states, const at::Tensor& weight_ih,
+                                 const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                                 const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                                 const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
+                                 bool reverse, string_view algorithm, string_view program,
+                                 const OptionalTensor& bias_hh) {
+  const variable_list y =
+      run_autograd(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
+                             batch_sizes, reverse, algorithm, program, bias_hh));
+  return {y[0], y[1], y[2]};
+}
+
+variable_list bidirectional_autograd(const at::Tensor& input, const TensorsOfDirection& forward_direction,
+                                     const TensorsOfDirection& reverse_direction,
+                                     at::OptionalIntArrayRef batch_sizes, string_view algorithm,
+                                     string_view program) {
+  return run_autograd(
+      cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
+}
+
+// ---- and for autocast
+
+CellCall cast(const CellCall& call, const AutocastInputs& to) {
+  std::vector<Direction> directions = call.directions;
+  for (Direction& d : directions) {
+    for (at::Tensor* x : {&d.h0, &d.weight_ih, &d.weight_hh, &d.parameters, &d.step_inputs}) {
+      if (x->defined()) *x = to(*x);
+    }
+    if (d.states.defined()) d.states = to.cell(d.states);
+    d.bias = to(d.bias);
+    d.bias_hh = to(d.bias_hh);
+  }
+  CellCall result = call.with(std::move(directions));
+  result.input = to(call.input);
+  return result;
+}
+
+CellOutputs custom_cell_autocast(const at::Tensor& input, const OptionalTensor& h0,
+                                 const OptionalTensor& states, const at::Tensor& weight_ih,
+                                 const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                                 const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                                 const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
+                                 bool reverse, string_view algorithm, string_view program,
+                                 const OptionalTensor& bias_hh) {
+  const AutocastInputs to(input);
+  const variable_list y =
+      call_op(cast(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
+                             batch_sizes, reverse, algorithm, program, bias_hh),
+                   to));
+  return {y[0], y[1], y[2]};
+}
+
+variable_list bidirectional_autocast(const at::Tensor& input, const TensorsOfDirection& forward_direction,
+                                     const TensorsOfDirection& reverse_direction,
+                                     at::OptionalIntArrayRef batch_sizes, string_view algorithm,
+                                     string_view program) {
+  const AutocastInputs to(input);
+  return call_op(
+      cast(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program), to));
+}
+
+// The algorithm for the tensors that autocast casts.
+std::string algorithm_autocast(const at::Tensor& input, const OptionalTensor& h0,
+                               const OptionalTensor& states, const at::Tensor& weight_ih,
+                               const OptionalTensor& weight_hh, const OptionalTensor& bias,
+                               const OptionalTensor& parameters, const OptionalTensor& step_inputs,
+                               const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes, bool reverse,
+                               string_view algorithm, string_view program, bool backward) {
+  const AutocastInputs to(input);
+  return custom_cell_algorithm(to(input), to(h0), to.cell(states), to(weight_ih), to(weight_hh), to(bias),
+                               to(parameters), to(step_inputs), reset, batch_sizes, reverse, algorithm,
+                               program, backward);
+}
+
+// ---- the sum of two biases
+
+// Their gradients are equal, but each has memory of its own: a user may scale one in place.
+struct AddBiases : torch::autograd::Function<AddBiases> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& bias_ih,
+                            const at::Tensor& bias_hh) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return bias_ih + bias_hh;
+  }
+  static variable_list backward(torch::autograd::AutogradContext*, const variable_list& grads) {
+    return {grads[0], grads[0].clone()};
+  }
+};
+
+at::Tensor add_biases(const at::Tensor& bias_ih, const at::Tensor& bias_hh) { return bias_ih + bias_hh; }
+at::Tensor add_biases_autograd(const at::Tensor& bias_ih, const at::Tensor& bias_hh) {
+  return AddBiases::apply(bias_ih, bias_hh);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
+  implement_autograd(m, "custom_cell", custom_cell_autograd);
+  implement_autograd(m, "custom_cell_bidirectional", bidirectional_autograd);
+  implement_autocast(m, "custom_cell", custom_cell_autocast);
+  implement_autocast(m, "custom_cell_bidirectional", bidirectional_autocast);
+  implement_autocast(m, "custom_cell_algorithm", algorithm_autocast);
+  m.def("sum_of_biases(Tensor bias_ih, Tensor bias_hh) -> Tensor", {at::Tag::pt2_compliant_tag});
+  implement<add_biases>(m, "sum_of_biases");
+  implement_autograd(m, "sum_of_biases", add_biases_autograd);
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,15 @@
+// lltm, a whole sequence: the dispatcher ops lltm_ext::lltm, lltm_forward and so on.
+#include "recurrence/tensors/built_in.h"
+
+namespace lltm_ext {
+namespace {
+
+struct Lltm {
+  static constexpr const char* kName = "lltm";
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lltm>::define(m); }
+
+}  // namespace lltm_ext

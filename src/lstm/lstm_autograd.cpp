@@ -1,0 +1,15 @@
+// lstm, a whole sequence: the dispatcher ops lltm_ext::lstm, lstm_forward and so on.
+#include "recurrence/tensors/built_in.h"
+
+namespace lltm_ext {
+namespace {
+
+struct Lstm {
+  static constexpr const char* kName = "lstm";
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lstm>::define(m); }
+
+}  // namespace lltm_ext

@@ -1,0 +1,167 @@
+// The dispatcher ops of a cell with a name of its own: lltm_ext::<name>, <name>_forward, <name>_backward,
+// <name>_algorithm, and for both directions of a layer <name>_bidirectional and so on. They are
+// lltm_ext::custom_cell and its kin (custom_cell/custom_cell.cpp) with the name as the program, and one
+// state, c0. Programs that were exported call them, and C++ programs.
+#pragma once
+
+#include <ATen/ops/_unsafe_view.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "common/library.h"
+#include "recurrence/tensors/ops.h"
+
+namespace lltm_ext {
+
+// struct Op { static constexpr const char* kName; };
+template <class Op>
+struct BuiltInOps {
+  using T = at::Tensor;
+  using Optional = OptionalTensor;
+  using Sizes = at::OptionalIntArrayRef;
+
+  // c_n [B, H] of states_n [1, B, H], which is no view for autograd: a view cannot be detached in place.
+  static T as_c(const T& states) {
+    return states.dim() == 3 ? at::_unsafe_view_symint(states, states.sym_sizes().slice(1)) : states;
+  }
+
+  static CellOutputs sequence(const T& input, const Optional& h0, const Optional& c0, const T& weight_ih,
+                              const T& weight_hh, const Optional& bias, Sizes batch_sizes, bool reverse,
+                              string_view algorithm, const Optional& reset, const Optional& bias_hh) {
+    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
+    const auto [output, h_n, states_n] = op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, reset,
+                                                 batch_sizes, reverse, algorithm, Op::kName, bias_hh);
+    return {output, h_n, as_c(states_n)};
+  }
+
+  static std::tuple<T, T, T, T, T> forward(const T& input, const Optional& h0, const Optional& c0,
+                                           const T& weight_ih, const T& weight_hh, const Optional& bias,
+                                           Sizes batch_sizes, bool reverse, string_view algorithm,
+                                           const Optional& reset, const Optional& bias_hh) {
+    static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
+    const auto [output, h_n, states_n, gates, extra, h] =
+        op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, reset, batch_sizes, reverse, algorithm,
+                Op::kName, bias_hh);
+    return {output, h_n, as_c(states_n), gates, extra};
+  }
+
+  static std::tuple<T, T, T, T, T, T> backward(const Optional& grad_output, const Optional& grad_h_n,
+                                               const Optional& grad_c_n, const T& input, const Optional& h0,
+                                               const Optional& c0, const T& weight_ih, const T& weight_hh,
+                                               const T& output, const T& gates, const T& extra,
+                                               Sizes batch_sizes, bool reverse, string_view algorithm,
+                                               bool input_needs_grad, bool bias_needs_grad,
+                                               const Optional& reset) {
+    static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
+    const Optional of_states = grad_c_n && !c0 ? Optional(grad_c_n->unsqueeze(0)) : grad_c_n;
+    const variable_list g = op.call(grad_output, grad_h_n, of_states, output, gates, extra, input, h0, c0,
+                                    weight_ih, weight_hh, {}, {}, {}, reset, batch_sizes, reverse, algorithm,
+                                    Op::kName, input_needs_grad, bias_needs_grad);
+    return {g[0], g[1], g[2], g[3], g[4], g[5]};
+  }
+
+  static std::string algorithm(const T& input, const T& h0, const T& c0, const T& weight_ih,
+                               const T& weight_hh, const Optional& bias, Sizes batch_sizes,
+                               string_view algorithm, bool backward) {
+    static const auto op = find_op<decltype(custom_cell_algorithm)>("lltm_ext::custom_cell_algorithm");
+    return op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, {}, batch_sizes, /*reverse=*/false,
+                   algorithm, Op::kName, backward);
+  }
+
+  // ---- both directions; one is given as [h0, c0, weight_ih, weight_hh] or these and bias
+
+  static TensorsOfDirection direction(at::TensorList given) {
+    TORCH_CHECK(
+        given.size() == 4 || given.size() == 5, Op::kName,
+        "_bidirectional: expected a direction to be [h0, c0, weight_ih, weight_hh] or these and bias, "
+        "got ",
+        given.size(), " tensors");
+    TensorsOfDirection all;
+    for (const T& x : given) all.push_back(x);
+    while (all.size() < kDirectionTensors) all.push_back(std::nullopt);
+    return all;
+  }
+
+  static variable_list bidirectional(const T& input, at::TensorList forward_direction,
+                                     at::TensorList reverse_direction, Sizes batch_sizes,
+                                     string_view algorithm) {
+    static const auto op =
+        find_op<decltype(custom_cell_bidirectional)>("lltm_ext::custom_cell_bidirectional");
+    return op.call(input, direction(forward_direction), direction(reverse_direction), batch_sizes, algorithm,
+                   Op::kName);
+  }
+
+  static variable_list bidirectional_forward(const T& input, at::TensorList forward_direction,
+                                             at::TensorList reverse_direction, Sizes batch_sizes,
+                                             string_view algorithm) {
+    static const auto op =
+        find_op<decltype(custom_cell_bidirectional_forward)>("lltm_ext::custom_cell_bidirectional_forward");
+    variable_list y = op.call(input, direction(forward_direction), direction(reverse_direction), batch_sizes,
+                              algorithm, Op::kName);
+    y.erase(y.begin() + 11);  // h of every step, which is the output
+    y.erase(y.begin() + 5);
+    return y;
+  }
+
+  static variable_list bidirectional_backward(const c10::List<Optional>& grad_outputs, const T& input,
+                                              at::TensorList forward_direction,
+                                              at::TensorList reverse_direction, at::TensorList saved,
+                                              Sizes batch_sizes, string_view algorithm, bool input_needs_grad,
+                                              bool bias_needs_grad) {
+    static const auto op =
+        find_op<decltype(custom_cell_bidirectional_backward)>("lltm_ext::custom_cell_bidirectional_backward");
+    variable_list g = op.call(grad_outputs, input, direction(forward_direction), direction(reverse_direction),
+                              saved, batch_sizes, algorithm, Op::kName, input_needs_grad, bias_needs_grad);
+    g.erase(g.begin() + 12);  // of parameters, which these cells lack
+    g.erase(g.begin() + 6);
+    return g;
+  }
+
+  // ---- registration
+
+  static void define(torch::Library& m) {
+    const std::string weights = "Tensor weight_ih, Tensor weight_hh, ",
+                      inputs = "Tensor input, Tensor? h0, Tensor? c0, " + weights;
+    const std::string of_layer = "(Tensor input, Tensor[] forward_direction, Tensor[] reverse_direction, ";
+    def(m, "",
+        "(" + inputs +
+            "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto', "
+            "Tensor? reset=None, Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)",
+        sequence);
+    def(m, "_forward",
+        "(" + inputs +
+            "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? reset=None, "
+            "Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        forward);
+    def(m, "_backward",
+        "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
+            "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, str algorithm, "
+            "bool input_needs_grad, bool bias_needs_grad, Tensor? reset=None) "
+            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        backward);
+    def(m, "_algorithm",
+        "(Tensor input, Tensor h0, Tensor c0, " + weights +
+            "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) -> str",
+        algorithm);
+    def(m, "_bidirectional", of_layer + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]",
+        bidirectional);
+    def(m, "_bidirectional_forward", of_layer + "int[]? batch_sizes, str algorithm) -> Tensor[]",
+        bidirectional_forward);
+    def(m, "_bidirectional_backward",
+        "(Tensor?[] grad_outputs, " + of_layer.substr(1) +
+            "Tensor[] saved, int[]? batch_sizes, str algorithm, bool input_needs_grad, bool bias_needs_grad) "
+            "-> Tensor[]",
+        bidirectional_backward);
+  }
+
+  template <typename F>
+  static void def(torch::Library& m, const char* suffix, const std::string& signature, F* function) {
+    const std::string name = std::string(Op::kName) + suffix;
+    m.def((name + signature).c_str(), {at::Tag::pt2_compliant_tag});
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, function));
+  }
+};
+
+}  // namespace lltm_ext
