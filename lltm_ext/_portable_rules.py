@@ -32,7 +32,7 @@ from lltm_ext._portable_bindings import (
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
 from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
-from lltm_ext.elementwise import ElementwiseBackwardFunction, ElementwiseFunction, formula_of
+from lltm_ext.elementwise import ElementwiseFunction, composed_backward, formula_of
 from lltm_ext.fake_quantize import FakeQuantizeFunction
 from lltm_ext.gemm import _Product
 from lltm_ext.lltm import _CellFunction
@@ -207,12 +207,6 @@ def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str
 def elementwise(inputs: Sequence[Tensor], scalars: Sequence[float], program: str) -> Tensor:
     result: Tensor = ElementwiseFunction.apply(formula_of(program), tuple(scalars), *inputs)
     return result
-
-
-def elementwise_backward(
-    grad: Tensor, used: Sequence[Tensor], scalars: Any, program: str, wanted: Any
-) -> list[list[Tensor]]:
-    return [[*ElementwiseBackwardFunction.apply(formula_of(program), scalars, wanted, grad, *used)]]
 
 
 class MaskFunction(torch.autograd.Function):
@@ -677,7 +671,7 @@ define(
 define("elementwise", recording("elementwise", elementwise), shape_from_formula)
 define(
     "elementwise_backward",
-    recording("elementwise_backward", elementwise_backward),
+    recording("elementwise_backward", lambda *args: [composed_backward(*args)]),
     lambda grad, used, scalars, program, wanted: [
         shape_elementwise([grad, *used], grad.dtype) for _ in wanted
     ],
