@@ -19,8 +19,8 @@ class Activation(NamedTuple):
     saves_input: bool = False  # instead of the output: the derivative does not follow from that
 
 
-def _elu(grad_output: Tensor, output: Tensor) -> Tensor:
-    return grad_output * torch.where(output > 0, torch.ones_like(output), output + 1)
+def times(derivative: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda grad_output, saved: grad_output * derivative(saved)
 
 
 # Derivatives. `x` is a tensor, or a node of _graph.py with that file's function.
@@ -46,13 +46,11 @@ ACTIVATIONS = {
     # Masked, not multiplied: an infinite gradient gives 0 where the output is 0.
     "relu": Activation(torch.relu, lambda grad_output, y: grad_output.masked_fill(y <= 0, 0)),
     "sigmoid": Activation(torch.sigmoid, lambda grad_output, y: grad_output * (y * (1 - y)).conj()),
-    "tanh": Activation(torch.tanh, lambda grad_output, y: grad_output * (1 - y * y)),
-    "elu": Activation(F.elu, _elu),
-    "gelu": Activation(F.gelu, lambda grad_output, x: grad_output * gelu_derivative(x), saves_input=True),
+    "tanh": Activation(torch.tanh, times(lambda y: 1 - y * y)),
+    "elu": Activation(F.elu, times(lambda y: torch.where(y > 0, 1.0, y + 1))),
+    "gelu": Activation(F.gelu, times(gelu_derivative), saves_input=True),
     "gelu_tanh": Activation(
-        functools.partial(F.gelu, approximate="tanh"),
-        lambda grad_output, x: grad_output * gelu_tanh_derivative(x),
-        saves_input=True,
+        functools.partial(F.gelu, approximate="tanh"), times(gelu_tanh_derivative), saves_input=True
     ),
-    "silu": Activation(F.silu, lambda grad_output, x: grad_output * silu_derivative(x), saves_input=True),
+    "silu": Activation(F.silu, times(silu_derivative), saves_input=True),
 }

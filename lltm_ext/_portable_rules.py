@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._library import differentiable_gradients
 from lltm_ext._loop import compute_dtype, zero_state
@@ -34,7 +33,7 @@ from lltm_ext._text import SEPARATOR
 from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.elementwise import ElementwiseFunction, composed_backward, formula_of
 from lltm_ext.fake_quantize import FakeQuantizeFunction
-from lltm_ext.gemm import _Product
+from lltm_ext.gemm import _Product, activation_backward
 from lltm_ext.lltm import _CellFunction
 from lltm_ext.stochastic_round import StochasticRoundFunction, stochastic_round_reference
 
@@ -193,10 +192,6 @@ def on_lazy(name: str) -> None:
 
     for key in ("Conjugate", "Negative"):
         _library.impl(name, kernel, key)
-
-
-def activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
-    return ACTIVATIONS[activation].gradient(grad_output, saved)
 
 
 def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str) -> tuple[Tensor, Tensor]:
