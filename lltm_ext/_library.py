@@ -32,6 +32,15 @@ def under_transforms(name: str, function: Callable[..., Any]) -> None:
     implement(name, function, "FuncTorchDynamicLayerFrontMode")
 
 
+def composed(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes ``rule``, in torch's differentiable ops, the op ``lltm_ext::<name>_composed``.
+
+    C++ calls it instead of ``lltm_ext::<name>``, a kernel of gradients, where these are differentiated again.
+    """
+    implement(f"{name}_composed", rule, "CompositeImplicitAutograd")
+    return rule
+
+
 def has_tangents() -> bool:
     """Whether arguments may have tangents of ``torch.autograd.forward_ad``, outside torch.func."""
     return forward_ad._current_level >= 0 and not transforms_active()

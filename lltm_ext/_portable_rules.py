@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
@@ -32,9 +31,9 @@ from lltm_ext._portable_bindings import (
 )
 from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
 from lltm_ext._unary import UNARY_OPS, UnaryOp
-from lltm_ext.elementwise import ElementwiseBackwardFunction, ElementwiseFunction, formula_of
+from lltm_ext.elementwise import ElementwiseFunction, composed_backward, formula_of
 from lltm_ext.fake_quantize import FakeQuantizeFunction
-from lltm_ext.gemm import _Product
+from lltm_ext.gemm import _Product, activation_backward
 from lltm_ext.lltm import _CellFunction
 from lltm_ext.stochastic_round import StochasticRoundFunction, stochastic_round_reference
 
@@ -195,10 +194,6 @@ def on_lazy(name: str) -> None:
         _library.impl(name, kernel, key)
 
 
-def activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
-    return ACTIVATIONS[activation].gradient(grad_output, saved)
-
-
 def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     grad = activation_backward(grad_output, saved, activation)
     return grad, grad.sum(tuple(range(grad.dim() - 1)))
@@ -207,12 +202,6 @@ def activation_bias_backward(grad_output: Tensor, saved: Tensor, activation: str
 def elementwise(inputs: Sequence[Tensor], scalars: Sequence[float], program: str) -> Tensor:
     result: Tensor = ElementwiseFunction.apply(formula_of(program), tuple(scalars), *inputs)
     return result
-
-
-def elementwise_backward(
-    grad: Tensor, used: Sequence[Tensor], scalars: Any, program: str, wanted: Any
-) -> list[list[Tensor]]:
-    return [[*ElementwiseBackwardFunction.apply(formula_of(program), scalars, wanted, grad, *used)]]
 
 
 class MaskFunction(torch.autograd.Function):
@@ -677,7 +666,7 @@ define(
 define("elementwise", recording("elementwise", elementwise), shape_from_formula)
 define(
     "elementwise_backward",
-    recording("elementwise_backward", elementwise_backward),
+    recording("elementwise_backward", lambda *args: [composed_backward(*args)]),
     lambda grad, used, scalars, program, wanted: [
         shape_elementwise([grad, *used], grad.dtype) for _ in wanted
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lltm_ext._library import (
     check_tensor,
+    composed,
     describe,
     has_tangents,
     into,
@@ -42,7 +43,7 @@ UNARY_OPS: dict[str, UnaryOp] = {}
 
 
 def register(name: str, op: UnaryOp) -> None:
-    """Adds a declaration, and the rules of its dispatcher ops under torch.func."""
+    """Adds a declaration, and the rules of its dispatcher ops under torch.func and for second derivatives."""
 
     def in_place(*args: Any) -> None:
         op.in_place(*args)
@@ -52,6 +53,7 @@ def register(name: str, op: UnaryOp) -> None:
     under_transforms(f"{name}_", in_place)
     if op.gradient:
         backward = f"{name}_backward"
+        composed(backward, op.gradient)
         torch.library.register_vmap(f"lltm_ext::{backward}", vmap_elementwise(getattr(ops, backward)))
 
 

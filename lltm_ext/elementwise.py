@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
 from lltm_ext._formula.text import SEPARATOR, check_text, identifiers, program_text
-from lltm_ext._library import has_tangents, ops, transforms_active
+from lltm_ext._library import composed, has_tangents, ops, transforms_active
 
 __all__ = ["elementwise"]
 
@@ -423,6 +423,13 @@ def vmap_backward_rule(
     operands = batched_gradient(info.batch_size, dims, (grad_output, *used))
     found = ops.elementwise_backward(operands[0], list(operands[1:]), scalars, program, wanted)
     return found, [0] * len(found)
+
+
+@functools.partial(composed, "elementwise_backward")
+def composed_backward(
+    grad_output: Tensor, used: Sequence[Tensor], scalars: Any, program: str, wanted: Any
+) -> list[Tensor]:
+    return [*ElementwiseBackwardFunction.apply(formula_of(program), scalars, wanted, grad_output, *used)]
 
 
 torch.library.register_vmap("lltm_ext::elementwise", vmap_rule)

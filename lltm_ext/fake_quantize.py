@@ -7,6 +7,7 @@ the backward follows a straight line, clipped at the ends of the integer range.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lltm_ext._C import fake_quantize as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     check_tensor,
+    composed,
     differentiable_gradients,
     differentiable_tangents,
     has_tangents,
@@ -157,19 +159,24 @@ class FakeQuantizeFunction(torch.autograd.Function):
             gradients = ops.fake_quantize_backward(grad_output, *tensors, *ctx.rest)
             learnt = tensors[2].is_floating_point()
             return (*gradients[: 2 + learnt], *[None] * (5 - learnt))
-        *ends, axis, grad_factor = ctx.rest
-        learnable = [x for x in tensors if x.is_floating_point()]
-
-        def composed(*floating: Tensor) -> tuple[Tensor]:
-            args: Any = (*floating, *tensors[len(floating) :], *ends)
-            return (fake_quantize_reference(*args, axis=axis, grad_factor=grad_factor),)
-
-        found = differentiable_gradients(composed, learnable, (grad_output,))
-        return (*found, *[None] * (7 - len(found)))
+        return (*_gradients(grad_output, *tensors, *ctx.rest), None, None, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         return _vmap(FakeQuantizeFunction.apply, info, in_dims, *args)
+
+
+def _gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """What the op fake_quantize_backward computes, in torch's differentiable ops; zeros for integers."""
+    tensors, (*ends, axis, grad_factor) = args[:3], args[3:]
+    learnable = [x for x in tensors if x.is_floating_point()]
+
+    def reference(*floating: Tensor) -> tuple[Tensor]:
+        x: Any = (*floating, *tensors[len(floating) :], *ends)
+        return (fake_quantize_reference(*x, axis=axis, grad_factor=grad_factor),)
+
+    found = differentiable_gradients(reference, learnable, (grad_output,))
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in itertools.zip_longest(tensors, found))
 
 
 def _vmap(function: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
@@ -320,6 +327,7 @@ def _vmap_mask_backward(
 
 
 under_transforms("fake_quantize", FakeQuantizeFunction.apply)
+composed("fake_quantize_backward", _gradients)
 torch.library.register_vmap("lltm_ext::fake_quantize_with_mask", vmap_loop(ops.fake_quantize_with_mask))
 torch.library.register_vmap("lltm_ext::fake_quantize_mask_backward", _vmap_mask_backward)
 torch.library.register_vmap("lltm_ext::fake_quantize_backward", vmap_loop(ops.fake_quantize_backward))

@@ -14,6 +14,7 @@ from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import gemm as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     check_tensor,
+    composed,
     differentiable_tangents,
     has_tangents,
     ops,
@@ -324,6 +325,11 @@ def _under_transforms(
     precision: str = "ieee",
 ) -> Tensor:
     return GemmFunction.apply(a, b, bias, activation, precision)
+
+
+@functools.partial(composed, "gemm_activation_backward")
+def activation_backward(grad_output: Tensor, saved: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation].gradient(grad_output, saved)
 
 
 torch.library.register_vmap(

@@ -2,7 +2,7 @@
 // Python modules.
 #include "lltm_ext/lltm_ext.h"
 
-#include "common/call_op.h"
+#include "common/library.h"
 
 namespace lltm_ext {
 namespace {

@@ -69,6 +69,29 @@ def test_a_built_module_registers_its_ops_by_itself(module):
     assert result.stdout == "True\n"
 
 
+@pytest.mark.skipif(_portable.in_use, reason="the portable library has its autograd in Python")
+def test_without_the_package_a_second_derivative_is_an_error():
+    code = f"""
+import torch
+torch.ops.load_library({_C.sigmoid.__file__!r})
+torch.ops.load_library({_C.fake_quantize.__file__!r})
+x = torch.ones(2, requires_grad=True)
+zero_point = torch.tensor(0)
+for y in (torch.ops.lltm_ext.sigmoid(x), torch.ops.lltm_ext.fake_quantize(x, x[:1], zero_point, -8, 7)):
+    try:
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    except RuntimeError as error:
+        print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    expected = (
+        "{}: expected the Python package for a gradient that can be differentiated again (create_graph), "
+        "got none. In Python: import lltm_ext"
+    )
+    ops = ("sigmoid_backward", "fake_quantize_backward")
+    assert result.stdout.splitlines() == [expected.format(op) for op in ops], result.stderr
+
+
 def test_every_public_function_has_its_op():
     assert {f"lltm_ext::{name}" for name in FUNCTIONS if name not in OTHERS} <= set(OPS)
 

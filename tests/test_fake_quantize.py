@@ -344,6 +344,23 @@ class TestLearnable(OpSuite):
         assert_all_near(gradients, expected, BACKWARD[dtype], "gradient of argument")
 
 
+@pytest.mark.parametrize("options", [{}, {"axis": 1, "grad_factor": 0.125}], ids=["defaults", "options"])
+@pytest.mark.parametrize("type", [torch.int64, DOUBLE], ids=["whole", "learnt"])
+def test_second_derivatives_are_those_of_the_reference(type, options, device):
+    make = Make(DOUBLE, device)
+    x, scale = make(5, 3, scale=2), torch.full((3 if options else 1,), 0.3, dtype=DOUBLE, device=device)
+    zero_point = torch.full_like(scale, 1, dtype=type)
+    inputs = [each.requires_grad_() for each in (x, scale, zero_point) if each.is_floating_point()]
+    grad_output = make(5, 3).requires_grad_()
+    found = []
+    for function in (lltm_ext.fake_quantize, fake_quantize_reference):
+        y = function(x, scale, zero_point, *RANGE, **options)
+        first = torch.autograd.grad(y, inputs, grad_output, create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        found.append([*first, *torch.autograd.grad(total, [*inputs, grad_output], materialize_grads=True)])
+    assert_all_near(*found, BACKWARD[DOUBLE])
+
+
 def unsigned_zeros(tensors):
     """-0 as 0: the sum of the two is 0."""
     return [x + 0.0 for x in tensors]

@@ -47,10 +47,13 @@ def test_a_missing_library_is_named(portable):
 
 
 def test_every_torch_header_that_a_binding_includes_is_replaced(tmp_path):
-    build_portable.replace_torch_headers(SRC, tmp_path)
+    build_portable.replace_headers(SRC, tmp_path)
     for name in ("ATen/core/Tensor.h", "c10/util/Exception.h", "torch/library.h"):
         assert (tmp_path / name).read_text() == '#include "stable/torch.h"\n'
     assert not list(tmp_path.glob("torch/csrc/stable/*"))  # which src/stable itself includes
+    library = tmp_path / "common/library.h"
+    assert library.read_text() == '#include "stable/torch.h"\n#include "stable/library.h"\n'
+    assert not (tmp_path / "common/checks.h").exists()  # serves both
 
 
 def test_every_op_is_in_it_or_in_python():

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lltm_ext import _activations as activations
+
 Operand = Union["Node", float]
 LEAF, CONSTANT = "leaf", "constant"
 
@@ -216,29 +218,15 @@ def shared(g: Node, share: Node) -> tuple[Node, Node]:
     return g * share, g * (1 - share)
 
 
-def silu_slope(x: Node) -> Node:
-    return sigmoid(x) * (1 + x * (1 - sigmoid(x)))
-
-
-def gelu_tanh_slope(x: Node) -> Node:
-    t = tanh(GELU_SCALE * (x + 0.044715 * (x * x * x)))
-    return 0.5 * (1 + t + x * (1 - t * t) * (GELU_SCALE * (1 + 3 * 0.044715 * (x * x))))
-
-
 def power_gradient(g: Node, y: Node, a: Node, b: Node) -> tuple[Node, Node]:
     no_power, no_log = equal(b, 0.0), equal(a, 0.0) & (b >= 0.0)  # 0, as torch defines it
     return where(no_power, 0.0, g * (b * power(a, b - 1))), where(no_log, 0.0, g * (y * log(a)))
-
-
-def gelu_derivative_of(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
 def softplus_of(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)  # F.softplus is linear from 20 on
 
 
-GELU_SCALE = math.sqrt(2 / math.pi)
 COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "logaddexp")
 
 # Derivatives from the output where it determines them: one saved value serves both.
@@ -272,13 +260,15 @@ OPS = {
     "tanh": Op("Math::tanh({0})", torch.tanh, lambda g, y, x: (g * (1 - y * y),), FUNCTION),
     "relu": Op("relu({0})", torch.relu, lambda g, y, x: (where(y <= 0.0, 0.0, g),)),
     "elu": Op("Math::elu({0})", F.elu, lambda g, y, x: (g * (make("minimum", y, 0.0) + 1),), FUNCTION),
-    "silu": Op("Math::silu({0})", F.silu, lambda g, y, x: (g * silu_slope(x),), FUNCTION),
+    "silu": Op(
+        "Math::silu({0})", F.silu, lambda g, y, x: (g * activations.silu_derivative(x, sigmoid),), FUNCTION
+    ),
     "gelu": Op("Math::gelu({0})", F.gelu, lambda g, y, x: (g * gelu_derivative(x),), FUNCTION),
-    "gelu_derivative": Op("Math::gelu_derivative({0})", gelu_derivative_of, cost=FUNCTION),
+    "gelu_derivative": Op("Math::gelu_derivative({0})", activations.gelu_derivative, cost=FUNCTION),
     "gelu_tanh": Op(
         "Math::gelu_tanh({0})",
         lambda x: F.gelu(x, approximate="tanh"),
-        lambda g, y, x: (g * gelu_tanh_slope(x),),
+        lambda g, y, x: (g * activations.gelu_tanh_derivative(x, tanh),),
         FUNCTION,
     ),
     "softplus": Op("Math::softplus({0})", softplus_of, lambda g, y, x: (g * sigmoid(x),), FUNCTION),

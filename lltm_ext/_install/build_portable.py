@@ -2,7 +2,9 @@
 
 One shared library on torch's stable C ABI has all ops except those of _portable.IN_PYTHON. CUDA's runtime is
 linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
-folder of the include path maps each torch header that they include to src/stable/torch.h.
+folder of the include path maps each torch header that they include to src/stable/torch.h, and each header
+of src/common that has a counterpart of its name in src/stable to that. What only native modules have of an
+op, its autograd and autocast, is in <op>_autograd.cpp, which is left out.
 
 It uses only the standard library until a torch is passed in, like build_native.py.
 """
@@ -24,19 +26,25 @@ INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 def sources(src: Path, cuda: bool) -> list[str]:
     ops = sorted(set(build_native.ops(src)) - set(_portable.IN_PYTHON))
+    files = (file for op in ops for file in build_native.sources(src, op, cuda))
     # Some share files.
-    return list(dict.fromkeys(file for op in ops for file in build_native.sources(src, op, cuda)))
+    return [file for file in dict.fromkeys(files) if not file.endswith("_autograd.cpp")]
 
 
-def replace_torch_headers(src: Path, folder: Path) -> None:
-    """Writes a header to `folder` for each torch header that the bindings include: it includes src/stable."""
+def replace_headers(src: Path, folder: Path) -> None:
+    """Writes a header to `folder` for each header that the bindings include and src/stable replaces."""
     bindings = [file for pattern in ("*.h", "*.cpp") for file in src.rglob(pattern)]
     texts = [file.read_text() for file in bindings if file.parent.name != "stable"]
-    for name in {name for text in texts for name in INCLUDED.findall(text)}:
+    torch = "stable/torch.h"
+    replaced = {name: [torch] for text in texts for name in INCLUDED.findall(text)}
+    for file in (src / "stable").glob("*.h"):
+        if (src / "common" / file.name).is_file():
+            replaced[f"common/{file.name}"] = [torch, f"stable/{file.name}"]
+    for name, headers in replaced.items():
         header = folder / name
         if not header.is_file():  # writing it again would compile everything again
             header.parent.mkdir(parents=True, exist_ok=True)
-            header.write_text('#include "stable/torch.h"\n')
+            header.write_text("".join(f'#include "{included}"\n' for included in headers))
 
 
 def against(torch: ModuleType, src: Path) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
 
         def build_extensions(self) -> None:
             headers = Path(self.build_temp, "torch").resolve()
-            replace_torch_headers(src, headers)
+            replace_headers(src, headers)
             library.include_dirs.insert(0, str(headers))
             super().build_extensions()
 

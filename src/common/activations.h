@@ -1,6 +1,6 @@
 // The activations that kernels fuse, declared once: the enum, the names, the dispatch and the derivatives
-// follow from this list. A new one is a line here, its formulas in math.h and fast_math.cuh, and its double
-// backward in gemm.cpp.
+// follow from this list. A new one is a line here, its formulas in math.h and fast_math.cuh, and a line in
+// lltm_ext/_activations.py.
 #pragma once
 
 #include <cstdint>

@@ -4,41 +4,14 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#ifndef LLTM_EXT_STABLE_ABI
 #include <c10/core/InferenceMode.h>
-#endif
 #include <c10/util/Exception.h>
 
 #include <limits>
 
+#include "common/tensor.h"
+
 namespace lltm_ext {
-
-// Whether the dispatcher, which raw bindings bypass, replaces x by other tensors before a kernel sees it:
-// Python's subclasses with __torch_dispatch__, fake tensors among them, and the tensors of torch.func.
-inline bool is_wrapper(const at::Tensor& x) {
-#ifdef LLTM_EXT_STABLE_ABI
-  return false;
-#else
-  constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched,
-                                           c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor});
-  return x.unsafeGetTensorImpl()->key_set().has_any(kWrappers);
-#endif
-}
-
-// False for freed storage and wrappers. A kernel only reads the sizes of a meta tensor.
-inline bool has_memory(const at::Tensor& x) {
-#ifdef LLTM_EXT_STABLE_ABI
-  return x.is_meta() || x.numel() == 0 || x.const_data_ptr() != nullptr;
-#else
-  if (x.has_storage()) {
-    // Without the checks of data_ptr(), which copies a lazy clone and throws for a fake tensor.
-    c10::StorageImpl* storage = x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (storage->_mutable_data_ptr_no_checks().get() != nullptr) return true;
-  }
-  return x.is_meta() || (x.has_storage() && x.sym_numel() == 0);
-#endif
-}
 
 inline void check_memory(const char* op, const char* name, const at::Tensor& x) {
   TORCH_CHECK(has_memory(x), op, ": expected ", name,
@@ -50,9 +23,7 @@ inline void check_strided(const char* op, const char* name, const at::Tensor& x)
   TORCH_CHECK_TYPE(x.defined(), op, ": expected ", name, " to be a Tensor, got None");
   TORCH_CHECK(x.layout() == at::kStrided, op, ": expected ", name, " of layout torch.strided, got ",
               x.layout());
-#ifndef LLTM_EXT_STABLE_ABI
   TORCH_CHECK(!x.is_nested(), op, ": expected ", name, " not to be a nested tensor");
-#endif
   if (!is_wrapper(x)) check_memory(op, name, x);
 }
 
@@ -84,20 +55,16 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& x) {
   check_plain(op, name, x);
   TORCH_CHECK(x.is_contiguous(), op, ": expected ", name, " to be contiguous, got strides ", x.strides());
-#ifndef LLTM_EXT_STABLE_ABI
   // Raw bindings bypass the dispatcher, which would resolve such views.
   TORCH_CHECK(!x.is_neg() && !x.is_conj(), op, ": expected ", name,
               " to be materialized, got a lazily negated or conjugated view");
-#endif
 }
 
 // Inference tensors have no version counter, so autograd could not detect the write. torch's in-place ops
 // raise the same error.
 inline void check_writable(const char* op, const char* name, const at::Tensor& x) {
-#ifndef LLTM_EXT_STABLE_ABI
   TORCH_CHECK(!x.is_inference() || x.is_meta() || c10::InferenceMode::is_enabled(), op, ": expected ", name,
               " not to be an inference tensor, because it is written outside inference mode; clone it first");
-#endif
 }
 
 // Several elements at one address have no result. torch's in-place ops raise an error too, without a name.

@@ -1,11 +1,14 @@
-// Registers an op with torch's dispatcher, and its kernels for autograd and autocast.
+// Registers an op with torch's dispatcher, and its kernels for autograd and autocast; calls ops through it.
+// The portable build has src/stable/library.h in its place, and the rest in Python
+// (lltm_ext/_portable_rules.py).
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#ifndef LLTM_EXT_STABLE_ABI
-#include <torch/csrc/autograd/custom_function.h>
+#include <type_traits>
 
 // Two functions of <ATen/autocast_mode.h>. That header includes those of all of torch's ops, a fifth of the
 // compile time of a binding.
@@ -13,7 +16,6 @@ namespace at::autocast {
 TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& x, DeviceType device_type);
 }  // namespace at::autocast
-#endif
 
 namespace lltm_ext {
 
@@ -21,15 +23,8 @@ namespace lltm_ext {
 // checks and allocates, but runs no kernel.
 template <auto function>
 void implement(torch::Library& m, const char* op) {
-#ifdef LLTM_EXT_STABLE_ABI
-  m.impl<function>(op);
-#else
   m.impl(op, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
-#endif
 }
-
-// The portable build, on the stable ABI, registers the rest in Python (lltm_ext/_portable_rules.py).
-#ifndef LLTM_EXT_STABLE_ABI
 
 template <typename F>
 void implement_autograd(torch::Library& m, const char* op, F* function) {
@@ -81,6 +76,32 @@ auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// A call of the op at the top. `function` is any function with its signature.
+template <auto* function, typename... Arguments>
+auto call_op(const char* name, const Arguments&... arguments) {
+  static const auto op = find_op<std::remove_pointer_t<decltype(function)>>(name);
+  return op.call(arguments...);
+}
+
+// For the op's own autograd kernel and node.
+template <auto* function, typename... Arguments>
+auto call_below_autograd(const char* name, const Arguments&... arguments) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_op<function>(name, arguments...);
+}
+
+// For gradients that are differentiated again: the op <name>_composed computes them in torch's differentiable
+// ops, and is implemented in Python only (lltm_ext/_library.py).
+template <typename Signature>
+auto find_composed(const std::string& name) {
+  const auto op = find_op<Signature>((name + "_composed").c_str());
+  TORCH_CHECK(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+              name.substr(name.rfind(':') + 1),
+              ": expected the Python package for a gradient that can be differentiated again (create_graph), "
+              "got none. In Python: import lltm_ext");
+  return op;
+}
+
 // Whether autograd must see a call with x. It must for a forward-mode tangent, even under no_grad, so that
 // autograd raises its error instead of dropping the tangent.
 inline bool needs_grad(const at::Tensor& x) {
@@ -97,6 +118,5 @@ template <typename... Tensors>
 bool any_needs_grad(const Tensors&... tensors) {
   return (may_be_recorded(tensors) && ...) && (needs_grad(tensors) || ...);
 }
-#endif
 
 }  // namespace lltm_ext

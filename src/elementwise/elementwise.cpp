@@ -7,12 +7,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/result_type.h>
 
-#include <algorithm>
-
-#include "common/call_op.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
-#include "common/function.h"
 #include "common/library.h"
 #include "common/python.h"
 #include "common/runtime/compiler.h"
@@ -35,11 +31,6 @@ void check_operand(const std::string& op, const std::string& name, const at::Ten
 void check_scalars(const Program& program, at::ArrayRef<double> scalars) {
   TORCH_CHECK_VALUE(scalars.size() == program.scalars.size(), program.name, ": expected ",
                     program.scalars.size(), " scalars, got ", scalars.size());
-}
-
-void check_count(const Program& program, at::TensorList inputs) {
-  TORCH_CHECK_VALUE(inputs.size() == program.tensors.size(), program.name, ": expected ",
-                    program.tensors.size(), " tensors, got ", inputs.size());
 }
 
 void convert(Tensors& operands, at::ScalarType type) {
@@ -92,7 +83,7 @@ void run(const Program& program, GradMask mask, const Tensors& outputs, const Te
 
 at::Tensor elementwise(at::TensorList inputs, at::ArrayRef<double> scalars, string_view text) {
   const Program& program = Program::get(text);
-  check_count(program, inputs);
+  program.check_count(inputs.size());
   for (size_t k = 0; k < inputs.size(); ++k) {
     check_operand(program.name, program.tensors[k], inputs[k], inputs[0]);
   }
@@ -142,105 +133,6 @@ Tensors elementwise_backward(const at::Tensor& grad_output, at::TensorList used,
   return gradients;
 }
 
-#ifndef LLTM_EXT_STABLE_ABI
-// ---- Autograd
-
-using Context = torch::autograd::AutogradContext;
-
-constexpr const char *kForward = "lltm_ext::elementwise", *kBackward = "lltm_ext::elementwise_backward";
-
-bool list_needs_grad(at::TensorList tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return needs_grad(x); });
-}
-
-struct Node : Function<Node> {
-  static at::Tensor forward(Context* context, at::TensorList inputs, at::ArrayRef<double> scalars,
-                            const Program& program) {
-    GradMask mask = 0;
-    for (int i = 0; i < program.output(); ++i) mask |= GradMask(inputs[i].requires_grad()) << i;
-    const at::Tensor output =
-        call_below_autograd<elementwise>(kForward, inputs, scalars, string_view(program.text));
-    Tensors used;
-    for (const int operand : program.operands_of(mask)) {
-      used.push_back(operand == program.output() ? output : inputs[operand]);
-    }
-    context->save_for_backward(std::move(used));
-    context->saved_data["program"] = reinterpret_cast<int64_t>(&program);
-    context->saved_data["mask"] = static_cast<int64_t>(mask);
-    if (!scalars.empty()) context->saved_data["scalars"] = scalars.vec();
-    return output;
-  }
-
-  // Computes those of the recorded gradients that this backward pass needs. The engine sums gradients of
-  // broadcast inputs and converts those of promoted ones.
-  static Tensors backward(Context* context, const Tensors& grad_outputs) {
-    const Program& program = *reinterpret_cast<const Program*>(context->saved_data["program"].toInt());
-    const GradMask recorded = static_cast<GradMask>(context->saved_data["mask"].toInt());
-    GradMask mask = 0;
-    std::vector<int64_t> indices;
-    for (int i = 0; i < program.output(); ++i) {
-      if (!(recorded >> i & 1) || !context->needs_input_grad(i)) continue;
-      mask |= GradMask(1) << i;
-      indices.push_back(i);
-    }
-    Tensors gradients(program.output() + 2);  // those of scalars and program stay undefined
-    if (!mask) return gradients;
-
-    Tensors used = context->get_saved_variables();
-    if (mask != recorded) {
-      const std::vector<int> saved = program.operands_of(recorded), needed = program.operands_of(mask);
-      Tensors subset;
-      for (size_t k = 0; k < saved.size(); ++k) {
-        if (std::find(needed.begin(), needed.end(), saved[k]) != needed.end()) subset.push_back(used[k]);
-      }
-      used = std::move(subset);
-    }
-    std::vector<double> scalars;
-    if (!program.scalars.empty()) scalars = context->saved_data["scalars"].toDoubleVector();
-    const Tensors computed = call_op<elementwise_backward>(
-        kBackward, grad_outputs[0], at::TensorList(used), at::ArrayRef<double>(scalars),
-        string_view(program.text), at::IntArrayRef(indices));
-    for (size_t k = 0; k < indices.size(); ++k) gradients[indices[k]] = computed[k];
-    return gradients;
-  }
-};
-
-at::Tensor elementwise_autograd(at::TensorList inputs, at::ArrayRef<double> scalars, string_view text) {
-  if (!list_needs_grad(inputs)) return call_below_autograd<elementwise>(kForward, inputs, scalars, text);
-  const Program& program = Program::get(text);
-  check_count(program, inputs);
-  for (int i = 0; i < program.output(); ++i) {
-    TORCH_CHECK(!needs_grad(inputs[i]) || program.gradients[i].defined, program.name,
-                ": a gradient with respect to ", program.tensors[i],
-                " is required, but its backward has no formula for ", program.tensors[i]);
-  }
-  return Node::apply(inputs, scalars, program);
-}
-
-// Makes a second derivative, for which there is no formula, an error instead of zero.
-struct BackwardNode : torch::autograd::Function<BackwardNode> {
-  static Tensors forward(Context* context, const at::Tensor& grad_output, at::TensorList used,
-                         at::ArrayRef<double> scalars, string_view text, at::IntArrayRef wanted) {
-    context->saved_data["name"] = Program::get(text).name;
-    return call_below_autograd<elementwise_backward>(kBackward, grad_output, used, scalars, text, wanted);
-  }
-  static Tensors backward(Context* context, const Tensors&) {
-    TORCH_CHECK(false, context->saved_data["name"].toStringRef(),
-                ": its gradient cannot be differentiated again: an op made at run time has first "
-                "derivatives only");
-  }
-};
-
-Tensors elementwise_backward_autograd(const at::Tensor& grad_output, at::TensorList used,
-                                      at::ArrayRef<double> scalars, string_view text,
-                                      at::IntArrayRef wanted) {
-  if (any_needs_grad(grad_output) || list_needs_grad(used)) {
-    return BackwardNode::apply(grad_output, used, scalars, text, wanted);
-  }
-  return call_below_autograd<elementwise_backward>(kBackward, grad_output, used, scalars, text, wanted);
-}
-#endif
-
 // ---- Raw bindings
 
 std::string source(const std::string& text, at::ScalarType type, const std::vector<int64_t>& wanted) {
@@ -258,7 +150,8 @@ std::string compile_binary(const std::string& text, at::ScalarType type, const s
 #ifdef TORCH_EXTENSION_NAME
 // The dispatcher op. Called from Python, it takes half of the host time of torch.ops.
 at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
-  return call_op<elementwise>(kForward, at::TensorList(inputs), at::ArrayRef<double>(scalars), text);
+  return call_op<elementwise>("lltm_ext::elementwise", at::TensorList(inputs), at::ArrayRef<double>(scalars),
+                              text);
 }
 #endif
 
@@ -267,13 +160,15 @@ at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, strin
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def("elementwise(Tensor[] inputs, float[] scalars, str program) -> Tensor", tags);
-  m.def(
-      "elementwise_backward(Tensor grad_output, Tensor[] used, float[] scalars, str program, int[] wanted) "
-      "-> Tensor[]",
-      tags);
+  for (const std::string name : {"elementwise_backward", "elementwise_backward_composed"}) {
+    m.def(
+        (name + "(Tensor grad_output, Tensor[] used, float[] scalars, str program, int[] wanted) -> Tensor[]")
+            .c_str(),
+        tags);
+  }
   implement<elementwise>(m, "elementwise");
   implement<elementwise_backward>(m, "elementwise_backward");
-#ifdef LLTM_EXT_STABLE_ABI
+#ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
   m.def("elementwise_source(str program, ScalarType dtype, int[] wanted=[]) -> str", tags);
   m.def("elementwise_compile(str program, ScalarType dtype, str architecture, int[] wanted=[]) -> Tensor",
         tags);
@@ -281,9 +176,6 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<source>(m, "elementwise_source");
   implement<at::AsTensor<compile_binary>::call>(m, "elementwise_compile");
   implement<compilations>(m, "elementwise_compilations");
-#else
-  implement_autograd(m, "elementwise", elementwise_autograd);
-  implement_autograd(m, "elementwise_backward", elementwise_backward_autograd);
 #endif
 }
 

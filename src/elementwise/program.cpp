@@ -81,6 +81,10 @@ const Program& Program::get(std::string_view text) {
   return *(last = (programs[key] = std::move(program)).get());
 }
 
+void Program::check_count(size_t given) const {
+  TORCH_CHECK_VALUE(given == tensors.size(), name, ": expected ", tensors.size(), " tensors, got ", given);
+}
+
 const std::string& Program::operand_name(int operand) const {
   static const std::string output_name = "output";
   return operand == output() ? output_name : tensors[operand];

@@ -39,6 +39,9 @@ struct Program {
   std::string forward;
   std::vector<Gradient> gradients;  // one per tensor
 
+  // Throws if the op does not take as many.
+  void check_count(size_t given) const;
+
   int output() const { return static_cast<int>(tensors.size()); }
   const std::string& operand_name(int operand) const;
 

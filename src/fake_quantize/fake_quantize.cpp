@@ -3,17 +3,13 @@
 // backward and backward_learnable.
 #include "fake_quantize/fake_quantize.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/where.h>
 
 #include <tuple>
 
-#include "common/call_op.h"
 #include "common/checks.h"
-#include "common/differentiable.h"
 #include "common/dispatch.h"
 #include "common/library.h"
 #include "common/python.h"
@@ -242,148 +238,6 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
   return {grad_input, gradient_for(scale, grad_scale), gradient_for(zero_point, grad_zero_point)};
 }
 
-#ifndef LLTM_EXT_STABLE_ABI
-// ---- Autograd
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr const char *kForward = "lltm_ext::fake_quantize", *kWithMask = "lltm_ext::fake_quantize_with_mask",
-                     *kMaskBackward = "lltm_ext::fake_quantize_mask_backward",
-                     *kBackward = "lltm_ext::fake_quantize_backward";
-
-// In torch's differentiable ops, for the double backward. The straight-through gradient is that of input +
-// scale * (level - input / scale) with the difference held constant.
-Tensor composed(const variable_list& inputs, int64_t quant_min, int64_t quant_max, Axis axis,
-                double grad_factor) {
-  const Tensor x = inputs[0].to(compute_type(inputs[0]));
-  const auto prepared = [&](const Tensor& parameter) {
-    Tensor p = parameter.to(x.scalar_type());
-    if (grad_factor != 1) p = p.detach() + (p * grad_factor - (p * grad_factor).detach());
-    if (p.sym_numel() == 1) return p.reshape({});
-    std::vector<c10::SymInt> shape(x.dim(), 1);
-    shape[*axis] = -1;
-    return p.view_symint(shape);
-  };
-  const Tensor scale = prepared(inputs[1]), zero_point = prepared(inputs[2]);
-  const double lowest = static_cast<double>(quant_min), highest = static_cast<double>(quant_max);
-  const Tensor z = zero_point + (zero_point.round().clamp(lowest, highest) - zero_point).detach();
-  const Tensor quotient = (x / scale).detach();
-  const Tensor level = quotient.round(), shifted = level + z.detach();
-  const Tensor in_range = (shifted >= lowest).logical_and(shifted <= highest);
-  const Tensor error = at::where(in_range, level - quotient, 0);
-  const Tensor bound = at::where(shifted > highest, highest, at::where(in_range, 0., lowest));
-  return at::where(in_range, x + scale * error, (bound - z) * scale).to(inputs[0].scalar_type());
-}
-
-// For a scale or zero point that requires a gradient.
-struct LearnableNode : torch::autograd::Function<LearnableNode> {
-  static Tensor forward(AutogradContext* context, const Tensor& input, const Tensor& scale,
-                        const Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis,
-                        double grad_factor) {
-    context->save_for_backward({input, scale, zero_point});
-    context->saved_data["range"] = std::vector<int64_t>{quant_min, quant_max};
-    context->saved_data["axis"] = axis;
-    context->saved_data["grad_factor"] = grad_factor;
-    return call_below_autograd<lltm_ext::forward>(kForward, input, scale, zero_point, quant_min, quant_max,
-                                                  axis, grad_factor);
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    const variable_list saved = context->get_saved_variables();
-    const auto range = context->saved_data["range"].toIntVector();
-    const Axis axis = context->saved_data["axis"].toOptional<int64_t>();
-    const double grad_factor = context->saved_data["grad_factor"].toDouble();
-    variable_list gradients(7);
-    if (at::GradMode::is_enabled()) {
-      const Axis channel_dim = check_channels("fake_quantize", saved[0], saved[1], saved[2], axis);
-      const auto function = [&](const variable_list& inputs) -> variable_list {
-        return {composed(inputs, range[0], range[1], channel_dim, grad_factor)};
-      };
-      const variable_list of_inputs = differentiable_gradients(function, saved, grad_outputs);
-      std::copy(of_inputs.begin(), of_inputs.end(), gradients.begin());
-    } else {
-      std::tie(gradients[0], gradients[1], gradients[2]) = call_op<lltm_ext::backward>(
-          kBackward, grad_outputs[0], saved[0], saved[1], saved[2], range[0], range[1], axis, grad_factor);
-    }
-    return gradients;
-  }
-};
-
-// The mask's backward is linear in grad_output, so it is also its own double backward.
-struct MaskBackwardNode : torch::autograd::Function<MaskBackwardNode> {
-  static Tensor forward(AutogradContext* context, const Tensor& grad_output, const Tensor& mask,
-                        c10::SymIntArrayRef strides) {
-    save(context, mask, strides);
-    return call_below_autograd<mask_backward>(kMaskBackward, grad_output, mask, strides);
-  }
-  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    return {apply_saved(context, grad_outputs[0]), Tensor(), Tensor()};
-  }
-
-  static void save(AutogradContext* context, const Tensor& mask, c10::SymIntArrayRef strides) {
-    context->save_for_backward({mask});
-    context->saved_data["strides"] = strides;
-  }
-  static Tensor apply_saved(AutogradContext* context, const Tensor& grad_output) {
-    const std::vector<c10::SymInt> strides = context->saved_data["strides"].toSymIntVector();
-    return call_op<mask_backward>(kMaskBackward, grad_output, context->get_saved_variables()[0],
-                                  c10::SymIntArrayRef(strides));
-  }
-};
-
-// If only the input requires a gradient, one bit per element is saved.
-struct MaskNode : torch::autograd::Function<MaskNode> {
-  static variable_list forward(AutogradContext* context, const Tensor& input, const Tensor& scale,
-                               const Tensor& zero_point, int64_t quant_min, int64_t quant_max, Axis axis) {
-    auto [output, mask] = call_below_autograd<forward_with_mask>(kWithMask, input, scale, zero_point,
-                                                                 quant_min, quant_max, axis);
-    context->set_materialize_grads(false);
-    context->mark_non_differentiable({mask});
-    MaskBackwardNode::save(context, mask, output.sym_strides());
-    return {output, mask};
-  }
-  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
-    variable_list gradients(6);
-    if (grad_outputs[0].defined()) gradients[0] = MaskBackwardNode::apply_saved(context, grad_outputs[0]);
-    return gradients;
-  }
-};
-
-Tensor forward_autograd(const Tensor& input, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
-                        int64_t quant_max, Axis axis, double grad_factor) {
-  if (any_needs_grad(scale, zero_point) && input.defined()) {
-    return LearnableNode::apply(input, scale, zero_point, quant_min, quant_max, axis, grad_factor);
-  }
-  if (any_needs_grad(input) && scale.defined() && zero_point.defined()) {
-    return std::get<0>(
-        call_op<forward_with_mask>(kWithMask, input, scale, zero_point, quant_min, quant_max, axis));
-  }
-  return call_below_autograd<forward>(kForward, input, scale, zero_point, quant_min, quant_max, axis,
-                                      grad_factor);
-}
-
-OutputAndMask forward_with_mask_autograd(const Tensor& input, const Tensor& scale, const Tensor& zero_point,
-                                         int64_t quant_min, int64_t quant_max, Axis axis) {
-  if (any_needs_grad(input) && scale.defined() && zero_point.defined()) {
-    TORCH_CHECK(
-        !any_needs_grad(scale, zero_point),
-        "fake_quantize_with_mask: there is no gradient for scale and zero_point, but one requires it");
-    const variable_list outputs = MaskNode::apply(input, scale, zero_point, quant_min, quant_max, axis);
-    return {outputs[0], outputs[1]};
-  }
-  return call_below_autograd<forward_with_mask>(kWithMask, input, scale, zero_point, quant_min, quant_max,
-                                                axis);
-}
-
-Tensor mask_backward_autograd(const Tensor& grad_output, const Tensor& mask, c10::SymIntArrayRef strides) {
-  if (any_needs_grad(grad_output) && mask.defined()) {
-    return MaskBackwardNode::apply(grad_output, mask, strides);
-  }
-  return call_below_autograd<mask_backward>(kMaskBackward, grad_output, mask, strides);
-}
-#endif
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
@@ -401,15 +255,15 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "fake_quantize_backward(Tensor grad_output, Tensor input, Tensor scale, Tensor zero_point, "
       "int quant_min, int quant_max, int? axis=None, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)",
       tags);
+  // Without defaults: a call of Python would leave out arguments that are equal to theirs.
+  m.def(
+      "fake_quantize_backward_composed(Tensor grad_output, Tensor input, Tensor scale, Tensor zero_point, "
+      "int quant_min, int quant_max, int? axis, float grad_factor) -> (Tensor, Tensor, Tensor)",
+      tags);
   implement<forward>(m, "fake_quantize");
   implement<forward_with_mask>(m, "fake_quantize_with_mask");
   implement<mask_backward>(m, "fake_quantize_mask_backward");
   implement<backward>(m, "fake_quantize_backward");
-#ifndef LLTM_EXT_STABLE_ABI
-  implement_autograd(m, "fake_quantize", forward_autograd);
-  implement_autograd(m, "fake_quantize_with_mask", forward_with_mask_autograd);
-  implement_autograd(m, "fake_quantize_mask_backward", mask_backward_autograd);
-#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME

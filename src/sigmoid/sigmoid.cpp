@@ -5,7 +5,6 @@
 
 namespace lltm_ext {
 
-LLTM_UNARY_OP(sigmoid, Sigmoid, SigmoidBackward, Types::kFloatingOrComplex,
-              grad_output*(output * (1 - output)).conj())
+LLTM_UNARY_OP(sigmoid, Sigmoid, SigmoidBackward, Types::kFloatingOrComplex)
 
 }  // namespace lltm_ext

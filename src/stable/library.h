@@ -59,6 +59,13 @@ using variable_list = std::vector<Tensor>;
 
 }  // namespace stable_torch
 
+namespace lltm_ext {
+template <auto function>
+void implement(::stable_torch::Library& m, const char* op) {
+  m.impl<function>(op);
+}
+}  // namespace lltm_ext
+
 // As torch's, but in the caller's namespace.
 #define TORCH_LIBRARY_FRAGMENT(name, m)                                                                \
   static void register_##name(::stable_torch::Library&);                                               \

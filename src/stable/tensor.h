@@ -111,6 +111,12 @@ class Tensor {
   bool is_cuda() const { return handle_->is_cuda(); }
   bool is_meta() const { return device().type() == DeviceType::Meta; }
   bool is_contiguous() const { return handle_->is_contiguous(); }
+  // The ABI does not tell. Of a tensor that is written, Python asks (_portable_rules.py); the dispatcher
+  // resolves negative and conjugate bits.
+  bool is_nested() const { return false; }
+  bool is_inference() const { return false; }
+  bool is_neg() const { return false; }
+  bool is_conj() const { return false; }
   bool is_non_overlapping_and_dense() const;
   bool is_alias_of(const Tensor& other) const;
 
@@ -255,5 +261,15 @@ inline const char* storage_of(const Tensor& x) {
 }
 
 inline bool Tensor::is_alias_of(const Tensor& other) const { return storage_of(*this) == storage_of(other); }
+
+struct InferenceMode {
+  static bool is_enabled() { return false; }
+};
+
+// For checks (src/common/tensor.h). Without raw bindings no wrapper reaches a kernel.
+inline bool is_wrapper(const Tensor&) { return false; }
+inline bool has_memory(const Tensor& x) {
+  return x.is_meta() || x.numel() == 0 || x.const_data_ptr() != nullptr;
+}
 
 }  // namespace stable_torch

@@ -7,7 +7,6 @@
 
 #include <mutex>
 
-#include "common/call_op.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/library.h"

@@ -20,13 +20,6 @@
 
 extern "C" {
 bool aoti_torch_grad_mode_is_enabled();  // of libtorch, in whose folder NVRTC is looked for
-#ifdef LLTM_EXT_STABLE_ABI
-// Of any Python, if one is running.
-__attribute__((weak)) int PyGILState_Ensure();
-__attribute__((weak)) void PyGILState_Release(int);
-__attribute__((weak)) int PyErr_CheckSignals();
-__attribute__((weak)) void PyErr_Clear();
-#endif
 }
 
 #endif
@@ -151,21 +144,6 @@ class Compilation {
   const Nvrtc& nvrtc_ = Nvrtc::get();
   Nvrtc::Handle program_ = nullptr;
 };
-
-// Raises KeyboardInterrupt after Ctrl-C, if this is Python's main thread.
-void check_interrupt() {
-#ifdef TORCH_EXTENSION_NAME
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-#elif defined(LLTM_EXT_STABLE_ABI)
-  if (!PyErr_CheckSignals) return;  // no Python
-  const int gil = PyGILState_Ensure();
-  const bool interrupted = PyErr_CheckSignals() != 0;
-  if (interrupted) PyErr_Clear();
-  PyGILState_Release(gil);
-  TORCH_CHECK(!interrupted, "KeyboardInterrupt: ");  // lltm_ext/_portable_bindings.py raises that one
-#endif
-}
 
 // Compiles in a thread of its own, so that Ctrl-C ends the wait for it. NVRTC cannot be stopped: the thread
 // goes on. While it reads the source it replaces the handler of SIGINT by one that ends the process; the wait
