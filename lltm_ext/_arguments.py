@@ -22,9 +22,10 @@ class SequenceCall(NamedTuple):
     Attributes:
         input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
             holds for ``inputs`` and ``reset``.
-        states: h0 and the other states, each [B, H]; all may be None for zeros.
+        states: h0 and the other states, each [B, H], a single other one also [1, B, H] as a layer has it; all
+            may be None for zeros.
         weight_ih, weight_hh, bias: [G*H, I]; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
-        parameters, inputs: in the cell's order.
+        parameters, inputs: in the cell's order; parameters [H] each, or together [P, H].
         reset: [T, B] or None. A reset precedes its step in the order of computation.
         is_reverse: whether the last step is the first to be computed.
         bias_hh: a second bias, as nn.LSTM has it, or None.
@@ -35,7 +36,7 @@ class SequenceCall(NamedTuple):
     weight_ih: Any
     weight_hh: Any
     bias: Any = None
-    parameters: Sequence[Any] = ()
+    parameters: Sequence[Any] | Tensor = ()
     inputs: Sequence[Any] = ()
     reset: Any = None
     batch_sizes: list[int] | None = None

@@ -43,9 +43,12 @@ def run_kernels(
     Args:
         dtype: that of the computation, which autocast may give.
     """
-    options = (call.batch_sizes, call.is_reverse, algorithm, program_for(cell, dtype), call.bias_hh)
+    program = cell.half_program if dtype.itemsize == 2 else cell.program
     op = transformed if has_tangents() else ops.custom_cell
-    return found_of(call, *op(*op_arguments(cell, call), *options))
+    output, h_n, states_n = op(
+        *op_arguments(cell, call), call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh
+    )
+    return output, [h_n, *states_of_op(call, h_n, states_n)]
 
 
 def run_both_by_kernels(
@@ -56,19 +59,24 @@ def run_both_by_kernels(
     options = (calls[0].batch_sizes, "auto", program_for(cell, dtype))
     op = transformed_both if has_tangents() else ops.custom_cell_bidirectional
     y = op(calls[0].input, *directions, *options)
-    return [found_of(call, *y[3 * i : 3 * i + 3]) for i, call in enumerate(calls)]
+    found = []
+    for i, call in enumerate(calls):
+        output, h_n, states_n = y[3 * i : 3 * i + 3]
+        found.append((output, [h_n, *states_of_op(call, h_n, states_n)]))
+    return found
 
 
-def found_of(call: SequenceCall, output: Tensor, h_n: Tensor, states_n: Tensor) -> Found:
-    """The op's results as a caller of the cell gets them: the states in their dtypes."""
-    others = call.states[1:]
-    if not others:  # torch.export saves no program that unbinds nothing
-        return output, [h_n]
-    if len(others) > 1:
-        final = states_n.unbind(0)
-        return output, [h_n, *(y if x is None else y.to(x.dtype) for y, x in zip(final, others, strict=True))]
-    # No view: that cannot be detached in place.
-    return output, [h_n, states_n if states_n.dim() == 2 else unsafe_view(states_n, h_n.shape)]
+def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tensor]:
+    """The states besides h that the op returns, as a caller of the cell gets them: in their dtypes."""
+    given = call.states[1:]
+    if not given:  # torch.export saves no program that unbinds nothing
+        return []
+    if len(given) == 1:
+        if given[0] is not None:
+            return [states_n]
+        return [unsafe_view(states_n, h_n.shape)]  # no view: that cannot be detached in place
+    pairs = zip(states_n.unbind(0), given, strict=True)
+    return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
 
 def algorithm_of(
@@ -81,17 +89,19 @@ def algorithm_of(
 
 def op_arguments(cell: RecurrentCell | ToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
-    input, (h0, *others), weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
+    input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
     if reset is not None and reset.dtype != torch.bool:
         reset = reset.detach().to(compute_dtype(input.dtype))
+    if weight_hh is not None and weight_hh.shape[0] != cell.gates * weight_hh.shape[-1]:
+        weight_hh = dense(weight_hh, cell.gates)
     return (
         input,
-        h0,
-        states_of(others, input),
+        states[0],
+        (states[1] if len(states) == 2 else states_of(states[1:], input)) if len(states) > 1 else None,
         weight_ih,
-        None if weight_hh is None else dense(weight_hh, cell.gates),
+        weight_hh,
         bias,
-        stacked(parameters) if parameters else None,
+        stacked(parameters) if len(parameters) > 0 else None,
         step_inputs_of(inputs, input, weight_ih.shape[0] // cell.gates) if inputs else None,
         reset,
     )
@@ -107,7 +117,9 @@ def states_of(states: Sequence[Tensor | None], input: Tensor) -> Tensor | None:
     return torch.stack(given)
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
+def stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor:
+    if isinstance(tensors, Tensor):
+        return tensors
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 

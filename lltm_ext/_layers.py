@@ -75,8 +75,8 @@ class SequenceLayer(nn.Module):
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
     _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
 
-    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
-        """What a call of the cell takes from the layer (:class:`SequenceCall`)."""
+    def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
+        """(weight_ih, weight_hh, bias, bias_hh, parameters), what a call of the cell takes from the layer."""
         raise NotImplementedError
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
@@ -87,26 +87,20 @@ class SequenceLayer(nn.Module):
         self,
         layer: int,
         input: Tensor,
-        states: list[tuple[Tensor | None, ...]],
+        states: Sequence[Sequence[Tensor | None]],
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """(output, final states) of each direction. ``states`` are its initial ones, None for zeros."""
-        calls = [
-            SequenceCall(
-                input,
-                states[i],
-                **self._weights_of(layer, i),
-                inputs=steps.inputs,
-                reset=steps.resets[i],
-                batch_sizes=batch_sizes,
-                is_reverse=i == 1,
-            )
-            for i in range(self._directions)
-        ]
-        if len(calls) == 1:
-            return [run(self._cell, calls[0], "auto", steps.reset_to)]
-        return run_both(self._cell, calls, steps.reset_to)
+
+        def call(i: int) -> SequenceCall:
+            weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, i)
+            weights, of_steps = (weight_ih, weight_hh, bias, parameters), (steps.inputs, steps.resets[i])
+            return SequenceCall(input, states[i], *weights, *of_steps, batch_sizes, i == 1, bias_hh)
+
+        if self.bidirectional:
+            return run_both(self._cell, [call(0), call(1)], steps.reset_to)
+        return [run(self._cell, call(0), "auto", steps.reset_to)]
 
     def forward(
         self,
@@ -242,15 +236,17 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
-        is_fresh = self._returns_fresh_states and steps.resets[0] is None
-        initial: list[tuple[Tensor | None, ...]]
-        if states is None:
-            initial = [(None,) * len(self._cell.state_names)] * self._slices
-        else:
-            initial = [tuple([x[i] for x in states]) for i in range(self._slices)]
-        if self._slices == 1:  # most calls, and the loop takes some microseconds
-            ((output, last),) = self._run_layer(0, input, initial, batch_sizes, steps)
-            return output, [_stack((state,), is_fresh) for state in last]
+        is_fresh, slices = self._returns_fresh_states and steps.resets[0] is None, self._slices
+        none = (None,) * len(self._cell.state_names)
+        if slices == 1:  # most calls, and the loop takes some microseconds
+            given: Sequence[Tensor | None] = none
+            if states is not None:  # a single one besides h has a layer's shape in the op too
+                given = [states[0][0], states[1]] if len(states) == 2 else [x[0] for x in states]
+            ((output, last),) = self._run_layer(0, input, (given,), batch_sizes, steps)
+            return output, [x if x.dim() == 3 else _stack((x,), is_fresh) for x in last]
+        initial: Sequence[Sequence[Tensor | None]] = [none] * slices
+        if states is not None:
+            initial = [[x[i] for x in states] for i in range(slices)]
         final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
         for layer in range(self.num_layers):
             of_layer = initial[len(final) : len(final) + self._directions]
@@ -322,10 +318,12 @@ class CellLayer(SequenceLayer):
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
         init_uniform(self, self.hidden_size)
 
-    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+    def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
-        names = ("weight_ih", "weight_hh", "bias")
-        return {name: getattr(self, name + end, None) for name in names}
+        weight_ih, weight_hh, bias = (
+            getattr(self, name + end, None) for name in ("weight_ih", "weight_hh", "bias")
+        )
+        return weight_ih, weight_hh, bias, None, ()
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         if input.dim() not in dims or input.shape[-1] != self.input_size:
@@ -417,11 +415,11 @@ class TorchLayer(SequenceLayer):
             self._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
             self._has_expanded_weights = any(type(w).__name__ == "ExpandedWeight" for w in weights)
 
-    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
-        number = 4 if self.bias else 2
-        first = (layer * self._directions + direction) * number
-        names = ("weight_ih", "weight_hh", "bias", "bias_hh")
-        return dict(zip(names, self._flat_weights[first : first + number], strict=False))
+    def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
+        i = layer * self._directions + direction
+        if self.bias:
+            return (*self._flat_weights[4 * i : 4 * i + 4], ())
+        return (*self._flat_weights[2 * i : 2 * i + 2], None, None, ())
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         if input.dim() not in dims:

@@ -506,16 +506,20 @@ def run(
     cell: RecurrentCell, call: SequenceCall, algorithm: str = "auto", reset_to: str = "zeros"
 ) -> tuple[Tensor, list[Tensor]]:
     """(output, final states) of a cell over a sequence."""
-    dtype, to_initial = autocast_dtype(call.input), call.reset is not None and reset_to == "initial"
+    reset, to_initial = call.reset, call.reset is not None and reset_to == "initial"
+    if cell.is_compiled and reset is None:  # the op checks all, and casts
+        return run_kernels(cell, call, algorithm, call.input.dtype)
+    dtype = autocast_dtype(call.input)
     if by_loop(cell, call.input, to_initial):
         return without_autocast(dtype, run_by_loop, cell, call, algorithm, reset_to)
     if dtype is not None and not cell.is_compiled:
         return without_autocast(dtype, run, cell, call, algorithm, reset_to)
     if not kernels_check(cell, call):
         check_call(cell, with_states(cell, call), algorithm, reset_to)
-    for name, x in zip((*cell.inputs, "reset"), (*call.inputs, call.reset), strict=True):
-        if x is not None:
-            check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
+    if reset is not None or call.inputs:
+        for name, x in zip((*cell.inputs, "reset"), (*call.inputs, reset), strict=True):
+            if x is not None:
+                check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
     try:
         other, given = without_resets(cell, with_states(cell, call)) if to_initial else (cell, call)
         output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
@@ -572,9 +576,10 @@ def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_t
 
 
 def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:
-    """A call with states of zeros for those that are None."""
+    """A call with all states, each [B, H]: zeros for those that are None."""
     if call.states[0] is not None:
-        return call
+        is_layers = len(call.states) == 2 and isinstance(call.states[1], Tensor) and call.states[1].dim() == 3
+        return call._replace(states=[call.states[0], call.states[1][0]]) if is_layers else call
     zeros = zero_state(call.input, call.weight_ih.shape[0] // cell.gates, call.batch_sizes)
     return call._replace(states=[zeros] * len(call.states))
 
@@ -594,9 +599,14 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     return all(
         (call.weight_hh is None or cell.recurrent)
         and all(x is None or x.dtype in dtypes for x in call.states[1:])
-        and all(isinstance(x, Tensor) and x.dtype == input.dtype for x in call.parameters)
+        and all(isinstance(x, Tensor) and x.dtype == input.dtype for x in parameters_of(call))
         for call in calls
     )
+
+
+def parameters_of(call: SequenceCall) -> Sequence[Any]:
+    """Each of them, or the tensor that has all."""
+    return (call.parameters,) if isinstance(call.parameters, Tensor) else call.parameters
 
 
 def by_loop(cell: RecurrentCell, input: Any, to_initial: bool) -> bool:

@@ -115,10 +115,10 @@ class Recurrent(CellLayer):
             shapes["bias"] = (rows,)
         return shapes | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
 
-    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
+    def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
-        parameters = [getattr(self, name + end) for name in self.cell.parameters]
-        return super()._weights_of(layer, direction) | {"parameters": parameters}
+        *weights, _ = super()._weights_of(layer, direction)
+        return (*weights, [getattr(self, name + end) for name in self.cell.parameters])
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""

@@ -9,18 +9,49 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext import cells
-from lltm_ext._arguments import sum_of_biases
 from lltm_ext._layers import Steps, TorchLayer
 from lltm_ext._library import transforms_active
-from lltm_ext.recurrence import RecurrentCell, autocast_dtype
+from lltm_ext.recurrence import RecurrentCell, autocast_dtype, recurrence
 
 __all__ = ["GRU", "RNN"]
+
+
+# The cells with the second bias of torch's layers as it is: each of its rows is a parameter.
+
+
+@recurrence(gates=3, separate=True, parameters=("b_hr", "b_hz", "b_hn"))
+def gru(x, r, h, p):
+    reset, update = torch.sigmoid(x[0] + r[0] + p.b_hr), torch.sigmoid(x[1] + r[1] + p.b_hz)
+    candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
+    return (1 - update) * candidate + update * h
+
+
+@recurrence(gates=3, separate=True)
+def gru_without_bias(x, r, h):
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    return (1 - update) * torch.tanh(x[2] + reset * r[2]) + update * h
+
+
+@recurrence(gates=1, parameters=("b_hh",))
+def rnn_tanh(x, p):
+    return torch.tanh(x[0] + p.b_hh)
+
+
+@recurrence(gates=1, parameters=("b_hh",))
+def rnn_relu(x, p):
+    return torch.relu(x[0] + p.b_hh)
 
 
 class LayerOfTorch(TorchLayer):
     """A layer of torch by a cell. On the CPU torch's own op runs it, half types in float32."""
 
     _torch_op: Callable[..., tuple[Tensor, Tensor]]
+
+    def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
+        weight_ih, weight_hh, bias, bias_hh, parameters = super()._weights_of(layer, direction)
+        if bias_hh is not None:
+            parameters = bias_hh.view(-1, self.hidden_size)
+        return weight_ih, weight_hh, bias, None, parameters
 
     def _run(
         self,
@@ -69,19 +100,12 @@ class GRU(LayerOfTorch, nn.GRU):
     ``torch._dynamo.config.allow_rnn`` is set.
     """
 
-    _cell = cells.gru
     _torch_class = nn.GRU
     _torch_op = staticmethod(torch.gru)
 
-    def _weights_of(self, layer: int, direction: int) -> dict[str, Any]:
-        weights = super()._weights_of(layer, direction)
-        if not self.bias:
-            return weights | {"parameters": [weights["weight_ih"].new_zeros(self.hidden_size)]}
-        # The candidate's second bias is inside the product with the reset gate.
-        sizes = [2 * self.hidden_size, self.hidden_size]
-        bias_ih, bias_hh = (weights.pop(name).split(sizes) for name in ("bias", "bias_hh"))
-        of_gates = sum_of_biases(bias_ih[0], bias_hh[0])
-        return weights | {"bias": torch.cat([of_gates, bias_ih[1]]), "parameters": [bias_hh[1]]}
+    @property
+    def _cell(self) -> RecurrentCell:  # type: ignore[override]
+        return gru if self.bias else gru_without_bias
 
 
 class RNN(LayerOfTorch, nn.RNN):
@@ -100,6 +124,8 @@ class RNN(LayerOfTorch, nn.RNN):
 
     @property
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
+        if self.bias:
+            return rnn_relu if self.mode == "RNN_RELU" else rnn_tanh
         return cells.rnn_relu if self.mode == "RNN_RELU" else cells.rnn_tanh
 
     @property

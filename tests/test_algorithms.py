@@ -198,7 +198,7 @@ def assert_refused(op, call, algorithm, reason, **options):
 
 def assert_refused_plan(op, call, algorithm, reason, **options):
     for f in (op.plan, functools.partial(op.plan, backward=True)):
-        with pytest.raises(RuntimeError, match=rf"^{op.name}_algorithm: algorithm '{algorithm}' {reason}"):
+        with pytest.raises(RuntimeError, match=rf"^{op.name}: algorithm '{algorithm}' {reason}"):
             f(*call.args, algorithm=algorithm, **options)
 
 
@@ -1183,7 +1183,7 @@ def test_algorithm_checks_its_arguments_like_a_call(op, device):
         ((input, (h0, c0), weight_ih, weight_hh[1:]), "weight_hh of shape"),
         ((input, (h0, c0), weight_ih, weight_hh, bias[1:]), "bias of shape"),
     ):
-        with pytest.raises((TypeError, RuntimeError), match=f"^{op.name}_algorithm: expected {message}"):
+        with pytest.raises((TypeError, RuntimeError), match=f"^{op.name}: expected {message}"):
             op.algorithm_of(*bad)
 
 

@@ -158,7 +158,6 @@ class CellOp {
   CellShape shape() const { return program_.shape; }
   static const char* states_name() { return "states"; }
   static bool is_compiled(const char*) { return false; }
-  static bool has_single_step() { return false; }
   static bool runs_in_float32(const at::Tensor&) { return false; }  // as on CUDA
   // Units are added here too, as for the kernels of CUDA.
   static constexpr bool loads_eights(const at::Tensor&) { return true; }
@@ -230,6 +229,7 @@ def compiled(tmp_path_factory):
     print(f"\nbuilt the ops for the CPU in {time.perf_counter() - start:.0f} s")
     library = torch.library.Library("lltm_ext_on_cpu", "FRAGMENT")
     library.impl("custom_cell_by_loop", _custom_cell.by_loop, "CompositeImplicitAutograd")
+    library.impl("custom_cell", _custom_cell.transformed, "FuncTorchDynamicLayerFrontMode")
     yield torch.ops.lltm_ext_on_cpu
 
 
@@ -676,7 +676,7 @@ def test_other_layouts(cell, layout):
 def differentiable(arguments):
     """The arguments of the op, and those of them that have gradients."""
     first, others = arguments.args[:7], arguments.args[7:]
-    return Call(*first), lambda *tensors: CustomCellFunction.apply(*tensors, *others)[:3]
+    return Call(*first), lambda *tensors: CustomCellFunction.apply(*tensors, *others, None)[:3]
 
 
 @every_cell

@@ -470,3 +470,20 @@ def test_what_comes_at_the_next_step(sizes, reverse):
             found[value] = int(following.flatten()[b]) if b < following.numel() else 0
     expected = rows.clone().apply_(found.get)
     assert torch.equal(at_next_step(rows, sizes, reverse), expected)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "LLTM", "GRU"])
+def test_gradients_from_no_states_equal_those_from_zeros(name, device):
+    """Of both directions. Memory that nobody has written is NaN here."""
+    layer = getattr(lltm_ext, name)(5, 8, bidirectional=True, device=device)
+    input, reset = torch.randn(7, 3, 5, device=device), torch.rand(7, 3, device=device) < 0.3
+    zeros = torch.zeros(2, 3, 8, device=device)
+    gradients = []
+    for hx in (None, zeros if name == "GRU" else (zeros, zeros)):
+        freed = [
+            torch.full((n,), torch.nan, device=device) for n in (24, 168, 192, 504, 4096) for _ in range(9)
+        ]
+        del freed
+        output, _ = layer(input, hx, reset=reset)
+        gradients.append(torch.autograd.grad(output.square().sum(), list(layer.parameters())))
+    assert_all_near(*gradients, BACKWARD[torch.float32])

@@ -56,9 +56,11 @@ variable_list run_kernels(const CellOp& op, const CellCall& call, bool save) {
       takes_single_step(op, call.input, first, call.batch_sizes, call.algorithm)) {
     return run_single_step(op, call.input, first, save);
   }
+  const ForwardOps<CellOp> forward{op};
+  if (!first.bias_hh) return forward.run(call.input, call.directions, call.batch_sizes, call.algorithm, save);
   std::vector<Direction> directions;
   for (const Direction& d : call.directions) directions.push_back(with_one_bias(d));
-  return ForwardOps<CellOp>{op}.run(call.input, directions, call.batch_sizes, call.algorithm, save);
+  return forward.run(call.input, directions, call.batch_sizes, call.algorithm, save);
 }
 
 variable_list run(const CellCall& call) {
@@ -219,16 +221,18 @@ namespace {
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, const std::string& reset, int independent_units, int few_rows) {
-  return CellProgram::get(program).source(
-      {type, backward, variant, fused_rows, reset, independent_units, few_rows});
+                   int fused_rows, const std::string& reset, int independent_units, int few_rows,
+                   int single_step_rows, bool on_tensor_cores) {
+  return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
+                                           few_rows, single_step_rows, on_tensor_cores});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
-                           int independent_units, int few_rows) {
+                           int independent_units, int few_rows, int single_step_rows, bool on_tensor_cores) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, few_rows},
+                      {type, backward, variant, fused_rows, reset, independent_units, few_rows,
+                       single_step_rows, on_tensor_cores},
                       architecture);
 }
 
@@ -268,7 +272,9 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<custom_cell_bidirectional_forward>(m, "custom_cell_bidirectional_forward");
   implement<custom_cell_bidirectional_backward>(m, "custom_cell_bidirectional_backward");
 #ifdef LLTM_EXT_STABLE_ABI
-  const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
+  const std::string kernel =
+      ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0, "
+      "int single_step_rows=0, bool on_tensor_cores=False) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -287,11 +293,12 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
-        py::arg("independent_units") = 0, py::arg("few_rows") = 0);
+        py::arg("independent_units") = 0, py::arg("few_rows") = 0, py::arg("single_step_rows") = 0,
+        py::arg("on_tensor_cores") = false);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
-        py::arg("few_rows") = 0);
+        py::arg("few_rows") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

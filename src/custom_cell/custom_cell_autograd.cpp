@@ -252,6 +252,12 @@ CellOutputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& 
                                  const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
                                  bool reverse, string_view algorithm, string_view program,
                                  const OptionalTensor& bias_hh) {
+  if (!any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters, bias_hh)) {
+    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
+                   reverse, algorithm, program, bias_hh);
+  }
   const variable_list y =
       run_autograd(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
                              batch_sizes, reverse, algorithm, program, bias_hh));

@@ -72,8 +72,8 @@ inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, c
     if (carried > 0) add(row, output, steps[k - 1].first, carried);
     add(row + carried, h0, carried, steps[k].count - carried);
   }
-  if (reset.defined() && !runs.empty()) {  // without h0, the first rows have no run
-    const int64_t first = runs[0].row, count = grad_gates.size(0) - first;
+  if (reset.defined() && !runs.empty()) {  // without h0, the rows of the first step have no run
+    const int64_t first = runs[0].row, count = runs.back().row + runs.back().rows - first;
     const at::Tensor kept_h = at::empty({count, output.size(1)}, output.options());
     for (const auto& [row, source, source_row, rows] : runs) {
       keep_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
