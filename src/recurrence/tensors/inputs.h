@@ -1,4 +1,4 @@
-// The inputs of a sequence op (op.h): checks, directions, the rows of each step.
+// A call of a cell over a sequence: its checks, its directions, the rows of each step.
 #pragma once
 
 #include <ATen/OpMathType.h>
