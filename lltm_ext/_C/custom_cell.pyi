@@ -9,8 +9,6 @@ def source(
     reset: str = "",
     independent_units: int = 0,
     few_rows: int = 0,
-    single_step_rows: int = 0,
-    on_tensor_cores: bool = False,
 ) -> str: ...
 def compile(
     program: str,
@@ -22,8 +20,6 @@ def compile(
     reset: str = "",
     independent_units: int = 0,
     few_rows: int = 0,
-    single_step_rows: int = 0,
-    on_tensor_cores: bool = False,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

@@ -33,9 +33,6 @@ LLTM_EMBED(unit_forward_cuh, "recurrence/independent/forward.cuh");
 LLTM_EMBED(unit_backward_cuh, "recurrence/independent/backward.cuh");
 LLTM_EMBED(step_h, "recurrence/step/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
-LLTM_EMBED(reduce_cuh, "common/reduce.cuh");
-LLTM_EMBED(single_step_h, "recurrence/step/single_step.h");
-LLTM_EMBED(single_step_cuh, "recurrence/step/single_step.cuh");
 LLTM_EMBED(few_rows_shape_h, "recurrence/step/few_rows_shape.h");
 LLTM_EMBED(few_rows_cuh, "recurrence/step/few_rows.cuh");
 LLTM_EMBED(fused_shape_h, "recurrence/step/fused_shape.h");
@@ -57,8 +54,7 @@ const std::vector<Header> kHeaders = {
     steps_cuh,        one_row_cuh,      forward_cuh,      backward_cuh,
     unit_shape_h,     unit_steps_cuh,   unit_forward_cuh, unit_backward_cuh,
     step_h,           pointwise_cuh,    fused_shape_h,    fused_arguments_h,
-    fused_hopper_cuh, few_rows_shape_h, few_rows_cuh,     reduce_cuh,
-    single_step_h,    single_step_cuh
+    fused_hopper_cuh, few_rows_shape_h, few_rows_cuh
 #endif
 };
 

@@ -221,18 +221,16 @@ namespace {
 // ---- Raw bindings. A kernel is given by the fields of CellKernel.
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, const std::string& reset, int independent_units, int few_rows,
-                   int single_step_rows, bool on_tensor_cores) {
-  return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
-                                           few_rows, single_step_rows, on_tensor_cores});
+                   int fused_rows, const std::string& reset, int independent_units, int few_rows) {
+  return CellProgram::get(program).source(
+      {type, backward, variant, fused_rows, reset, independent_units, few_rows});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
-                           int independent_units, int few_rows, int single_step_rows, bool on_tensor_cores) {
+                           int independent_units, int few_rows) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, few_rows,
-                       single_step_rows, on_tensor_cores},
+                      {type, backward, variant, fused_rows, reset, independent_units, few_rows},
                       architecture);
 }
 
@@ -272,9 +270,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<custom_cell_bidirectional_forward>(m, "custom_cell_bidirectional_forward");
   implement<custom_cell_bidirectional_backward>(m, "custom_cell_bidirectional_backward");
 #ifdef LLTM_EXT_STABLE_ABI
-  const std::string kernel =
-      ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0, "
-      "int single_step_rows=0, bool on_tensor_cores=False) -> ";
+  const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -293,12 +289,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
-        py::arg("independent_units") = 0, py::arg("few_rows") = 0, py::arg("single_step_rows") = 0,
-        py::arg("on_tensor_cores") = false);
+        py::arg("independent_units") = 0, py::arg("few_rows") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
-        py::arg("few_rows") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false);
+        py::arg("few_rows") = 0);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

@@ -39,6 +39,7 @@ class CellOp {
   CellShape shape() const { return program_.shape; }
   const char* states_name() const { return program_.compiled ? "c0" : "states"; }
   bool is_compiled(const char* name) const { return program_.compiled && program_.name == name; }
+  bool has_single_step() const { return compiled_ != nullptr; }
   // Half types are only storage on the CPU: products in float32 are faster, and more exact.
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
@@ -101,21 +102,7 @@ class CellOp {
 
   template <typename T>
   cudaError_t launch(const SingleStepArguments<T>& step, cudaStream_t stream) const {
-    if (compiled_) return launchers<T>().single_step(step, stream);
-    const auto is_aligned = [](const T* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
-    const bool on_tensor_cores = step.on_tensor_cores && is_aligned(step.input) && is_aligned(step.h0) &&
-                                 is_aligned(step.weight_ih) && is_aligned(step.weight_hh);
-    const SingleStepTile tile =
-        single_step_tile(step.batch, products_of_single_step(shape()), on_tensor_cores);
-    CellKernel which = {scalar_type_of<T>(), /*backward=*/false};
-    which.single_step_rows = tile.rows;
-    which.on_tensor_cores = on_tensor_cores;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(tile.blocks(step.batch, step.hidden)));
-    config.blockDim = dim3(kSingleStepThreads);
-    config.stream = stream;
-    const void* arguments[] = {&step};
-    return cudaLaunchKernelExC(&config, load_cell_kernel(program_, which), const_cast<void**>(arguments));
+    return launchers<T>().single_step(step, stream);
   }
 
   template <typename T>

@@ -26,17 +26,13 @@ struct CellKernel {
   std::string reset = {};     // of a call with resets, their type: bool or float; the first two kinds ask
   int independent_units = 0;  // of a thread
   int few_rows = 0;           // most rows of a step
-  int single_step_rows = 0;   // of a tile, of a sequence of one step
-  bool on_tensor_cores = false;
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
   bool is_few_rows() const { return few_rows > 0; }
   bool is_independent() const { return independent_units > 0; }
-  bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, few_rows,
-                           single_step_rows, on_tensor_cores);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, few_rows);
   }
 };
 

@@ -2,14 +2,9 @@
 // carry their states from step to step, as control loops and streams of audio do.
 #pragma once
 
-#include "recurrence/cell.h"
-#ifndef __CUDACC_RTC__
 #include "recurrence/persistent/launch.h"
-#endif
 
 namespace lltm_ext {
-
-constexpr int kSingleStepThreads = 256, kSingleStepWarps = kSingleStepThreads / 32;
 
 // I is the input size; the other letters are those of cell.h.
 template <typename T>
@@ -17,20 +12,17 @@ struct SingleStepArguments {
   int batch, hidden, input_size;
   bool narrow_states;  // whether states0 and states_n have values of T, not of acc_t<T>
   bool on_tensor_cores;
-  bool save;             // whether to leave in `gates` and `extra` what backward needs
-  const T* input;        // [B, I]
-  const T* h0;           // [B, H]
-  const void* states0;   // [S, B, H]
-  const T* weight_ih;    // [G * H, I]
-  const T* weight_hh;    // [G * H, H]
-  const T* bias;         // [G * H], or null
-  const T* bias_hh;      // [G * H] added to it, or null
-  const T* parameters;   // [P, H]
-  const T* step_inputs;  // [B, K, H]
-  T *output, *h_n;       // [B, H] twice
-  void* states_n;        // [S, B, H]
-  T* gates;              // [B, G, H] the first G saved values
-  T* extra;              // [B, E, H] the others
+  const T* input;       // [B, I]
+  const T* h0;          // [B, H]
+  const void* states0;  // [S, B, H]
+  const T* weight_ih;   // [G * H, I]
+  const T* weight_hh;   // [G * H, H]
+  const T* bias;        // [G * H], or null
+  const T* bias_hh;     // [G * H] added to it, or null
+  T *output, *h_n;      // [B, H] twice
+  void* states_n;       // [S, B, H]
+  T* gates;             // [B, G, H] the first G saved values, or null
+  T* extra;             // [B, E, H] the others, if `gates` is given
 };
 
 // The units and rows of a block: on tensor cores, or with a thread's own multiply-adds.
@@ -40,16 +32,8 @@ struct SingleStepTile {
     return ceil_div(hidden, units) * ceil_div(batch, rows);
   }
 };
-// `products` is the number of sums of a unit. Those of more than four in 16 rows do not fit in shared memory.
-constexpr SingleStepTile single_step_tile(int64_t batch, int products, bool on_tensor_cores) {
-  if (!on_tensor_cores) return {2, batch == 1 ? 1 : 8};
-  return {16, batch <= 8 || products > 4 ? 8 : 16};
-}
-
-// Whether a cell has the kernel.
-constexpr bool has_single_step(const CellShape& cell) { return cell.recurrent && !cell.outputs_state(); }
-constexpr int products_of_single_step(const CellShape& cell) {
-  return cell.separate ? 2 * cell.gates : cell.gates;
+constexpr SingleStepTile single_step_tile(int64_t batch, bool on_tensor_cores) {
+  return on_tensor_cores ? SingleStepTile{16, batch <= 8 ? 8 : 16} : SingleStepTile{2, batch == 1 ? 1 : 8};
 }
 
 // Whether the tile of tensor cores takes a step: several rows, of whole vectors.
@@ -63,11 +47,10 @@ constexpr bool single_step_on_tensor_cores(int64_t batch, int64_t hidden, int64_
 // Whether it is the fastest way. Every block reads its units' weights and its rows, so many blocks read them
 // often. Those with eight rows and no tensor cores take half of a multiprocessor's registers, so many of them
 // run in turns.
-constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, const CellShape& cell,
+constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, int gates,
                                 int element_size, bool on_tensor_cores) {
-  const int gates = cell.gates;
   if (batch == 0 || hidden == 0 || input_size >= (1 << 24)) return false;
-  const SingleStepTile tile = single_step_tile(batch, products_of_single_step(cell), on_tensor_cores);
+  const SingleStepTile tile = single_step_tile(batch, on_tensor_cores);
   const int64_t blocks = tile.blocks(batch, hidden), k = hidden + input_size;
   if (on_tensor_cores)
     return blocks * (gates * tile.units + tile.rows) * k * element_size <= int64_t{1} << 27;
@@ -75,9 +58,7 @@ constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_siz
          ceil_div(batch, tile.rows) * gates * hidden * k * element_size <= int64_t{1} << 25;
 }
 
-#ifndef __CUDACC_RTC__
 template <class Cell, typename T>
 cudaError_t launch_single_step(const SingleStepArguments<T>& arguments, cudaStream_t stream);
-#endif
 
 }  // namespace lltm_ext

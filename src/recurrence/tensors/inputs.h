@@ -230,6 +230,7 @@ inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d
 //     name();               // in messages
 //     shape();              // a CellShape
 //     states_name();        // the argument that has the states
+//     has_single_step();    // whether it has the kernel of a single step
 //     loads_eights(input);  // whether fused kernels on its device load units by eights
 //     zeros_stay();         // whether a unit of zeros stays so, forward and backward
 //     ...                   // the launches of tensors/launch.h
