@@ -74,16 +74,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reset_for_op(name: str, reset: Any, input: Tensor) -> Tensor:
-    """``reset`` as the dispatcher's ops take it."""
-    if isinstance(reset, Tensor) and reset.dtype == torch.bool and reset.layout == torch.strided:
-        return reset  # the op checks the rest
-    check_step_input(name, "reset", reset, input, 0)
-    if reset.dtype == torch.bool:
-        return reset
-    return reset.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
-
-
 def check_tensors(name: str, input: Any, weight_ih: Any, weight_hh: Any, bias: Any) -> None:
     check_tensor(name, "input", input)
     check_tensor(name, "weight_ih", weight_ih)
@@ -107,12 +97,6 @@ def check_states(name: str, hx: Any, names: tuple[str, ...]) -> tuple[Tensor, ..
         if not isinstance(state, Tensor):
             check_tensor(name, names[i], state)
     return tuple(hx)
-
-
-def check_pair(name: str, hx: Any) -> State:
-    """hx as (h0, c0)."""
-    h0, c0 = check_states(name, hx, PAIR)
-    return h0, c0
 
 
 def check_hx(name: str, hx: Any, shape: tuple[int, ...], names: tuple[str, ...] = PAIR) -> tuple[Tensor, ...]:
