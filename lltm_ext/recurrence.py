@@ -305,6 +305,8 @@ class RecurrentCell:
         if self.is_compiled:  # the dispatcher does not name what is no tensor
             check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
         call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+        if len(states) == 2 and states[1].dim() == 3:  # as only layers give it
+            check_call(self, call, algorithm, reset_to)
         output, final = run(self, call, algorithm, reset_to)
         return output, tuple(final) if self.states else final[0]
 
