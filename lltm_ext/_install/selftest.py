@@ -229,7 +229,7 @@ def by_algorithm(name: str, algorithm: str, *tensors: Tensor) -> Any:
             paired(public(f"{name}_algorithm"), *tensors, algorithm=algorithm, backward=backward)
         except RuntimeError as error:
             reason, can_not, _ = str(error).partition(" (algorithm 'auto' runs everything)")
-            raise Unable(reason.removeprefix(f"{name}_algorithm: ")) if can_not else error from None
+            raise Unable(reason.removeprefix(f"{name}: ")) if can_not else error from None
     return paired(public(name), *tensors, algorithm=algorithm)
 
 
