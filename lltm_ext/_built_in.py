@@ -54,7 +54,7 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
         algorithm: str,
         reset: Tensor | None = None,
         bias_hh: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         tensors, how = (input, h0, c0, weight_ih, weight_hh, bias), (batch_sizes, reverse, algorithm, name)
         output, h_n, states_n, gates, extra, _ = ops.custom_cell_forward(
             *tensors, None, None, reset, *how, bias_hh
@@ -79,12 +79,13 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
         input_needs_grad: bool,
         bias_needs_grad: bool,
         reset: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         of_states = grad_c_n.unsqueeze(0) if grad_c_n is not None and c0 is None else grad_c_n
         given = (grad_output, grad_h_n, of_states, output, gates, extra)
         inputs, how = (input, h0, c0, weight_ih, weight_hh), (batch_sizes, reverse, algorithm, name)
         needed = (input_needs_grad, bias_needs_grad)
-        return tuple(ops.custom_cell_backward(*given, *inputs, None, None, None, reset, *how, *needed)[:6])
+        g = ops.custom_cell_backward(*given, *inputs, None, None, None, reset, *how, *needed)
+        return g[0], g[1], g[2], g[3], g[4], g[5]
 
     def algorithm_of(
         input: Tensor,
@@ -137,10 +138,11 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
         saved: Sequence[Tensor],
         batch_sizes: list[int] | None,
         algorithm: str,
-        *needed: bool,
+        input_needs_grad: bool,
+        bias_needs_grad: bool,
     ) -> list[Tensor]:
         both = (direction(forward_direction), direction(reverse_direction))
-        how = (batch_sizes, algorithm, name, *needed)
+        how = (batch_sizes, algorithm, name, input_needs_grad, bias_needs_grad)
         g = ops.custom_cell_bidirectional_backward(grad_outputs, input, *both, saved, *how)
         return [*g[:6], *g[7:12]]  # without those of parameters
 

@@ -144,6 +144,11 @@ def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tens
     )
 
 
+def h_of_steps(output: Tensor, h: Tensor) -> Tensor:
+    """h of every step, of the results of an op that is for backward."""
+    return h if h.shape[-1] > 0 else output
+
+
 class CustomCellFunction(torch.autograd.Function):
     """The op under torch.func's transforms and with tangents, which can't enter its C++ autograd function.
 
@@ -162,16 +167,17 @@ class CustomCellFunction(torch.autograd.Function):
         ctx.options = (batch_sizes, reverse, algorithm, program)
         ctx.mark_non_differentiable(gates, extra, h)
         ctx.set_materialize_grads(False)
-        used = y if CELLS[program].declared.output == "h" else h
-        ctx.save_for_backward(*tensors, bias_hh, used, gates, extra)
+        ctx.save_for_backward(*tensors, bias_hh, h_of_steps(y, h), gates, extra)
         ctx.save_for_forward(*tensors, bias_hh)
 
     @staticmethod
-    def composed(ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[Callable[..., Any], list[Any]]:
+    def composed(
+        options: tuple[Any, ...], tensors: Sequence[Tensor | None]
+    ) -> tuple[Callable[..., Any], list[Any]]:
         """The op by the loop, as a function of its differentiable arguments, and these."""
         *_, step_inputs, reset, bias_hh = tensors
         differentiable = [*tensors[:7], bias_hh]
-        fixed = (step_inputs, reset, *ctx.options)
+        fixed = (step_inputs, reset, *options)
 
         def function(*x: Any) -> Any:
             return by_loop(*x[:7], *fixed, x[7])  # type: ignore[call-arg]
@@ -180,7 +186,7 @@ class CustomCellFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        function, inputs = CustomCellFunction.composed(ctx, ctx.saved_tensors[:10])
+        function, inputs = CustomCellFunction.composed(ctx.options, ctx.saved_tensors[:10])
         found = differentiable_tangents(function, inputs, (*tangents[:7], tangents[13]))
         return (*found, None, None, None)
 
@@ -191,7 +197,7 @@ class CustomCellFunction(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * 14
         if torch.is_grad_enabled():
-            function, inputs = CustomCellFunction.composed(ctx, [*tensors, bias_hh])
+            function, inputs = CustomCellFunction.composed(ctx.options, [*tensors, bias_hh])
             *found, of_second = differentiable_gradients(function, inputs, grads)
             return (*found, *nothing, of_second)
         needed = ctx.needs_input_grad

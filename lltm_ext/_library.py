@@ -35,7 +35,7 @@ def under_transforms(name: str, function: Callable[..., Any]) -> None:
 def composed(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Makes ``rule``, in torch's differentiable ops, the op ``lltm_ext::<name>_composed``.
 
-    C++ calls it instead of ``lltm_ext::<name>``, a kernel of gradients, where these are differentiated again.
+    C++ calls it instead of the kernel ``lltm_ext::<name>`` where gradients are differentiated again.
     """
     implement(f"{name}_composed", rule, "CompositeImplicitAutograd")
     return rule

@@ -78,8 +78,8 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
     """The functions of the module that this stub describes, by name."""
     op = stub.stem
     for node in ast.parse(stub.read_text()).body:
-        if not isinstance(node, ast.FunctionDef):
-            continue
+        if not isinstance(node, ast.FunctionDef) or node.name == "add_compiled_cell":
+            continue  # a single library adds its cells itself
         name = node.name
         if name.startswith("call_"):
             yield name, past_autograd(name.removeprefix("call_"))

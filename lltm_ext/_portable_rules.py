@@ -7,7 +7,6 @@ tensors. Its derivative is the ``torch.autograd.Function`` that torch.func's tra
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._custom_cell import CustomCellFunction
+from lltm_ext._built_in import functions
+from lltm_ext._custom_cell import CustomCellFunction, h_of_steps
 from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
 from lltm_ext._loop import compute_dtype, zero_state
@@ -29,7 +29,6 @@ from lltm_ext._portable_bindings import (
     require_grad,
     typed,
 )
-from lltm_ext._sequence import SEQUENCE_OPS, SequenceOp
 from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.elementwise import ElementwiseFunction, composed_backward, formula_of
 from lltm_ext.fake_quantize import FakeQuantizeFunction
@@ -258,95 +257,98 @@ def is_half_on_cpu(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def bidirectional(name: str, op: SequenceOp) -> Kernel:
-    """Both directions of a layer, side by side in one launch where that is faster."""
-    forward_op, backward_op = (getattr(ops, f"{name}_bidirectional_{way}") for way in ("forward", "backward"))
+def record_one(*args: Any) -> Any:
+    """One direction. On the CPU half types are computed in float32."""
+    input, states = args[0], args[2]
+    if not is_half_on_cpu(input):
+        return apply_of(CustomCellFunction)(*args)
+    check_on_meta("custom_cell", args)
+    wide = (x.float() if isinstance(x, Tensor) and is_half_on_cpu(x) else x for x in args)
+    output, h_n, states_n, *_ = apply_of(CustomCellFunction)(*wide)
+    dtype = input.dtype
+    return output.to(dtype), h_n.to(dtype), states_n.to(dtype if states is None else states.dtype)
 
-    class BothFunction(torch.autograd.Function):
-        """``(split, batch_sizes, algorithm, input, *forward, *reverse)``: ``inputs[split:]`` are reverse."""
 
-        @staticmethod
-        def forward(
-            ctx: Any, split: int, batch_sizes: list[int] | None, algorithm: str, *inputs: Tensor
-        ) -> tuple[Tensor, ...]:
-            y = forward_op(inputs[0], inputs[1:split], inputs[split:], batch_sizes, algorithm)
-            ctx.how = split, batch_sizes, algorithm
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*inputs, y[0], *y[3:6], *y[8:])
-            return *y[:3], *y[5:8]
+DIRECTION = [x.name for x in arguments_of("custom_cell") if "Tensor" in str(x.type)][1:]  # as a list
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            split, *how = ctx.how
-            tensors = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
-            inputs, saved = tensors[:-6], tensors[-6:]
-            found: Sequence[Tensor | None] = [None] * len(inputs)
-            if all(g is None for g in grads):
-                pass
-            elif torch.is_grad_enabled():
-                found = differentiable_gradients(functools.partial(composed, split, how[0]), inputs, grads)
-            else:
-                needed = ctx.needs_input_grad[3:]
-                wanted = needed[0], any(needed[5:split]) or any(needed[split + 4 :])
-                gradients = backward_op(
-                    grads, inputs[0], inputs[1:split], inputs[split:], saved, *how, *wanted
-                )
-                given = [*range(split), *range(6, 6 + len(inputs) - split)]  # either bias may be missing
-                found = [
-                    gradients[i] if is_needed else None for i, is_needed in zip(given, needed, strict=True)
-                ]
-            return None, None, None, *found
 
-    def composed(
-        split: int, batch_sizes: list[int] | None, input: Tensor, *others: Tensor
-    ) -> tuple[Tensor, ...]:
-        directions = (others[: split - 1], False), (others[split - 1 :], True)
-        return tuple(
-            y
-            for tensors, reverse in directions
-            for y in op.Function.composed(input, *(*tensors, None)[:5], batch_sizes, reverse, None)
-        )
+class BothFunction(torch.autograd.Function):
+    """Both directions, side by side if that is faster: ``(*how, input, *forward, *reverse)``."""
 
-    of_one = sequence(name, op)
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        how, inputs = args[:3], args[3:]
+        y = below_autograd("custom_cell_bidirectional_forward", inputs[0], inputs[1:10], inputs[10:], *how)
+        used = (x for found in (y[:6], y[6:]) for x in (h_of_steps(found[0], found[5]), *found[3:5]))
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *used)
+        return *y[:3], *y[6:9]
 
-    def recorded(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[list[Tensor]]:
-        if is_half_on_cpu(input):
-            check_on_meta(f"{name}_bidirectional", (input, forward, reverse, *how))
-            sizes, algorithm = how
-            results = (
-                of_one(input, *(*tensors, None)[:5], sizes, is_reverse, algorithm, None, None)[:3]
-                for tensors, is_reverse in ((forward, False), (reverse, True))
-            )
-            return [list(itertools.chain(*results))]
-        return [list(BothFunction.apply(1 + len(forward), *how, input, *forward, *reverse))]
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
+        input, directions = tensors[0], (tensors[1:10], tensors[10:19])
+        needed, (batch_sizes, algorithm, program) = ctx.needs_input_grad[3:], ctx.how
+        if all(g is None for g in grads):
+            return (None,) * 22
+        if torch.is_grad_enabled():
+            found: list[Any] = []
+            for i, direction in enumerate(directions):
+                options = (batch_sizes, i == 1, algorithm, program)
+                function, inputs = CustomCellFunction.composed(options, [input, *direction])
+                found.append(differentiable_gradients(function, inputs, grads[3 * i : 3 * i + 3]))
+            of_input: Any = found[0][0] + found[1][0]
+            of_directions = [(*own[1:7], None, None, own[7]) for own in found]
+        else:
+            wanted = needed[0], needed[5] or needed[9] or needed[14] or needed[18]
+            given = (grads, input, *directions, tensors[19:], *ctx.how, *wanted)
+            of_input, *others = below_autograd("custom_cell_bidirectional_backward", *given)
+            of_directions = [(*own, None, None, own[4].clone()) for own in (others[:6], others[6:])]
+        gradients = (of_input, *of_directions[0], *of_directions[1])
+        return None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True))
 
-    return recorded
+
+def record_both(
+    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+) -> list[list[Tensor]]:
+    if not len(forward) == len(reverse) == len(DIRECTION):
+        check_on_meta("custom_cell_bidirectional", (input, forward, reverse, batch_sizes, *how))
+    if not is_half_on_cpu(input):
+        return [list(apply_of(BothFunction)(batch_sizes, *how, input, *forward, *reverse))]
+    directions = (forward, False), (reverse, True)
+    found = (
+        record_one(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
+        for (*tensors, bias_hh), is_reverse in directions
+    )
+    return [[y for outputs in found for y in outputs]]
 
 
 # ---- autocast
 
 
-def cast(x: Any, is_cell: bool = False) -> Any:
+def cast(x: Any, argument: str) -> Any:
     """To autocast's dtype, which applies to floating point other than float64.
 
-    A cell state, in a direction's list the second tensor, stays in float32 or in autocast's dtype; the other
-    half type becomes float32.
+    A cell state stays in float32 or in autocast's dtype; the other half type becomes float32. Resets stay.
     """
     if isinstance(x, (list, tuple)):
-        return [cast(each, i == 1) for i, each in enumerate(x)]
+        return [cast(*pair) for pair in zip(x, DIRECTION, strict=False)]
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(torch.float32 if is_cell and x.dtype != dtype else dtype)
+    if argument in ("states", "old_cell") and x.dtype != dtype:
+        return x.float()
+    return x if argument == "reset" else x.to(dtype)
 
 
 def on_autocast(name: str, casts: bool) -> None:
     """Autocast is off in the call: the library's own calls must not cast."""
-    are_cells = [argument.name in ("c0", "old_cell") for argument in arguments_of(name)]
+    names = [argument.name for argument in arguments_of(name)]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if casts:
-            args = tuple(cast(x, is_cell) for x, is_cell in zip(args, are_cells, strict=False))
+            args = tuple(cast(*pair) for pair in zip(args, names, strict=False))
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return getattr(ops, name)(*args, **kwargs)
 
@@ -381,69 +383,57 @@ def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
     return of_input, dense(weights), weights.new_empty(weights.shape[0]), of_h, of_cell
 
 
-def shape_sequence(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
-    h0, c0, _, weight_hh, *others = direction
-    hidden, batch_sizes = weight_hh.shape[1], others[1] if len(others) > 1 else None
-    states = (zero_state(input, hidden, batch_sizes) if x is None else dense(x) for x in (h0, c0))
-    return input.new_empty(*input.shape[:-1], hidden), *states
+@functools.cache
+def sizes_of(program: str) -> list[int]:
+    """Of a unit of the cell: gates, states, what is saved in gates and besides, whether a state is output."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        sizes: list[int] = ops.custom_cell_sizes(program)
+    return sizes
 
 
-def shape_sequence_forward(input: Tensor, *direction: Any) -> tuple[Tensor, ...]:
-    """Followed by the gates and ``extra``, which has one value per unit for LLTM and LSTM."""
-    gates, extra = (input.new_empty(*input.shape[:-1], n) for n in direction[3].shape)
-    return *shape_sequence(input, *direction), gates, extra
-
-
-def shape_gradients(input: Tensor, direction: Sequence[Tensor], *needed: bool) -> tuple[Tensor, ...]:
-    of_input, of_bias = needed
-    rows = direction[3].shape[0] if of_bias else 0
-    first = dense(input) if of_input else input.new_empty(0)
-    of_direction = (input.new_empty(0) if x is None else dense(x) for x in direction[:4])
-    return first, *of_direction, direction[3].new_empty(rows)
-
-
-def is_alike(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
-
-
-def sequence(name: str, op: SequenceOp) -> Kernel:
-    """The op's Function. On the CPU half types are computed in float32."""
-    apply = apply_of(op.Function)
-
-    def recorded(*args: Any) -> Any:
-        input, c0, bias, bias_hh = args[0], args[2], args[5], args[10]
-        if bias_hh is not None and (bias is None or not is_alike(bias, bias_hh)):
-            check_on_meta(name, args)  # the library's forward op, which takes their sum, cannot check it
-        if not is_half_on_cpu(input):
-            return apply(*args)
-        check_on_meta(name, args)
-        *tensors, bias_hh = (x if x is None else x.float() for x in (*args[:6], bias_hh))
-        output, h_n, c_n, *_ = apply(*tensors, *args[6:10], bias_hh)
-        dtype = input.dtype
-        return output.to(dtype), h_n.to(dtype), c_n.to(dtype if c0 is None else c0.dtype)
-
-    return recorded
-
-
-def shape_cell(input: Tensor, h0: Tensor | None, states: Tensor | None, weight_ih: Tensor, *args: Any) -> Any:
-    """The outputs of a user's cell, with those for the backward."""
-    gates, count, saved, *_, output_state, _ = map(int, args[-1].split(SEPARATOR)[1].split(","))
+def shape_cell(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """The outputs, with those for the backward."""
+    h0, states, weight_ih = args[:3]
+    batch_sizes, program = args[8], args[11]
+    gates, count, saved_gates, extra, outputs_state = sizes_of(program)
     hidden = weight_ih.shape[0] // gates
-    h_n = zero_state(input, hidden, args[-4]) if h0 is None else dense(h0)
+    h_n = zero_state(input, hidden, batch_sizes) if h0 is None else dense(h0)
     states_n = h_n.new_empty(count, *h_n.shape) if states is None else dense(states)
-    of_steps = (hidden, gates * hidden, max(saved - gates, 0) * hidden, 0 if output_state < 0 else hidden)
+    of_steps = (hidden, saved_gates * hidden, extra * hidden, outputs_state * hidden)
     output, *rest = (input.new_empty(*input.shape[:-1], n) for n in of_steps)
     return output, h_n, states_n, *rest
 
 
-def shape_cell_gradients(*args: Any) -> list[Tensor]:
+def shape_both(count: int) -> Kernel:
+    """The first ``count`` outputs of both directions."""
+
+    def shapes(
+        input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+    ) -> list[Tensor]:
+        directions = (forward, False), (reverse, True)
+        return [
+            y
+            for x, is_reverse in directions
+            for y in shape_cell(input, *x[:8], batch_sizes, is_reverse, *how)[:count]
+        ]
+
+    return shapes
+
+
+def shape_gradients(input: Tensor, direction: Sequence[Any], of_input: bool, of_bias: bool) -> list[Tensor]:
     """Empty where not needed, or where the cell has none."""
-    inputs, (of_input, of_bias) = args[6:13], args[-2:]
-    needed = (of_input, True, True, True, True, of_bias, True)
-    return [
-        dense(x) if wanted and x is not None else inputs[0].new_empty(0)
-        for x, wanted in zip(inputs, needed, strict=True)
-    ]
+    weight_ih = direction[2]
+    given = (input if of_input else None, *direction[:4], weight_ih[:, 0] if of_bias else None, direction[5])
+    return [input.new_empty(0) if x is None else dense(x) for x in given]
+
+
+def shape_cell_gradients(*args: Any) -> list[Tensor]:
+    return shape_gradients(args[6], args[7:15], *args[-2:])
+
+
+def shape_both_gradients(_: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
+    needed = args[-2:]
+    return [*shape_gradients(input, forward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
 
 
 def shape_elementwise(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -460,15 +450,6 @@ def shape_from_formula(inputs: Sequence[Tensor], *args: Any) -> Tensor:
     return shape_elementwise(inputs, functools.reduce(torch.promote_types, (x.dtype for x in deciding)))
 
 
-def shape_both(shapes: Callable[..., tuple[Tensor, ...]]) -> Kernel:
-    return lambda input, forward, reverse, *args: [*shapes(input, *forward), *shapes(input, *reverse)]
-
-
-def shape_both_backward(_: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
-    needed = args[-2:]
-    return [*shape_gradients(input, forward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
-
-
 def meta(x: Any) -> Any:
     """Meta tensors with the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
@@ -483,15 +464,15 @@ def meta(x: Any) -> Any:
 
 def check_devices(name: str, args: Sequence[Any]) -> None:
     """Raises unless all tensors are on one device, which meta tensors do not show."""
-    op, is_bidirectional, _ = name.removesuffix("_out").removesuffix("_forward").partition("_bidirectional")
+    op = name.removesuffix("_out").removesuffix("_forward")
     named = list(zip((argument.name for argument in arguments_of(name)), args, strict=False))
     if name == "elementwise":
         formula = formula_of(args[-1])
         op, named = formula.name, list(zip(formula.tensors, args[0], strict=True))
-    elif is_bidirectional:
-        names = [argument.name for argument in arguments_of(op)[1:]]
+    elif name.startswith("custom_cell"):
+        op = dict(named)["program"].split(SEPARATOR)[0]
         directions = [x for argument, x in named if argument.endswith("_direction")]
-        named += [pair for direction in directions for pair in zip(names, direction, strict=False)]
+        named += [pair for direction in directions for pair in zip(DIRECTION, direction, strict=False)]
     first = next(tensors_of(args))
     for argument, x in named:
         if not isinstance(x, Tensor) or x.device == first.device:
@@ -599,15 +580,20 @@ for _name, _unary in UNARY_OPS.items():
         _name += "_backward"
         define(_name, recording(_name, _unary.gradient, checks=True), of_second)
 
-for _name, _sequence in SEQUENCE_OPS.items():
-    _both = f"{_name}_bidirectional"
-    define(_name, recording(_name, sequence(_name, _sequence)), shape_sequence, casts=True)
-    define(f"{_name}_forward", None, shape_sequence_forward)
-    define(f"{_name}_backward", None, lambda *args: shape_gradients(args[3], args[4:8], *args[14:16]))
-    define(f"{_name}_algorithm", casts=True)
-    define(_both, recording(_both, bidirectional(_name, _sequence)), shape_both(shape_sequence), casts=True)
-    define(f"{_both}_forward", None, shape_both(shape_sequence_forward))
-    define(f"{_both}_backward", None, shape_both_backward)
+_name = "custom_cell"
+define(_name, recording(_name, record_one), lambda *args: shape_cell(*args)[:3], casts=True)
+define(f"{_name}_forward", None, shape_cell)
+define(f"{_name}_backward", None, shape_cell_gradients)
+define(f"{_name}_gradients", None, lambda *args: tuple(shape_cell_gradients(*args)))
+define(f"{_name}_algorithm", casts=True)
+_name += "_bidirectional"
+define(_name, recording(_name, record_both), shape_both(3), casts=True)
+define(f"{_name}_forward", None, shape_both(6))
+define(f"{_name}_backward", None, shape_both_gradients)
+
+for _cell in ("lltm", "lstm"):
+    for _suffix, _function in functions(_cell).items():
+        _library.impl(_cell + _suffix, _function, "CompositeImplicitAutograd")
 
 define("gemm", recording("gemm", apply_of(_Product)), shape_gemm, casts=True)
 define("gemm_out", writing_out("gemm"), nothing)
@@ -671,10 +657,4 @@ define(
         shape_elementwise([grad, *used], grad.dtype) for _ in wanted
     ],
 )
-define(
-    "custom_cell", recording("custom_cell", apply_of(CustomCellFunction)), lambda *args: shape_cell(*args)[:3]
-)
-define("custom_cell_forward", None, shape_cell)
-define("custom_cell_backward", None, shape_cell_gradients)
-define("custom_cell_algorithm")
 on_autocast("stochastic_round", casts=False)

@@ -11,6 +11,7 @@ Source: Goldsborough, "Custom C++ and CUDA Extensions", https://pytorch.org/tuto
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lltm_ext._C import lltm as _C
 from lltm_ext._layers import CellLayer
 from lltm_ext._library import (
     check_tensor,
+    composed,
     differentiable_gradients,
     differentiable_tangents,
     has_tangents,
@@ -46,6 +48,7 @@ def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
     return new_h.to(gates.dtype), new_cell.to(old_cell.dtype)
 
 
+@functools.partial(composed, "lltm_cell")
 def lltm_cell_reference(
     input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
 ) -> State:

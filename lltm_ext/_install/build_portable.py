@@ -2,9 +2,9 @@
 
 One shared library on torch's stable C ABI has all ops except those of _portable.IN_PYTHON. CUDA's runtime is
 linked statically, so that the CUDA of torch does not matter. The bindings are the native ones: the first
-folder of the include path maps each torch header that they include to src/stable/torch.h, and each header
-of src/common that has a counterpart of its name in src/stable to that. What only native modules have of an
-op, its autograd and autocast, is in <op>_autograd.cpp, which is left out.
+folder of the include path maps each torch header that they include to src/stable/torch.h, and replaces some
+of their own: src/common/x.h by src/stable/x.h, src/gemm/x.h by src/stable/gemm/x.h. What only native modules
+have is left out: the autograd and autocast of an op, <op>_autograd.cpp, and resize_units.
 
 It uses only the standard library until a torch is passed in, like build_native.py.
 """
@@ -21,6 +21,7 @@ from lltm_ext import _portable
 from lltm_ext._install import build_native
 from lltm_ext._version import __version__, number
 
+NATIVE_ONLY = re.compile(r"_autograd\.cpp$|/resize_units")
 INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 
 
@@ -28,18 +29,20 @@ def sources(src: Path, cuda: bool) -> list[str]:
     ops = sorted(set(build_native.ops(src)) - set(_portable.IN_PYTHON))
     files = (file for op in ops for file in build_native.sources(src, op, cuda))
     # Some share files.
-    return [file for file in dict.fromkeys(files) if not file.endswith("_autograd.cpp")]
+    return [file for file in dict.fromkeys(files) if not NATIVE_ONLY.search(file)]
 
 
 def replace_headers(src: Path, folder: Path) -> None:
     """Writes a header to `folder` for each header that the bindings include and src/stable replaces."""
+    stable, torch = src / "stable", "stable/torch.h"
     bindings = [file for pattern in ("*.h", "*.cpp") for file in src.rglob(pattern)]
-    texts = [file.read_text() for file in bindings if file.parent.name != "stable"]
-    torch = "stable/torch.h"
+    texts = [file.read_text() for file in bindings if stable not in file.parents]
     replaced = {name: [torch] for text in texts for name in INCLUDED.findall(text)}
-    for file in (src / "stable").glob("*.h"):
-        if (src / "common" / file.name).is_file():
-            replaced[f"common/{file.name}"] = [torch, f"stable/{file.name}"]
+    for file in stable.rglob("*.h"):
+        name = file.relative_to(stable)
+        place = name if len(name.parts) > 1 else Path("common", name)
+        if (src / place).is_file():
+            replaced[place.as_posix()] = [torch, f"stable/{name.as_posix()}"]
     for name, headers in replaced.items():
         header = folder / name
         if not header.is_file():  # writing it again would compile everything again

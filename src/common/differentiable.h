@@ -1,7 +1,6 @@
 // Double backward: autograd's gradients of the op composed of torch's ops.
 #pragma once
 
-#ifndef LLTM_EXT_STABLE_ABI
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -44,4 +43,3 @@ inline bool any_defined(const torch::autograd::variable_list& tensors) {
 }
 
 }  // namespace lltm_ext
-#endif

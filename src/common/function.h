@@ -1,7 +1,6 @@
 // torch::autograd::Function for ops that save their outputs.
 #pragma once
 
-#ifndef LLTM_EXT_STABLE_ABI
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace lltm_ext {
@@ -47,4 +46,3 @@ struct Function {
 };
 
 }  // namespace lltm_ext
-#endif

@@ -9,9 +9,7 @@
 #include "common/python.h"
 #include "common/runtime/compiler.h"
 #include "custom_cell/compile.h"
-#ifndef LLTM_EXT_STABLE_ABI
 #include "custom_cell/onednn_lstm.h"
-#endif
 #include "recurrence/tensors/backward.h"
 #include "recurrence/tensors/forward.h"
 
@@ -67,13 +65,11 @@ variable_list run(const CellCall& call) {
   const CellOp op = op_for(call);
   check(op, call);
   return run_fitted(op, call, [&](const CellCall& fitted) {
-#ifndef LLTM_EXT_STABLE_ABI
     if (OneDnnLstm::takes(op, fitted.with({fitted.directions[0]}))) {
       variable_list results;
       for (const Direction& d : fitted.directions) append(results, OneDnnLstm::run(fitted.with({d})));
       return results;
     }
-#endif
     return run_kernels(op, fitted, /*save=*/false);
   });
 }
@@ -234,6 +230,13 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
                       architecture);
 }
 
+// Of a unit, for the shapes of fake tensors in Python: gates, states, gates saved, what else is saved, and
+// whether a state is the output.
+[[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
+  const CellShape& shape = CellProgram::get(program).shape;
+  return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.outputs_state()};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
@@ -269,7 +272,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<custom_cell_bidirectional>(m, "custom_cell_bidirectional");
   implement<custom_cell_bidirectional_forward>(m, "custom_cell_bidirectional_forward");
   implement<custom_cell_bidirectional_backward>(m, "custom_cell_bidirectional_backward");
-#ifdef LLTM_EXT_STABLE_ABI
+#ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
   const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
@@ -279,9 +282,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
             .c_str(),
         {});
   m.def("custom_cell_compilations() -> int", {});
+  m.def("custom_cell_sizes(str program) -> int[]", {});
   implement<source>(m, "custom_cell_source");
   implement<at::AsTensor<compile_binary>::call>(m, "custom_cell_compile");
   implement<compilations>(m, "custom_cell_compilations");
+  implement<sizes_of_cell>(m, "custom_cell_sizes");
 #endif
 }
 

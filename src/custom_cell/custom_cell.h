@@ -68,12 +68,10 @@ variable_list run_fitted(const CellOp& op, const CellCall& call, F&& run) {
     }
     return results;
   }
-#ifndef LLTM_EXT_STABLE_ABI
   if (adds_units(op, call.input, call.directions[0].weight_hh, call.batch_sizes, call.algorithm)) {
     return run_with_added_units(call.directions,
                                 [&](std::vector<Direction> wide) { return run(call.with(std::move(wide))); });
   }
-#endif
   return run(call);
 }
 

@@ -1,7 +1,5 @@
 // lltm_ext::resize_units: copies of tensors with another number of hidden units, for sequences whose hidden
 // size the fused kernels do not take (recurrence/tensors/added_units.h). Units are cut off or zeros.
-#ifndef LLTM_EXT_STABLE_ABI
-
 #include "recurrence/resize_units.h"
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -173,4 +171,3 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 }  // namespace lltm_ext
-#endif

@@ -13,24 +13,10 @@
 #include "common/python.h"
 #include "common/vec.cuh"
 #include "gemm/gemm_checks.h"
+#include "gemm/gemm_onednn.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
-#endif
-
-#ifndef LLTM_EXT_STABLE_ABI
-#include "gemm/gemm_onednn.h"
-#else  // cannot call oneDNN's op, which takes a list of Scalars
-namespace lltm_ext {
-template <typename... Args>
-at::Tensor onednn_gemm(const Args&...) {
-  return {};
-}
-template <typename... Args>
-at::Tensor apply(const Args&...) {
-  return {};
-}
-}  // namespace lltm_ext
 #endif
 
 namespace lltm_ext {

@@ -14,11 +14,9 @@
 #include <climits>
 
 #include "common/dispatch.h"
-#include "common/function.h"
 #include "common/library.h"
 #include "common/matmul.h"
 #include "common/python.h"
-#include "lltm/lltm_composed.h"
 #include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
@@ -291,71 +289,6 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
   return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
 }
 
-#ifndef LLTM_EXT_STABLE_ABI
-std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
-                                             const OptionalTensor& bias, const at::Tensor& old_h,
-                                             const at::Tensor& old_cell) {
-  static const auto op = find_op<decltype(cell)>("lltm_ext::lltm_cell");
-  return op.call(input, weights, bias, old_h, old_cell);
-}
-
-struct CellFunction : Function<CellFunction> {
-  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                               const at::Tensor& weights, const OptionalTensor& bias, const at::Tensor& old_h,
-                               const at::Tensor& old_cell) {
-    static const auto op = find_op<decltype(cell_forward)>("lltm_ext::lltm_cell_forward");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [new_h, new_cell, gates] = op.call(input, weights, bias, old_h, old_cell);
-    ctx->save_for_backward({input, weights, bias.value_or(at::Tensor()), old_h, old_cell, new_cell, gates});
-    ctx->set_materialize_grads(false);
-    return {new_h, new_cell};
-  }
-
-  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
-    if (!any_defined(grad_outputs)) return variable_list(5);
-    const variable_list saved = ctx->get_saved_variables();
-    if (at::GradMode::is_enabled()) {
-      return differentiable_gradients(composed, variable_list(saved.begin(), saved.begin() + 5),
-                                      grad_outputs);
-    }
-    static const auto op = find_op<decltype(cell_backward)>("lltm_ext::lltm_cell_backward");
-    const at::Tensor &input = saved[0], &weights = saved[1], &bias = saved[2], &old_h = saved[3];
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell] =
-        op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), /*new_cell=*/saved[5],
-                /*gates=*/saved[6], input, weights, old_h, input.requires_grad(), old_h.requires_grad(),
-                /*old_cell=*/saved[4].requires_grad());
-    if (!bias.defined()) grad_bias.reset();
-    if (bias.defined() && bias.dim() == 2) grad_bias = grad_bias.unsqueeze(0);
-    return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
-  }
-
-  static variable_list composed(const variable_list& inputs) {
-    const at::Tensor gates = at::cat({inputs[3], inputs[0]}, 1).mm(inputs[1].t());
-    auto [new_h, new_cell] = composed_cell(inputs[2].defined() ? gates + inputs[2] : gates, inputs[4]);
-    return {new_h, new_cell};
-  }
-};
-
-std::tuple<at::Tensor, at::Tensor> cell_autograd(const at::Tensor& input, const at::Tensor& weights,
-                                                 const OptionalTensor& bias, const at::Tensor& old_h,
-                                                 const at::Tensor& old_cell) {
-  if (any_needs_grad(input, weights, bias, old_h, old_cell)) {
-    const variable_list outputs = CellFunction::apply(input, weights, bias, old_h, old_cell);
-    return {outputs[0], outputs[1]};
-  }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_cell(input, weights, bias, old_h, old_cell);
-}
-
-std::tuple<at::Tensor, at::Tensor> cell_autocast(const at::Tensor& input, const at::Tensor& weights,
-                                                 const OptionalTensor& bias, const at::Tensor& old_h,
-                                                 const at::Tensor& old_cell) {
-  const AutocastInputs cast(input);
-  return call_cell(cast(input), cast(weights), cast(bias), cast(old_h), cast.cell(old_cell));
-}
-#endif
-
 // The tutorial's raw bindings.
 
 variable_list raw_forward(const at::Tensor& input, const at::Tensor& weights, const OptionalTensor& bias,
@@ -422,10 +355,12 @@ variable_list raw_backward(const at::Tensor& grad_h, const at::Tensor& grad_cell
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
-  m.def(
-      "lltm_cell(Tensor input, Tensor weights, Tensor? bias, Tensor old_h, Tensor old_cell) -> (Tensor, "
-      "Tensor)",
-      {at::Tag::pt2_compliant_tag});
+  for (const std::string name : {"lltm_cell", "lltm_cell_composed"}) {
+    m.def((name + "(Tensor input, Tensor weights, Tensor? bias, Tensor old_h, Tensor old_cell) -> (Tensor, "
+                  "Tensor)")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+  }
   m.def(
       "lltm_cell_forward(Tensor input, Tensor weights, Tensor? bias, Tensor old_h, Tensor old_cell) "
       "-> (Tensor, Tensor, Tensor)",
@@ -438,14 +373,18 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<cell>(m, "lltm_cell");
   implement<cell_forward>(m, "lltm_cell_forward");
   implement<cell_backward>(m, "lltm_cell_backward");
-#ifndef LLTM_EXT_STABLE_ABI
-  implement_autograd(m, "lltm_cell", cell_autograd);
-  implement_autocast(m, "lltm_cell", cell_autocast);
-#endif
 }
 
 #ifdef TORCH_EXTENSION_NAME
 void share_lltm();  // lltm_sequence.cpp
+
+namespace {
+std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
+                                             const OptionalTensor& bias, const at::Tensor& old_h,
+                                             const at::Tensor& old_cell) {
+  return call_op<call_cell>("lltm_ext::lltm_cell", input, weights, bias, old_h, old_cell);
+}
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   share_lltm();

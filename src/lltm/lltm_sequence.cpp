@@ -2,6 +2,7 @@
 #include "common/embed.h"
 #include "lltm/lltm_cell.h"
 #include "recurrence/compiled_cell.h"
+#include "recurrence/tensors/built_in_schemas.h"
 
 LLTM_EMBED(lltm_cell_h, "lltm/lltm_cell.h");
 
@@ -11,6 +12,8 @@ namespace {
 const CompiledCell compiled = compiled_cell<LltmCell>(lltm_cell_h.text, "LltmCell");
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { define_built_in(m, "lltm"); }
 
 #ifdef TORCH_EXTENSION_NAME
 void share_lltm() { share_compiled_cell("lltm", compiled); }

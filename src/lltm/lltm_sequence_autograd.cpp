@@ -10,6 +10,6 @@ struct Lltm {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lltm>::define(m); }
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lltm>::implement(m); }
 
 }  // namespace lltm_ext

@@ -2,6 +2,7 @@
 #include "common/embed.h"
 #include "lstm/lstm_cell.h"
 #include "recurrence/compiled_cell.h"
+#include "recurrence/tensors/built_in_schemas.h"
 
 LLTM_EMBED(lstm_cell_h, "lstm/lstm_cell.h");
 
@@ -11,6 +12,8 @@ namespace {
 const CompiledCell compiled = compiled_cell<LstmCell>(lstm_cell_h.text, "LstmCell");
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { define_built_in(m, "lstm"); }
 
 #ifdef TORCH_EXTENSION_NAME
 // No raw bindings: an LSTM of one step is torch.nn.LSTMCell.

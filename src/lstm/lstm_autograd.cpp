@@ -10,6 +10,6 @@ struct Lstm {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lstm>::define(m); }
+TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { BuiltInOps<Lstm>::implement(m); }
 
 }  // namespace lltm_ext

@@ -223,6 +223,7 @@ inline Tensor Converter<Tensor>::receive(::torch::stable::Tensor x) { return Ten
 template <typename T>
 class List {
  public:
+  List(std::initializer_list<T> items) : items_(items) {}
   explicit List(std::vector<T> items) : items_(std::move(items)) {}
   size_t size() const { return items_.size(); }
   const T& get(size_t i) const { return items_[i]; }

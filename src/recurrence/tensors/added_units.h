@@ -1,6 +1,6 @@
 // Hidden sizes that are no multiple of 8 on CUDA. Most fused kernels load units by eights, so such a sequence
 // runs with some units more. Their weights and states are zero, so they stay zero, and no other unit sees
-// them.
+// them. The portable build, which has no resize_units, has src/stable/added_units.h in its place.
 #pragma once
 
 #include <vector>
@@ -19,13 +19,9 @@ constexpr int64_t kLeastSteps = 8;
 // Whether a hidden size is one that the fused kernels take, or a trace does not know it. A cheap first
 // question.
 inline bool is_in_eights(const at::Tensor& weight_hh) {
-#ifndef LLTM_EXT_STABLE_ABI
   if (!weight_hh.defined() || weight_hh.dim() != 2) return true;  // refused later
   const auto hidden = weight_hh.sym_size(1).maybe_as_int();
   return !hidden || *hidden % kUnitsTogether == 0;
-#else
-  return true;
-#endif
 }
 
 // Whether a persistent kernel takes all steps of a dense sequence as they are, forward, and so backward.
@@ -37,12 +33,10 @@ bool has_kernels_of(const Op& op, const at::Tensor& input, int64_t hidden) {
       .runs_all_steps();
 }
 
-// Whether a sequence runs with more units. Arguments that do not fit are refused later. In the portable
-// library none does: it has no resize_units.
+// Whether a sequence runs with more units. Arguments that do not fit are refused later.
 template <class Op>
 bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_hh,
                 at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-#ifndef LLTM_EXT_STABLE_ABI
   if (is_in_eights(weight_hh) || !input.defined() || !op.loads_eights(input)) return false;
   if (algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
@@ -51,9 +45,6 @@ bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_
   const auto length = input.sym_size(0).maybe_as_int();
   if (length && *length < kLeastSteps) return false;  // a trace may not know it
   return is_wrapper(input) || input.dim() != 3 || !has_kernels_of(op, input, weight_hh.size(1));
-#else
-  return false;
-#endif
 }
 
 // The next hidden size that fused kernels take.
@@ -66,7 +57,6 @@ int64_t hidden_of_kernels(const Op& op, const at::Tensor& input, int64_t hidden,
   return adds_units(op, input, weight_hh, batch_sizes, algorithm) ? with_added_units(hidden) : hidden;
 }
 
-#ifndef LLTM_EXT_STABLE_ABI
 // A tensor, and in which of its dimensions it has units (UnitsIn).
 struct TensorOfUnits {
   at::Tensor* tensor;
@@ -113,6 +103,5 @@ variable_list run_with_added_units(Directions directions, F&& run) {
   resize_units(found, with_added_units(hidden), hidden);
   return results;
 }
-#endif
 
 }  // namespace lltm_ext

@@ -1,7 +1,6 @@
-// The dispatcher ops of a cell with a name of its own: lltm_ext::<name>, <name>_forward, <name>_backward,
-// <name>_algorithm, and for both directions of a layer <name>_bidirectional and so on. They are
-// lltm_ext::custom_cell and its kin (custom_cell/custom_cell.cpp) with the name as the program, and one
-// state, c0. Programs that were exported call them, and C++ programs.
+// The dispatcher ops of a cell with a name of its own (built_in_schemas.h). They are lltm_ext::custom_cell
+// and its kin (custom_cell/custom_cell.cpp) with the name as the program, and one state, c0. Programs that
+// were exported call them, and C++ programs. The portable library has them in Python (lltm_ext/_built_in.py).
 #pragma once
 
 #include <ATen/ops/_unsafe_view.h>
@@ -121,45 +120,19 @@ struct BuiltInOps {
 
   // ---- registration
 
-  static void define(torch::Library& m) {
-    const std::string weights = "Tensor weight_ih, Tensor weight_hh, ",
-                      inputs = "Tensor input, Tensor? h0, Tensor? c0, " + weights;
-    const std::string of_layer = "(Tensor input, Tensor[] forward_direction, Tensor[] reverse_direction, ";
-    def(m, "",
-        "(" + inputs +
-            "Tensor? bias=None, int[]? batch_sizes=None, bool reverse=False, str algorithm='auto', "
-            "Tensor? reset=None, Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor)",
-        sequence);
-    def(m, "_forward",
-        "(" + inputs +
-            "Tensor? bias, int[]? batch_sizes, bool reverse, str algorithm, Tensor? reset=None, "
-            "Tensor? bias_hh=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        forward);
-    def(m, "_backward",
-        "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " + inputs +
-            "Tensor output, Tensor gates, Tensor extra, int[]? batch_sizes, bool reverse, str algorithm, "
-            "bool input_needs_grad, bool bias_needs_grad, Tensor? reset=None) "
-            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        backward);
-    def(m, "_algorithm",
-        "(Tensor input, Tensor h0, Tensor c0, " + weights +
-            "Tensor? bias=None, int[]? batch_sizes=None, str algorithm='auto', bool backward=False) -> str",
-        algorithm);
-    def(m, "_bidirectional", of_layer + "int[]? batch_sizes=None, str algorithm='auto') -> Tensor[]",
-        bidirectional);
-    def(m, "_bidirectional_forward", of_layer + "int[]? batch_sizes, str algorithm) -> Tensor[]",
-        bidirectional_forward);
-    def(m, "_bidirectional_backward",
-        "(Tensor?[] grad_outputs, " + of_layer.substr(1) +
-            "Tensor[] saved, int[]? batch_sizes, str algorithm, bool input_needs_grad, bool bias_needs_grad) "
-            "-> Tensor[]",
-        bidirectional_backward);
+  static void implement(torch::Library& m) {
+    impl(m, "", sequence);
+    impl(m, "_forward", forward);
+    impl(m, "_backward", backward);
+    impl(m, "_algorithm", algorithm);
+    impl(m, "_bidirectional", bidirectional);
+    impl(m, "_bidirectional_forward", bidirectional_forward);
+    impl(m, "_bidirectional_backward", bidirectional_backward);
   }
 
   template <typename F>
-  static void def(torch::Library& m, const char* suffix, const std::string& signature, F* function) {
+  static void impl(torch::Library& m, const char* suffix, F* function) {
     const std::string name = std::string(Op::kName) + suffix;
-    m.def((name + signature).c_str(), {at::Tag::pt2_compliant_tag});
     m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, function));
   }
 };

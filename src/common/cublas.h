@@ -1,0 +1,102 @@
+// Products by cuBLAS, with its math mode and its view of a matrix.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Exceptions.h>
+#include <cublas_v2.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+namespace lltm_ext {
+namespace matmul_detail {
+
+// Sets the math mode of this thread's handle, until the destructor restores torch's.
+class MathMode {
+ public:
+  MathMode(cublasHandle_t handle, cublasMath_t mode) : handle_(handle), before_(of(handle)) {
+    if (mode != before_) TORCH_CUDABLAS_CHECK(cublasSetMathMode(handle, mode));
+  }
+  MathMode(const MathMode&) = delete;
+  MathMode& operator=(const MathMode&) = delete;
+  ~MathMode() { cublasSetMathMode(handle_, before_); }
+
+  static cublasMath_t of(cublasHandle_t handle) {
+    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+    TORCH_CUDABLAS_CHECK(cublasGetMathMode(handle, &mode));
+    return mode;
+  }
+  static cublasMath_t with(bool tf32) { return tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH; }
+
+ private:
+  cublasHandle_t handle_;
+  cublasMath_t before_;
+};
+
+// cuBLAS is column-major, so it sees the transposes of our matrices.
+struct CublasMatrix {
+  const void* data;
+  cublasOperation_t op;
+  int ld;
+
+  // In bytes, at most 256: more makes no difference to cuBLAS.
+  int64_t alignment() const { return 1 << std::min(8, __builtin_ctzll(reinterpret_cast<uintptr_t>(data))); }
+};
+
+inline std::optional<CublasMatrix> cublas_matrix(const at::Tensor& x) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const auto is_dense = [](int64_t inner, int64_t inner_size, int64_t outer, int64_t outer_size) {
+    constexpr int64_t kMax = std::numeric_limits<int>::max();
+    return (inner == 1 || inner_size == 1) && inner_size <= kMax &&
+           ((outer >= inner_size && outer <= kMax) || outer_size == 1);
+  };
+  const auto ld = [](int64_t inner_size, int64_t outer, int64_t outer_size) {
+    return static_cast<int>(outer_size == 1 ? inner_size : outer);
+  };
+  const void* data = x.const_data_ptr();
+  if (is_dense(x.stride(1), columns, x.stride(0), rows)) {
+    return CublasMatrix{data, CUBLAS_OP_N, ld(columns, x.stride(0), rows)};
+  }
+  if (is_dense(x.stride(0), rows, x.stride(1), columns)) {
+    return CublasMatrix{data, CUBLAS_OP_T, ld(rows, x.stride(1), columns)};
+  }
+  return std::nullopt;
+}
+
+inline cudaDataType_t cuda_type(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return CUDA_R_16F;
+    case at::kBFloat16:
+      return CUDA_R_16BF;
+    case at::kDouble:
+      return CUDA_R_64F;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
+inline void gemm_ex(cublasHandle_t handle, bool tf32, const CublasMatrix& to, const CublasMatrix& left,
+                    const CublasMatrix& right, const at::Tensor& out, const at::Tensor& a,
+                    const at::Tensor& b, bool accumulate) {
+  const bool is_double = a.scalar_type() == at::kDouble;
+  const float alpha = 1, beta = accumulate;
+  const double alpha_double = 1, beta_double = accumulate;
+  const auto scalar = [&](const float& x, const double& y) -> const void* {
+    return is_double ? static_cast<const void*>(&y) : &x;
+  };
+  const cudaDataType_t type = cuda_type(a.scalar_type());
+  // Parts of a split K are summed in float32, as by cuBLASLt.
+  const int exact_sums = a.element_size() == 2 ? CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION : 0;
+  const MathMode mode(handle, static_cast<cublasMath_t>(MathMode::with(tf32) | exact_sums));
+  TORCH_CUDABLAS_CHECK(cublasGemmEx(
+      handle, right.op, left.op, static_cast<int>(b.size(1)), static_cast<int>(a.size(0)),
+      static_cast<int>(a.size(1)), scalar(alpha, alpha_double), right.data, type, right.ld, left.data, type,
+      left.ld, scalar(beta, beta_double), out.mutable_data_ptr(), cuda_type(out.scalar_type()), to.ld,
+      is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+}
+
+}  // namespace matmul_detail
+}  // namespace lltm_ext
