@@ -62,6 +62,15 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got a nested tensor")
 
 
+def check_no_dtensor(op: str, **tensors: Any) -> None:
+    """Raises for a DTensor: torch's own error names the dispatcher's op, which all cells share."""
+    for name, x in tensors.items():
+        if type(x).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{op}: expected {name} to be a plain tensor, got a DTensor ({name}.full_tensor() is plain)"
+            )
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether only the dispatcher must see a call with these: no tracing, transform, tangent or override."""
     return not (

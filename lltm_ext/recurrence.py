@@ -24,7 +24,7 @@ from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_tensor
+from lltm_ext._library import check_no_dtensor, check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
 from lltm_ext._program import programs_of
 from lltm_ext._to_initial import ToInitial, without_resets
@@ -510,7 +510,11 @@ def run(
     """(output, final states) of a cell over a sequence."""
     reset, to_initial = call.reset, call.reset is not None and reset_to == "initial"
     if cell.is_compiled and reset is None:  # the op checks all, and casts
-        return run_kernels(cell, call, algorithm, call.input.dtype)
+        try:
+            return run_kernels(cell, call, algorithm, call.input.dtype)
+        except Exception:
+            raise_named(cell, call, algorithm, reset_to)
+            raise
     dtype = autocast_dtype(call.input)
     if by_loop(cell, call.input, to_initial):
         return without_autocast(dtype, run_by_loop, cell, call, algorithm, reset_to)
@@ -569,6 +573,8 @@ def without_autocast(
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
     """Raises, if the arguments do not fit, the error that names the one of the cell's own."""
+    weights = {"weight_ih": call.weight_ih, "weight_hh": call.weight_hh, "bias": call.bias}
+    check_no_dtensor(cell.__name__, input=call.input, hx=call.states[0], **weights, bias_hh=call.bias_hh)
     if cell.is_compiled:
         return  # the op has
     try:
