@@ -32,6 +32,18 @@ def under_transforms(name: str, function: Callable[..., Any]) -> None:
     implement(name, function, "FuncTorchDynamicLayerFrontMode")
 
 
+def decompose_under_transforms(name: str) -> None:
+    """Makes the dispatcher ops of the cell ``name`` calls of custom_cell under torch.func's transforms too.
+
+    They are such calls everywhere (src/recurrence/tensors/built_in.h), but a transform does not see a call
+    that C++ makes, unless Python calls the C++.
+    """
+    for direction in ("", "_bidirectional"):
+        for suffix in ("", "_forward", "_backward"):
+            op = f"{name}{direction}{suffix}"
+            under_transforms(op, getattr(torch.ops.lltm_ext, op).default.decompose)
+
+
 def composed(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Makes ``rule``, in torch's differentiable ops, the op ``lltm_ext::<name>_composed``.
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._built_in import functions
 from lltm_ext._custom_cell import CustomCellFunction, h_of_steps
 from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
@@ -48,6 +47,16 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 def arguments_of(name: str) -> Any:
     """The arguments of the op, as its schema declares them."""
     return getattr(ops, name).default._schema.arguments
+
+
+def defaults_of(name: str) -> list[tuple[str, Any]]:
+    """Each argument of the op with its default value."""
+    return [(argument.name, argument.default_value) for argument in arguments_of(name)]
+
+
+def filled(defaults: list[tuple[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call: the dispatcher leaves out defaults at the end."""
+    return [*args, *(kwargs.get(argument, value) for argument, value in defaults[len(args) :])]
 
 
 # ---- autograd
@@ -87,7 +96,7 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
 
     ``checks``: the op's checks come first, for a ``recorded`` that makes none.
     """
-    defaults = [(argument.name, argument.default_value) for argument in arguments_of(name)]
+    defaults = defaults_of(name)
     returns = len(getattr(ops, name).default._schema.returns)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -98,9 +107,7 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
     def record(*args: Any, **kwargs: Any) -> Any:
         if checks:
             check_on_meta(name, args)
-        if len(args) < len(defaults):
-            args += tuple(kwargs.get(argument, value) for argument, value in defaults[len(args) :])
-        found = recorded(*args)
+        found = recorded(*filled(defaults, args, kwargs))
         return found if isinstance(found, Tensor) else found[0] if returns == 1 else found[:returns]
 
     RECORDING[name] = record
@@ -322,6 +329,82 @@ def record_both(
         for (*tensors, bias_hh), is_reverse in directions
     )
     return [[y for outputs in found for y in outputs]]
+
+
+# ---- ops of cells with names of their own, as src/recurrence/tensors/built_in.h
+
+
+def own_ops(name: str) -> dict[str, Kernel]:
+    """The ops of a cell, by their suffixes, as calls of custom_cell."""
+
+    def as_c(states: Tensor) -> Tensor:  # no view: that cannot be detached in place
+        return torch.ops.aten._unsafe_view(states, states.shape[1:]) if states.dim() == 3 else states
+
+    def sequence(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, batch_sizes, reverse, algorithm, reset, bias_hh = args
+        how = (batch_sizes, reverse, algorithm, name, bias_hh)
+        output, h_n, states_n = ops.custom_cell(*inputs, None, None, reset, *how)
+        return output, h_n, as_c(states_n)
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, batch_sizes, reverse, algorithm, reset, bias_hh = args
+        how = (batch_sizes, reverse, algorithm, name, bias_hh)
+        output, h_n, states_n, *saved, _ = ops.custom_cell_forward(*inputs, None, None, reset, *how)
+        return output, h_n, as_c(states_n), *saved
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        (of_output, of_h, of_states), inputs, saved = args[:3], args[3:8], args[8:11]
+        batch_sizes, reverse, algorithm, *needed, reset = args[11:]
+        if of_states is not None and inputs[2] is None:
+            of_states = of_states.unsqueeze(0)
+        given = (of_output, of_h, of_states, *saved, *inputs, None, None, None, reset)
+        return tuple(ops.custom_cell_backward(*given, batch_sizes, reverse, algorithm, name, *needed)[:6])
+
+    def algorithm_of(*args: Any) -> str:
+        *inputs, batch_sizes, algorithm, backward = args
+        how = (batch_sizes, False, algorithm, name, backward)
+        return ops.custom_cell_algorithm(*inputs, None, None, None, *how)
+
+    def direction(given: Sequence[Tensor]) -> list[Tensor | None]:
+        if len(given) not in (4, 5):
+            raise RuntimeError(
+                f"{name}_bidirectional: expected a direction to be [h0, c0, weight_ih, weight_hh] or these "
+                f"and bias, got {len(given)} tensors"
+            )
+        return [*given, *[None] * (len(DIRECTION) - len(given))]
+
+    def both(input: Tensor, forward: Sequence[Tensor], reverse: Sequence[Tensor], *how: Any) -> list[Tensor]:
+        return ops.custom_cell_bidirectional(input, direction(forward), direction(reverse), *how, name)
+
+    def both_forward(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[Tensor]:
+        y = ops.custom_cell_bidirectional_forward(input, direction(forward), direction(reverse), *how, name)
+        return [*y[:5], *y[6:11]]  # without h of every step, which is the output
+
+    def both_backward(grads: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
+        saved, batch_sizes, algorithm, *needed = args
+        given = (grads, input, direction(forward), direction(reverse), saved)
+        how = (batch_sizes, algorithm, name, *needed)
+        g = ops.custom_cell_bidirectional_backward(*given, *how)
+        return [*g[:6], *g[7:12]]  # without those of parameters
+
+    return {
+        "": sequence,
+        "_forward": forward,
+        "_backward": backward,
+        "_algorithm": algorithm_of,
+        "_bidirectional": both,
+        "_bidirectional_forward": both_forward,
+        "_bidirectional_backward": both_backward,
+    }
+
+
+def implement_own(name: str, function: Kernel) -> None:
+    defaults = defaults_of(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return function(*filled(defaults, args, kwargs))
+
+    _library.impl(name, kernel, "CompositeImplicitAutograd")
 
 
 # ---- autocast
@@ -592,8 +675,8 @@ define(f"{_name}_forward", None, shape_both(6))
 define(f"{_name}_backward", None, shape_both_gradients)
 
 for _cell in ("lltm", "lstm"):
-    for _suffix, _function in functions(_cell).items():
-        _library.impl(_cell + _suffix, _function, "CompositeImplicitAutograd")
+    for _suffix, _function in own_ops(_cell).items():
+        implement_own(_cell + _suffix, _function)
 
 define("gemm", recording("gemm", apply_of(_Product)), shape_gemm, casts=True)
 define("gemm_out", writing_out("gemm"), nothing)

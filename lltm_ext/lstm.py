@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext import _built_in, cells
+from lltm_ext import cells
 from lltm_ext._arguments import State
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops, and the kernels of cells.lstm
 from lltm_ext._layers import TorchLayer
+from lltm_ext._library import decompose_under_transforms
 from lltm_ext._loop import reference
 
 __all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
-_built_in.register("lstm")
+decompose_under_transforms("lstm")
 
 
 def lstm(
