@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lltm_ext._arguments import SequenceCall
 from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
@@ -44,10 +45,11 @@ def run_kernels(
         dtype: that of the computation, which autocast may give.
     """
     program = cell.half_program if dtype.itemsize == 2 else cell.program
-    op = transformed if has_tangents() else ops.custom_cell
-    output, h_n, states_n = op(
-        *op_arguments(cell, call), call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh
-    )
+    op = ops.custom_cell if forward_ad._current_level < 0 or not has_tangents() else transformed
+    how = (call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh)
+    output, h_n, states_n = op(*op_arguments(cell, call), *how)
+    if len(call.states) == 2 and call.states[1] is not None:
+        return output, [h_n, states_n]
     return output, [h_n, *states_of_op(call, h_n, states_n)]
 
 
@@ -71,10 +73,8 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     given = call.states[1:]
     if not given:  # torch.export saves no program that unbinds nothing
         return []
-    if len(given) == 1:
-        if given[0] is not None:
-            return [states_n]
-        return [unsafe_view(states_n, h_n.shape)]  # no view: that cannot be detached in place
+    if len(given) == 1:  # a view cannot be detached in place
+        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 

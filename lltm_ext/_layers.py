@@ -74,6 +74,7 @@ class SequenceLayer(nn.Module):
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
     _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
+    _permutes: bool = False  # whether a subclass has to see each permutation of states, also by None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         """(weight_ih, weight_hh, bias, bias_hh, parameters), what a call of the cell takes from the layer."""
@@ -93,14 +94,23 @@ class SequenceLayer(nn.Module):
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """(output, final states) of each direction. ``states`` are its initial ones, None for zeros."""
 
-        def call(i: int) -> SequenceCall:
-            weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, i)
-            weights, of_steps = (weight_ih, weight_hh, bias, parameters), (steps.inputs, steps.resets[i])
-            return SequenceCall(input, states[i], *weights, *of_steps, batch_sizes, i == 1, bias_hh)
-
+        calls = [self._call_of(layer, i, input, given, batch_sizes, steps) for i, given in enumerate(states)]
         if self.bidirectional:
-            return run_both(self._cell, [call(0), call(1)], steps.reset_to)
-        return [run(self._cell, call(0), "auto", steps.reset_to)]
+            return run_both(self._cell, calls, steps.reset_to)
+        return [run(self._cell, calls[0], "auto", steps.reset_to)]
+
+    def _call_of(
+        self,
+        layer: int,
+        direction: int,
+        input: Tensor,
+        states: Sequence[Tensor | None],
+        batch_sizes: list[int] | None,
+        steps: Steps,
+    ) -> SequenceCall:
+        weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, direction)
+        of_steps = (steps.inputs, steps.resets[direction], batch_sizes, direction == 1)
+        return SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps, bias_hh)
 
     def forward(
         self,
@@ -110,9 +120,11 @@ class SequenceLayer(nn.Module):
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, self._steps(input, reset, reset_to, {}))
+        is_plain = reset is None and reset_to == "zeros"
+        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to))
 
-    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
+    def _steps(self, input: Any, reset: Any, reset_to: str) -> Steps:
+        check_reset_to(self._name, reset_to)
         return Steps([], self._resets(input, reset), reset_to)
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -153,10 +165,10 @@ class SequenceLayer(nn.Module):
     def _forward(
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
-        check_reset_to(self._name, steps.reset_to)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, steps)
-        check_tensor(self._name, "input", input)
+        if not isinstance(input, Tensor) or input.is_nested:
+            check_tensor(self._name, "input", input)
         self._check_input(input, dims=(2, 3))
         is_batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
         if not is_batched:
@@ -170,7 +182,8 @@ class SequenceLayer(nn.Module):
             output = output.transpose(0, 1)
         if not is_batched:
             output, final = output.squeeze(batch_dim), [x.squeeze_(1) for x in final]
-        return output, self._permuted(self._as_hx(final), None)
+        found = final[0] if len(final) == 1 else tuple(final)
+        return output, self._permuted(found, None) if self._permutes else found
 
     def _forward_packed(self, input: PackedSequence, hx: Any, steps: Steps) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
@@ -197,7 +210,7 @@ class SequenceLayer(nn.Module):
             return None
         shape = (self._slices, batch, self.hidden_size)
         states = check_hx(self._name, hx, shape, self._cell.state_names)
-        return self._as_states(self._permuted(self._as_hx(states), order))
+        return states if order is None else self._as_states(self._permuted(self._as_hx(states), order))
 
     def _of_one_row(self, hx: Any) -> Any:
         """The hx of an unbatched input, as that of a batch of 1."""
@@ -236,14 +249,16 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
-        is_fresh, slices = self._returns_fresh_states and steps.resets[0] is None, self._slices
-        none = (None,) * len(self._cell.state_names)
-        if slices == 1:  # most calls, and the loop takes some microseconds
+        is_fresh, cell = self._returns_fresh_states and steps.resets[0] is None, self._cell
+        none = (None,) * len(cell.state_names)
+        if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
             given: Sequence[Tensor | None] = none
             if states is not None:  # a single one besides h has a layer's shape in the op too
                 given = [states[0][0], states[1]] if len(states) == 2 else [x[0] for x in states]
-            ((output, last),) = self._run_layer(0, input, (given,), batch_sizes, steps)
+            call = self._call_of(0, 0, input, given, batch_sizes, steps)
+            output, last = run(cell, call, "auto", steps.reset_to)
             return output, [x if x.dim() == 3 else _stack((x,), is_fresh) for x in last]
+        slices = self._slices
         initial: Sequence[Sequence[Tensor | None]] = [none] * slices
         if states is not None:
             initial = [[x[i] for x in states] for i in range(slices)]
@@ -380,7 +395,7 @@ class TorchLayer(SequenceLayer):
                     f"{self._name} runs, got {got}"
                 )
         is_plain = reset is None and reset_to == "zeros"
-        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to, {}))
+        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to))
 
     def _is_for_torch(self, input: Any) -> bool:
         """Whether torch's own forward serves a call. The one place that decides it."""
@@ -416,7 +431,7 @@ class TorchLayer(SequenceLayer):
             self._has_expanded_weights = any(type(w).__name__ == "ExpandedWeight" for w in weights)
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
-        i = layer * self._directions + direction
+        i = layer * (2 if self.bidirectional else 1) + direction
         if self.bias:
             return (*self._flat_weights[4 * i : 4 * i + 4], ())
         return (*self._flat_weights[2 * i : 2 * i + 2], None, None, ())
@@ -435,7 +450,9 @@ class TorchLayer(SequenceLayer):
     ) -> tuple[Tensor, ...] | None:
         if hx is not None:
             self.check_forward_args(input, hx, batch_sizes)
-            return self._as_states(self._permuted(hx, order))
+            if order is not None or self._permutes:
+                hx = self._permuted(hx, order)
+            return (hx,) if isinstance(hx, Tensor) else tuple(hx)
         if getattr(self.check_forward_args, "__func__", None) is TorchLayer.check_forward_args:
             self.check_input(input, batch_sizes)
             return None
@@ -461,16 +478,16 @@ class TorchLayer(SequenceLayer):
         """Torch's hook for all checks of a call, which subclasses may override."""
         self.check_input(input, batch_sizes)
         batch = input.shape[0 if self.batch_first else 1] if batch_sizes is None else int(batch_sizes[0])
-        shape, dtype = (self._slices, batch, self.proj_size or self.hidden_size), input.dtype
-        states = check_states(self._name, hidden, self._cell.state_names)
-        for i, state in enumerate(states):
+        slices = self.num_layers * (2 if self.bidirectional else 1)
+        shape, dtype = (slices, batch, self.proj_size or self.hidden_size), input.dtype
+        names = self._cell.state_names
+        for name, state in zip(names, check_states(self._name, hidden, names), strict=True):
             if state.shape != shape:
                 raise RuntimeError(
-                    f"{self._name}: expected {self._cell.state_names[i]} of shape {list(shape)}, "
-                    f"got {list(state.shape)}"
+                    f"{self._name}: expected {name} of shape {list(shape)}, got {list(state.shape)}"
                 )
             if state.dtype != dtype:
-                self._check_state_dtype(self._cell.state_names[i], state, input)
+                self._check_state_dtype(name, state, input)
             if self.proj_size > 0:  # which h has, but not c
                 shape = (*shape[:2], self.hidden_size)
 
@@ -485,6 +502,11 @@ class TorchLayer(SequenceLayer):
     def _permuted(self, hx: Any, order: Tensor | None) -> Any:
         # Torch's hook, which subclasses may override.
         return self.permute_hidden(hx, order)  # type: ignore[operator]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hook, own = getattr(cls, "permute_hidden", None), getattr(cls, "_torch_class", None)
+        cls._permutes = own is not None and hook is not own.permute_hidden
 
     def __prepare_scriptable__(self) -> nn.Module:
         """torch.jit.script's hook: torch's layer with the same parameters."""

@@ -35,7 +35,7 @@ def under_transforms(name: str, function: Callable[..., Any]) -> None:
 def decompose_under_transforms(name: str) -> None:
     """Makes the dispatcher ops of the cell ``name`` calls of custom_cell under torch.func's transforms too.
 
-    They are such calls everywhere (src/recurrence/tensors/built_in.h), but a transform does not see a call
+    They are such calls everywhere (src/custom_cell/built_in.h), but a transform does not see a call
     that C++ makes, unless Python calls the C++.
     """
     for direction in ("", "_bidirectional"):

@@ -331,7 +331,7 @@ def record_both(
     return [[y for outputs in found for y in outputs]]
 
 
-# ---- ops of cells with names of their own, as src/recurrence/tensors/built_in.h
+# ---- ops of cells with names of their own, as src/custom_cell/built_in.h
 
 
 def own_ops(name: str) -> dict[str, Kernel]:

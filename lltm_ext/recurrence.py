@@ -300,10 +300,9 @@ class RecurrentCell:
         **named: Any,
     ) -> tuple[Tensor, Any]:
         states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named)
-        check_reset_to(self.__name__, reset_to)
-        if self.is_compiled:  # the dispatcher does not name what is no tensor
-            check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
+        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+        if reset_to != "zeros":
+            check_reset_to(self.__name__, reset_to)
         call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
         if len(states) == 2 and states[1].dim() == 3:  # as only layers give it
             check_call(self, call, algorithm, reset_to)
@@ -344,7 +343,7 @@ class RecurrentCell:
         cell, call = without_resets(self, call) if to_initial else (self, call)
         return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
 
-    def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""
         for name in (*self.parameters, *self.inputs):
             if name not in named:
@@ -575,8 +574,8 @@ def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_t
     """Raises, if the arguments do not fit, the error that names the one of the cell's own."""
     weights = {"weight_ih": call.weight_ih, "weight_hh": call.weight_hh, "bias": call.bias}
     check_no_dtensor(cell.__name__, input=call.input, hx=call.states[0], **weights, bias_hh=call.bias_hh)
-    if cell.is_compiled:
-        return  # the op has
+    if cell.is_compiled:  # the op has, but for what is no tensor
+        return check_tensors(cell.__name__, call.input, call.weight_ih, call.weight_hh, call.bias)
     try:
         check_call(cell, with_states(cell, call), algorithm, reset_to)
     except Exception as named:

@@ -1,8 +1,12 @@
-// The launches of a cell, as the tensors' code calls them (recurrence/tensors/launch.h).
+// The launches of a cell, whose kernels are compiled with the package or at run time.
 #pragma once
 
+#include "common/dispatch.h"
 #include "custom_cell/program.h"
-#include "recurrence/tensors/launch.h"
+#include "recurrence/persistent/launch.h"
+#include "recurrence/plan.h"
+#include "recurrence/step/single_step.h"
+#include "recurrence/step/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"

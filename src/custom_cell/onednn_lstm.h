@@ -52,10 +52,10 @@ struct OneDnnLstm {
                       at::kFloat)),
           weight_ih(d.weight_ih.contiguous()),
           weight_hh(d.weight_hh.contiguous()),
-          bias(d.bias ? d.bias->contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
-          second_bias(d.bias_hh ? d.bias_hh->contiguous()
-                      : d.bias  ? at::zeros_like(bias)
-                                : bias) {}
+          bias(d.bias.defined() ? d.bias.contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
+          second_bias(d.bias_hh.defined() ? d.bias_hh.contiguous()
+                      : d.bias.defined()  ? at::zeros_like(bias)
+                                          : bias) {}
     int64_t hidden() const { return h0.size(1); }
 
    private:
@@ -98,8 +98,8 @@ struct OneDnnLstm {
   // The same with gradients.
   static variable_list record(const CellCall& call) {
     const Direction& d = call.directions[0];
-    return Node::apply(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
-                       d.bias_hh, d.reverse);
+    return Node::apply(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh,
+                       if_defined(d.bias), if_defined(d.bias_hh), d.reverse);
   }
 
  private:
@@ -115,11 +115,12 @@ struct OneDnnLstm {
                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                  const OptionalTensor& bias, const OptionalTensor& bias_hh, bool reverse) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const Direction d =
-          direction(or_undefined(h0), or_undefined(c0), weight_ih, weight_hh, bias, bias_hh, reverse);
+      variable_list saved = {input,     or_undefined(h0),   or_undefined(c0),     weight_ih,
+                             weight_hh, or_undefined(bias), or_undefined(bias_hh)};
+      const Direction d = direction(saved, reverse);
       auto [output, h_n, c_n, workspace] = OneDnnLstm::forward({input, d}, reverse, /*train=*/true);
-      ctx->save_for_backward({input, d.h0, d.states, weight_ih, weight_hh, or_undefined(bias),
-                              or_undefined(bias_hh), output, h_n, c_n, workspace});
+      append(saved, {output, h_n, c_n, workspace});
+      ctx->save_for_backward(std::move(saved));
       ctx->set_materialize_grads(false);
       ctx->saved_data["reverse"] = reverse;
       return {output, h_n.clone(),
@@ -131,20 +132,14 @@ struct OneDnnLstm {
       if (!any_defined(grad_outputs)) return gradients;
       const variable_list saved = ctx->get_saved_variables(), inputs(saved.begin(), saved.begin() + 7);
       const bool reverse = ctx->saved_data["reverse"].toBool();
-      const Direction d = direction(saved[1], saved[2], saved[3], saved[4], if_defined(saved[5]),
-                                    if_defined(saved[6]), reverse);
       if (at::GradMode::is_enabled()) {
-        static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
         gradients = differentiable_gradients(
-            [&](const variable_list& x) -> variable_list {
-              const auto [output, h_n, states_n] =
-                  by_loop.call(x[0], if_defined(x[1]), if_defined(x[2]), x[3], if_defined(x[4]),
-                               if_defined(x[5]), std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-                               reverse, "auto", "lstm", if_defined(x[6]));
-              return {output, h_n, states_n};
+            [&](const variable_list& x) {
+              return call_by_loop({x[0], {direction(x, reverse)}, std::nullopt, "auto", "lstm"});
             },
             inputs, grad_outputs);
       } else {
+        const Direction d = direction(saved, reverse);
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         const at::Tensor& of_states = grad_outputs[2];
         gradients = OneDnnLstm::backward({saved[0], d}, {saved[7], saved[8], saved[9]}, saved[10],
@@ -162,16 +157,15 @@ struct OneDnnLstm {
       return gradients;
     }
 
-    static Direction direction(const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
-                               const at::Tensor& weight_hh, const OptionalTensor& bias,
-                               const OptionalTensor& bias_hh, bool reverse) {
-      return {.h0 = h0,
-              .states = states,
-              .weight_ih = weight_ih,
-              .weight_hh = weight_hh,
-              .bias = bias,
-              .reverse = reverse,
-              .bias_hh = bias_hh};
+    // Of {input, h0, c0, weight_ih, weight_hh, bias, bias_hh, ...}.
+    static Direction direction(at::TensorList x, bool reverse) {
+      return {.h0 = x[1],
+              .states = x[2],
+              .weight_ih = x[3],
+              .weight_hh = x[4],
+              .bias = x[5],
+              .bias_hh = x[6],
+              .reverse = reverse};
     }
   };
 };

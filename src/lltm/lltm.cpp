@@ -7,6 +7,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
@@ -16,11 +17,15 @@
 #include "common/dispatch.h"
 #include "common/library.h"
 #include "common/matmul.h"
+#include "common/optional_tensor.h"
 #include "common/python.h"
-#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 namespace {
+
+using torch::autograd::variable_list;
+
+at::Tensor empty_contiguous(const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); }
 
 void check_cell_inputs(const char* op, const at::Tensor& input, const at::Tensor& weights,
                        const OptionalTensor& bias, const at::Tensor& old_h, const at::Tensor& old_cell) {

@@ -5,16 +5,14 @@
 #include "common/differentiable.h"
 #include "common/function.h"
 #include "common/library.h"
+#include "common/optional_tensor.h"
 
 namespace lltm_ext {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using torch::autograd::variable_list;
 
 constexpr const char* kCell = "lltm_ext::lltm_cell";
-
-OptionalTensor if_defined(const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
 
 // (new_h, new_cell)
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,

@@ -2,7 +2,7 @@
 #include "common/embed.h"
 #include "lstm/lstm_cell.h"
 #include "recurrence/compiled_cell.h"
-#include "recurrence/tensors/built_in_schemas.h"
+#include "custom_cell/built_in_schemas.h"
 
 LLTM_EMBED(lstm_cell_h, "lstm/lstm_cell.h");
 

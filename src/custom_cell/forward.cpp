@@ -1,101 +1,84 @@
 // Sequences of a cell forward, in one direction or two.
-#pragma once
-
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 
-#include <string>
-#include <tuple>
-#include <vector>
-
-#include "common/dispatch.h"
-#include "common/matmul.h"
-#include "recurrence/step/step.h"
-#include "recurrence/tensors/added_units.h"
-#include "recurrence/tensors/launch.h"
+#include "custom_cell/custom_cell.h"
+#include "custom_cell/launch.h"
 
 namespace lltm_ext {
+namespace {
 
-template <class Op>
-struct ForwardOps {
-  const Op op;
+struct Outputs {
+  at::Tensor output, h_n, states_n;  // output: h of every step
+  at::Tensor state_output;           // the state that is the output instead; or undefined
+  at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs, and
+                     // nothing of a wide cell
+  at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
+};
+
+// Of a direction. Undefined ones of other cells stay.
+Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direction& d) {
+  const at::Tensor& input = call.input;
+  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  Outputs out;
+  out.output = empty_like_input(input, hidden);
+  if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
+  out.h_n = at::empty_symint({batch, hidden}, input.options());
+  out.states_n =
+      at::empty_symint(states_sizes(shape, d, batch, hidden), input.options().dtype(states_type(input, d)));
+  return out;
+}
+
+// The initial states in memory of the type in which they accumulate: that of states_n, if it has this type.
+at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
+  const at::ScalarType type = at::toOpMathType(out.h_n.scalar_type());
+  const bool has_type = out.states_n.scalar_type() == type;
+  const at::Tensor states =
+      has_type ? out.states_n : at::empty(out.states_n.sizes(), out.states_n.options().dtype(type));
+  set_values(states, d.states);
+  return states;
+}
+void finish_states(const Outputs& out, const at::Tensor& states) {
+  if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
+}
+
+struct Forward {
+  const CellOp& op;
+  const CellCall& call;
+  const bool save;
   const CellShape shape = op.shape();
   const int64_t gates = shape.gates, extra = shape.extra();
+  const SequenceSizes sizes{shape, call};
+  std::vector<Outputs> outs = {};  // of each direction
 
-  struct Outputs {
-    at::Tensor output, h_n, states_n;  // output: h of every step
-    at::Tensor state_output;           // the state that is the output instead; or undefined
-    at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs, and
-                       // nothing of a wide cell
-    at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
-  };
-
-  std::vector<Outputs> run_forward(const at::Tensor& input, Directions directions,
-                                   at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                   bool save) const {
-    const KernelGuard guard(input);
-    const SequenceSizes sizes(shape, input, directions[0], batch_sizes);
-    std::vector<Outputs> outs;
-    for (const Direction& d : directions) outs.push_back(before_first_step(input, d, sizes, save));
-    if (outs[0].output.numel() > 0) {
-      run_steps(directions, outs, sizes, algorithm, save);
-    } else {
-      for (size_t i = 0; i < outs.size(); ++i) {
-        set_values(outs[i].h_n, directions[i].h0);
-        set_values(outs[i].states_n, directions[i].states);
-      }
+  void run() {
+    const at::ScalarType type = call.input.scalar_type();
+    const Matmul matmul(call.input);
+    for (const Direction& d : call.directions) {
+      Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
+      out.gates = matmul
+                      .affine(flatten_rows(call.input), d.weight_ih.t(), if_defined(d.bias),
+                              shape.wide ? at::toOpMathType(type) : type)
+                      .view_symint(sizes_like_input(call.input, gates * sizes.hidden));
+      if (save) out.extra = empty_like_input(call.input, extra * sizes.hidden);
     }
-    return outs;
-  }
-
-  Outputs before_first_step(const at::Tensor& input, const Direction& d, const SequenceSizes& sizes,
-                            bool save) const {
-    const int64_t hidden = sizes.hidden;
-    Outputs out;
-    out.output = empty_like_input(input, hidden);
-    if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
-    const at::ScalarType type = input.scalar_type();
-    out.gates =
-        Matmul(input)
-            .affine(flatten_rows(input), d.weight_ih.t(), d.bias, shape.wide ? at::toOpMathType(type) : type)
-            .view_symint(sizes_like_input(input, gates * hidden));
-    if (save) out.extra = empty_like_input(input, extra * hidden);
-    out.h_n = at::empty({sizes.batch, hidden}, input.options());
-    out.states_n = at::empty_symint(states_sizes(shape, d, sizes.batch, hidden),
-                                    input.options().dtype(states_type(input, d)));
-    return out;
-  }
-
-  // The initial states in memory of the type in which they accumulate: that of states_n, if it has this type.
-  static at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
-    const at::ScalarType type = at::toOpMathType(out.h_n.scalar_type());
-    const bool has_type = out.states_n.scalar_type() == type;
-    const at::Tensor states =
-        has_type ? out.states_n : at::empty(out.states_n.sizes(), out.states_n.options().dtype(type));
-    set_values(states, d.states);
-    return states;
-  }
-  static void finish_states(const Outputs& out, const at::Tensor& states) {
-    if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
-  }
-
-  // All directions in one launch if they fit, else side by side.
-  void run_steps(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
-                 c10::string_view algorithm, bool save, bool side_by_side = false) const {
-    const Plan plan =
-        sizes.plan(op, outs[0].output, /*backward=*/false, algorithm, directions.size(), side_by_side);
-    if (plan.is_fused() && try_run_fused(directions, outs, sizes, plan, algorithm, save)) return;
-    if (directions.size() == 1) {
-      return run_stepwise(outs[0], directions[0], sizes.steps(directions[0].reverse), save);
+    if (outs[0].output.numel() > 0) return run_steps(0, outs.size());
+    for (size_t i = 0; i < outs.size(); ++i) {
+      set_values(outs[i].h_n, call.directions[i].h0);
+      set_values(outs[i].states_n, call.directions[i].states);
     }
-    run_side_by_side(outs[0].output, directions.size(), [&](size_t i) {
-      run_steps(directions.slice(i, 1), outs.slice(i, 1), sizes, algorithm, save, /*side_by_side=*/true);
-    });
+  }
+
+  // Directions [first, first + count), in one launch if they fit, else side by side.
+  void run_steps(size_t first, size_t count, bool side_by_side = false) const {
+    const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, call.algorithm, count, side_by_side);
+    if (plan.is_fused() && try_run_fused(first, count, plan)) return;
+    if (count == 1) return run_stepwise(outs[first], call.directions[first]);
+    run_side_by_side(outs[0].output, count, [&](size_t i) { run_steps(i, 1, /*side_by_side=*/true); });
   }
 
   // A matrix product and a pointwise kernel a step. h_n and `states` hold the states of the current step.
-  void run_stepwise(const Outputs& out, const Direction& d, const std::vector<RowRange>& steps,
-                    bool save) const {
+  void run_stepwise(const Outputs& out, const Direction& d) const {
     set_values(out.h_n, d.h0);
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
@@ -110,7 +93,7 @@ struct ForwardOps {
       weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
-    for (const auto& [first_row, n] : steps) {
+    for (const auto& [first_row, n] : sizes.steps(d.reverse)) {
       if (reset.defined() && h.is_cpu()) {
         const at::Tensor of_step = reset.narrow(0, first_row, n);
         for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)}) x.copy_(kept(x, of_step));
@@ -154,12 +137,11 @@ struct ForwardOps {
   }
 
   // As try_launch_fused.
-  bool try_run_fused(Directions directions, at::ArrayRef<Outputs> outs, const SequenceSizes& sizes,
-                     const Plan& plan, c10::string_view algorithm, bool save) const {
+  bool try_run_fused(size_t first, size_t count, const Plan& plan) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
     std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
-    for (size_t i = 0; i < directions.size(); ++i) {
-      const Direction& d = directions[i];
+    for (size_t i = first; i < first + count; ++i) {
+      const Direction& d = call.directions[i];
       weights.push_back(aligned(d.weight_hh));
       h0.push_back(aligned(d.h0));
       if (plan.runs_all_steps()) {
@@ -176,9 +158,9 @@ struct ForwardOps {
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const Outputs& out = outs[i];
+      const Outputs& out = outs[first + i];
       return SequenceForwardArguments<T>{
-          .steps = sizes.order(directions[i].reverse, first_rows),
+          .steps = sizes.order(call.directions[first + i].reverse, first_rows),
           .hidden = static_cast<int>(sizes.hidden),
           .save = save,
           .narrow_states = sizeof(T) < sizeof(acc_t<T>) && states_n[i].scalar_type() == out.h_n.scalar_type(),
@@ -197,53 +179,40 @@ struct ForwardOps {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const bool ran = try_launch_fused("recurrence_forward", outs[0].output, plan, algorithm,
-                                      directions.size(), [&](auto type, auto stream) {
-                                        auto sequences = per_direction(type, directions.size(), arguments_of);
+    const bool ran = try_launch_fused("recurrence_forward", outs[0].output, plan, call.algorithm, count,
+                                      [&](auto type, auto stream) {
+                                        auto sequences = per_direction(type, count, arguments_of);
                                         sequences.rows = outs[0].output.numel() / sizes.hidden;
                                         return op.launch(sequences, plan, stream);
                                       });
-    for (size_t i = 0; ran && i < outs.size(); ++i) finish_states(outs[i], states_n[i]);
+    for (size_t i = 0; ran && i < count; ++i) finish_states(outs[first + i], states_n[i]);
     return ran;
-  }
-
-  // Of each direction {output [T, B, H] or [N, H], h_n [B, H], states_n}, and if `save` {gates, extra}, and h
-  // of every step if the output is a state, else [.., 0].
-  variable_list run(const at::Tensor& input, Directions directions, at::OptionalIntArrayRef batch_sizes,
-                    c10::string_view algorithm, bool save) const {
-    const auto outs = input.is_meta() ? meta_forward(input, directions, batch_sizes)
-                                      : run_forward(input, directions, batch_sizes, algorithm, save);
-    variable_list outputs;
-    for (const Outputs& out : outs) {
-      append(outputs, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
-      if (!save) continue;
-      append(outputs, {shape.wide ? empty_like_input(input, 0) : out.gates, out.extra,
-                       shape.outputs_state() ? out.output : empty_like_input(input, 0)});
-    }
-    return outputs;
-  }
-
-  std::vector<Outputs> meta_forward(const at::Tensor& input, Directions directions,
-                                    at::OptionalIntArrayRef batch_sizes) const {
-    std::vector<Outputs> outs;
-    for (const Direction& d : directions) {
-      const c10::SymInt hidden = hidden_of(shape, d),
-                        batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
-      outs.push_back({.output = empty_like_input(input, hidden),
-                      .h_n = at::empty_symint({batch, hidden}, input.options()),
-                      .states_n = at::empty_symint(states_sizes(shape, d, batch, hidden),
-                                                   input.options().dtype(states_type(input, d))),
-                      .gates = empty_like_input(input, shape.saved_gates() * hidden),
-                      .extra = empty_like_input(input, extra * hidden)});
-      if (shape.outputs_state()) outs.back().state_output = empty_like_input(input, hidden);
-    }
-    return outs;
   }
 };
 
+// The outputs of a trace, which knows sizes only.
+std::vector<Outputs> meta_outputs(const CellShape& shape, const CellCall& call) {
+  std::vector<Outputs> outs;
+  for (const Direction& d : call.directions) {
+    const c10::SymInt hidden = hidden_of(shape, d);
+    Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
+    out.gates = empty_like_input(call.input, shape.saved_gates() * hidden);
+    out.extra = empty_like_input(call.input, shape.extra() * hidden);
+  }
+  return outs;
+}
+
+// The call with the sum of two biases as its bias.
+CellCall with_one_bias(CellCall call) {
+  for (Direction& d : call.directions) {
+    if (d.bias_hh.defined()) d.bias = d.bias + d.bias_hh;
+  }
+  return call;
+}
+
 // ---- a single step
 
-inline bool single_step_on_tensor_cores(const at::Tensor& input, const Direction& d) {
+bool steps_on_tensor_cores(const at::Tensor& input, const Direction& d) {
 #ifdef LLTM_EXT_WITH_CUDA
   return at::cuda::getDeviceProperties(input.get_device())->major >= 8 &&
          single_step_on_tensor_cores(input.size(1), d.h0.size(1), input.size(2),
@@ -253,20 +222,10 @@ inline bool single_step_on_tensor_cores(const at::Tensor& input, const Direction
 #endif
 }
 
-// Whether a sequence is one step that has a kernel of its own. Its inputs have been checked.
-template <class Op>
-bool takes_single_step(const Op& op, const at::Tensor& input, const Direction& d,
-                       at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  if (!input.is_cuda() || batch_sizes || input.sym_size(0) != 1 || !op.has_single_step()) return false;
-  if (!d.h0.defined() || !d.states.defined() || d.reset.defined()) return false;
-  if (input.scalar_type() == at::kDouble || algorithm != "auto") return false;
-  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
-                          static_cast<int>(input.element_size()), single_step_on_tensor_cores(input, d));
-}
-
-// As ForwardOps::run.
-template <class Op>
-variable_list run_single_step(const Op& op, const at::Tensor& input, const Direction& d, bool save) {
+// As run_forward.
+variable_list run_single_step(const CellOp& op, const CellCall& call, bool save) {
+  const at::Tensor& input = call.input;
+  const Direction& d = call.directions[0];
   const KernelGuard guard(input);
   const int64_t batch = input.size(1), hidden = d.h0.size(1);
   const CellShape shape = op.shape();
@@ -281,8 +240,7 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
 #ifdef LLTM_EXT_WITH_CUDA
   const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = d.states.contiguous(),
                    weight_ih = d.weight_ih.contiguous(), weight_hh = d.weight_hh.contiguous(),
-                   bias = contiguous_or_none(or_undefined(d.bias)),
-                   bias_hh = contiguous_or_none(or_undefined(d.bias_hh));
+                   bias = contiguous_or_none(d.bias), bias_hh = contiguous_or_none(d.bias_hh);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(input.get_device());
   check_launch(
       "recurrence_single_step", with_type(input.scalar_type(), [&](auto type) {
@@ -292,7 +250,7 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
                                                 .hidden = static_cast<int>(hidden),
                                                 .input_size = static_cast<int>(input.size(2)),
                                                 .narrow_states = narrow,
-                                                .on_tensor_cores = single_step_on_tensor_cores(input, d),
+                                                .on_tensor_cores = steps_on_tensor_cores(input, d),
                                                 .input = pointer<T>(x),
                                                 .h0 = pointer<T>(h0),
                                                 .states0 = pointer<void>(states0),
@@ -308,6 +266,41 @@ variable_list run_single_step(const Op& op, const at::Tensor& input, const Direc
                          stream);
       }));
 #endif
+  return results;
+}
+
+}  // namespace
+
+bool takes_single_step(const CellOp& op, const CellCall& call) {
+  const at::Tensor& input = call.input;
+  const Direction& d = call.directions[0];
+  if (call.directions.size() > 1 || call.batch_sizes || !op.has_single_step()) return false;
+  if (!input.is_cuda() || input.sym_size(0) != 1 || input.scalar_type() == at::kDouble) return false;
+  if (!d.h0.defined() || !d.states.defined() || d.reset.defined() || call.algorithm != "auto") return false;
+  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
+                          static_cast<int>(input.element_size()), steps_on_tensor_cores(input, d));
+}
+
+variable_list run_forward(const CellOp& op, const CellCall& call, bool save) {
+  if (takes_single_step(op, call)) return run_single_step(op, call, save);
+  const CellShape shape = op.shape();
+  std::vector<Outputs> outs;
+  if (call.input.is_meta()) {
+    outs = meta_outputs(shape, call);
+  } else {
+    const KernelGuard guard(call.input);
+    const CellCall given = with_one_bias(call);
+    Forward forward{op, given, save};
+    forward.run();
+    outs = std::move(forward.outs);
+  }
+  variable_list results;
+  for (const Outputs& out : outs) {
+    append(results, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
+    if (!save) continue;
+    append(results, {shape.wide ? empty_like_input(call.input, 0) : out.gates, out.extra,
+                     shape.outputs_state() ? out.output : empty_like_input(call.input, 0)});
+  }
   return results;
 }
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "common/library.h"
-#include "recurrence/tensors/ops.h"
+#include "custom_cell/call.h"
 
 namespace lltm_ext {
 
@@ -26,10 +26,10 @@ struct BuiltInOps {
     return states.dim() == 3 ? at::_unsafe_view_symint(states, states.sym_sizes().slice(1)) : states;
   }
 
-  static CellOutputs sequence(const T& input, const Optional& h0, const Optional& c0, const T& weight_ih,
-                              const T& weight_hh, const Optional& bias, Sizes batch_sizes, bool reverse,
-                              string_view algorithm, const Optional& reset, const Optional& bias_hh) {
-    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
+  static Tensors3 sequence(const T& input, const Optional& h0, const Optional& c0, const T& weight_ih,
+                           const T& weight_hh, const Optional& bias, Sizes batch_sizes, bool reverse,
+                           string_view algorithm, const Optional& reset, const Optional& bias_hh) {
+    static const auto op = find_op<CellSignature>("lltm_ext::custom_cell");
     const auto [output, h_n, states_n] = op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, reset,
                                                  batch_sizes, reverse, algorithm, Op::kName, bias_hh);
     return {output, h_n, as_c(states_n)};
@@ -39,21 +39,19 @@ struct BuiltInOps {
                                            const T& weight_ih, const T& weight_hh, const Optional& bias,
                                            Sizes batch_sizes, bool reverse, string_view algorithm,
                                            const Optional& reset, const Optional& bias_hh) {
-    static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
+    static const auto op = find_op<ForwardSignature>("lltm_ext::custom_cell_forward");
     const auto [output, h_n, states_n, gates, extra, h] =
         op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, reset, batch_sizes, reverse, algorithm,
                 Op::kName, bias_hh);
     return {output, h_n, as_c(states_n), gates, extra};
   }
 
-  static std::tuple<T, T, T, T, T, T> backward(const Optional& grad_output, const Optional& grad_h_n,
-                                               const Optional& grad_c_n, const T& input, const Optional& h0,
-                                               const Optional& c0, const T& weight_ih, const T& weight_hh,
-                                               const T& output, const T& gates, const T& extra,
-                                               Sizes batch_sizes, bool reverse, string_view algorithm,
-                                               bool input_needs_grad, bool bias_needs_grad,
-                                               const Optional& reset) {
-    static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
+  static Tensors6 backward(const Optional& grad_output, const Optional& grad_h_n, const Optional& grad_c_n,
+                           const T& input, const Optional& h0, const Optional& c0, const T& weight_ih,
+                           const T& weight_hh, const T& output, const T& gates, const T& extra,
+                           Sizes batch_sizes, bool reverse, string_view algorithm, bool input_needs_grad,
+                           bool bias_needs_grad, const Optional& reset) {
+    static const auto op = find_op<BackwardSignature<variable_list>>("lltm_ext::custom_cell_backward");
     const Optional of_states = grad_c_n && !c0 ? Optional(grad_c_n->unsqueeze(0)) : grad_c_n;
     const variable_list g = op.call(grad_output, grad_h_n, of_states, output, gates, extra, input, h0, c0,
                                     weight_ih, weight_hh, {}, {}, {}, reset, batch_sizes, reverse, algorithm,
@@ -64,7 +62,7 @@ struct BuiltInOps {
   static std::string algorithm(const T& input, const T& h0, const T& c0, const T& weight_ih,
                                const T& weight_hh, const Optional& bias, Sizes batch_sizes,
                                string_view algorithm, bool backward) {
-    static const auto op = find_op<decltype(custom_cell_algorithm)>("lltm_ext::custom_cell_algorithm");
+    static const auto op = find_op<AlgorithmSignature>("lltm_ext::custom_cell_algorithm");
     return op.call(input, h0, c0, weight_ih, weight_hh, bias, {}, {}, {}, batch_sizes, /*reverse=*/false,
                    algorithm, Op::kName, backward);
   }
@@ -79,15 +77,14 @@ struct BuiltInOps {
         given.size(), " tensors");
     TensorsOfDirection all;
     for (const T& x : given) all.push_back(x);
-    while (all.size() < kDirectionTensors) all.push_back(std::nullopt);
+    while (all.size() < Direction::kTensors) all.push_back(std::nullopt);
     return all;
   }
 
   static variable_list bidirectional(const T& input, at::TensorList forward_direction,
                                      at::TensorList reverse_direction, Sizes batch_sizes,
                                      string_view algorithm) {
-    static const auto op =
-        find_op<decltype(custom_cell_bidirectional)>("lltm_ext::custom_cell_bidirectional");
+    static const auto op = find_op<BothSignature>("lltm_ext::custom_cell_bidirectional");
     return op.call(input, direction(forward_direction), direction(reverse_direction), batch_sizes, algorithm,
                    Op::kName);
   }
@@ -95,8 +92,7 @@ struct BuiltInOps {
   static variable_list bidirectional_forward(const T& input, at::TensorList forward_direction,
                                              at::TensorList reverse_direction, Sizes batch_sizes,
                                              string_view algorithm) {
-    static const auto op =
-        find_op<decltype(custom_cell_bidirectional_forward)>("lltm_ext::custom_cell_bidirectional_forward");
+    static const auto op = find_op<BothSignature>("lltm_ext::custom_cell_bidirectional_forward");
     variable_list y = op.call(input, direction(forward_direction), direction(reverse_direction), batch_sizes,
                               algorithm, Op::kName);
     y.erase(y.begin() + 11);  // h of every step, which is the output
@@ -109,8 +105,7 @@ struct BuiltInOps {
                                               at::TensorList reverse_direction, at::TensorList saved,
                                               Sizes batch_sizes, string_view algorithm, bool input_needs_grad,
                                               bool bias_needs_grad) {
-    static const auto op =
-        find_op<decltype(custom_cell_bidirectional_backward)>("lltm_ext::custom_cell_bidirectional_backward");
+    static const auto op = find_op<BothBackwardSignature>("lltm_ext::custom_cell_bidirectional_backward");
     variable_list g = op.call(grad_outputs, input, direction(forward_direction), direction(reverse_direction),
                               saved, batch_sizes, algorithm, Op::kName, input_needs_grad, bias_needs_grad);
     g.erase(g.begin() + 12);  // of parameters, which these cells lack

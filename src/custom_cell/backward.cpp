@@ -1,7 +1,5 @@
 // Sequences of a cell backward, in one direction or two. The steps run in a few chunks,
 // the last steps first. A chunk computes the gradients of its gates, from which matrix products follow.
-#pragma once
-
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -9,17 +7,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <string>
-#include <tuple>
 #include <utility>
-#include <vector>
 
-#include "common/dispatch.h"
-#include "common/matmul.h"
-#include "recurrence/step/step.h"
-#include "recurrence/tensors/launch.h"
+#include "custom_cell/custom_cell.h"
+#include "custom_cell/launch.h"
 
 namespace lltm_ext {
+namespace {
 
 // Steps [first, last) and their rows [begin, end).
 struct Chunk {
@@ -29,7 +23,7 @@ struct Chunk {
 
 // Four chunks keep only a quarter of all gate gradients in memory. More chunks, or smaller ones, would make
 // the products smaller, take more launches and round half-type sums more often.
-inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
+std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
   const int64_t min_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
   std::vector<Chunk> chunks;
   for (size_t k = 0; k < steps.size(); ++k) {
@@ -46,9 +40,9 @@ inline std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t 
 
 // gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
 // what the row kept of it). Without h0, which only dense sequences lack, it is zeros.
-inline void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
-                                   const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
-                                   const std::vector<RowRange>& steps, const Chunk& chunk) {
+void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
+                            const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
+                            const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first of the rows in grad_gates
     const at::Tensor* source;
@@ -94,141 +88,162 @@ struct Gradients {
   at::Tensor input, h0, states, weight_ih, weight_hh, bias, parameters;
 };
 
-template <class Op>
-struct BackwardOps {
-  const Op op;
+// What a direction's backward reads in addition to the forward's inputs.
+struct BackwardInputs {
+  OptionalTensor grad_output, grad_h_n, grad_states_n;
+  at::Tensor output, gates, extra;  // as the forward left them; output: h of every step
+};
+
+void check_backward_inputs(const CellOp& op, const CellCall& call, const Direction& d,
+                           const BackwardInputs& given) {
+  const auto& [grad_output, grad_h_n, grad_states_n, output, gates, extra] = given;
+  const at::Tensor& input = call.input;
+  const std::string full_name = op.name() + "_backward";
+  const char* name_of_op = full_name.c_str();
   const CellShape shape = op.shape();
-  const int64_t gates_of_unit = shape.gates, saved_gates = shape.saved_gates(), extra_of_unit = shape.extra();
-
-  // What a direction's backward reads in addition to the forward's inputs.
-  struct BackwardInputs {
-    OptionalTensor grad_output, grad_h_n, grad_states_n;
-    at::Tensor output, gates, extra;  // as the forward left them; output: h of every step
+  const at::ScalarType type = input.scalar_type();
+  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
+                         c10::SymIntArrayRef sizes, const char* meaning) {
+    check_same_device(name_of_op, name, x, input);
+    check_same_dtype(name_of_op, name, x, dtype);
+    check_shape(name_of_op, name, x, sizes, meaning);
   };
+  const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
+  check("output", output, type, rows_of(hidden), "[..., hidden_size]");
+  check("gates", gates, type, rows_of(shape.saved_gates() * hidden), "[..., gates*hidden_size]");
+  check("extra", extra, type, rows_of(shape.extra() * hidden), "[..., extra*hidden_size]");
+  if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
+  if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
+  if (!grad_states_n) return;
+  const c10::SymDimVector sizes = states_sizes(shape, d, batch, hidden);
+  check("grad_states_n", *grad_states_n, states_type(input, d), sizes,
+        sizes.size() == 2 ? "[batch, hidden_size]" : "[states, batch, hidden_size]");
+}
 
-  void check_backward_inputs(const BackwardInputs& given, const at::Tensor& input, const Direction& d,
-                             at::OptionalIntArrayRef batch_sizes) const {
-    const auto& [grad_output, grad_h_n, grad_states_n, output, gates, extra] = given;
-    const std::string full_name = op.name() + "_backward";
-    const char* name_of_op = full_name.c_str();
-    check_device(name_of_op, "input", input);
-    check_floating(name_of_op, "input", input);
-    const at::ScalarType type = input.scalar_type();
-    const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
-                           c10::SymIntArrayRef shape, const char* meaning) {
-      check_same_device(name_of_op, name, x, input);
-      check_same_dtype(name_of_op, name, x, dtype);
-      check_shape(name_of_op, name, x, shape, meaning);
-    };
-    TORCH_CHECK(input.dim() >= 2 && d.weight_ih.defined() && d.weight_ih.dim() == 2 &&
-                    (!d.h0.defined() || d.h0.dim() == 2),
-                full_name,
-                ": expected input of 2 or 3, h0 and weight_ih of 2 dimensions, got input of shape ",
-                input.sym_sizes());
-    const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
-    const c10::SymInt hidden = hidden_of(shape, d);
-    const c10::SymInt batch = batch_sizes ? packed_batch_of(d, *batch_sizes) : input.sym_size(1);
-    check("output", output, type, rows_of(hidden), "[..., hidden_size]");
-    check("gates", gates, type, rows_of(saved_gates * hidden), "[..., gates*hidden_size]");
-    check("extra", extra, type, rows_of(extra_of_unit * hidden), "[..., extra*hidden_size]");
-    if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
-    if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
-    if (!grad_states_n) return;
-    const c10::SymDimVector sizes = states_sizes(shape, d, batch, hidden);
-    check("grad_states_n", *grad_states_n, states_type(input, d), sizes,
-          sizes.size() == 2 ? "[batch, hidden_size]" : "[states, batch, hidden_size]");
+// A direction: what its backward reads, and the gradients that its chunks add to.
+struct DirectionGradients {
+  const Direction& inputs;
+  OptionalTensor grad_output;
+  at::Tensor output, gates, extra;  // their rows
+  at::Tensor h0;                    // undefined for zeros before a dense sequence
+  std::vector<RowRange> steps;
+  std::vector<Chunk> chunks;
+  // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
+  // states. They start as zeros, which have not been written if `are_unset`.
+  at::Tensor grad_h, grad_own_h, grad_states;
+  bool are_unset;
+  at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
+  at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
+  at::Tensor parameters, step_inputs, reset;              // aligned; rows
+  at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
+
+  DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
+                     const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
+                     bool bias_needs_grad)
+      : inputs(inputs),
+        grad_output(given.grad_output),
+        output(flatten_rows(given.output).contiguous()),
+        gates(aligned(flatten_rows(given.gates))),
+        extra(aligned(flatten_rows(given.extra))),
+        h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
+        steps(sizes.steps(inputs.reverse)),
+        chunks(chunks_of(steps, output.size(0))),
+        parameters(aligned(inputs.parameters)),
+        step_inputs(aligned(inputs.step_inputs)),
+        reset(rows_of_reset(inputs)) {
+    if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
+    const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+    grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
+    grad_states = at::empty({shape.states, sizes.batch, sizes.hidden}, options);
+    if (shape.reads_h) grad_own_h = at::empty({sizes.batch, sizes.hidden}, options);
+    are_unset = !sizes.batch_sizes && !given.grad_h_n && !given.grad_states_n;
+    if (!are_unset) {
+      set_values(grad_h, or_undefined(given.grad_h_n));
+      if (grad_own_h.defined()) grad_own_h.zero_();
+      if (given.grad_states_n) {
+        grad_states.view(given.grad_states_n->sizes()).copy_(*given.grad_states_n);
+      } else {
+        grad_states.zero_();
+      }
+    }
+    if (bias_needs_grad || shape.parameters > 0) {
+      grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
+    }
+    if (input_needs_grad) {
+      grad_input = empty_contiguous(input);
+      if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
+    }
   }
 
-  // A direction: what its backward reads, and the gradients that its chunks add to.
-  struct DirectionGradients {
-    const Direction& inputs;
-    OptionalTensor grad_output;
-    at::Tensor output, gates, extra;  // their rows
-    at::Tensor h0;                    // undefined for zeros before a dense sequence
-    std::vector<RowRange> steps;
-    std::vector<Chunk> chunks;
-    // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
-    // states. They start as zeros, which have not been written if `are_unset`.
-    at::Tensor grad_h, grad_own_h, grad_states;
-    bool are_unset;
-    at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
-    at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
-    at::Tensor parameters, step_inputs, reset;              // aligned; rows
-    at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
-
-    DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
-                       const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
-                       bool bias_needs_grad)
-        : inputs(inputs),
-          grad_output(given.grad_output),
-          output(flatten_rows(given.output).contiguous()),
-          gates(aligned(flatten_rows(given.gates))),
-          extra(aligned(flatten_rows(given.extra))),
-          h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
-          steps(sizes.steps(inputs.reverse)),
-          chunks(chunks_of(steps, output.size(0))),
-          parameters(aligned(inputs.parameters)),
-          step_inputs(aligned(inputs.step_inputs)),
-          reset(rows_of_reset(inputs)) {
-      if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
-      const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
-      grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
-      grad_states = at::empty({shape.states, sizes.batch, sizes.hidden}, options);
-      if (shape.reads_h) grad_own_h = at::empty({sizes.batch, sizes.hidden}, options);
-      are_unset = !sizes.batch_sizes && !given.grad_h_n && !given.grad_states_n;
-      if (!are_unset) {
-        set_values(grad_h, or_undefined(given.grad_h_n));
-        if (grad_own_h.defined()) grad_own_h.zero_();
-        if (given.grad_states_n) {
-          grad_states.view(given.grad_states_n->sizes()).copy_(*given.grad_states_n);
-        } else {
-          grad_states.zero_();
-        }
-      }
-      if (bias_needs_grad || shape.parameters > 0) {
-        grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
-      }
-      if (input_needs_grad) {
-        grad_input = empty_contiguous(input);
-        if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
-      }
+  // For steps that are computed one by one.
+  void write_zeros() {
+    if (!std::exchange(are_unset, false)) return;
+    for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
+      if (x.defined()) x.zero_();
     }
+  }
 
-    // For steps that are computed one by one.
-    void write_zeros() {
-      if (!std::exchange(are_unset, false)) return;
-      for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
-        if (x.defined()) x.zero_();
+  void prepare_for_fused() {
+    if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
+    if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
+  }
+};
+
+struct DirectionChunk {
+  DirectionGradients& direction;
+  Chunk chunk;
+  at::Tensor grad_gates;        // of the chunk's rows
+  at::Tensor grad_projections;  // likewise; grad_gates itself if the cell sees sums
+};
+
+struct Backward {
+  const CellOp& op;
+  const CellCall& call;
+  const CellShape shape = op.shape();
+  const SequenceSizes sizes{shape, call};
+
+  std::vector<Gradients> run(at::ArrayRef<BackwardInputs> given, bool input_needs_grad,
+                             bool bias_needs_grad) {
+    const at::Tensor &input = call.input, input_rows = flatten_rows(input);
+    std::vector<DirectionGradients> gradients;
+    size_t chunk_count = 0;
+    for (size_t i = 0; i < given.size(); ++i) {
+      gradients.emplace_back(shape, input, call.directions[i], given[i], sizes, input_needs_grad,
+                             bias_needs_grad);
+      chunk_count = std::max(chunk_count, gradients[i].chunks.size());
+    }
+    for (size_t from_last = 1; from_last <= chunk_count && sizes.batch * sizes.hidden > 0; ++from_last) {
+      std::vector<DirectionChunk> parts;
+      for (DirectionGradients& direction : gradients) {
+        if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
+        const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
+        const auto rows = [&] {
+          return at::empty({chunk.end - chunk.begin, shape.gates * sizes.hidden}, input.options());
+        };
+        const at::Tensor grad_gates = rows();
+        parts.push_back({direction, chunk, grad_gates, shape.separate ? rows() : grad_gates});
       }
+      run_steps(parts);
+      for (const DirectionChunk& part : parts) add_products(part, input_rows);
     }
-
-    void prepare_for_fused() {
-      if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
-      if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
-    }
-  };
-
-  struct DirectionChunk {
-    DirectionGradients& direction;
-    Chunk chunk;
-    at::Tensor grad_gates;        // of the chunk's rows
-    at::Tensor grad_projections;  // likewise; grad_gates itself if the cell sees sums
-  };
+    std::vector<Gradients> results;
+    for (DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
+    return results;
+  }
 
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
-  void run_steps(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, c10::string_view algorithm,
-                 bool side_by_side = false) const {
+  void run_steps(at::ArrayRef<DirectionChunk> parts, bool side_by_side = false) const {
     const at::Tensor& like = parts[0].direction.gates;
-    const Plan plan = sizes.plan(op, like, /*backward=*/true, algorithm, parts.size(), side_by_side);
-    if (plan.is_fused() && try_run_fused(parts, sizes, plan, algorithm)) return;
+    const Plan plan = sizes.plan(op, like, /*backward=*/true, call.algorithm, parts.size(), side_by_side);
+    if (plan.is_fused() && try_run_fused(parts, plan)) return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
-    if (sizes.plan(op, like, /*backward=*/true, algorithm, 1, /*side_by_side=*/true).is_fused()) {
+    if (sizes.plan(op, like, /*backward=*/true, call.algorithm, 1, /*side_by_side=*/true).is_fused()) {
       for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
     }
-    run_side_by_side(like, parts.size(), [&](size_t i) {
-      run_steps(parts.slice(i, 1), sizes, algorithm, /*side_by_side=*/true);
-    });
+    run_side_by_side(like, parts.size(),
+                     [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
   }
 
   // A pointwise kernel and a matrix product a step.
@@ -253,12 +268,12 @@ struct BackwardOps {
                  grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
                }
                const auto in_rows = [&](const at::Tensor& x) {
-                 return Gates<T>::in_rows(mutable_pointer<T>(x), gates_of_unit, hidden);
+                 return Gates<T>::in_rows(mutable_pointer<T>(x), shape.gates, hidden);
                };
                const StepBackwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
-                   .saved = Gates<const T>::in_rows(rows_from<T>(gates, first_row), gates_of_unit, hidden),
+                   .saved = Gates<const T>::in_rows(rows_from<T>(gates, first_row), shape.gates, hidden),
                    .extra = rows_from<T>(extra, first_row),
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
@@ -291,8 +306,7 @@ struct BackwardOps {
   }
 
   // As try_launch_fused.
-  bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const SequenceSizes& sizes, const Plan& plan,
-                     c10::string_view algorithm) const {
+  bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const Plan& plan) const {
     const at::Tensor& like = parts[0].direction.gates;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
     for (const DirectionChunk& part : parts) {
@@ -327,7 +341,7 @@ struct BackwardOps {
       };
     };
     const bool ran = try_launch_fused(
-        "recurrence_backward", like, plan, algorithm, parts.size(), [&](auto type, auto stream) {
+        "recurrence_backward", like, plan, call.algorithm, parts.size(), [&](auto type, auto stream) {
           return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
         });
     for (const DirectionChunk& part : parts) part.direction.are_unset &= !ran;
@@ -354,45 +368,6 @@ struct BackwardOps {
     return gradient.defined() || !of.defined() ? gradient : at::zeros(of.sizes(), of.options());
   }
 
-  std::vector<Gradients> check_and_run(const at::Tensor& input, Directions directions,
-                                       at::ArrayRef<BackwardInputs> given,
-                                       at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm,
-                                       bool input_needs_grad, bool bias_needs_grad) const {
-    const std::string name = op.name();
-    for (size_t i = 0; i < directions.size(); ++i) {
-      check_backward_inputs(given[i], input, directions[i], batch_sizes);
-      check_inputs(op, name.c_str(), input, directions[i], batch_sizes, algorithm);
-    }
-    check_same_sizes(name, directions);
-    if (input.is_meta()) return meta_backward(input, directions, input_needs_grad, bias_needs_grad);
-    const KernelGuard guard(input);
-    const SequenceSizes sizes(shape, input, directions[0], batch_sizes);
-    const at::Tensor input_rows = flatten_rows(input);
-    std::vector<DirectionGradients> gradients;
-    size_t chunk_count = 0;
-    for (size_t i = 0; i < directions.size(); ++i) {
-      gradients.emplace_back(shape, input, directions[i], given[i], sizes, input_needs_grad, bias_needs_grad);
-      chunk_count = std::max(chunk_count, gradients[i].chunks.size());
-    }
-    for (size_t from_last = 1; from_last <= chunk_count && sizes.batch * sizes.hidden > 0; ++from_last) {
-      std::vector<DirectionChunk> parts;
-      for (DirectionGradients& direction : gradients) {
-        if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
-        const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
-        const auto rows = [&] {
-          return at::empty({chunk.end - chunk.begin, gates_of_unit * sizes.hidden}, input.options());
-        };
-        const at::Tensor grad_gates = rows();
-        parts.push_back({direction, chunk, grad_gates, shape.separate ? rows() : grad_gates});
-      }
-      run_steps(parts, sizes, algorithm);
-      for (const DirectionChunk& part : parts) add_products(part, input_rows);
-    }
-    std::vector<Gradients> results;
-    for (DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
-    return results;
-  }
-
   Gradients finished(DirectionGradients& g, bool bias_needs_grad) const {
     const Direction& d = g.inputs;
     g.write_zeros();  // if there were no steps
@@ -408,28 +383,56 @@ struct BackwardOps {
     const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in memory of its own
       return sum_of_rows(g.grad_sums.narrow(1, first * hidden, count * hidden), g.grad_h);
     };
-    if (bias_needs_grad) result.bias = sums(0, gates_of_unit);
+    if (bias_needs_grad) result.bias = sums(0, shape.gates);
     if (shape.parameters > 0) {
-      result.parameters = sums(gates_of_unit, shape.parameters).view({shape.parameters, hidden});
+      result.parameters = sums(shape.gates, shape.parameters).view({shape.parameters, hidden});
     }
     return result;
   }
-
-  std::vector<Gradients> meta_backward(const at::Tensor& input, Directions directions, bool input_needs_grad,
-                                       bool bias_needs_grad) const {
-    std::vector<Gradients> results;
-    for (const Direction& d : directions) {
-      Gradients g = {.weight_ih = empty_contiguous(d.weight_ih)};
-      if (d.h0.defined()) g.h0 = empty_contiguous(d.h0);
-      if (d.states.defined()) g.states = empty_contiguous(d.states);
-      if (input_needs_grad) g.input = empty_contiguous(input);
-      if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
-      if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
-      if (shape.parameters > 0) g.parameters = empty_contiguous(d.parameters);
-      results.push_back(std::move(g));
-    }
-    return results;
-  }
 };
+
+std::vector<Gradients> meta_backward(const CellShape& shape, const CellCall& call, bool input_needs_grad,
+                                     bool bias_needs_grad) {
+  std::vector<Gradients> results;
+  for (const Direction& d : call.directions) {
+    Gradients g = {.weight_ih = empty_contiguous(d.weight_ih)};
+    if (d.h0.defined()) g.h0 = empty_contiguous(d.h0);
+    if (d.states.defined()) g.states = empty_contiguous(d.states);
+    if (input_needs_grad) g.input = empty_contiguous(call.input);
+    if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
+    if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
+    if (shape.parameters > 0) g.parameters = empty_contiguous(d.parameters);
+    results.push_back(std::move(g));
+  }
+  return results;
+}
+
+}  // namespace
+
+variable_list run_backward(const CellOp& op, const CellCall& call, const c10::List<OptionalTensor>& grads,
+                           at::TensorList saved, bool input_needs_grad, bool bias_needs_grad) {
+  check(op, call);
+  std::vector<BackwardInputs> inputs;
+  for (size_t i = 0; i < saved.size(); i += 3) {
+    inputs.push_back(
+        {grads.get(i), grads.get(i + 1), grads.get(i + 2), saved[i], saved[i + 1], saved[i + 2]});
+    check_backward_inputs(op, call, call.directions[i / 3], inputs.back());
+  }
+  std::vector<Gradients> found;
+  if (call.input.is_meta()) {
+    found = meta_backward(op.shape(), call, input_needs_grad, bias_needs_grad);
+  } else {
+    const KernelGuard guard(call.input);
+    found = Backward{op, call}.run(inputs, input_needs_grad, bias_needs_grad);
+  }
+  variable_list gradients;
+  for (const Gradients& g : found) {
+    append(gradients, {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters});
+  }
+  for (at::Tensor& x : gradients) {
+    if (!x.defined()) x = at::empty({0}, call.input.options());
+  }
+  return gradients;
+}
 
 }  // namespace lltm_ext

@@ -9,11 +9,8 @@
 #include "common/dispatch.h"
 #include "common/matmul.h"
 #include "common/side_by_side.h"
-#include "recurrence/persistent/launch.h"
-#include "recurrence/plan.h"
-#include "recurrence/step/single_step.h"
-#include "recurrence/step/step.h"
-#include "recurrence/tensors/inputs.h"
+#include "custom_cell/kernels.h"
+#include "custom_cell/rows.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -21,6 +18,15 @@
 #endif
 
 namespace lltm_ext {
+
+inline Algorithm algorithm_named(const char* op, c10::string_view name) {
+  if (name == "auto") return Algorithm::kAuto;
+  if (name == "stepwise") return Algorithm::kStepwise;
+  if (name == "cluster") return Algorithm::kCluster;
+  if (name == "grid") return Algorithm::kGrid;
+  TORCH_CHECK_VALUE(false, op, ": expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got '",
+                    name, "'");
+}
 
 #ifdef LLTM_EXT_WITH_CUDA
 // Calls f(Type<T>{}).
@@ -35,10 +41,11 @@ auto with_type(at::ScalarType type, F&& f) {
 
 // Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
 // run one after the other.
-template <class Op>
-Plan plan_for(const Op& of, const char* op, const at::Tensor& input, int64_t batch, int64_t hidden,
-              bool dense, bool backward, c10::string_view algorithm, size_t sequences = 1,
-              bool side_by_side = false) {
+inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
+                     bool backward, c10::string_view algorithm, size_t sequences = 1,
+                     bool side_by_side = false) {
+  const std::string name = of.name();
+  const char* const op = name.c_str();
   const Algorithm wanted = algorithm_named(op, algorithm);
   Plan plan;
   if (!input.is_cuda()) {
@@ -77,17 +84,14 @@ struct SequenceSizes {
   int64_t length, batch, hidden;
   at::OptionalIntArrayRef batch_sizes;
 
-  SequenceSizes(const CellShape& shape, const at::Tensor& input, const Direction& d,
-                at::OptionalIntArrayRef batch_sizes)
-      : length(length_of(input, batch_sizes)),
-        batch(batch_sizes ? packed_batch_of(d, *batch_sizes) : input.size(1)),
-        hidden(d.weight_ih.size(0) / shape.gates),
-        batch_sizes(batch_sizes) {}
-  template <class Op>
-  Plan plan(const Op& op, const at::Tensor& like, bool backward, c10::string_view algorithm, size_t sequences,
-            bool side_by_side) const {
-    return plan_for(op, op.name().c_str(), like, batch, hidden, !batch_sizes, backward, algorithm, sequences,
-                    side_by_side);
+  SequenceSizes(const CellShape& shape, const CellCall& call)
+      : length(length_of(call.input, call.batch_sizes)),
+        batch(call.batch_sizes ? packed_batch_of(call.directions[0], *call.batch_sizes) : call.input.size(1)),
+        hidden(call.directions[0].weight_ih.size(0) / shape.gates),
+        batch_sizes(call.batch_sizes) {}
+  Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
+            size_t sequences, bool side_by_side) const {
+    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side);
   }
   std::vector<RowRange> steps(bool reverse) const {
     return rows_of_steps(batch_sizes, length, batch, reverse);

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "common/library.h"
+#include "custom_cell/launch.h"
 #include "recurrence/resize_units.h"
-#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 
@@ -25,23 +25,20 @@ inline bool is_in_eights(const at::Tensor& weight_hh) {
 }
 
 // Whether a persistent kernel takes all steps of a dense sequence as they are, forward, and so backward.
-template <class Op>
-bool has_kernels_of(const Op& op, const at::Tensor& input, int64_t hidden) {
+inline bool has_kernels_of(const CellOp& op, const at::Tensor& input, int64_t hidden) {
   const c10::DeviceGuard device(input.device());
-  return plan_for(op, op.name().c_str(), input, input.size(1), hidden, /*dense=*/true, /*backward=*/false,
-                  "auto")
+  return plan_for(op, input, input.size(1), hidden, /*dense=*/true, /*backward=*/false, "auto")
       .runs_all_steps();
 }
 
 // Whether a sequence runs with more units. Arguments that do not fit are refused later.
-template <class Op>
-bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_hh,
-                at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
+inline bool adds_units(const CellOp& op, const CellCall& call) {
+  const at::Tensor &input = call.input, &weight_hh = call.directions[0].weight_hh;
   if (is_in_eights(weight_hh) || !input.defined() || !op.loads_eights(input)) return false;
-  if (algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
+  if (call.algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
-  if (algorithm != "auto") return true;
-  if (batch_sizes) return static_cast<int64_t>(batch_sizes->size()) >= kLeastSteps;
+  if (call.algorithm != "auto") return true;
+  if (call.batch_sizes) return static_cast<int64_t>(call.batch_sizes->size()) >= kLeastSteps;
   const auto length = input.sym_size(0).maybe_as_int();
   if (length && *length < kLeastSteps) return false;  // a trace may not know it
   return is_wrapper(input) || input.dim() != 3 || !has_kernels_of(op, input, weight_hh.size(1));
@@ -49,13 +46,6 @@ bool adds_units(const Op& op, const at::Tensor& input, const at::Tensor& weight_
 
 // The next hidden size that fused kernels take.
 inline int64_t with_added_units(int64_t hidden) { return (hidden / kUnitsTogether + 1) * kUnitsTogether; }
-
-// The hidden size that kernels see.
-template <class Op>
-int64_t hidden_of_kernels(const Op& op, const at::Tensor& input, int64_t hidden, const at::Tensor& weight_hh,
-                          at::OptionalIntArrayRef batch_sizes, c10::string_view algorithm) {
-  return adds_units(op, input, weight_hh, batch_sizes, algorithm) ? with_added_units(hidden) : hidden;
-}
 
 // A tensor, and in which of its dimensions it has units (UnitsIn).
 struct TensorOfUnits {
@@ -82,23 +72,21 @@ inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t 
   }
 }
 
-// The results of run(directions with the units added).
+// The results of run(the call with the units added).
 template <typename F>
-variable_list run_with_added_units(Directions directions, F&& run) {
-  const int64_t hidden = directions[0].weight_hh.size(1);
-  std::vector<Direction> wide = directions.vec();
+variable_list run_with_added_units(const CellCall& call, F&& run) {
+  const int64_t hidden = call.directions[0].weight_hh.size(1);
+  CellCall wide = call;
   std::vector<TensorOfUnits> given, found;
-  for (Direction& d : wide) {
-    for (at::Tensor* x : {&d.h0, &d.states, &d.parameters, &d.step_inputs})
+  for (Direction& d : wide.directions) {
+    for (at::Tensor* x : {&d.h0, &d.states, &d.bias, &d.parameters, &d.step_inputs, &d.bias_hh}) {
       given.push_back({x, kLastDimension});
+    }
     given.push_back({&d.weight_ih, kFirstDimension});
     given.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
-    for (OptionalTensor* x : {&d.bias, &d.bias_hh}) {
-      if (*x) given.push_back({&**x, kLastDimension});
-    }
   }
   resize_units(given, hidden, with_added_units(hidden));
-  variable_list results = run(std::move(wide));
+  variable_list results = run(wide);
   for (at::Tensor& x : results) found.push_back({&x, kLastDimension});
   resize_units(found, with_added_units(hidden), hidden);
   return results;

@@ -1,0 +1,16 @@
+// No units are added to hidden sizes: their autograd is in C++ (docs/design/portable.md).
+#pragma once
+
+#include "custom_cell/launch.h"
+
+namespace lltm_ext {
+
+inline bool adds_units(const CellOp&, const CellCall&) { return false; }
+inline int64_t with_added_units(int64_t hidden) { return hidden; }
+
+template <typename F>
+variable_list run_with_added_units(const CellCall&, F&&) {
+  return {};
+}
+
+}  // namespace lltm_ext
