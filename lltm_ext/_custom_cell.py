@@ -29,7 +29,7 @@ from lltm_ext._loop import compute_dtype, run_loop, zero_state
 from lltm_ext._program import CELLS, program_for
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ToInitial
+    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -37,7 +37,7 @@ Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
 def run_kernels(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
+    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
 ) -> Found:
     """As :func:`lltm_ext.recurrence.run`, for arguments that the ops check.
 
@@ -80,14 +80,18 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
 
 
 def algorithm_of(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype, backward: bool
+    cell: RecurrentCell | ResetsToInitial,
+    call: SequenceCall,
+    algorithm: str,
+    dtype: torch.dtype,
+    backward: bool,
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
     program = program_for(cell, dtype)
     return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
 
 
-def op_arguments(cell: RecurrentCell | ToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
+def op_arguments(cell: RecurrentCell | ResetsToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
     input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
     if reset is not None and reset.dtype != torch.bool:

@@ -95,9 +95,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 ops: Any = torch.ops.lltm_ext
 if _portable.in_use:
-    from lltm_ext._portable_bindings import PastAutograd
+    from lltm_ext._portable_bindings import BypassAutograd
 
-    ops = PastAutograd(is_plain)
+    ops = BypassAutograd(is_plain)
 
 
 def describe(function: Any, module: str, name: str, doc: str | None) -> None:

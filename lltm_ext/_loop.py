@@ -16,7 +16,7 @@ from torch import Tensor
 from lltm_ext._arguments import SequenceCall, one_bias
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ToInitial
+    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 # The values x, r, h, s, p and u of a cell's function, as sequences -> [new h, *new states]
@@ -25,7 +25,7 @@ Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes +
 
 
 def run_loop(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, to_initial: bool = False
+    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked.
 
@@ -59,7 +59,7 @@ def run_loop(
         if reset_of_steps is not None:
             reset_to = [first_rows(x, planes.shape[0]) if to_initial else None for x in initial]
             h, *others = (
-                kept(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
+                apply_reset(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
             )
         if product is not None and cell.separate:
             products = product(None, h)
@@ -120,7 +120,7 @@ def product_with(weight: Tensor, hidden: int) -> Product:
     return product
 
 
-def kept(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
+def apply_reset(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
     """A state after ``reset`` [rows, 1] to ``initial``, by default zeros.
 
     True and 1 also replace NaN and infinities.
@@ -128,11 +128,11 @@ def kept(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
     if reset.dtype == torch.bool:
         return x.masked_fill(reset, 0) if initial is None else torch.where(reset, initial, x)
     share = reset.to(x.dtype)
-    old = scaled(x, 1 - share)
-    return old if initial is None else old + scaled(initial, share)
+    old = scale_by_mask(x, 1 - share)
+    return old if initial is None else old + scale_by_mask(initial, share)
 
 
-def scaled(x: Tensor, share: Tensor) -> Tensor:
+def scale_by_mask(x: Tensor, share: Tensor) -> Tensor:
     """``x * share``, but 0 where share is 0, for NaN and infinities too."""
     return (x * share).masked_fill(share == 0, 0)
 

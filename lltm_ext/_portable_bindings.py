@@ -82,7 +82,7 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
             continue  # a single library adds its cells itself
         name = node.name
         if name.startswith("call_"):
-            yield name, past_autograd(name.removeprefix("call_"))
+            yield name, bypassing(name.removeprefix("call_"))
             continue
         if name in ("call", "source", "compile", "compilations"):
             yield name, of_compiler(op, name)
@@ -104,7 +104,7 @@ def below(function: Binding, *args: Any, **kwargs: Any) -> Any:
 RECORDING: dict[str, Binding] = {}  # by op: its calls for which autograd records a gradient
 
 
-def past_autograd(name: str) -> Binding:
+def bypassing(name: str) -> Binding:
     """The op, past the dispatcher's call of its kernel for Autograd, which is in Python and slow."""
     op = getattr(ops, name).default
 
@@ -128,7 +128,7 @@ def require_grad(args: Iterable[Any]) -> bool:
     return False
 
 
-class PastAutograd:
+class BypassAutograd:
     """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd.
 
     The functions are made at once, not at their first use, which torch.compile could not trace.
@@ -139,14 +139,14 @@ class PastAutograd:
             namespace, _, name = qualified.partition("::")
             # The kernels for Autograd of ops that write an argument have checks to make.
             if namespace == "lltm_ext" and not name.endswith(("_", "_out")):
-                setattr(self, name, past_autograd_if(is_plain, name))
+                setattr(self, name, bypass_if_plain(is_plain, name))
 
     def __getattr__(self, name: str) -> Binding:  # the others, and those that _portable_rules.py defines
         return getattr(ops, name)
 
 
-def past_autograd_if(is_plain: Callable[..., bool], name: str) -> Binding:
-    op, call = getattr(ops, name), past_autograd(name)
+def bypass_if_plain(is_plain: Callable[..., bool], name: str) -> Binding:
+    op, call = getattr(ops, name), bypassing(name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)

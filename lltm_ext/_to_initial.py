@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from lltm_ext._arguments import SequenceCall, at_next_step
-from lltm_ext._loop import Step, kept
-from lltm_ext._program import programs_of
+from lltm_ext._loop import Step, apply_reset
+from lltm_ext._program import serialize_both
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
@@ -37,7 +37,7 @@ def around(own: Struct) -> Struct:
     return own._replace(source=SOURCE.format(source=own.source))
 
 
-class ToInitial:
+class ResetsToInitial:
     """A cell whose steps hand on what the row's next step starts from.
 
     That is their result, or at a reset the initial h and states. So no step has to reset what it gets, and
@@ -58,7 +58,7 @@ class ToInitial:
         own = cell.derived
         structs = (around(struct) for struct in (own.struct, own.half_struct))
         self.derived = Derived(own.reads_h, own.zeros_stay, *structs)
-        self.program, self.half_program = programs_of(self)
+        self.program, self.half_program = serialize_both(self)
 
     def step_like(self, x: Tensor) -> Step:
         """The same on whole tensors, as :meth:`lltm_ext.RecurrentCell.step_like`."""
@@ -69,12 +69,16 @@ class ToInitial:
             *of_cell, reset = values["u"]
             new = step({**values, "s": own, "u": of_cell})
             output = new[self.cell.declared.output_state + 1]
-            return [*(kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True)), output, *initial]
+            return [
+                *(apply_reset(y, reset, y0) for y, y0 in zip(new, initial, strict=True)),
+                output,
+                *initial,
+            ]
 
         return with_reset
 
 
-def without_resets(cell: RecurrentCell, call: SequenceCall) -> tuple[ToInitial, SequenceCall]:
+def resets_as_inputs(cell: RecurrentCell, call: SequenceCall) -> tuple[ResetsToInitial, SequenceCall]:
     """A call whose resets lead to its initial states, as one of the other cell without resets.
 
     The first final states are the cell's, because no reset follows a row's last step.

@@ -26,8 +26,8 @@ from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
-from lltm_ext._program import programs_of
-from lltm_ext._to_initial import ToInitial, without_resets
+from lltm_ext._program import serialize_both
+from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -283,8 +283,8 @@ class RecurrentCell:
             self.derived = derive(function, self.declared)
         self.is_compiled = False  # whether its kernels are, with the package
         # Now, because torch.compile does not trace how they are made.
-        self.program, self.half_program = programs_of(self)
-        self.to_initial = ToInitial(self)
+        self.program, self.half_program = serialize_both(self)
+        self.to_initial = ResetsToInitial(self)
 
     def __call__(
         self,
@@ -340,7 +340,7 @@ class RecurrentCell:
         check_call(self, call, algorithm, reset_to)
         if by_loop(self, input, to_initial):
             return "stepwise"
-        cell, call = without_resets(self, call) if to_initial else (self, call)
+        cell, call = resets_as_inputs(self, call) if to_initial else (self, call)
         return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
 
     def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -526,7 +526,7 @@ def run(
             if x is not None:
                 check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
     try:
-        other, given = without_resets(cell, with_states(cell, call)) if to_initial else (cell, call)
+        other, given = resets_as_inputs(cell, with_states(cell, call)) if to_initial else (cell, call)
         output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
     except Exception:
         raise_named(cell, call, algorithm, reset_to)

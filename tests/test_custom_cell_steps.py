@@ -42,7 +42,7 @@ from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
 from lltm_ext._formula.text import LINE, SEPARATOR
 from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._program import program_for
-from lltm_ext._to_initial import without_resets
+from lltm_ext._to_initial import resets_as_inputs
 
 pytestmark = pytest.mark.compiles
 
@@ -105,8 +105,8 @@ KERNELS = """
 #include "common/math.h"
 #include "custom_cell/program.h"
 #include "recurrence/persistent/launch.h"
-#include "recurrence/step/single_step.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 #include "recurrence/to_initial.h"
 
 namespace lltm_ext {
@@ -164,7 +164,7 @@ class CellOp {
   static bool has_single_step() { return false; }
   static bool runs_in_float32(const at::Tensor&) { return false; }  // as on CUDA
   // Units are added here too, as for the kernels of CUDA.
-  static constexpr bool loads_eights(const at::Tensor&) { return true; }
+  static constexpr bool needs_multiple_of_8(const at::Tensor&) { return true; }
   bool zeros_stay() const { return program_.zeros_stay; }
   void check_device(const at::Tensor&) const {}
   template <class Sequences>
@@ -274,7 +274,7 @@ class Example:
 
     def ours(self, *tensors, reverse=False):
         call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
-        cell, call = without_resets(self.cell, call) if self.to_initial else (self.cell, call)
+        cell, call = resets_as_inputs(self.cell, call) if self.to_initial else (self.cell, call)
         output, final = run_kernels(cell, call, "auto", self.dtype)
         return [output, *final[: len(tensors[1])]]
 

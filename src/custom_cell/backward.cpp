@@ -70,7 +70,7 @@ void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at
     const int64_t first = runs[0].row, count = runs.back().row + runs.back().rows - first;
     const at::Tensor kept_h = at::empty({count, output.size(1)}, output.options());
     for (const auto& [row, source, source_row, rows] : runs) {
-      keep_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
+      mask_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
     }
     return matmul.add_weight_gradient(gradient, grad_gates.narrow(0, first, count), kept_h);
   }
@@ -267,13 +267,13 @@ struct Backward {
                  const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
                  grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
                }
-               const auto in_rows = [&](const at::Tensor& x) {
-                 return Gates<T>::in_rows(mutable_pointer<T>(x), shape.gates, hidden);
+               const auto row_major = [&](const at::Tensor& x) {
+                 return Gates<T>::row_major(mutable_pointer<T>(x), shape.gates, hidden);
                };
                const StepBackwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
-                   .saved = Gates<const T>::in_rows(rows_from<T>(gates, first_row), shape.gates, hidden),
+                   .saved = Gates<const T>::row_major(rows_from<T>(gates, first_row), shape.gates, hidden),
                    .extra = rows_from<T>(extra, first_row),
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
@@ -284,8 +284,8 @@ struct Backward {
                    .grad_new_states = {pointer<acc_t<T>>(grad_states), hidden, 1},
                    .grad_old_states = mutable_pointer<acc_t<T>>(grad_states),
                    .state_stride = batch * hidden,
-                   .grad_gates = in_rows(step_grad_gates),
-                   .grad_projections = in_rows(step_grad_projections),
+                   .grad_gates = row_major(step_grad_gates),
+                   .grad_projections = row_major(step_grad_projections),
                    .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
                };
                return op.step(step, stream...);
@@ -296,11 +296,11 @@ struct Backward {
         first_rows(grad_h, n).zero_();
       }
       if (!direction.reset.defined()) continue;
-      keep_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
+      mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
       if (!gates.is_cpu()) continue;  // the kernel has scaled the others
       const at::Tensor reset = direction.reset.narrow(0, first_row, n);
       for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
-        if (x.defined()) first_rows(x, n).copy_(kept(first_rows(x, n), reset));
+        if (x.defined()) first_rows(x, n).copy_(apply_reset(first_rows(x, n), reset));
       }
     }
   }

@@ -107,7 +107,7 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
   if (!backward && takes_single_step(op, call)) return "stepwise";
   const KernelGuard guard(input);
   const SequenceSizes sizes(op.shape(), call);
-  const int64_t hidden = adds_units(op, call) ? with_added_units(sizes.hidden) : sizes.hidden;
+  const int64_t hidden = pads_hidden(op, call) ? padded_hidden(sizes.hidden) : sizes.hidden;
   const Plan plan = plan_for(op, input, sizes.batch, hidden, !batch_sizes, backward, algorithm);
   return plan.algorithm == Algorithm::kCluster ? "cluster"
          : plan.algorithm == Algorithm::kGrid  ? "grid"
@@ -117,16 +117,16 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
 namespace {
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, const std::string& reset, int independent_units, int few_rows) {
+                   int fused_rows, const std::string& reset, int independent_units, int small_batch) {
   return CellProgram::get(program).source(
-      {type, backward, variant, fused_rows, reset, independent_units, few_rows});
+      {type, backward, variant, fused_rows, reset, independent_units, small_batch});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
-                           int independent_units, int few_rows) {
+                           int independent_units, int small_batch) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, few_rows},
+                      {type, backward, variant, fused_rows, reset, independent_units, small_batch},
                       architecture);
 }
 
@@ -173,7 +173,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement<Kernel<BothSignature>::of<run_and_save>>(m, "custom_cell_bidirectional_forward");
   implement<both_backward>(m, "custom_cell_bidirectional_backward");
 #ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
-  const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
+  const std::string kernel =
+      ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -194,11 +195,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
-        py::arg("independent_units") = 0, py::arg("few_rows") = 0);
+        py::arg("independent_units") = 0, py::arg("small_batch") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
-        py::arg("few_rows") = 0);
+        py::arg("small_batch") = 0);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

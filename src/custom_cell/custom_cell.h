@@ -2,9 +2,9 @@
 // derivatives and autocast, check.cpp the checks, forward.cpp and backward.cpp the sequences.
 #pragma once
 
-#include "custom_cell/added_units.h"
 #include "custom_cell/call.h"
 #include "custom_cell/kernels.h"
+#include "custom_cell/pad_hidden.h"
 #include "custom_cell/rows.h"
 
 namespace lltm_ext {
@@ -82,7 +82,7 @@ variable_list run_fitted(const CellOp& op, const CellCall& call, F&& run) {
     }
     return results;
   }
-  return adds_units(op, call) ? run_with_added_units(call, run) : run(call);
+  return pads_hidden(op, call) ? run_with_padded_hidden(call, run) : run(call);
 }
 
 }  // namespace lltm_ext

@@ -218,7 +218,7 @@ variable_list run_autograd(const CellCall& call) {
                                c.batch_sizes, c.algorithm, c.program);
   };
   // What differs from a call of kernels has been checked then.
-  if (call.input.is_cuda() && is_in_eights(call.directions[0].weight_hh)) return record(call);
+  if (call.input.is_cuda() && is_multiple_of_8(call.directions[0].weight_hh)) return record(call);
   const CellOp op = op_for(call);
   check(op, call);
   if (call.directions.size() > 1 && runs_one_by_one(op, call)) {

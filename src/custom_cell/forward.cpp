@@ -96,7 +96,8 @@ struct Forward {
     for (const auto& [first_row, n] : sizes.steps(d.reverse)) {
       if (reset.defined() && h.is_cpu()) {
         const at::Tensor of_step = reset.narrow(0, first_row, n);
-        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)}) x.copy_(kept(x, of_step));
+        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)})
+          x.copy_(apply_reset(x, of_step));
       }
       at::Tensor product;
       if (shape.recurrent) {
@@ -114,7 +115,7 @@ struct Forward {
         const StepForwardArguments<T> step = {
             .batch = n,
             .hidden = hidden,
-            .gates = Gates<const T>::in_rows(step_gates, gates, hidden),
+            .gates = Gates<const T>::row_major(step_gates, gates, hidden),
             .product = pointer<acc_t<T>>(product),
             .parameters = pointer<T>(parameters),
             .step_inputs = rows_from<T>(step_inputs, first_row),
@@ -127,7 +128,7 @@ struct Forward {
             .output = mutable_pointer<T>(out.output) + first_row * hidden,
             .state_output =
                 shape.outputs_state() ? mutable_pointer<T>(out.state_output) + first_row * hidden : nullptr,
-            .saved = Gates<T>::in_rows(save ? step_gates : nullptr, gates, hidden),
+            .saved = Gates<T>::row_major(save ? step_gates : nullptr, gates, hidden),
             .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
         };
         return op.step(step, stream...);

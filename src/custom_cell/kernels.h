@@ -5,15 +5,15 @@
 #include "custom_cell/program.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
-#include "recurrence/step/single_step.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"
 #include "common/runtime/kernels.h"
-#include "recurrence/independent/launch.h"
-#include "recurrence/step/few_rows_launch.h"
-#include "recurrence/step/fused_launch.h"
+#include "recurrence/stepwise/fused_launch.h"
+#include "recurrence/stepwise/small_batch_launch.h"
+#include "recurrence/without_product/launch.h"
 #endif
 
 namespace lltm_ext {
@@ -46,7 +46,7 @@ class CellOp {
   bool has_single_step() const { return compiled_ != nullptr; }
   // Half types are only storage on the CPU: products in float32 are faster, and more exact.
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
-  static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
+  static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
 
   // On the CPU other cells run in torch's ops (lltm_ext/_loop.py).
@@ -86,9 +86,9 @@ class CellOp {
       return run_independent_units(load_cell_kernel(program_, which), sequences.of[0], stream);
     }
     if constexpr (std::is_same_v<T, float>) {
-      if (plan.few_rows.rows > 0) {
-        which.few_rows = plan.few_rows.rows;
-        return launch_few_rows(which, sequences.of[0], plan.few_rows, stream);
+      if (plan.small_batch.rows > 0) {
+        which.small_batch = plan.small_batch.rows;
+        return launch_small_batch(which, sequences.of[0], plan.small_batch, stream);
       }
     }
     if constexpr (std::is_same_v<T, double>) {
@@ -143,13 +143,13 @@ class CellOp {
   }
 
   template <class Arguments>
-  cudaError_t launch_few_rows(const CellKernel& which, const Arguments& sequence, const FewRowsTile& tile,
-                              cudaStream_t stream) const {
+  cudaError_t launch_small_batch(const CellKernel& which, const Arguments& sequence,
+                                 const SmallBatchTile& tile, cudaStream_t stream) const {
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
-    return run_few_rows_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
-                              /*programmatic=*/device.compute_capability >= 90, stream);
+    return run_small_batch_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
+                                 /*programmatic=*/device.compute_capability >= 90, stream);
   }
 
   // May begin before the matrix product that it reads has ended.

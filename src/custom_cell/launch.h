@@ -69,7 +69,7 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
         plan.why_not = "can't be captured in a graph with a packed sequence";
       }
       plan.algorithm = Algorithm::kStepwise;
-      plan.few_rows = {};
+      plan.small_batch = {};
       plan.independent = false;
     }
 #endif
@@ -120,21 +120,21 @@ struct Rows {
 };
 
 // `count` rows of y become what those of x keep after their resets. y may be x.
-inline void keep_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
+inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
   const int64_t hidden = x.of.size(1);
   if (x.of.is_cpu()) {
     const auto rows = [&](const Rows& r) { return r.of.narrow(0, r.first, count); };
-    rows(y).copy_(kept(rows(x), rows(resets)));
+    rows(y).copy_(apply_reset(rows(x), rows(resets)));
     return;
   }
 #ifdef LLTM_EXT_WITH_CUDA
-  launch("keep_rows", x.of, [&](auto type, auto... stream) {
+  launch("mask_rows", x.of, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof...(stream) > 0) {
-      const KeepRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
+      const MaskRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
                                               resets_from<T>(resets.of, resets.first),
                                               mutable_pointer<T>(y.of) + y.first * hidden};
-      return keep_rows(arguments, stream...);
+      return mask_rows(arguments, stream...);
     }
   });
 #endif

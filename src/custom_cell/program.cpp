@@ -44,12 +44,12 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
-  if (kernel.is_few_rows()) {
-    return {"step/few_rows.cuh",
+  if (kernel.is_small_batch()) {
+    return {"step/small_batch.cuh",
             c10::str("const __grid_constant__ Sequence", direction,
-                     "Arguments<T> args, int step, const FewRowsTile tile"),
-            "FewRowsShape::kMostThreads, 2",
-            c10::str("run_few_rows<FewRowsKernel<FewRows", direction, "<Cell>, ", kernel.few_rows,
+                     "Arguments<T> args, int step, const SmallBatchTile tile"),
+            "SmallBatchShape::kMostThreads, 2",
+            c10::str("run_small_batch<SmallBatchKernel<SmallBatch", direction, "<Cell>, ", kernel.small_batch,
                      ">>(args, step, tile)")};
   }
   if (kernel.is_persistent()) {

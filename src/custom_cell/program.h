@@ -25,14 +25,14 @@ struct CellKernel {
   int fused_rows = 0;         // of fused steps
   std::string reset = {};     // of a call with resets, their type: bool or float; the first two kinds ask
   int independent_units = 0;  // of a thread
-  int few_rows = 0;           // most rows of a step
+  int small_batch = 0;        // most rows of a step
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
-  bool is_few_rows() const { return few_rows > 0; }
+  bool is_small_batch() const { return small_batch > 0; }
   bool is_independent() const { return independent_units > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, few_rows);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch);
   }
 };
 

@@ -1,5 +1,5 @@
 // lltm_ext::resize_units: copies of tensors with another number of hidden units, for sequences whose hidden
-// size the fused kernels do not take (custom_cell/added_units.h). Units are cut off or zeros.
+// size the fused kernels do not take (custom_cell/pad_hidden.h). Units are cut off or zeros.
 #include "recurrence/resize_units.h"
 
 #include <ATen/ops/constant_pad_nd.h>

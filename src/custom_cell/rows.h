@@ -91,7 +91,7 @@ Resets<acc_t<T>> resets_from(const at::Tensor& reset, int64_t row) {
 
 // What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. Nothing of an infinity or
 // NaN is left if that is 0.
-inline at::Tensor kept(const at::Tensor& x, const at::Tensor& reset) {
+inline at::Tensor apply_reset(const at::Tensor& x, const at::Tensor& reset) {
   const at::Tensor lost = reset.unsqueeze(-1);
   if (is_bool(reset)) return at::where(lost, at::zeros({}, x.options()), x);
   const at::Tensor share = at::ones({}, reset.options()) - lost;

@@ -79,7 +79,7 @@ struct CellOutputs {
             .old_states = pointer<C>(old_cell),
             .new_states = mutable_pointer<C>(new_cell),
             .h = mutable_pointer<T>(new_h),
-            .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden)};
+            .saved = Gates<T>::gate_major(mutable_pointer<T>(gates), batch, hidden)};
   }
 };
 
@@ -91,7 +91,7 @@ void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Te
                 using T = typename decltype(type)::type;
                 using C = typename decltype(cell_type)::type;
                 StepForwardArguments<T, C> step = out.arguments<T, C>(old_cell);
-                step.gates = Gates<const T>::in_rows(pointer<T>(gates), 3, step.hidden);
+                step.gates = Gates<const T>::row_major(pointer<T>(gates), 3, step.hidden);
                 return recurrence_step<LltmOneStepCell>(step, stream...);
               });
 }
@@ -241,14 +241,15 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
   const auto arguments = [&](auto type, auto cell_type) {
     using T = typename decltype(type)::type;
     using C = typename decltype(cell_type)::type;
-    return StepBackwardArguments<T, C, C>{.batch = batch,
-                                          .hidden = hidden,
-                                          .saved = Gates<const T>::stacked(pointer<T>(saved), batch, hidden),
-                                          .extra = pointer<C>(cell),
-                                          .grad_output = strided_gradient<T>(grad_h),
-                                          .grad_new_states = strided_gradient<C>(grad_cell),
-                                          .grad_old_states = mutable_pointer<C>(grad_old_cell),
-                                          .grad_bias = mutable_pointer<T>(grad_bias)};
+    return StepBackwardArguments<T, C, C>{
+        .batch = batch,
+        .hidden = hidden,
+        .saved = Gates<const T>::gate_major(pointer<T>(saved), batch, hidden),
+        .extra = pointer<C>(cell),
+        .grad_output = strided_gradient<T>(grad_h),
+        .grad_new_states = strided_gradient<C>(grad_cell),
+        .grad_old_states = mutable_pointer<C>(grad_old_cell),
+        .grad_bias = mutable_pointer<T>(grad_bias)};
   };
 #ifdef LLTM_EXT_WITH_CUDA
   if (uses_fused_cell(input, weights, old_h)) {
@@ -276,7 +277,7 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
     launch_cell("recurrence_pointwise_backward", saved, cell, [&](auto type, auto cell_type, auto... stream) {
       using T = typename decltype(type)::type;
       auto step = arguments(type, cell_type);
-      step.grad_gates = Gates<T>::in_rows(mutable_pointer<T>(grad_gates), 3, hidden);
+      step.grad_gates = Gates<T>::row_major(mutable_pointer<T>(grad_gates), 3, hidden);
       if (!sums_bias) step.grad_bias = nullptr;
       return recurrence_step<LltmOneStepCell>(step, stream...);
     });

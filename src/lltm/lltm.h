@@ -4,7 +4,7 @@
 
 #include "common/types.h"
 #include "lltm/lltm_cell.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/step.h"
 
 namespace lltm_ext {
 

@@ -1,8 +1,8 @@
 // lstm, torch.nn.LSTM's cell over a whole sequence: the table of its kernels. src/custom_cell calls them.
 #include "common/embed.h"
+#include "custom_cell/built_in_schemas.h"
 #include "lstm/lstm_cell.h"
 #include "recurrence/compiled_cell.h"
-#include "custom_cell/built_in_schemas.h"
 
 LLTM_EMBED(lstm_cell_h, "lstm/lstm_cell.h");
 

@@ -42,8 +42,8 @@ struct CellShape {
   constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
   constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
   constexpr int extra() const { return saved - saved_in_gates(); }
-  constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps
-  constexpr int sums() const { return gates + parameters; }   // gradients that are summed over all rows
+  constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
+  constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
   constexpr bool outputs_state() const { return output_state >= 0; }
 };
 
@@ -125,19 +125,19 @@ struct StepOrder {
 };
 
 // What a row keeps of h and its states at a reset: all or nothing, or a share.
-LLTM_HOST_DEVICE bool kept_after(bool reset) { return !reset; }
+LLTM_HOST_DEVICE bool mask_of(bool reset) { return !reset; }
 template <typename A>
-LLTM_HOST_DEVICE A kept_after(A reset) {
+LLTM_HOST_DEVICE A mask_of(A reset) {
   return 1 - reset;
 }
 
 // x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
 template <typename A>
-LLTM_HOST_DEVICE A keep_share(bool keep, A x) {
+LLTM_HOST_DEVICE A scale_by_mask(bool keep, A x) {
   return keep ? x : 0;
 }
 template <typename A>
-LLTM_HOST_DEVICE A keep_share(A keep, A x) {
+LLTM_HOST_DEVICE A scale_by_mask(A keep, A x) {
   return keep == 0 ? 0 : keep * x;
 }
 
@@ -152,9 +152,9 @@ struct Resets {
     return {are_bools ? static_cast<const void*>(as<bool>() + row) : as<A>() + row, are_bools};
   }
   // What the row keeps.
-  LLTM_HOST_DEVICE A kept(int64_t row) const {
+  LLTM_HOST_DEVICE A mask(int64_t row) const {
     if (!rows) return 1;
-    return are_bools ? A(kept_after(as<bool>()[row])) : kept_after(as<A>()[row]);
+    return are_bools ? A(mask_of(as<bool>()[row])) : mask_of(as<A>()[row]);
   }
 
  private:

@@ -15,8 +15,8 @@
 #include "common/python.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
-#include "recurrence/step/single_step.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 
 namespace lltm_ext {
 

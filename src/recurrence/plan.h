@@ -9,8 +9,8 @@
 #include "common/device.h"
 #include "common/portable.h"
 #include "recurrence/persistent/shape.h"
-#include "recurrence/step/few_rows_shape.h"
-#include "recurrence/step/fused_shape.h"
+#include "recurrence/stepwise/fused_shape.h"
+#include "recurrence/stepwise/small_batch_shape.h"
 
 namespace lltm_ext {
 
@@ -18,12 +18,12 @@ struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
   int variant = -1;  // of a persistent kernel, its index in kHalfVariants or kFloatVariants
   GroupGrid grid = {};
-  FusedStepTile fused_step = {};  // of a stepwise plan
-  FewRowsTile few_rows = {};      // of a stepwise plan
-  bool independent = false;       // of a stepwise plan: one kernel runs all steps of units without a product
-  std::string why_not;            // why the requested algorithm can't run
+  FusedStepTile fused_step = {};    // of a stepwise plan
+  SmallBatchTile small_batch = {};  // of a stepwise plan
+  bool independent = false;  // of a stepwise plan: one kernel runs all steps of units without a product
+  std::string why_not;       // why the requested algorithm can't run
 
-  bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || few_rows.rows > 0; }
+  bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
   // Whether one launch does. The states are then in registers between steps.
   bool runs_all_steps() const { return algorithm != Algorithm::kStepwise || independent; }
 };
@@ -54,8 +54,8 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
-  if (!v.one_row && p.hidden % 8 != 0) return false;
-  if (v.one_row && shape.resident_blocks() == 0) return false;
+  if (!v.row_per_block && p.hidden % 8 != 0) return false;
+  if (v.row_per_block && shape.resident_blocks() == 0) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(ceil_div(p.hidden, units));
@@ -75,7 +75,8 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
     }
   }
   // What the rows of a group carry uses the shared memory that the weights leave free.
-  if (rows * units * 4 * std::max(p.cell.carried(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
+  if (rows * units * 4 * std::max(p.cell.live_states(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2)
+    return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>(ceil_div(p.batch, rows));
   return shape.shared_bytes({static_cast<int>(p.hidden), grid.group_blocks, 0, grid.rows}) <=
@@ -100,7 +101,7 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
-  if (v.one_row) {  // blocks of several rows are faster from some rows on
+  if (v.row_per_block) {  // blocks of several rows are faster from some rows on
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
     if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
@@ -175,21 +176,21 @@ inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device)
 
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
 // same operands, so fewer blocks read less. The warps that a block's columns leave over split K.
-inline FewRowsTile few_rows_tile(const Problem& p, const DeviceInfo& device) {
+inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& device) {
   if (p.element_size != 4 || !p.cell.recurrent || p.sequences > 1) return {};
   // Tensor cores are faster from there on.
-  const int most_rows = p.tf32 ? kMostFewRows / 2 : kMostFewRows;
+  const int most_rows = p.tf32 ? kMostSmallBatch / 2 : kMostSmallBatch;
   if (p.batch == 0 || p.batch > most_rows || p.hidden == 0 || p.hidden % 4 != 0) return {};
-  FewRowsShape shape = {p.backward ? 1 : p.cell.gates, {}};
-  const int most_units = FewRowsShape::kMostColumns / shape.products;
+  SmallBatchShape shape = {p.backward ? 1 : p.cell.gates, {}};
+  const int most_units = SmallBatchShape::kMostColumns / shape.products;
   const int64_t k = p.backward ? p.cell.gates * p.hidden : p.hidden;
-  if (most_units == 0 || k > INT32_MAX / kMostFewRows) return {};
+  if (most_units == 0 || k > INT32_MAX / kMostSmallBatch) return {};
   const int64_t waves = ceil_div(p.hidden, int64_t{most_units} * device.multiprocessors);
-  FewRowsTile& tile = shape.tile;
-  tile.rows = *std::lower_bound(std::begin(kFewRows), std::end(kFewRows), static_cast<int>(p.batch));
+  SmallBatchTile& tile = shape.tile;
+  tile.rows = *std::lower_bound(std::begin(kSmallBatch), std::end(kSmallBatch), static_cast<int>(p.batch));
   tile.units = static_cast<int>(ceil_div(p.hidden, waves * device.multiprocessors));
-  tile.split_k = static_cast<int>(
-      std::min<int64_t>(FewRowsShape::kMostWarps / shape.column_tiles(), ceil_div(k, FewRowsShape::kDepth)));
+  tile.split_k = static_cast<int>(std::min<int64_t>(SmallBatchShape::kMostWarps / shape.column_tiles(),
+                                                    ceil_div(k, SmallBatchShape::kDepth)));
   while (tile.split_k > 1 && shape.shared_bytes() > device.shared_bytes) --tile.split_k;
   return tile;
 }
@@ -216,7 +217,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   Plan plan;
   const FusedStepTile fused_step = plan_detail::fused_step_tile(problem, device);
   plan.fused_step = fused_step;
-  plan.few_rows = plan_detail::few_rows_tile(problem, device);
+  plan.small_batch = plan_detail::small_batch_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (requested == Algorithm::kStepwise) return plan;

@@ -34,9 +34,9 @@ struct ResetsToInitial {
     states[kOutputState] = Own::kOutputState < 0 ? h : of_own[larger(Own::kOutputState, 0)];
     const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
     for (int s = 0; s < Own::kStates; ++s) {
-      states[s] = keep_share(keep, of_own[s]) + keep_share(reset, states[kInitial + s]);
+      states[s] = scale_by_mask(keep, of_own[s]) + scale_by_mask(reset, states[kInitial + s]);
     }
-    return keep_share(keep, h) + keep_share(reset, states[kInitialH]);
+    return scale_by_mask(keep, h) + scale_by_mask(reset, states[kInitialH]);
   }
 
   template <typename Math, typename A>
@@ -46,12 +46,12 @@ struct ResetsToInitial {
     CellInputs<Own, A> own;
     copy_constants(own, in);
     const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
-    grad_states[kInitialH] += keep_share(reset, grad_h);
-    grad_h = keep_share(keep, grad_h);
+    grad_states[kInitialH] += scale_by_mask(reset, grad_h);
+    grad_h = scale_by_mask(keep, grad_h);
     A of_own[at_least_one(Own::kStates)];
     for (int s = 0; s < Own::kStates; ++s) {
-      grad_states[kInitial + s] += keep_share(reset, grad_states[s]);
-      of_own[s] = keep_share(keep, grad_states[s]);
+      grad_states[kInitial + s] += scale_by_mask(reset, grad_states[s]);
+      of_own[s] = scale_by_mask(keep, grad_states[s]);
     }
     gradient_of_output<Own>(grad_h, of_own) += grad_states[kOutputState];
     grad_states[kOutputState] = 0;

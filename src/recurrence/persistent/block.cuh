@@ -36,8 +36,9 @@ struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
   using Projection = projection_t<Cell, T>;
-  static constexpr bool kKeeps = !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
-  using Reset = typename Conditional<kKeeps, Reset_, bool>::type;
+  static constexpr bool kHasResets =
+      !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
+  using Reset = typename Conditional<kHasResets, Reset_, bool>::type;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;
@@ -60,7 +61,7 @@ struct PersistentConfig {
 
   // Whether the kernel is compiled for an architecture. If not, it is never launched.
   static constexpr bool is_compiled(int architecture) {
-    if (kVariant.one_row && kShape.resident_blocks() == 0) return false;
+    if (kVariant.row_per_block && kShape.resident_blocks() == 0) return false;
     return kVariant.on_hopper_only ? kForHopper : architecture >= kArchitecture;
   }
 };
@@ -170,16 +171,16 @@ class SharedStorage {
   static constexpr PersistentShape kShape = Config::kShape;
   static constexpr int kScratch = 2 * kShape.partial_sums();
   static constexpr int kWeights = kScratch + kBlockWarps * kShape.warp_scratch();
-  static constexpr int kCarried = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kLiveStates = kWeights + kBlockWarps * kShape.warp_weights();
 
  public:
   __device__ explicit SharedStorage(float* base) : base_(base) {}
   __device__ float* sums() const { return base_; }
   __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
   __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
-  __device__ float* carried() const { return base_ + kCarried; }
+  __device__ float* live_states() const { return base_ + kLiveStates; }
   __device__ char* exchange(int rows) const {
-    return reinterpret_cast<char*>(carried() + rows * kShape.carried_per_row());
+    return reinterpret_cast<char*>(live_states() + rows * kShape.live_states_per_row());
   }
 
  private:

@@ -60,7 +60,7 @@ struct ExchangeBuffer {
       Vector x = reinterpret_cast<const Vector*>(h)[i];
       if (reset) {
         for (T& value : x.values) {
-          value = narrow<T>(keep_share(kept_after(reset[i / vectors]), float(widen(value))));
+          value = narrow<T>(scale_by_mask(mask_of(reset[i / vectors]), float(widen(value))));
         }
       }
       reinterpret_cast<Vector*>(at(i / vectors, 0))[i % vectors] = x;

@@ -92,12 +92,12 @@ template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
 
-// The fused steps of few rows (step/few_rows.cuh).
+// The fused steps of few rows (step/small_batch.cuh).
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceForwardArguments<float>& sequence, const FewRowsTile& tile,
-                                  cudaStream_t stream);
+cudaError_t launch_small_batch_steps(const SequenceForwardArguments<float>& sequence,
+                                     const SmallBatchTile& tile, cudaStream_t stream);
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceBackwardArguments<float>& sequence, const FewRowsTile& tile,
-                                  cudaStream_t stream);
+cudaError_t launch_small_batch_steps(const SequenceBackwardArguments<float>& sequence,
+                                     const SmallBatchTile& tile, cudaStream_t stream);
 
 }  // namespace lltm_ext

@@ -44,7 +44,7 @@ struct PersistentShape {
   constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
   constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
   constexpr int units() const { return 16 * variant.unit_tiles; }
-  constexpr int threads() const { return variant.one_row ? kLanesOfUnit * units() : kBlockThreads; }
+  constexpr int threads() const { return variant.row_per_block ? kLanesOfUnit * units() : kBlockThreads; }
   // How many blocks of one row a multiprocessor has room for: their weights are in registers.
   constexpr int resident_blocks() const {
     const int registers = cell.gates * units() / kLanesOfUnit + 56;  // of a thread
@@ -52,14 +52,14 @@ struct PersistentShape {
   }
   // How many it must have room for.
   constexpr int blocks() const {
-    if (!variant.one_row || threads() > 256) return 1;
+    if (!variant.row_per_block || threads() > 256) return 1;
     const int wanted = 512 / threads(), fit = resident_blocks();
     return fit < 1 ? 1 : fit < wanted ? fit : wanted;
   }
-  constexpr int row_tile() const { return variant.one_row ? 1 : kRowTile; }
+  constexpr int row_tile() const { return variant.row_per_block ? 1 : kRowTile; }
   constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
   constexpr int most_hidden() const {
-    return variant.one_row ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
+    return variant.row_per_block ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
   }
 
   constexpr ExchangeThrough through() const {
@@ -106,7 +106,7 @@ struct PersistentShape {
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
   constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
-  constexpr int carried_per_row() const { return variant.any_rows ? cell.carried() * units() : 0; }
+  constexpr int live_states_per_row() const { return variant.any_rows ? cell.live_states() * units() : 0; }
 
   constexpr int exchange_bytes() const {
     const int tile = kRowTile * padded_row_bytes(inputs() * most_hidden() * element_size);
@@ -117,9 +117,9 @@ struct PersistentShape {
     return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
   }
   constexpr int shared_bytes(const Group& group) const {
-    if (variant.one_row) return 4 * 2 * inputs() * units();
-    const int floats =
-        2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
+    if (variant.row_per_block) return 4 * 2 * inputs() * units();
+    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) +
+                       group.rows * live_states_per_row();
     return 4 * floats + exchange_bytes();
   }
 };

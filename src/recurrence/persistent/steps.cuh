@@ -38,7 +38,7 @@ class PersistentSteps {
   using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
   static constexpr int kGates = Config::kGates, kSavedInGates = Config::kSavedInGates,
                        kExtra = Config::kExtra;
-  static constexpr int kStates = Cell::kStates, kCarried = Config::kShape.cell.carried();
+  static constexpr int kStates = Cell::kStates, kLiveStates = Config::kShape.cell.live_states();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
 
@@ -48,7 +48,7 @@ class PersistentSteps {
         sums_(storage.sums()),
         scratch_(storage.scratch()),
         weights_(storage.weights()),
-        carried_(storage.carried()),
+        live_states_(storage.live_states()),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
 
   __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
@@ -67,8 +67,8 @@ class PersistentSteps {
 
   // What a pair in row b carries, in shared memory if a group may have several tiles: the states and, if the
   // cell reads it, h; backward their gradients.
-  __device__ __forceinline__ float2& carried(int i, int b, int value) const {
-    float* const row = carried_ + ((b - map_.first_row) * kCarried + value) * kUnits;
+  __device__ __forceinline__ float2& live_states(int i, int b, int value) const {
+    float* const row = live_states_ + ((b - map_.first_row) * kLiveStates + value) * kUnits;
     return *reinterpret_cast<float2*>(row + map_.pair_unit(i));
   }
   template <class F>
@@ -99,13 +99,13 @@ class PersistentSteps {
   }
   // What a reset leaves. Inputs of a step have the reset as it is in memory: a conversion where it is loaded
   // would wait for it there.
-  __device__ __forceinline__ static float2 kept(Reset reset, float2 x) {
-    return make_float2(keep_share(kept_after(reset), x.x), keep_share(kept_after(reset), x.y));
+  __device__ __forceinline__ static float2 masked(Reset reset, float2 x) {
+    return make_float2(scale_by_mask(mask_of(reset), x.x), scale_by_mask(mask_of(reset), x.y));
   }
   template <int N>
   __device__ __forceinline__ static void keep(Reset reset, float2 (&values)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = kept(reset, values[i]);
+    for (int i = 0; i < N; ++i) values[i] = masked(reset, values[i]);
   }
 
   // Parameters and step inputs as the cell reads them, for both units of a pair.
@@ -156,7 +156,7 @@ class PersistentSteps {
   float* const sums_;     // two buffers, in turn
   float* const scratch_;  // of the warp
   typename Config::Weights weights_;
-  float* const carried_;  // [rows of the group, kCarried, kUnits]
+  float* const live_states_;  // [rows of the group, kLiveStates, kUnits]
   Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
   Exchange exchange_;
   Prefetcher prefetcher_;

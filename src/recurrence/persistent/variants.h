@@ -12,8 +12,8 @@ struct PersistentVariant {
   int unit_tiles;  // of 16 hidden units, in a block
   int chunks;      // of 64 bytes, that a warp multiplies of K
   bool on_hopper_only = false;
-  bool tf32 = false;     // rounds float32 operands to TF32
-  bool one_row = false;  // a block has one row and all units (one_row.cuh)
+  bool tf32 = false;           // rounds float32 operands to TF32
+  bool row_per_block = false;  // a block has one row and all units (row_per_block.cuh)
 };
 
 // The planner takes the first that fits and pays off. Small blocks mean many blocks and a slow exchange,

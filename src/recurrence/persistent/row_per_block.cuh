@@ -12,7 +12,7 @@ namespace lltm_ext {
 
 // What both directions share. kInputs values of every unit are multiplied in a step.
 template <class Config>
-class OneRow {
+class RowPerBlock {
  public:
   using Storage = float*;  // [2][kInputs][kUnits]
 
@@ -29,7 +29,7 @@ class OneRow {
   static constexpr int kVectors = kUnits / (4 * kLanesOfUnit);  // of four values, of a lane
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
 
-  __device__ OneRow(const StepOrder& order, int hidden, Storage values)
+  __device__ RowPerBlock(const StepOrder& order, int hidden, Storage values)
       : hidden_(hidden),
         lane_(threadIdx.x % kLanesOfUnit),
         unit_(threadIdx.x / kLanesOfUnit),
@@ -130,7 +130,7 @@ class OneRow {
   // sector of 32 bytes.
   class Prefetcher {
    public:
-    __device__ explicit Prefetcher(const OneRow& steps)
+    __device__ explicit Prefetcher(const RowPerBlock& steps)
         : steps_(steps), plane_(steps.exists() ? static_cast<int>(threadIdx.x % 32) : 32) {}
     // Adds the first `used` planes of an array [rows, planes, H], or none of a null array.
     template <typename X>
@@ -150,7 +150,7 @@ class OneRow {
     }
 
    private:
-    const OneRow& steps_;
+    const RowPerBlock& steps_;
     int plane_, width_ = 0;  // of a row in bytes
     const char* next_ = nullptr;
   };
@@ -169,8 +169,8 @@ class OneRow {
 };
 
 template <class Config>
-class OneRowForward : OneRow<Config> {
-  using Base = OneRow<Config>;
+class RowPerBlockForward : RowPerBlock<Config> {
+  using Base = RowPerBlock<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Math, typename Base::Projection, typename Base::Reset,
@@ -180,7 +180,7 @@ class OneRowForward : OneRow<Config> {
   using typename Base::Storage;
   using Arguments = SequenceForwardArguments<T>;
 
-  __device__ OneRowForward(const Arguments& arguments, const GroupGrid&, Storage values)
+  __device__ RowPerBlockForward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
     Base::load_weights(
         [&](int gate) { return args_.weight + (static_cast<int64_t>(gate) * hidden_ + unit_) * hidden_; });
@@ -201,7 +201,7 @@ class OneRowForward : OneRow<Config> {
       if (args_.h0) h = widen(*state(args_.h0, 0));
 #pragma unroll
       for (int s = 0; s < kStates; ++s) states[s] = args_.states0 ? first_state(s) : 0;
-      if constexpr (Config::kKeeps) {
+      if constexpr (Config::kHasResets) {
         keep(*at.reset, h, states);
         if (steps > 1) at.reset += to_next;
       }
@@ -217,14 +217,14 @@ class OneRowForward : OneRow<Config> {
       const Inputs current = next;
       const Addresses here = at;
       at.move(to_next, hidden_);
-      if (Config::kKeeps && n + 2 == steps) at.reset -= to_next;  // no step follows the next one
+      if (Config::kHasResets && n + 2 == steps) at.reset -= to_next;  // no step follows the next one
       if (exists() && n + 1 < steps) load(next, at);
       h = widen(narrow<T>(run_cell(current, products, h, states, saved)));
-      if (stores()) *buffers.to = Config::kKeeps ? keep_share(kept_after(current.reset), h) : h;
+      if (stores()) *buffers.to = Config::kHasResets ? scale_by_mask(mask_of(current.reset), h) : h;
       buffers.swap();
       __syncthreads();
       if (stores()) store(here, h, states, saved);
-      if (Config::kKeeps && n + 1 < steps) keep(current.reset, h, states);
+      if (Config::kHasResets && n + 1 < steps) keep(current.reset, h, states);
       if (n + kStepsAhead < steps) prefetcher.fetch_next(to_next);
     }
     if (!stores()) return;
@@ -267,7 +267,7 @@ class OneRowForward : OneRow<Config> {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = at.gates[gate * hidden_];
     Base::load_step_inputs(inputs.steps, at.steps);
-    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
+    if constexpr (Config::kHasResets) inputs.reset = *at.reset;
   }
 
   // The states that a caller gives and gets.
@@ -285,9 +285,9 @@ class OneRowForward : OneRow<Config> {
 
   // What the row takes into the next step.
   __device__ __forceinline__ static void keep(Reset reset, float& h, float (&states)[at_least_one(kStates)]) {
-    h = keep_share(kept_after(reset), h);
+    h = scale_by_mask(mask_of(reset), h);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) states[s] = keep_share(kept_after(reset), states[s]);
+    for (int s = 0; s < kStates; ++s) states[s] = scale_by_mask(mask_of(reset), states[s]);
   }
 
   __device__ __forceinline__ float run_cell(const Inputs& inputs, const float (&products)[kGates],
@@ -326,8 +326,8 @@ class OneRowForward : OneRow<Config> {
 };
 
 template <class Config>
-class OneRowBackward : OneRow<Config> {
-  using Base = OneRow<Config>;
+class RowPerBlockBackward : RowPerBlock<Config> {
+  using Base = RowPerBlock<Config>;
   using Base::exists, Base::hidden_, Base::in_, Base::plane, Base::row_, Base::state, Base::stores,
       Base::unit_, Base::kExtra, Base::kGates, Base::kSavedInGates, Base::kStates, Base::kStepInputs,
       Base::kUnits;
@@ -337,7 +337,7 @@ class OneRowBackward : OneRow<Config> {
   using typename Base::Storage;
   using Arguments = SequenceBackwardArguments<T>;
 
-  __device__ OneRowBackward(const Arguments& arguments, const GroupGrid&, Storage values)
+  __device__ RowPerBlockBackward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
     Base::load_weights(
         [&](int gate) { return args_.weight_t + (static_cast<int64_t>(unit_) * kGates + gate) * hidden_; });
@@ -427,14 +427,14 @@ class OneRowBackward : OneRow<Config> {
     }
     Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = has_grad_output_ ? *at.grad_output : T();
-    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
+    if constexpr (Config::kHasResets) inputs.reset = *at.reset;
   }
 
   // The gradient of h through the weights of the step before, which comes later in the sequence.
   __device__ __forceinline__ float multiply(const float* lane_values) const {
     float sums[1];
     Base::multiply(sums, lane_values);
-    return Config::kKeeps ? keep_share(kept_after(reset_), sums[0]) : sums[0];
+    return Config::kHasResets ? scale_by_mask(mask_of(reset_), sums[0]) : sums[0];
   }
 
   __device__ __forceinline__ void run_cell(const Inputs& inputs, float grad_h,
@@ -445,11 +445,11 @@ class OneRowBackward : OneRow<Config> {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) saved[v] = widen(inputs.saved[v]);
     Cell::template backward<Math>(saved, in_, grad_h, grad_states_, grads);
-    if constexpr (Config::kKeeps) {
+    if constexpr (Config::kHasResets) {
       reset_ = inputs.reset;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[s] = keep_share(kept_after(reset_), grad_states_[s]);
-      if constexpr (Cell::kReadsH) grads.h = keep_share(kept_after(reset_), grads.h);
+      for (int s = 0; s < kStates; ++s) grad_states_[s] = scale_by_mask(mask_of(reset_), grad_states_[s]);
+      if constexpr (Cell::kReadsH) grads.h = scale_by_mask(mask_of(reset_), grads.h);
     }
   }
 

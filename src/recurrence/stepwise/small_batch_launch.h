@@ -1,18 +1,18 @@
-// The host side of fused steps of few rows (few_rows.cuh): a launch a step.
+// The host side of fused steps of few rows (small_batch.cuh): a launch a step.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "common/shared_memory.h"
 #include "recurrence/cell.h"
-#include "recurrence/step/few_rows_shape.h"
+#include "recurrence/stepwise/small_batch_shape.h"
 
 namespace lltm_ext {
 
 // Launches steps first, first + by, ... and last.
 template <class Arguments>
-cudaError_t launch_few_rows_steps(const void* kernel, const FewRowsShape& shape, const Arguments& args,
-                                  int first, int last, int by, bool programmatic, cudaStream_t stream) {
+cudaError_t launch_small_batch_steps(const void* kernel, const SmallBatchShape& shape, const Arguments& args,
+                                     int first, int last, int by, bool programmatic, cudaStream_t stream) {
   cudaError_t error = set_max_dynamic_shared(kernel, shape.shared_bytes());
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -35,14 +35,15 @@ cudaError_t launch_few_rows_steps(const void* kernel, const FewRowsShape& shape,
 
 // Runs all steps of a sequence by the kernel of a tile and a cell with these gates: a __global__ function or
 // a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
-inline cudaError_t run_few_rows_steps(const void* kernel, int gates, const SequenceForwardArguments<float>& s,
-                                      const FewRowsTile& tile, bool programmatic, cudaStream_t stream) {
-  return launch_few_rows_steps(kernel, {gates, tile}, s, 0, s.steps.length - 1, 1, programmatic, stream);
+inline cudaError_t run_small_batch_steps(const void* kernel, int gates,
+                                         const SequenceForwardArguments<float>& s, const SmallBatchTile& tile,
+                                         bool programmatic, cudaStream_t stream) {
+  return launch_small_batch_steps(kernel, {gates, tile}, s, 0, s.steps.length - 1, 1, programmatic, stream);
 }
-inline cudaError_t run_few_rows_steps(const void* kernel, int, const SequenceBackwardArguments<float>& s,
-                                      const FewRowsTile& tile, bool programmatic, cudaStream_t stream) {
-  return launch_few_rows_steps(kernel, {/*products=*/1, tile}, s, s.end - 1, s.begin - 1, -1, programmatic,
-                               stream);
+inline cudaError_t run_small_batch_steps(const void* kernel, int, const SequenceBackwardArguments<float>& s,
+                                         const SmallBatchTile& tile, bool programmatic, cudaStream_t stream) {
+  return launch_small_batch_steps(kernel, {/*products=*/1, tile}, s, s.end - 1, s.begin - 1, -1, programmatic,
+                                  stream);
 }
 
 }  // namespace lltm_ext

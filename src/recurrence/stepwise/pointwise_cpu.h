@@ -1,8 +1,8 @@
 // One step of a cell on the CPU (step.h). Included by <op>_step_cpu.cpp, which instantiates it for its cell.
 #pragma once
 
-#include "recurrence/step/step.h"
-#include "recurrence/step/units_cpu.h"
+#include "recurrence/stepwise/step.h"
+#include "recurrence/stepwise/units_cpu.h"
 
 namespace lltm_ext {
 namespace step_cpu {

@@ -3,7 +3,7 @@
 
 #include "common/fast_math.cuh"
 #include "common/launch.cuh"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/step.h"
 
 namespace lltm_ext {
 
@@ -70,21 +70,21 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 #ifndef __CUDACC_RTC__
 // A thread has kValues of a row.
 template <typename T, int kValues>
-__global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const KeepRowsArguments<T> rows) {
+__global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const MaskRowsArguments<T> rows) {
   struct alignas(kValues * sizeof(T)) Values {
     T data[kValues];
   };
   const int64_t width = rows.hidden / kValues, at = int64_t{blockIdx.x} * kPointwiseThreads + threadIdx.x;
   if (at >= rows.batch * width) return;
   Values x = reinterpret_cast<const Values*>(rows.x)[at];
-  const acc_t<T> keep = rows.resets.kept(at / width);
+  const acc_t<T> keep = rows.resets.mask(at / width);
 #pragma unroll
-  for (T& value : x.data) value = narrow<T>(keep_share(keep, acc_t<T>(widen(value))));
+  for (T& value : x.data) value = narrow<T>(scale_by_mask(keep, acc_t<T>(widen(value))));
   reinterpret_cast<Values*>(rows.y)[at] = x;
 }
 
 template <typename T>
-cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream) {
+cudaError_t mask_rows(const MaskRowsArguments<T>& rows, cudaStream_t stream) {
   constexpr int kMost = 16 / sizeof(T);
   const auto is_aligned = [](const T* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
   const bool by_vectors = rows.hidden % kMost == 0 && is_aligned(rows.x) && is_aligned(rows.y);
@@ -147,7 +147,7 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepBackwardArguments<T, C, Extra>&,        \
                                                        cudaStream_t);
 #define INSTANTIATE_ROWS(T)                                                            \
-  template cudaError_t lltm_ext::keep_rows(const KeepRowsArguments<T>&, cudaStream_t); \
+  template cudaError_t lltm_ext::mask_rows(const MaskRowsArguments<T>&, cudaStream_t); \
   template cudaError_t lltm_ext::sum_rows(const SumRowsArguments<T>&, cudaStream_t);
 // For the steps of sequences.
 #define INSTANTIATE_RECURRENCE_STEP(Cell, T) \

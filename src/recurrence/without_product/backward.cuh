@@ -2,7 +2,7 @@
 // of gradients, so their order is fixed.
 #pragma once
 
-#include "recurrence/independent/steps.cuh"
+#include "recurrence/without_product/steps.cuh"
 
 namespace lltm_ext {
 
@@ -47,7 +47,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
     inputs.grad_output = args_.grad_output ? Base::read(plane(args_.grad_output, row, 1, 0)) : Values{};
-    inputs.keep = args_.resets().kept(row);
+    inputs.keep = args_.resets().mask(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {
@@ -77,9 +77,9 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
   __device__ void keep(A share) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      grad_h_[u] = keep_share(share, grad_h_[u]);
+      grad_h_[u] = scale_by_mask(share, grad_h_[u]);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[u][s] = keep_share(share, grad_states_[u][s]);
+      for (int s = 0; s < kStates; ++s) grad_states_[u][s] = scale_by_mask(share, grad_states_[u][s]);
     }
   }
 

@@ -21,10 +21,10 @@ struct Gates {
   int64_t row, gate;  // strides
 
   // [B, G, H] and [G, B, H] in memory.
-  LLTM_HOST_DEVICE static Gates in_rows(T* data, int64_t gates, int64_t hidden) {
+  LLTM_HOST_DEVICE static Gates row_major(T* data, int64_t gates, int64_t hidden) {
     return {data, gates * hidden, hidden};
   }
-  static Gates stacked(T* data, int64_t batch, int64_t hidden) { return {data, hidden, batch * hidden}; }
+  static Gates gate_major(T* data, int64_t batch, int64_t hidden) { return {data, hidden, batch * hidden}; }
 
   LLTM_HOST_DEVICE T& at(int64_t b, int g, int64_t j) const { return data[b * row + g * gate + j]; }
 };
@@ -87,7 +87,7 @@ void recurrence_step(const StepBackwardArguments<T, C, Extra>& step);
 
 // Row b of y [B, H] becomes what row b of x keeps; y may be x. CUDA only.
 template <typename T>
-struct KeepRowsArguments {
+struct MaskRowsArguments {
   int64_t batch, hidden;
   const T* x;
   Resets<acc_t<T>> resets;  // [B]
@@ -105,7 +105,7 @@ struct SumRowsArguments {
 
 #ifdef LLTM_EXT_WITH_CUDA
 template <typename T>
-cudaError_t keep_rows(const KeepRowsArguments<T>& rows, cudaStream_t stream);
+cudaError_t mask_rows(const MaskRowsArguments<T>& rows, cudaStream_t stream);
 template <typename T>
 cudaError_t sum_rows(const SumRowsArguments<T>& rows, cudaStream_t stream);
 template <class Cell, typename T, typename C>
@@ -139,12 +139,12 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
                                 CellInputs<Cell, acc_t<T>>& in) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  const acc_t<T> share = s.resets.kept(b);
+  const acc_t<T> share = s.resets.mask(b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_step_constants<Cell>(s, b, j, in);
-  if constexpr (Cell::kReadsH) in.h = keep_share(share, widen(s.old_h[at]));
+  if constexpr (Cell::kReadsH) in.h = scale_by_mask(share, widen(s.old_h[at]));
   for (int i = 0; i < Cell::kStates; ++i) {
-    states[i] = keep_share(share, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
+    states[i] = scale_by_mask(share, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
   }
   const T h = narrow<T>(Cell::template forward<Math>(in, states, saved));
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
@@ -169,9 +169,9 @@ template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 const acc_t<T> (&products)[Cell::kGates]) {
   CellInputs<Cell, acc_t<T>> in;
-  const acc_t<T> share = s.resets.kept(b);
+  const acc_t<T> share = s.resets.mask(b);
   for (int g = 0; g < Cell::kGates; ++g) {
-    const acc_t<T> product = keep_share(share, products[g]);
+    const acc_t<T> product = scale_by_mask(share, products[g]);
     in.x[g] = projection_of<Cell>(s, b, g, j);
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
@@ -208,10 +208,10 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
-  const acc_t<T> share = s.resets.kept(b);
-  if constexpr (Cell::kReadsH) s.grad_own_h[at] = keep_share(share, grads.h);
+  const acc_t<T> share = s.resets.mask(b);
+  if constexpr (Cell::kReadsH) s.grad_own_h[at] = scale_by_mask(share, grads.h);
   for (int i = 0; i < Cell::kStates && grad_old_states; ++i) {
-    grad_old_states[i * s.state_stride + at] = narrow<C>(keep_share(share, grad_states[i]));
+    grad_old_states[i * s.state_stride + at] = narrow<C>(scale_by_mask(share, grad_states[i]));
   }
 }
 

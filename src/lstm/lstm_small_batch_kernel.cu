@@ -1,6 +1,6 @@
 // lstm, one step of a sequence of few rows: the product and the cell in one kernel.
 #include "lstm/lstm_cell.h"
-#include "recurrence/step/few_rows.cuh"
+#include "recurrence/stepwise/small_batch.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_FEW_ROWS_STEPS(LstmCell)

@@ -5,11 +5,11 @@
 
 namespace lltm_ext {
 
-inline bool adds_units(const CellOp&, const CellCall&) { return false; }
-inline int64_t with_added_units(int64_t hidden) { return hidden; }
+inline bool pads_hidden(const CellOp&, const CellCall&) { return false; }
+inline int64_t padded_hidden(int64_t hidden) { return hidden; }
 
 template <typename F>
-variable_list run_with_added_units(const CellCall&, F&&) {
+variable_list run_with_padded_hidden(const CellCall&, F&&) {
   return {};
 }
 

@@ -1,6 +1,6 @@
 // Hidden sizes that are no multiple of 8 on CUDA. Most fused kernels load units by eights, so such a sequence
 // runs with some units more. Their weights and states are zero, so they stay zero, and no other unit sees
-// them. The portable build, which has no resize_units, has src/stable/added_units.h in its place.
+// them. The portable build, which has no resize_units, has src/stable/pad_hidden.h in its place.
 #pragma once
 
 #include <vector>
@@ -18,7 +18,7 @@ constexpr int64_t kLeastSteps = 8;
 
 // Whether a hidden size is one that the fused kernels take, or a trace does not know it. A cheap first
 // question.
-inline bool is_in_eights(const at::Tensor& weight_hh) {
+inline bool is_multiple_of_8(const at::Tensor& weight_hh) {
   if (!weight_hh.defined() || weight_hh.dim() != 2) return true;  // refused later
   const auto hidden = weight_hh.sym_size(1).maybe_as_int();
   return !hidden || *hidden % kUnitsTogether == 0;
@@ -32,9 +32,9 @@ inline bool has_kernels_of(const CellOp& op, const at::Tensor& input, int64_t hi
 }
 
 // Whether a sequence runs with more units. Arguments that do not fit are refused later.
-inline bool adds_units(const CellOp& op, const CellCall& call) {
+inline bool pads_hidden(const CellOp& op, const CellCall& call) {
   const at::Tensor &input = call.input, &weight_hh = call.directions[0].weight_hh;
-  if (is_in_eights(weight_hh) || !input.defined() || !op.loads_eights(input)) return false;
+  if (is_multiple_of_8(weight_hh) || !input.defined() || !op.needs_multiple_of_8(input)) return false;
   if (call.algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
   if (call.algorithm != "auto") return true;
@@ -45,7 +45,7 @@ inline bool adds_units(const CellOp& op, const CellCall& call) {
 }
 
 // The next hidden size that fused kernels take.
-inline int64_t with_added_units(int64_t hidden) { return (hidden / kUnitsTogether + 1) * kUnitsTogether; }
+inline int64_t padded_hidden(int64_t hidden) { return (hidden / kUnitsTogether + 1) * kUnitsTogether; }
 
 // A tensor, and in which of its dimensions it has units (UnitsIn).
 struct TensorOfUnits {
@@ -74,7 +74,7 @@ inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t 
 
 // The results of run(the call with the units added).
 template <typename F>
-variable_list run_with_added_units(const CellCall& call, F&& run) {
+variable_list run_with_padded_hidden(const CellCall& call, F&& run) {
   const int64_t hidden = call.directions[0].weight_hh.size(1);
   CellCall wide = call;
   std::vector<TensorOfUnits> given, found;
@@ -85,10 +85,10 @@ variable_list run_with_added_units(const CellCall& call, F&& run) {
     given.push_back({&d.weight_ih, kFirstDimension});
     given.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
   }
-  resize_units(given, hidden, with_added_units(hidden));
+  resize_units(given, hidden, padded_hidden(hidden));
   variable_list results = run(wide);
   for (at::Tensor& x : results) found.push_back({&x, kLastDimension});
-  resize_units(found, with_added_units(hidden), hidden);
+  resize_units(found, padded_hidden(hidden), hidden);
   return results;
 }
 

@@ -11,7 +11,7 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "recurrence/persistent/product.cuh"
-#include "recurrence/step/single_step.h"
+#include "recurrence/stepwise/single_step.h"
 
 namespace lltm_ext {
 

@@ -1,5 +1,5 @@
-// The sizes of a fused step of few rows (few_rows.cuh): how a block divides its work, and its shared memory.
-// The kernels take the rows at compile time. For host and device.
+// The sizes of a fused step of few rows (small_batch.cuh): how a block divides its work, and its shared
+// memory. The kernels take the rows at compile time. For host and device.
 #pragma once
 
 #include "common/portable.h"
@@ -8,17 +8,17 @@ namespace lltm_ext {
 
 // A block's part of a step: all rows of the batch, at most `rows`, by `units`. Its warps split K `split_k`
 // times. 0: not this kind of step.
-struct FewRowsTile {
+struct SmallBatchTile {
   int rows = 0, units = 0, split_k = 0;
 };
 
 // The rows that kernels are compiled for.
-constexpr int kFewRows[] = {1, 4, 8, 16};
-constexpr int kMostFewRows = 16;
+constexpr int kSmallBatch[] = {1, 4, 8, 16};
+constexpr int kMostSmallBatch = 16;
 
-struct FewRowsShape {
+struct SmallBatchShape {
   int products;  // of a unit: forward the gates, backward one, its gradient of h
-  FewRowsTile tile;
+  SmallBatchTile tile;
 
   // The products of a row of the batch are columns. A warp has some of them, for one slice of K.
   static constexpr int kWarpColumns = 8, kMostWarps = 8, kMostColumns = kMostWarps * kWarpColumns;
@@ -41,6 +41,7 @@ struct FewRowsShape {
   // The partial sums replace the ring, and never need more.
   constexpr int shared_bytes() const { return kStages * tile.split_k * kStageSize * 4; }
 };
-static_assert(FewRowsShape::kMostColumns * kMostFewRows <= FewRowsShape::kStages * FewRowsShape::kStageSize);
+static_assert(SmallBatchShape::kMostColumns * kMostSmallBatch <=
+              SmallBatchShape::kStages * SmallBatchShape::kStageSize);
 
 }  // namespace lltm_ext

@@ -12,12 +12,12 @@
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
 #include "recurrence/cell.h"
-#include "recurrence/step/fused_arguments.h"
-#include "recurrence/step/fused_shape.h"
+#include "recurrence/stepwise/fused_arguments.h"
+#include "recurrence/stepwise/fused_shape.h"
 
 #ifndef __CUDACC_RTC__
 #include "recurrence/persistent/launch.h"
-#include "recurrence/step/fused_launch.h"
+#include "recurrence/stepwise/fused_launch.h"
 #endif
 
 namespace lltm_ext {
@@ -69,7 +69,7 @@ struct StepConstants {
 
 // h @ weight^T and the cell forward. The product's columns are the tile's units of the first gate, then those
 // of the next.
-template <class Cell, typename T_, int kRows, bool kKeeps = false>
+template <class Cell, typename T_, int kRows, bool kHasResets = false>
 struct FusedForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
@@ -110,7 +110,7 @@ struct FusedForwardStep {
         h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
       }
       constants.load_from(s, at, unit);
-      if constexpr (kKeeps) keep = s.resets().kept(at);
+      if constexpr (kHasResets) keep = s.resets().mask(at);
     }
   };
 
@@ -147,7 +147,7 @@ struct FusedForwardStep {
       inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        const float product = kKeeps ? keep_share(inputs.keep, products[g][e]) : products[g][e];
+        const float product = kHasResets ? scale_by_mask(inputs.keep, products[g][e]) : products[g][e];
         in.x[g] = widen(inputs.gates[g].data[e]);
         if constexpr (Cell::kSeparate) {
           in.r[g] = product;
@@ -157,12 +157,12 @@ struct FusedForwardStep {
       }
       if constexpr (Cell::kReadsH) {
         in.h = widen(inputs.h.data[e]);
-        if constexpr (kKeeps) in.h = keep_share(inputs.keep, in.h);
+        if constexpr (kHasResets) in.h = scale_by_mask(inputs.keep, in.h);
       }
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
         mine[i] = inputs.states[i].data[e];
-        if constexpr (kKeeps) mine[i] = keep_share(inputs.keep, mine[i]);
+        if constexpr (kHasResets) mine[i] = scale_by_mask(inputs.keep, mine[i]);
       }
       h[e] = Cell::template forward<typename MathOf<T>::type>(in, mine, kept);
 #pragma unroll
@@ -191,7 +191,7 @@ struct FusedForwardStep {
 
 // grad_gates of the later step @ weight, which is this step's gradient of h, then the cell backward. The last
 // step reads that gradient from memory, and one more launch after the first step stores it.
-template <class Cell, typename T_, int kRows, bool kKeeps = false>
+template <class Cell, typename T_, int kRows, bool kHasResets = false>
 struct FusedBackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
@@ -217,7 +217,7 @@ struct FusedBackwardStep {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
-      if (kKeeps && step < s.end - 1) later_keep = s.resets().kept(s.steps.at(step + 1).first + row);
+      if (kHasResets && step < s.end - 1) later_keep = s.resets().mask(s.steps.at(step + 1).first + row);
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
@@ -231,7 +231,7 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
       constants.load_from(s, at, unit);
-      if constexpr (kKeeps) keep = s.resets().kept(at);
+      if constexpr (kHasResets) keep = s.resets().mask(at);
     }
   };
 
@@ -257,7 +257,8 @@ struct FusedBackwardStep {
     CellGradients<Cell, float> grads[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float through_weights = kKeeps ? keep_share(inputs.later_keep, product[0][e]) : product[0][e];
+      const float through_weights =
+          kHasResets ? scale_by_mask(inputs.later_keep, product[0][e]) : product[0][e];
       grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : through_weights;
     }
     if (step < s.begin) {
@@ -279,8 +280,8 @@ struct FusedBackwardStep {
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
       for (int i = 0; i < kStates; ++i)
-        grad_states[i][e] = kKeeps ? keep_share(inputs.keep, mine[i]) : mine[i];
-      if constexpr (kKeeps) grads[e].h = keep_share(inputs.keep, grads[e].h);
+        grad_states[i][e] = kHasResets ? scale_by_mask(inputs.keep, mine[i]) : mine[i];
+      if constexpr (kHasResets) grads[e].h = scale_by_mask(inputs.keep, grads[e].h);
     }
 #pragma unroll
     for (int i = 0; i < kStates; ++i) store(s.grad_states + state_at(s, i, state), grad_states[i]);

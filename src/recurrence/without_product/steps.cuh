@@ -10,7 +10,7 @@
 #include "common/fast_math.cuh"
 #include "common/vec.cuh"
 #include "recurrence/cell.h"
-#include "recurrence/independent/shape.h"
+#include "recurrence/without_product/shape.h"
 
 namespace lltm_ext {
 

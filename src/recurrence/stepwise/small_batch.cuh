@@ -16,19 +16,19 @@
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "recurrence/cell.h"
-#include "recurrence/step/few_rows_shape.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/small_batch_shape.h"
+#include "recurrence/stepwise/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include "recurrence/persistent/launch.h"
-#include "recurrence/step/few_rows_launch.h"
+#include "recurrence/stepwise/small_batch_launch.h"
 #endif
 
 namespace lltm_ext {
 
 // [rows, K]: `before` rows, then others up to `count`. A row of a packed sequence may begin or end between
 // two steps.
-struct FewRowsOperands {
+struct SmallBatchOperands {
   const float* rows;
   int before;
   const float* others;  // of all rows
@@ -40,7 +40,7 @@ struct FewRowsOperands {
 
 // h @ weight^T and the cell forward.
 template <class Cell>
-struct FewRowsForward {
+struct SmallBatchForward {
   using Arguments = SequenceForwardArguments<float>;
   static constexpr int kProducts = Cell::kGates, kExtra = kCellShape<Cell>.extra();
 
@@ -49,7 +49,7 @@ struct FewRowsForward {
   const int count, k;
   const float* const weight;
 
-  __device__ FewRowsForward(const Arguments& args, int step)
+  __device__ SmallBatchForward(const Arguments& args, int step)
       : s(args),
         rows(args.steps.at(step)),
         before(args.steps.at(step - 1)),
@@ -58,7 +58,7 @@ struct FewRowsForward {
         weight(args.weight) {}
 
   // The previous h. Rows that the step before did not have start here.
-  __device__ FewRowsOperands operands() const { return {old_h(0), before.count, s.h0, count}; }
+  __device__ SmallBatchOperands operands() const { return {old_h(0), before.count, s.h0, count}; }
 
   // f(planes, count): rows [H] that the cell reads.
   template <class F>
@@ -73,7 +73,7 @@ struct FewRowsForward {
     StepForwardArguments<float> step = {};
     step.batch = s.steps.batch;
     step.hidden = hidden;
-    step.gates = Gates<const float>::in_rows(gates, kProducts, hidden);
+    step.gates = Gates<const float>::row_major(gates, kProducts, hidden);
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
     step.resets = s.resets().from(first);
@@ -85,7 +85,7 @@ struct FewRowsForward {
     step.output = s.output + first * hidden;
     step.state_output = s.state_output + first * hidden;
     if (s.save) {
-      step.saved = Gates<float>::in_rows(gates, kProducts, hidden);
+      step.saved = Gates<float>::row_major(gates, kProducts, hidden);
       step.extra = s.extra + first * kExtra * hidden;
     }
     step_unit<Cell, typename MathOf<float>::type>(step, b, unit, products);
@@ -101,7 +101,7 @@ struct FewRowsForward {
 // grad_gates of the later step @ weight, which is this step's gradient of h, then the cell backward. A row's
 // last step reads that gradient from memory, and the launch after its first step stores it there.
 template <class Cell>
-struct FewRowsBackward {
+struct SmallBatchBackward {
   using Arguments = SequenceBackwardArguments<float>;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(),
                        kSums = kCellShape<Cell>.sums(), kProducts = 1;
@@ -111,7 +111,7 @@ struct FewRowsBackward {
   const int count, k;          // k: 0 if nothing is to be multiplied
   const float* const weight;
 
-  __device__ FewRowsBackward(const Arguments& args, int step)
+  __device__ SmallBatchBackward(const Arguments& args, int step)
       : s(args),
         rows(step >= args.begin ? args.steps.at(step) : StepRows{0, 0}),
         later(step + 1 < args.end ? args.steps.at(step + 1) : StepRows{0, 0}),
@@ -120,7 +120,7 @@ struct FewRowsBackward {
         weight(args.weight_t) {}
 
   // The gradients of the later step's gates, [G, H] of a row.
-  __device__ FewRowsOperands operands() const {
+  __device__ SmallBatchOperands operands() const {
     const int64_t width = kGates * int64_t{s.hidden};
     return {s.grad_gates + (later.first - s.first_row) * width, later.count, nullptr, later.count};
   }
@@ -137,7 +137,7 @@ struct FewRowsBackward {
     const int64_t hidden = s.hidden, first = rows.first, width = kGates * hidden;
     float& stored_grad_h = s.grad_h[b * hidden + unit];
     const float grad_h =
-        b < later.count ? keep_share(s.resets().kept(later.first + b), products[0]) : stored_grad_h;
+        b < later.count ? scale_by_mask(s.resets().mask(later.first + b), products[0]) : stored_grad_h;
     if (b >= rows.count) {
       stored_grad_h = grad_h;
       return;
@@ -145,7 +145,7 @@ struct FewRowsBackward {
     StepBackwardArguments<float> step = {};
     step.batch = s.steps.batch;
     step.hidden = hidden;
-    step.saved = Gates<const float>::in_rows(s.gates + first * width, kGates, hidden);
+    step.saved = Gates<const float>::row_major(s.gates + first * width, kGates, hidden);
     step.extra = s.extra + first * kExtra * hidden;
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
@@ -155,9 +155,9 @@ struct FewRowsBackward {
     step.grad_new_states = {s.grad_states, hidden, 1};
     step.grad_old_states = s.grad_states;
     step.state_stride = step.batch * hidden;
-    step.grad_gates = Gates<float>::in_rows(s.grad_gates + (first - s.first_row) * width, kGates, hidden);
+    step.grad_gates = Gates<float>::row_major(s.grad_gates + (first - s.first_row) * width, kGates, hidden);
     step.grad_projections =
-        Gates<float>::in_rows(s.grad_projections + (first - s.first_row) * width, kGates, hidden);
+        Gates<float>::row_major(s.grad_projections + (first - s.first_row) * width, kGates, hidden);
     CellGradients<Cell, float> grads;
     step_unit<Cell, typename MathOf<float>::type>(step, b, unit, grad_h, grads, step.grad_old_states);
     store_gradients<Cell>(step, b, unit, grads);
@@ -179,10 +179,10 @@ struct FewRowsBackward {
 
 // The kernel's body. Step is one of the above, for at most kRows rows.
 template <class Step, int kRows>
-class FewRowsKernel {
-  static constexpr int kWarpColumns = FewRowsShape::kWarpColumns, kDepth = FewRowsShape::kDepth,
-                       kStages = FewRowsShape::kStages, kStageSize = FewRowsShape::kStageSize,
-                       kStageDepth = FewRowsShape::stage_depth(kRows);
+class SmallBatchKernel {
+  static constexpr int kWarpColumns = SmallBatchShape::kWarpColumns, kDepth = SmallBatchShape::kDepth,
+                       kStages = SmallBatchShape::kStages, kStageSize = SmallBatchShape::kStageSize,
+                       kStageDepth = SmallBatchShape::stage_depth(kRows);
   // Of a lane: its columns, and how many loads of each are in flight. Accumulators take the other registers.
   static constexpr int kColumns = 4, kAhead = kRows == 1 ? 4 : kRows <= 8 ? 3 : 2;
   static constexpr int kLanes = kDepth / 4;  // that divide K
@@ -192,7 +192,7 @@ class FewRowsKernel {
   using Arguments = typename Step::Arguments;
   static constexpr int kProducts = Step::kProducts;  // of a unit
 
-  __device__ FewRowsKernel(const Arguments& args, int step, const FewRowsTile& tile, float* shared)
+  __device__ SmallBatchKernel(const Arguments& args, int step, const SmallBatchTile& tile, float* shared)
       : step_(args, step),
         shape_{kProducts, tile},
         hidden_(args.hidden),
@@ -357,17 +357,17 @@ class FewRowsKernel {
   }
 
   const Step step_;
-  const FewRowsShape shape_;
+  const SmallBatchShape shape_;
   const int hidden_, unit_;  // unit_: the block's first
   float* const shared_;
   const int slice_, column_, lane_;    // column_: the lane's first
   const int slice_depth_, slice_end_;  // a slice's part of K; where this one ends
-  const FewRowsOperands operands_;
+  const SmallBatchOperands operands_;
 };
 
 template <class Kernel>
-__device__ __forceinline__ void run_few_rows(const typename Kernel::Arguments& args, int step,
-                                             const FewRowsTile& tile) {
+__device__ __forceinline__ void run_small_batch(const typename Kernel::Arguments& args, int step,
+                                                const SmallBatchTile& tile) {
 #ifdef __CUDA_ARCH__
   extern __shared__ __align__(16) float shared[];
   Kernel(args, step, tile, shared).run();
@@ -376,49 +376,51 @@ __device__ __forceinline__ void run_few_rows(const typename Kernel::Arguments& a
 
 // Two blocks fit a multiprocessor: the next step's block waits there with its weights loaded.
 template <class Kernel>
-__global__ void __launch_bounds__(FewRowsShape::kMostThreads, 2)
-    recurrence_few_rows_kernel(const __grid_constant__ typename Kernel::Arguments args, int step,
-                               const FewRowsTile tile) {
-  run_few_rows<Kernel>(args, step, tile);
+__global__ void __launch_bounds__(SmallBatchShape::kMostThreads, 2)
+    recurrence_small_batch_kernel(const __grid_constant__ typename Kernel::Arguments args, int step,
+                                  const SmallBatchTile tile) {
+  run_small_batch<Kernel>(args, step, tile);
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// The kernel for tiles of some rows, one of kFewRows. Step is FewRowsForward or FewRowsBackward of a cell.
+// The kernel for tiles of some rows, one of kSmallBatch. Step is SmallBatchForward or SmallBatchBackward of a
+// cell.
 template <class Step>
-auto few_rows_kernel(int rows) {
-  if (rows == 1) return recurrence_few_rows_kernel<FewRowsKernel<Step, 1>>;
-  if (rows == 4) return recurrence_few_rows_kernel<FewRowsKernel<Step, 4>>;
-  if (rows == 8) return recurrence_few_rows_kernel<FewRowsKernel<Step, 8>>;
-  return recurrence_few_rows_kernel<FewRowsKernel<Step, kMostFewRows>>;
+auto small_batch_kernel(int rows) {
+  if (rows == 1) return recurrence_small_batch_kernel<SmallBatchKernel<Step, 1>>;
+  if (rows == 4) return recurrence_small_batch_kernel<SmallBatchKernel<Step, 4>>;
+  if (rows == 8) return recurrence_small_batch_kernel<SmallBatchKernel<Step, 8>>;
+  return recurrence_small_batch_kernel<SmallBatchKernel<Step, kMostSmallBatch>>;
 }
 
 template <class Step, class Cell>
-cudaError_t launch_few_rows(const typename Step::Arguments& s, const FewRowsTile& tile, cudaStream_t stream) {
+cudaError_t launch_small_batch(const typename Step::Arguments& s, const SmallBatchTile& tile,
+                               cudaStream_t stream) {
   int capability = 0;
   const cudaError_t error =
-      compute_capability<recurrence_few_rows_kernel<FewRowsKernel<Step, 1>>>(capability);
+      compute_capability<recurrence_small_batch_kernel<SmallBatchKernel<Step, 1>>>(capability);
   if (error != cudaSuccess) return error;
-  const void* const kernel = reinterpret_cast<const void*>(few_rows_kernel<Step>(tile.rows));
-  return run_few_rows_steps(kernel, Cell::kGates, s, tile, /*programmatic=*/capability >= 90, stream);
+  const void* const kernel = reinterpret_cast<const void*>(small_batch_kernel<Step>(tile.rows));
+  return run_small_batch_steps(kernel, Cell::kGates, s, tile, /*programmatic=*/capability >= 90, stream);
 }
 
 // As in persistent/launch.h.
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceForwardArguments<float>& s, const FewRowsTile& tile,
-                                  cudaStream_t stream) {
-  return launch_few_rows<FewRowsForward<Cell>, Cell>(s, tile, stream);
+cudaError_t launch_small_batch_steps(const SequenceForwardArguments<float>& s, const SmallBatchTile& tile,
+                                     cudaStream_t stream) {
+  return launch_small_batch<SmallBatchForward<Cell>, Cell>(s, tile, stream);
 }
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceBackwardArguments<float>& s, const FewRowsTile& tile,
-                                  cudaStream_t stream) {
-  return launch_few_rows<FewRowsBackward<Cell>, Cell>(s, tile, stream);
+cudaError_t launch_small_batch_steps(const SequenceBackwardArguments<float>& s, const SmallBatchTile& tile,
+                                     cudaStream_t stream) {
+  return launch_small_batch<SmallBatchBackward<Cell>, Cell>(s, tile, stream);
 }
 #endif
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_FEW_ROWS_STEPS(Cell)                                                              \
-  template cudaError_t lltm_ext::launch_few_rows_steps<Cell>(const SequenceForwardArguments<float>&,  \
-                                                             const FewRowsTile&, cudaStream_t);       \
-  template cudaError_t lltm_ext::launch_few_rows_steps<Cell>(const SequenceBackwardArguments<float>&, \
-                                                             const FewRowsTile&, cudaStream_t);
+#define INSTANTIATE_FEW_ROWS_STEPS(Cell)                                                                 \
+  template cudaError_t lltm_ext::launch_small_batch_steps<Cell>(const SequenceForwardArguments<float>&,  \
+                                                                const SmallBatchTile&, cudaStream_t);    \
+  template cudaError_t lltm_ext::launch_small_batch_steps<Cell>(const SequenceBackwardArguments<float>&, \
+                                                                const SmallBatchTile&, cudaStream_t);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/hopper/launch.h"
-#include "recurrence/step/fused_arguments.h"
-#include "recurrence/step/fused_shape.h"
+#include "recurrence/stepwise/fused_arguments.h"
+#include "recurrence/stepwise/fused_shape.h"
 
 namespace lltm_ext {
 namespace hopper {

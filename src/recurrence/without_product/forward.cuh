@@ -1,7 +1,7 @@
 // All steps of independent units forward (steps.cuh).
 #pragma once
 
-#include "recurrence/independent/steps.cuh"
+#include "recurrence/without_product/steps.cuh"
 
 namespace lltm_ext {
 
@@ -63,7 +63,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     for (int k = 0; k < kStepInputs; ++k) {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
-    inputs.keep = args_.resets().kept(row);
+    inputs.keep = args_.resets().mask(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {
@@ -94,9 +94,9 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   __device__ void keep(A share) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      h_[u] = keep_share(share, h_[u]);
+      h_[u] = scale_by_mask(share, h_[u]);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) states_[u][s] = keep_share(share, states_[u][s]);
+      for (int s = 0; s < kStates; ++s) states_[u][s] = scale_by_mask(share, states_[u][s]);
     }
   }
 

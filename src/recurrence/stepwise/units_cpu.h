@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "recurrence/step/vector_math.h"
+#include "recurrence/stepwise/vector_math.h"
 
 namespace lltm_ext {
 namespace step_cpu {

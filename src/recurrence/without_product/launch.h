@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "recurrence/cell.h"
-#include "recurrence/independent/shape.h"
+#include "recurrence/without_product/shape.h"
 
 namespace lltm_ext {
 
