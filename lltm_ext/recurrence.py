@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,36 +48,6 @@ RESERVED = (
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@overload
-def recurrence(
-    *,
-    gates: int,
-    separate: bool = False,
-    states: Sequence[str] = (),
-    parameters: Sequence[str] | Mapping[str, float | None] = (),
-    inputs: Sequence[str] = (),
-    recurrent: bool = True,
-    output: str = "h",
-) -> Callable[[Callable[..., Any]], RecurrentCell]: ...
-
-
-@overload
-def recurrence(
-    *,
-    gates: int,
-    separate: bool = False,
-    states: Sequence[str] = (),
-    parameters: Sequence[str] | Mapping[str, float | None] = (),
-    inputs: Sequence[str] = (),
-    recurrent: bool = True,
-    output: str = "h",
-    name: str,
-    forward: str,
-    backward: str | None = None,
-    saved: Sequence[str] = (),
-) -> RecurrentCell: ...
-
-
 def recurrence(
     *,
     gates: int,
@@ -91,7 +61,7 @@ def recurrence(
     forward: str | None = None,
     backward: str | None = None,
     saved: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], RecurrentCell] | RecurrentCell:
+) -> Any:
     """Makes a recurrent cell of a function that computes one step of one hidden unit.
 
     The function names the values that it needs, in any order::
