@@ -40,12 +40,12 @@ KernelText text_of(const CellKernel& kernel) {
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
                                       kernel.fused_rows, ", ", kernel.reset.empty() ? "false" : "true", ">>");
-    return {"step/fused_hopper.cuh",
+    return {"stepwise/fused_hopper.cuh",
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
   if (kernel.is_small_batch()) {
-    return {"step/small_batch.cuh",
+    return {"stepwise/small_batch.cuh",
             c10::str("const __grid_constant__ Sequence", direction,
                      "Arguments<T> args, int step, const SmallBatchTile tile"),
             "SmallBatchShape::kMostThreads, 2",
@@ -63,12 +63,12 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    return {kernel.backward ? "independent/backward.cuh" : "independent/forward.cuh",
+    return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh",
             c10::str("const __grid_constant__ Sequence", direction, "Arguments<T> sequence"),
             "kIndependentThreads",
             c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
   }
-  return {"step/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
+  return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
           "run_pointwise<Cell>(step)"};
 }
 
