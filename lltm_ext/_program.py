@@ -49,6 +49,6 @@ def serialize(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
         int(derived.zeros_stay),
         int(struct.wide_projections),
     )
-    program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source))
+    program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))
     CELLS[program] = cell
     return program

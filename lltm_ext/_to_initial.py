@@ -34,7 +34,7 @@ class Derived(NamedTuple):
 
 
 def around(own: Struct) -> Struct:
-    return own._replace(source=SOURCE.format(source=own.source))
+    return own._replace(source=SOURCE.format(source=own.source), instructions=())
 
 
 class ResetsToInitial:

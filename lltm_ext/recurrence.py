@@ -587,8 +587,8 @@ def parameters_of(call: SequenceCall) -> Sequence[Any]:
 
 
 def by_loop(cell: RecurrentCell, input: Any, to_initial: bool) -> bool:
-    """Whether a call runs in the loop of torch's ops: on the CPU, where few cells have kernels."""
-    return isinstance(input, Tensor) and not input.is_cuda and (to_initial or not cell.is_compiled)
+    """Whether a call runs in the loop of torch's ops: with resets to the initial states on the CPU."""
+    return isinstance(input, Tensor) and not input.is_cuda and (to_initial or cell.function is None)
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:

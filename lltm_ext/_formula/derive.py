@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lltm_ext._formula.capture import capture
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.emit import CellNodes, Struct, emit
+from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
 from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
+from lltm_ext._formula.instructions import backward_instructions, forward_instructions
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
 FREE = ("p", "u")  # backward can read them again, exactly
@@ -209,11 +210,16 @@ class Derived:
         self._nodes = CellNodes(
             declaration, self.leaves, self.outputs, self.cotangents, self.gradients, self.reads_h
         )
-        self.struct = emit(self._nodes, self.saved, wide=())
+        self.struct = self._emit(self.saved)
         self.jumps = jumps(self.outputs, self.leaves)
         self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
+
+    def _emit(self, saved: Sequence[Node], wide: Sequence[Node] = (), jumps: bool = False) -> Struct:
+        numbers, _ = saved_numbers(saved, wide)
+        both = forward_instructions(self._nodes, numbers), backward_instructions(self._nodes, numbers)
+        return emit(self._nodes, saved, wide, jumps)._replace(instructions=both)
 
     def _half_struct(self) -> Struct:
         """The struct that has some values in float32.
@@ -221,7 +227,7 @@ class Derived:
         Without a product the projections are all of the gates. If these and the states are saved as they are,
         the backward can compute all from them again. That may need fewer numbers.
         """
-        struct = emit(self._nodes, self.saved, self.wide, self.jumps)
+        struct = self._emit(self.saved, self.wide, self.jumps)
         if self.declaration.recurrent or not self.wide:
             return struct
         live = ancestors(self._results)
@@ -229,7 +235,7 @@ class Derived:
         read = ancestors(self._results, decisions)
         leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
         wide = [*self.leaves["s"], *(self.leaves["x"] if self.jumps else ())]
-        of_leaves = emit(self._nodes, [*leaves, *decisions], wide, self.jumps)
+        of_leaves = self._emit([*leaves, *decisions], wide, self.jumps)
         return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property

@@ -180,6 +180,7 @@ class Struct(NamedTuple):
     source: str
     saved: int  # how many numbers its forward saves
     wide_projections: bool = False  # whether half types have the projections in float32
+    instructions: tuple[str, ...] = ()  # forward and backward for the CPU; none of a cell given in C++
 
 
 def emit(

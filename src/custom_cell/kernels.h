@@ -49,9 +49,9 @@ class CellOp {
   static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
 
-  // On the CPU other cells run in torch's ops (lltm_ext/_loop.py).
   void check_device(const at::Tensor& input) const {
-    TORCH_CHECK(program_.compiled || !input.is_cpu(), name(), ": expected input on a CUDA device, got cpu");
+    TORCH_CHECK(program_.compiled || program_.formulas || !input.is_cpu(), name(),
+                ": expected input on a CUDA device, got cpu");
   }
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -128,11 +128,13 @@ class CellOp {
   // Without a stream: on the CPU.
   template <typename T>
   void step(const StepForwardArguments<T>& step) const {
-    std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
+    if (compiled_) return std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
+    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->forward, shape(), step);
   }
   template <typename T>
   void step(const StepBackwardArguments<T>& step) const {
-    std::get<CpuLaunchers<T>>(compiled_->cpu).step_backward(step);
+    if (compiled_) return std::get<CpuLaunchers<T>>(compiled_->cpu).step_backward(step);
+    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->backward, shape(), step);
   }
 
  private:

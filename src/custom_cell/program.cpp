@@ -91,7 +91,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
     return;
   }
   const Strings fields = fields_of(text);
-  const Strings numbers = fields.size() == 3 ? split(fields[1], ',') : Strings();
+  const bool has_formulas = fields.size() == 5;
+  const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
   TORCH_CHECK_VALUE(numbers.size() == 10 || numbers.size() == 11,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
@@ -110,6 +111,10 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            n(8, /*least=*/-1),
            numbers.size() > 10 && n(10) != 0};
   zeros_stay = n(9) != 0;
+  if (has_formulas) {
+    formulas = std::make_unique<const CellFormulas>(
+        CellFormulas{Formula(name, fields[3]), Formula(name, fields[4])});
+  }
   TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
   TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
                     shape.states, " states, got ", shape.output_state);

@@ -1,16 +1,19 @@
 // A cell in the text form that the dispatcher carries, so that it can be traced and exported: the name of one
 // that is compiled with the package, or the text of another one. The text's fields (common/runtime/text.h):
-// the cell's name; numbers, separated by commas; the C++ of its struct `Cell` (recurrence/cell.h). The
+// the cell's name; numbers, separated by commas; the C++ of its struct `Cell` (recurrence/cell.h); and for the
+// CPU its formulas forward and backward (formula.h), which programs of version 0.3 and cells in C++ lack. The
 // numbers are those of its CellShape but `wide`; 1 if a unit of zeros stays so, forward and backward, else 0;
 // `wide`, which programs of version 0.3 lack.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
 
+#include "custom_cell/formula.h"
 #include "recurrence/cell.h"
 #include "recurrence/compiled_cell.h"
 
@@ -46,6 +49,7 @@ struct CellProgram {
   CellShape shape;
   bool zeros_stay;
   const CompiledCell* compiled = nullptr;
+  std::unique_ptr<const CellFormulas> formulas = {};  // for the CPU, or null
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;

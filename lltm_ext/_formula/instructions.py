@@ -1,0 +1,76 @@
+"""The formulas of a derived cell as lists of instructions, which the CPU interprets (src/custom_cell/formula.h).
+
+A list is a text of words. Each word is a value, numbered from 0: a leaf (``x0``, ``r0``, ``h``, ``s0``, ``p0``,
+``u0``; in the backward ``v0``, a saved number, ``g``, the gradient of h, and ``d0``, that of state 0), a number
+(``=0.5``), or an op with the numbers of its arguments (``add,3,4``). After the word ``>`` follow the results,
+each with the number of its value: forward ``h``, ``s0`` and the saved ``v0``; backward the gradients of the
+leaves of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lltm_ext._formula.emit import CellNodes, Saved
+from lltm_ext._formula.graph import CONSTANT, Node, ancestors
+
+
+class Instructions:
+    """A list under construction."""
+
+    def __init__(self, leaves: Mapping[Node, str]):
+        self._leaves = leaves
+        self._words: dict[str, int] = {}
+        self._places: dict[Node, int] = {}
+
+    def add(self, *word: object) -> int:
+        return self._words.setdefault(",".join(map(str, word)), len(self._words))
+
+    def define(self, node: Node, place: int) -> None:
+        self._places[node] = place
+
+    def compute(self, targets: Iterable[Node]) -> None:
+        for node in ancestors(targets, self._places):
+            if node not in self._places:
+                self.define(node, self._add(node))
+
+    def _add(self, node: Node) -> int:
+        if node in self._leaves:
+            return self.add(self._leaves[node])
+        if node.op == CONSTANT:
+            return self.add(f"={float(node.value)!r}")
+        places = [self._places[arg] for arg in node.args]
+        return places[0] if node.op == "detach" else self.add(node.op, *places)
+
+    def place(self, node: Node) -> int:
+        return self._places[node]
+
+    def text(self, results: Iterable[tuple[str, int]]) -> str:
+        return " ".join([*self._words, ">", *(f"{name},{place}" for name, place in results)])
+
+
+def forward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
+    code = Instructions({node: f"{k}{i}" for k, nodes in cell.leaves.items() for i, node in enumerate(nodes)})
+    code.compute([*cell.outputs, *(node for x in saved for node in x.nodes)])
+    results = [(f"s{i - 1}" if i else "h0", code.place(node)) for i, node in enumerate(cell.outputs)]
+    for x in saved:
+        place = code.place(x.nodes[0])
+        for k, node in enumerate(x.nodes[1:], 1):  # decisions share a number, each has a bit
+            bit = code.add("mul", code.place(node), code.add(f"={float(1 << k)}"))
+            place = code.add("add", place, bit)
+        results.append((f"v{x.first}", place))
+    return code.text(results)
+
+
+def backward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
+    leaves = {node: f"{k}{i}" for k in ("p", "u") for i, node in enumerate(cell.leaves[k])}
+    leaves |= {node: f"d{i - 1}" if i else "g0" for i, node in enumerate(cell.cotangents)}
+    code = Instructions(leaves)
+    for x in saved:
+        number = code.add(f"v{x.first}")
+        for k, node in enumerate(x.nodes):
+            code.define(node, code.add("bit", number, k) if len(x.nodes) > 1 else number)
+    code.compute(node for nodes in cell.gradients.values() for node in nodes)
+    return code.text(
+        (f"{k}{i}", code.place(node)) for k, nodes in cell.gradients.items() for i, node in enumerate(nodes)
+    )

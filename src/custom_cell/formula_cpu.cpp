@@ -1,0 +1,272 @@
+// Interprets the formulas of a cell for a step on the CPU (formula.h). Each instruction is a loop over a block
+// of units, which the compiler vectorises; blocks are distributed over threads.
+//
+// No code here looks at floating-point exceptions or errno, so selections need no branch.
+#pragma GCC optimize("no-trapping-math", "no-math-errno")
+
+#include "custom_cell/formula.h"
+#include "recurrence/stepwise/units_cpu.h"
+
+namespace lltm_ext {
+namespace {
+
+using step_cpu::kBlock;
+
+// The functions that the cells of recurrent networks use most, without calls; the others are those of std.
+struct FloatMath : ExactMath {
+  static float sigmoid(float x) { return step_cpu::VectorMath::sigmoid(x); }
+  static float tanh(float x) { return step_cpu::VectorMath::tanh(x); }
+  static float elu(float x) { return step_cpu::VectorMath::elu(x); }
+
+  static float exp(float x) {
+    using step_cpu::VectorMath;
+    const float limited = VectorMath::at_most(100.f, VectorMath::at_least(-110.f, x));
+    const VectorMath::Exp e = VectorMath::exp(limited);
+    // 2^n in two factors, because n is out of the range of an exponent where e^x is infinite or subnormal.
+    const int32_t n = static_cast<int32_t>(e.n - 0x4B400000u), half = n >> 1;
+    const float first = step_cpu::float_of(static_cast<uint32_t>(half + 127) << 23),
+                second = step_cpu::float_of(static_cast<uint32_t>(n - half + 127) << 23);
+    return VectorMath::nan_of(x, (1.f + e.rest) * first * second);
+  }
+
+  // log(x) = e * ln(2) + log(1 + f), with 1 + f from sqrt(1/2) to sqrt(2).
+  static float log(float x) {
+    const bool subnormal = x < 0x1p-126f;
+    const float scaled = subnormal ? x * 0x1p23f : x;
+    const uint32_t bits = step_cpu::bits_of(scaled), above = (bits - 0x3F3504F3u) & 0xFF800000u;
+    const float e = static_cast<float>(static_cast<int32_t>(above) >> 23) - (subnormal ? 23.f : 0.f);
+    const float f = step_cpu::float_of(bits - above) - 1.f;
+    // (log(1 + f) - f + f^2 / 2) / f^3, fitted for a relative error of the logarithm of 1e-9.
+    float p = 0.0679729185f;
+    p = p * f - 0.117089676f;
+    p = p * f + 0.118826285f;
+    p = p * f - 0.123991072f;
+    p = p * f + 0.142194267f;
+    p = p * f - 0.16668402f;
+    p = p * f + 0.200021452f;
+    p = p * f - 0.250000015f;
+    p = p * f + 0.33333312f;
+    const float low = p * f * f * f - 0.5f * f * f + e * -2.12194440e-4f;  // e * ln(2) in two parts
+    const float y = e * 0.693359375f + (f + low);
+    const float special = x == 0.f ? -infinity<float>() : x > 0.f ? x : nan<float>();  // x: infinite
+    return x > 0.f && x < infinity<float>() ? y : special;
+  }
+
+  // log(u) of the rounded u = 1 + x, corrected by what the rounding lost.
+  static float log1p(float x) {
+    const float u = 1.f + x, y = log(u) - ((u - 1.f) - x) / u;
+    return u > 0.f && u < infinity<float>() ? y : log(u);
+  }
+  static float softplus(float x) { return relu(x) + log1p(exp(-std::fabs(x))); }
+  static float logaddexp(float a, float b) {
+    const float size = a == b ? 0.f : std::fabs(a - b);
+    return maximum(a, b) + log1p(exp(-size));
+  }
+};
+
+template <typename A>
+using MathOf = std::conditional_t<std::is_same_v<A, float>, FloatMath, ExactMath>;
+
+// The values of n units from unit `first` of all B * H on.
+template <typename A>
+class Block {
+ public:
+  Block(const Formula& formula, A* memory, int64_t hidden) : formula_(formula), memory_(memory), hidden_(hidden) {
+    for (const auto& [value, to] : formula.constants) std::fill_n(slot(to), kBlock, static_cast<A>(value));
+  }
+
+  A* slot(int i) const { return memory_ + i * kBlock; }
+  void set_range(int64_t first, int n) { first_ = first, n_ = n; }
+  int64_t first() const { return first_; }
+  int n() const { return n_; }
+
+  // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the block.
+  template <typename F>
+  void per_row(F&& f) const {
+    int64_t row = first_ / hidden_, unit = first_ % hidden_;
+    for (int i = 0; i < n_; ++row, unit = 0) {
+      const int n = static_cast<int>(std::min<int64_t>(n_ - i, hidden_ - unit));
+      f(i, row, unit, n);
+      i += n;
+    }
+  }
+
+  void compute() const {
+    using Math = MathOf<A>;
+    using Op = Formula::Op;
+    for (const Formula::Instruction& instruction : formula_.code) {
+      A* const to = slot(instruction.to);
+      const A *const from_a = slot(instruction.a), *const from_b = slot(instruction.b),
+                     *const from_c = slot(instruction.c);
+      switch (instruction.op) {
+#define LLTM_FORMULA_CASE(name, value)                                    \
+  case Op::k_##name:                                                      \
+    LLTM_STEP_INDEPENDENT                                                 \
+    for (int i = 0; i < n_; ++i) {                                        \
+      [[maybe_unused]] const A a = from_a[i], b = from_b[i], c = from_c[i]; \
+      to[i] = value;                                                      \
+    }                                                                     \
+    break;
+        LLTM_FORMULA_OPS(LLTM_FORMULA_CASE)
+#undef LLTM_FORMULA_CASE
+      }
+    }
+  }
+
+ private:
+  const Formula& formula_;
+  A* const memory_;
+  const int64_t hidden_;
+  int64_t first_ = 0;
+  int n_ = 0;
+};
+
+template <typename A>
+void copy(const A* from, int n, A* to) {
+  for (int i = 0; i < n; ++i) to[i] = from[i];
+}
+
+// The leaves, except those that `other` sets.
+template <typename A, class Step, typename F>
+void load_leaves(const Formula& formula, const CellShape& shape, const Step& s, const Block<A>& block, F&& other) {
+  for (const Formula::Place& leaf : formula.leaves) {
+    A* const to = block.slot(leaf.slot);
+    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+      if (leaf.kind == 'p') {
+        copy(s.parameters + leaf.number * s.hidden + unit, n, to + i);
+      } else if (leaf.kind == 'u') {
+        copy(s.step_inputs + (row * shape.step_inputs + leaf.number) * s.hidden + unit, n, to + i);
+      } else {
+        other(leaf, row, unit, n, to + i);
+      }
+    });
+  }
+}
+
+template <typename A>
+void run_block(const Formula& formula, const CellShape& shape, const StepForwardArguments<A>& s,
+               const Block<A>& block) {
+  const int64_t plane = s.hidden;
+  load_leaves(formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
+    const int k = leaf.number;
+    const A* const product = s.product ? s.product + (row * shape.gates + k) * plane + unit : nullptr;
+    switch (leaf.kind) {
+      case 'x':
+        copy(&s.gates.at(row, k, unit), n, to);
+        for (int i = 0; i < n && product && !shape.separate; ++i) to[i] += product[i];
+        return;
+      case 'r':
+        return product ? copy(product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
+      case 's':
+        return copy(s.old_states + k * s.state_stride + row * plane + unit, n, to);
+      default:
+        return copy(s.old_h + row * plane + unit, n, to);
+    }
+  });
+  block.compute();
+  for (const Formula::Place& result : formula.results) {
+    const A* const from = block.slot(result.slot);
+    const int k = result.number;
+    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+      const int64_t at = row * plane + unit;
+      if (result.kind == 'h') {
+        copy(from + i, n, s.h + at);
+        if (s.output) copy(from + i, n, s.output + at);
+      } else if (result.kind == 's') {
+        copy(from + i, n, s.new_states + k * s.state_stride + at);
+        if (k == shape.output_state) copy(from + i, n, s.state_output + at);
+      } else if (s.saved.data && k < shape.saved_in_gates()) {
+        copy(from + i, n, &s.saved.at(row, k, unit));
+      } else if (s.saved.data && s.extra) {
+        copy(from + i, n, s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit);
+      }
+    });
+  }
+}
+
+template <typename A>
+void run_block(const Formula& formula, const CellShape& shape, const StepBackwardArguments<A>& s,
+               const Block<A>& block) {
+  const int64_t plane = s.hidden;
+  const auto add = [](const auto& from, int64_t row, int64_t unit, int n, A* to, int64_t offset = 0) {
+    for (int i = 0; i < n && from.data; ++i) to[i] += from.data[row * from.row + (unit + i) * from.unit + offset];
+  };
+  load_leaves(formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
+    const int k = leaf.number;
+    const int64_t at = row * plane + unit;
+    const bool is_output = shape.output_state == (leaf.kind == 'g' ? -1 : k);
+    switch (leaf.kind) {
+      case 'v':
+        return copy(k < shape.saved_in_gates()
+                        ? &s.saved.at(row, k, unit)
+                        : s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit,
+                    n, to);
+      case 'g':
+        std::fill_n(to, n, A(0));
+        for (int i = 0; i < n && s.grad_h; ++i) to[i] = s.grad_h[at + i];
+        for (int i = 0; i < n && s.grad_own_h; ++i) to[i] += s.grad_own_h[at + i];
+        break;
+      default:  // of a state
+        std::fill_n(to, n, A(0));
+        add(s.grad_new_states, row, unit, n, to, k * s.state_stride);
+    }
+    if (is_output) add(s.grad_output, row, unit, n, to);
+  });
+  block.compute();
+  for (const Formula::Place& result : formula.results) {
+    const A* const from = block.slot(result.slot);
+    const int k = result.number;
+    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+      const auto sum = [&](int number) {
+        A* const sums = s.grad_sums + (row * shape.sums() + number) * plane + unit;
+        for (int u = 0; u < n && s.grad_sums; ++u) sums[u] += from[i + u];
+      };
+      switch (result.kind) {
+        case 'x':
+          sum(k);
+          return copy(from + i, n, &(shape.separate ? s.grad_projections : s.grad_gates).at(row, k, unit));
+        case 'r':
+          return copy(from + i, n, &s.grad_gates.at(row, k, unit));
+        case 'p':
+          return sum(shape.gates + k);
+        case 's':
+          if (s.grad_old_states) {
+            copy(from + i, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
+          }
+          return;
+        default:
+          if (s.grad_own_h) copy(from + i, n, s.grad_own_h + row * plane + unit);
+      }
+    });
+  }
+}
+
+template <typename A, class Step>
+void run(const Formula& formula, const CellShape& shape, const Step& step) {
+  const auto blocks = [&](int64_t, int64_t first, int n) {
+    static thread_local std::vector<A> memory;
+    memory.resize(std::max<size_t>(memory.size(), formula.slots * kBlock));
+    Block<A> block(formula, memory.data(), step.hidden);
+    block.set_range(first, n);
+    run_block(formula, shape, step, block);
+  };
+  step_cpu::for_each_block<A>(1, step.batch * step.hidden, blocks);
+}
+
+}  // namespace
+
+template <typename A>
+void run_formula(const Formula& forward, const CellShape& shape, const StepForwardArguments<A>& step) {
+  run<A>(forward, shape, step);
+}
+template <typename A>
+void run_formula(const Formula& backward, const CellShape& shape, const StepBackwardArguments<A>& step) {
+  run<A>(backward, shape, step);
+}
+
+template void run_formula(const Formula&, const CellShape&, const StepForwardArguments<float>&);
+template void run_formula(const Formula&, const CellShape&, const StepForwardArguments<double>&);
+template void run_formula(const Formula&, const CellShape&, const StepBackwardArguments<float>&);
+template void run_formula(const Formula&, const CellShape&, const StepBackwardArguments<double>&);
+
+}  // namespace lltm_ext
