@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from lltm_ext._arguments import SequenceCall, at_next_step
+from lltm_ext._formula.instructions import resetting_instructions
 from lltm_ext._loop import Step, apply_reset
 from lltm_ext._program import serialize_both
 
 if TYPE_CHECKING:
+    from lltm_ext._formula.declaration import Declaration
     from lltm_ext._formula.emit import Struct
     from lltm_ext.recurrence import RecurrentCell
 
@@ -33,8 +35,9 @@ class Derived(NamedTuple):
     half_struct: Struct
 
 
-def around(own: Struct) -> Struct:
-    return own._replace(source=SOURCE.format(source=own.source), instructions=())
+def around(declared: Declaration, own: Struct) -> Struct:
+    instructions = own.instructions and resetting_instructions(declared, *own.instructions)
+    return own._replace(source=SOURCE.format(source=own.source), instructions=instructions)
 
 
 class ResetsToInitial:
@@ -56,7 +59,7 @@ class ResetsToInitial:
         inputs = (*cell.inputs, "_reset")
         self.declared = cell.declared._replace(states=states, inputs=inputs, output="_output")
         own = cell.derived
-        structs = (around(struct) for struct in (own.struct, own.half_struct))
+        structs = (around(cell.declared, struct) for struct in (own.struct, own.half_struct))
         self.derived = Derived(own.reads_h, own.zeros_stay, *structs)
         self.program, self.half_program = serialize_both(self)
 

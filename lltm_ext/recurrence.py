@@ -25,7 +25,7 @@ from lltm_ext._formula.declaration import Declaration, arguments_of, check_names
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor
-from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
+from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize_both
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
@@ -308,8 +308,6 @@ class RecurrentCell:
         dtype, to_initial = autocast_dtype(input), reset is not None and reset_to == "initial"
         call = call if dtype is None else lowered(dtype, call)
         check_call(self, call, algorithm, reset_to)
-        if by_loop(self, input, to_initial):
-            return "stepwise"
         cell, call = resets_as_inputs(self, call) if to_initial else (self, call)
         return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
 
@@ -485,8 +483,6 @@ def run(
             raise_named(cell, call, algorithm, reset_to)
             raise
     dtype = autocast_dtype(call.input)
-    if by_loop(cell, call.input, to_initial):
-        return without_autocast(dtype, run_by_loop, cell, call, algorithm, reset_to)
     if dtype is not None and not cell.is_compiled:
         return without_autocast(dtype, run, cell, call, algorithm, reset_to)
     if not kernels_check(cell, call):
@@ -510,7 +506,7 @@ def run_both(
     """The same for both directions of a layer."""
     dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
     is_plain = not to_initial and (dtype is None or cell.is_compiled)
-    if is_plain and not by_loop(cell, calls[0].input, to_initial) and kernels_check(cell, *calls):
+    if is_plain and kernels_check(cell, *calls):
         calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # stay in float32
         try:
             return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype)
@@ -519,14 +515,6 @@ def run_both(
                 raise_named(cell, call, "auto", reset_to)
             raise
     return [run(cell, call, "auto", reset_to) for call in calls]
-
-
-def run_by_loop(
-    cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str
-) -> tuple[Tensor, list[Tensor]]:
-    call = with_states(cell, call)
-    check_call(cell, call, algorithm, reset_to)
-    return run_loop(cell, call, to_initial=call.reset is not None and reset_to == "initial")
 
 
 def without_autocast(
@@ -584,11 +572,6 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
 def parameters_of(call: SequenceCall) -> Sequence[Any]:
     """Each of them, or the tensor that has all."""
     return (call.parameters,) if isinstance(call.parameters, Tensor) else call.parameters
-
-
-def by_loop(cell: RecurrentCell, input: Any, to_initial: bool) -> bool:
-    """Whether a call runs in the loop of torch's ops: with resets to the initial states on the CPU."""
-    return isinstance(input, Tensor) and not input.is_cuda and (to_initial or cell.function is None)
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:
