@@ -11,7 +11,7 @@ namespace lltm_ext {
 inline namespace stochastic_round_cuda {
 
 constexpr int kBlock = 128;
-// Groups per thread. They share the load of the generator's state, and their own loads overlap.
+// The groups of a thread share the load of the generator's state, and their own loads overlap.
 constexpr int kGroups = 2;
 
 struct Group {
