@@ -197,7 +197,7 @@ class CustomCellFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         *tensors, bias_hh, h, gates, extra = ctx.saved_tensors
-        grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, reset and the options
+        grads, nothing = grad_outputs[:3], (None,) * 6  # none for step_inputs, reset and options
         if all(g is None for g in grads):
             return (None,) * 14
         if torch.is_grad_enabled():

@@ -408,7 +408,7 @@ class TorchLayer(SequenceLayer):
         )
 
     def _is_symbolic(self, input: Any) -> bool:
-        from torch.fx import Proxy  # which takes long to import
+        from torch.fx import Proxy  # torch.fx takes long to import
 
         return isinstance(input, Proxy) and getattr(input.tracer, "root", None) is not self
 

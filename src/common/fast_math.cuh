@@ -39,7 +39,7 @@ struct FastMath : FoldedTanh {
   // The functions below are for users' cells, whose values can be far from [-1, 1]. Their errors are
   // relative, and at most 2^-21 of the result unless stated.
 
-  // Not approximate_exp, because errors of an exponential multiply from step to step.
+  // It is not approximate_exp, because errors of an exponential multiply from step to step.
   __device__ static float exp(float x) { return expf(x); }
   __device__ static float expm1(float x) { return expm1f(x); }
   // The absolute error is 2^-22 between 1/2 and 2.

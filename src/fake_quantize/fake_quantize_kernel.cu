@@ -10,8 +10,8 @@
 #include "fake_quantize/fake_quantize.h"
 
 namespace lltm_ext {
-// Not unnamed, because nvcc puts the file's path into the names of an unnamed namespace, and builds would not
-// be reproducible.
+// The namespace has a name, because nvcc puts the file's path into the names of an unnamed one, and builds
+// would not be reproducible.
 inline namespace fake_quantize_cuda {
 
 constexpr int kWarp = 32;

@@ -19,7 +19,7 @@ struct PersistentVariant {
 // The planner takes the first one that fits and pays off. Small blocks mean many blocks and a slow exchange,
 // large ones more work per step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
 // another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
-// Of the half types' clusters for Hopper only, a block has all units.
+// In the half types' cluster variants for Hopper only, a block has all units.
 constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kCluster, false, 2, 0, true, false, true},
     {Algorithm::kCluster, false, 4, 0, true, false, true},

@@ -26,7 +26,7 @@ struct FusedStepShape {
   constexpr bool exists() const { return columns() <= 256 && (backward || rows == 64 || gates <= 3); }
 
   constexpr int consumer_threads() const { return 2 * rows; }        // a warpgroup for 64 rows
-  constexpr int threads() const { return consumer_threads() + 32; }  // and a producer warp
+  constexpr int threads() const { return consumer_threads() + 32; }  // plus a producer warp
   constexpr int blocks() const { return rows > 64 ? 1 : 2; }         // blocks per multiprocessor
   constexpr int available_bytes() const { return 226 * 1024 / blocks(); }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_pointwise(const StepBackwardArguments<T, C, 
     for (int g = 0; g < kGates; ++g) shared[row][g][unit] = sum[g];
     __syncthreads();
     if (row >= kGates || j >= step.hidden) return;
-    A total = 0;  // of gate `row`
+    A total = 0;  // the sum of gate `row`
     for (int r = 0; r < kRows; ++r) total += shared[r][row][unit];
     step.grad_bias[row * step.hidden + j] = narrow<T>(total);
   }

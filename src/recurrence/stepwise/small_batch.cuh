@@ -45,7 +45,7 @@ struct SmallBatchForward {
   static constexpr int kProducts = Cell::kGates, kExtra = kCellShape<Cell>.extra();
 
   const Arguments& s;
-  const StepRows rows, before;  // of this step, and of the one before it
+  const StepRows rows, before;  // those of this step, and of the one before it
   const int count, k;
   const float* const weight;
 
@@ -107,7 +107,7 @@ struct SmallBatchBackward {
                        kSums = kCellShape<Cell>.sums(), kProducts = 1;
 
   const Arguments& s;
-  const StepRows rows, later;  // of this step, and of the one computed before it
+  const StepRows rows, later;  // those of this step, and of the one computed before it
   const int count, k;          // k: 0 if nothing is to be multiplied
   const float* const weight;
 
