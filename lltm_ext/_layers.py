@@ -1,6 +1,6 @@
 """Layers of recurrent cells with the options and the call of nn.LSTM.
 
-Three kinds: :class:`SequenceLayer` runs them; :class:`CellLayer` declares its parameters itself;
+There are three kinds: :class:`SequenceLayer` runs them; :class:`CellLayer` declares its parameters itself;
 :class:`TorchLayer` is one of torch's layers too.
 """
 
@@ -36,7 +36,7 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless to
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
-    """[S, B, H] of S tensors [B, H], without a copy of a single one.
+    """Stacks S tensors [B, H] to [S, B, H], without a copy of a single one.
 
     The result is no view of another tensor for autograd, because a view cannot be detached in place
     (``h_n.detach_()``). A state that nothing else refers to, ``is_fresh``, is reshaped itself, which takes
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
     """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
 
     inputs: list[Tensor]  # in the cell's order
-    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # of the two directions
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # for the two directions
     reset_to: str = "zeros"
 
 
@@ -74,10 +74,10 @@ class SequenceLayer(nn.Module):
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
     _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
-    _permutes: bool = False  # whether a subclass has to see each permutation of states, also by None
+    _permutes: bool = False  # whether a subclass must see each permutation of states, even None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
-        """(weight_ih, weight_hh, bias, bias_hh, parameters), what a call of the cell takes from the layer."""
+        """What a call of the cell takes: (weight_ih, weight_hh, bias, bias_hh, parameters)."""
         raise NotImplementedError
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
@@ -92,7 +92,7 @@ class SequenceLayer(nn.Module):
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> list[tuple[Tensor, list[Tensor]]]:
-        """(output, final states) of each direction. ``states`` are its initial ones, None for zeros."""
+        """Returns (output, final states) of each direction. ``states`` are initial ones, None for zeros."""
 
         calls = [self._call_of(layer, i, input, given, batch_sizes, steps) for i, given in enumerate(states)]
         if self.bidirectional:
@@ -128,7 +128,7 @@ class SequenceLayer(nn.Module):
         return Steps([], self._resets(input, reset), reset_to)
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the two directions, in the order of the steps."""
+        """The resets of the two directions, in the order of the steps."""
         if reset is None:
             return None, None
         reset = self._step_input("reset", reset, input)
@@ -202,7 +202,7 @@ class SequenceLayer(nn.Module):
         batch_sizes: Tensor | None = None,
         order: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """The states of hx, [L*D, B, H] each, their rows in this order; None for None.
+        """Returns the states of hx, [L*D, B, H] each, their rows in this order; None for None.
 
         ``input`` is in the caller's layout.
         """
@@ -213,7 +213,7 @@ class SequenceLayer(nn.Module):
         return states if order is None else self._as_states(self._permuted(self._as_hx(states), order))
 
     def _of_one_row(self, hx: Any) -> Any:
-        """The hx of an unbatched input, as that of a batch of 1."""
+        """Turns the hx of an unbatched input into that of a batch of 1."""
         if hx is None:
             return None
         states = check_states(self._name, hx, self._cell.state_names)
@@ -226,7 +226,7 @@ class SequenceLayer(nn.Module):
         return self._as_hx([x.unsqueeze(1) for x in states])
 
     def _permuted(self, hx: Any, order: Tensor | None) -> Any:
-        """hx with its rows in this order."""
+        """Returns hx with its rows in this order."""
         if order is None:
             return hx
         return self._as_hx([x.index_select(1, order) for x in self._as_states(hx)])
@@ -245,7 +245,7 @@ class SequenceLayer(nn.Module):
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``.
+        """Runs all layers and directions over [T, B, I], or packed rows [N, I] with their ``batch_sizes``.
 
         Without ``states`` they start from zeros.
         """
@@ -253,7 +253,7 @@ class SequenceLayer(nn.Module):
         none = (None,) * len(cell.state_names)
         if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
             given: Sequence[Tensor | None] = none
-            if states is not None:  # a single one besides h has a layer's shape in the op too
+            if states is not None:  # the op takes a single one besides h in a layer's shape too
                 given = [states[0][0], states[1]] if len(states) == 2 else [x[0] for x in states]
             call = self._call_of(0, 0, input, given, batch_sizes, steps)
             output, last = run(cell, call, "auto", steps.reset_to)
@@ -286,7 +286,7 @@ class SequenceLayer(nn.Module):
 
 
 class CellLayer(SequenceLayer):
-    """A layer that declares its parameters itself, one bias a gate, from the number of the op's gates."""
+    """A layer that declares its own parameters, with one bias a gate, from the number of the op's gates."""
 
     bias: bool
 
@@ -350,7 +350,7 @@ class CellLayer(SequenceLayer):
 
     def extra_repr(self) -> str:
         names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
-        defaults = CellLayer.__init__.__defaults__ or ()  # of these, in this order, and then of others
+        defaults = CellLayer.__init__.__defaults__ or ()  # these options come first, in this order
         options = (
             (name, getattr(self, name), default) for name, default in zip(names, defaults, strict=False)
         )
@@ -367,10 +367,10 @@ class TorchLayer(SequenceLayer):
     bias: bool
     proj_size: int
     _torch_class: type[nn.RNNBase]
-    _flat_weights: list[Any]  # of all layers and directions, in the order of _flat_weights_names
+    _flat_weights: list[Any]  # those of _flat_weights_names, in this order
     _flat_weights_names: list[str]
     _flat_weight_refs: list[Any]
-    _has_expanded_weights = False  # those of torch.nn.utils' call_for_per_sample_grads
+    _has_expanded_weights = False  # whether call_for_per_sample_grads replaced weights
 
     def forward(
         self,
@@ -398,7 +398,7 @@ class TorchLayer(SequenceLayer):
         return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to))
 
     def _is_for_torch(self, input: Any) -> bool:
-        """Whether torch's own forward serves a call. The one place that decides it."""
+        """Whether torch's own forward serves a call. This is the one place that decides it."""
         return (
             self.proj_size > 0
             or tracing_state() is not None  # torch.jit.trace would record numbers that depend on the lengths
@@ -408,18 +408,18 @@ class TorchLayer(SequenceLayer):
         )
 
     def _is_symbolic(self, input: Any) -> bool:
-        from torch.fx import Proxy  # which takes long to import
+        from torch.fx import Proxy  # torch.fx takes long to import
 
         return isinstance(input, Proxy) and getattr(input.tracer, "root", None) is not self
 
     def _as_leaf(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
-        """A call in a graph of torch.fx, which does not trace through torch's modules either."""
+        """Makes a call one node of torch.fx, which does not trace through torch's modules either."""
         named = {} if reset is None else {"reset": reset, "reset_to": reset_to}
         name = input.tracer.path_of_module(self)
         return input.tracer.create_proxy("call_module", name, (input, hx), named)
 
     def _update_flat_weights(self) -> None:
-        """As torch's does, but in less time, and without a copy to where cuDNN looks for them."""
+        """Does what torch's does in less time, without copying the weights to where cuDNN looks for them."""
         own = map(self._parameters.get, self._flat_weights_names)
         if all(map(is_, own, self._flat_weights)):
             return
@@ -488,7 +488,7 @@ class TorchLayer(SequenceLayer):
                 )
             if state.dtype != dtype:
                 self._check_state_dtype(name, state, input)
-            if self.proj_size > 0:  # which h has, but not c
+            if self.proj_size > 0:  # h has this size, but not c
                 shape = (*shape[:2], self.hidden_size)
 
     def _check_state_dtype(self, argument: str, state: Tensor, input: Tensor) -> None:
@@ -500,7 +500,7 @@ class TorchLayer(SequenceLayer):
             )
 
     def _permuted(self, hx: Any, order: Tensor | None) -> Any:
-        # Torch's hook, which subclasses may override.
+        # This is torch's hook, which subclasses may override.
         return self.permute_hidden(hx, order)  # type: ignore[operator]
 
     def __init_subclass__(cls) -> None:

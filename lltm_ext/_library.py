@@ -67,10 +67,10 @@ class WrongStates(TypeError, RuntimeError):
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raises a TypeError that names the argument. The dispatcher's does not when no argument is a tensor."""
+    """Raises a TypeError that names the argument. The dispatcher's does not if no argument is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
-    if value.is_nested:  # has no shape
+    if value.is_nested:  # a nested tensor has no shape
         raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got a nested tensor")
 
 
@@ -107,7 +107,7 @@ def describe(function: Any, module: str, name: str, doc: str | None) -> None:
     if hasattr(function, "__code__"):
         function.__code__ = function.__code__.replace(co_name=name)
     else:
-        node = function._backward_cls  # as it is printed in a graph
+        node = function._backward_cls  # gives the name that a graph prints
         node.__name__ = node.__qualname__ = f"{name}Backward"
 
 
@@ -136,7 +136,7 @@ def in_place(
 
 
 def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """The vmap rule of an elementwise op: one call on the whole batch, its dimension first."""
+    """The vmap rule of an elementwise op: one call on the whole batch, whose dimension comes first."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
         batched = [
@@ -213,7 +213,7 @@ def vmap_rows(
 def differentiable_gradients(
     reference: Callable[..., Any], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that any transform can differentiate again: those of ``reference``, in pure PyTorch."""
+    """Returns the gradients of ``reference``, in pure PyTorch, which any transform can differentiate."""
     given = [i for i, x in enumerate(inputs) if x is not None]
 
     def of_given(*tensors: Tensor) -> Any:
@@ -233,7 +233,7 @@ def differentiable_gradients(
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether ``x`` has integers, of which autograd makes tangents of zeros."""
+    """Whether ``x`` has integers, for which autograd makes zeros as tangents."""
     return not (x.is_floating_point() or x.is_complex())
 
 
@@ -242,8 +242,8 @@ def differentiable_tangents(
 ) -> Any:
     """The tangents of the results of ``reference``: its derivative along those of ``inputs``.
 
-    As the gradient of the gradients with respect to the gradients of the results: unlike torch.func.jvp it
-    runs inside forward-mode AD too, which does not nest.
+    It is computed as the gradient of the gradients with respect to the gradients of the results. Unlike
+    torch.func.jvp this also runs inside forward-mode AD, which does not nest.
     """
     moving = [i for i, t in enumerate(tangents) if t is not None and not is_whole(t)]
 

@@ -27,7 +27,7 @@ Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes +
 def run_loop(
     cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked.
+    """Does what :func:`lltm_ext.recurrence.run` does, for arguments that it has checked.
 
     Args:
         to_initial: whether ``reset`` leads to the initial states instead of to zeros.
@@ -40,7 +40,7 @@ def run_loop(
     parameters = [x.to(compute) for x in parameters]
 
     def of_steps(x: Tensor) -> Sequence[Tensor]:
-        """[rows, width] of each step."""
+        """Splits x into [rows, width] of each step."""
         x = x if x.dim() == input.dim() else x.unsqueeze(-1)
         return x.unbind(0) if batch_sizes is None else x.split(batch_sizes)
 
@@ -92,7 +92,7 @@ def reference(
     reset: Tensor | None,
     reset_to: str,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A cell over a sequence in pure PyTorch, without any checks."""
+    """Runs a cell over a sequence in pure PyTorch, without any checks."""
     call = SequenceCall(input, hx, weight_ih, weight_hh, bias, reset=reset)
     output, final = run_loop(cell, call, to_initial=reset is not None and reset_to == "initial")
     return output, tuple(final)
@@ -121,7 +121,7 @@ def product_with(weight: Tensor, hidden: int) -> Product:
 
 
 def apply_reset(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
-    """A state after ``reset`` [rows, 1] to ``initial``, by default zeros.
+    """Returns a state after ``reset`` [rows, 1] to ``initial``, by default zeros.
 
     True and 1 also replace NaN and infinities.
     """
@@ -133,7 +133,7 @@ def apply_reset(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tens
 
 
 def scale_by_mask(x: Tensor, share: Tensor) -> Tensor:
-    """``x * share``, but 0 where share is 0, for NaN and infinities too."""
+    """Returns ``x * share``, but 0 where share is 0, even for NaN and infinities."""
     return (x * share).masked_fill(share == 0, 0)
 
 
@@ -148,7 +148,7 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def like(x: Tensor, h: Tensor) -> Tensor:
-    """A value that the cell computed, which may be the same for all rows."""
+    """Expands a value that the cell computed, which may be the same for all rows."""
     return x if x.shape == h.shape else x.expand_as(h)
 
 
@@ -158,6 +158,6 @@ def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
 
 
 def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:
-    """The output of no steps, whose gradients to the arguments used are zeros."""
+    """The output of no steps, whose gradients with respect to the arguments used are zeros."""
     zero = sum(x.flatten()[:0].sum().to(input.dtype) for x in used if x is not None)
     return input.new_zeros(*input.shape[:-1], h0.shape[1]) + zero

@@ -92,9 +92,9 @@ def apply_of(function: Any) -> Kernel:
 
 
 def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
-    """The op, and where a gradient is wanted, the first results of ``recorded``, called with all arguments.
+    """Runs the op or, where a gradient is wanted, ``recorded`` with all arguments, for its first results.
 
-    ``checks``: the op's checks come first, for a ``recorded`` that makes none.
+    ``checks`` makes the op's checks come first, for a ``recorded`` that has none.
     """
     defaults = defaults_of(name)
     returns = len(getattr(ops, name).default._schema.returns)
@@ -115,13 +115,13 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
 
 
 def note_change(x: Tensor) -> None:
-    """Tells autograd, which may have saved the old values."""
+    """Tells autograd of a write, because it may have saved the old values."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
 
 def check_in_place(x: Tensor) -> None:
-    """Autograd's own error, before anything is written."""
+    """Raises autograd's own error before anything is written."""
     owner = x._base if x._is_view() else x
     if torch.is_grad_enabled() and owner is not None and owner.is_leaf and owner.requires_grad:
         what = "leaf" if owner is x else "view of a leaf"
@@ -129,7 +129,7 @@ def check_in_place(x: Tensor) -> None:
 
 
 def check_written(op: str, name: str, x: Tensor) -> None:
-    """What the library cannot see of a tensor that is written."""
+    """Checks what the library cannot see of a tensor that is written."""
     if x.is_inference() and not x.is_meta and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: expected {name} not to be an inference tensor, because it is written outside inference "
@@ -146,7 +146,7 @@ def check_written(op: str, name: str, x: Tensor) -> None:
 
 
 def in_place(name: str, op: UnaryOp) -> Kernel:
-    """``<name>_`` with the gradient of ``name``."""
+    """Returns ``<name>_`` with the gradient of ``name``."""
     function: Any = op.Function
 
     class InPlace(torch.autograd.Function):
@@ -184,7 +184,7 @@ def writing_out(name: str) -> Kernel:
 
 
 def on_lazy(name: str) -> None:
-    """For tensors whose memory holds the negative or the conjugate, as implement_lazy in C++."""
+    """Serves tensors whose memory holds the negative or the conjugate, as implement_lazy does in C++."""
 
     def kernel(*args: Any) -> None:
         plain = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in args]
@@ -231,7 +231,7 @@ class MaskFunction(torch.autograd.Function):
 
 
 class MaskBackwardFunction(torch.autograd.Function):
-    """Linear in the gradient, so it is also its own double backward."""
+    """The mask's backward. It is linear in the gradient, so it is also its own double backward."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, mask: Tensor, strides: Sequence[int]) -> Tensor:
@@ -265,7 +265,7 @@ def is_half_on_cpu(x: Tensor) -> bool:
 
 
 def record_one(*args: Any) -> Any:
-    """One direction. On the CPU half types are computed in float32."""
+    """Runs one direction. On the CPU half types are computed in float32."""
     input, states = args[0], args[2]
     if not is_half_on_cpu(input):
         return apply_of(CustomCellFunction)(*args)
@@ -280,7 +280,7 @@ DIRECTION = [x.name for x in arguments_of("custom_cell") if "Tensor" in str(x.ty
 
 
 class BothFunction(torch.autograd.Function):
-    """Both directions, side by side if that is faster: ``(*how, input, *forward, *reverse)``."""
+    """Runs both directions, side by side if that is faster: ``apply(*how, input, *forward, *reverse)``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -294,7 +294,7 @@ class BothFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
+        tensors = ctx.saved_tensors  # read once: under activation checkpointing each access unpacks them
         input, directions = tensors[0], (tensors[1:10], tensors[10:19])
         needed, (batch_sizes, algorithm, program) = ctx.needs_input_grad[3:], ctx.how
         if all(g is None for g in grads):
@@ -335,9 +335,9 @@ def record_both(
 
 
 def own_ops(name: str) -> dict[str, Kernel]:
-    """The ops of a cell, by their suffixes, as calls of custom_cell."""
+    """The ops of a cell as calls of custom_cell, keyed by their suffixes."""
 
-    def as_c(states: Tensor) -> Tensor:  # no view: that cannot be detached in place
+    def as_c(states: Tensor) -> Tensor:  # not a view, which could not be detached in place
         return torch.ops.aten._unsafe_view(states, states.shape[1:]) if states.dim() == 3 else states
 
     def sequence(*args: Any) -> tuple[Tensor, ...]:
@@ -411,7 +411,7 @@ def implement_own(name: str, function: Kernel) -> None:
 
 
 def cast(x: Any, argument: str) -> Any:
-    """To autocast's dtype, which applies to floating point other than float64.
+    """Casts to autocast's dtype, which applies to floating point other than float64.
 
     A cell state stays in float32 or in autocast's dtype; the other half type becomes float32. Resets stay.
     """
@@ -426,7 +426,7 @@ def cast(x: Any, argument: str) -> Any:
 
 
 def on_autocast(name: str, casts: bool) -> None:
-    """Autocast is off in the call: the library's own calls must not cast."""
+    """Turns autocast off in a call of the op: the library's own calls must not cast."""
     names = [argument.name for argument in arguments_of(name)]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -458,7 +458,7 @@ def shape_gemm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    """None for what is not needed."""
+    """The shapes of a cell's gradients; None for those that are not needed."""
     _, _, new_cell, _, input, weights, old_h, *needed = args
     of_input, of_h, of_cell = (
         dense(x) if wanted else None for x, wanted in zip((input, old_h, new_cell), needed, strict=True)
@@ -468,7 +468,7 @@ def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
 
 @functools.cache
 def sizes_of(program: str) -> list[int]:
-    """Of a unit of the cell: gates, states, what is saved in gates and besides, whether a state is output."""
+    """The numbers of gates, states, saved gates and other saved values; whether a state is the output."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         sizes: list[int] = ops.custom_cell_sizes(program)
     return sizes
@@ -504,7 +504,7 @@ def shape_both(count: int) -> Kernel:
 
 
 def shape_gradients(input: Tensor, direction: Sequence[Any], of_input: bool, of_bias: bool) -> list[Tensor]:
-    """Empty where not needed, or where the cell has none."""
+    """The gradients of a direction; empty where they are not needed, or where the cell has none."""
     weight_ih = direction[2]
     given = (input if of_input else None, *direction[:4], weight_ih[:, 0] if of_bias else None, direction[5])
     return [input.new_empty(0) if x is None else dense(x) for x in given]
@@ -520,7 +520,7 @@ def shape_both_gradients(_: Any, input: Tensor, forward: Any, reverse: Any, *arg
 
 
 def shape_elementwise(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """As the first dense operand of the result's sizes, or else the first operand of these sizes."""
+    """Like the first dense operand of the result's sizes, or else the first operand of these sizes."""
     operands = [x.to(dtype) for x in operands]
     sizes = torch.broadcast_shapes(*(x.shape for x in operands))
     results = [(torch.empty_like(x), x) for x in operands if x.shape == sizes]
@@ -534,7 +534,7 @@ def shape_from_formula(inputs: Sequence[Tensor], *args: Any) -> Tensor:
 
 
 def meta(x: Any) -> Any:
-    """Meta tensors with the sizes and strides of those in ``x``."""
+    """Returns meta tensors with the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
         return [meta(each) for each in x]
     if not isinstance(x, Tensor):
@@ -596,7 +596,7 @@ _own.impl("rnn_allows_tf32", rnn_allows_tf32, "CompositeExplicitAutograd")
 
 
 def stochastic_round(input: Tensor, dtype: torch.dtype, *, generator: Any = None) -> Tensor:
-    """In torch's ops, as the reference."""
+    """Runs in torch's ops, as the reference does."""
     check_stochastic_round(input, dtype)
     if generator is not None and generator.device.type != input.device.type:
         raise RuntimeError(
@@ -629,7 +629,7 @@ _own.impl("stochastic_round", recording("stochastic_round", apply_of(StochasticR
 def define(
     name: str, autograd: Kernel | None = None, shapes: Kernel | None = None, casts: bool = False
 ) -> None:
-    """Registers the kernels of an op. Without ``autograd`` it is no part of a graph, but called by one."""
+    """Registers the kernels of an op. Without ``autograd``, no graph records it, but its nodes call it."""
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         check_on_meta(name, args, kwargs)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
-CELLS: dict[str, RecurrentCell | ResetsToInitial] = {}  # by their programs, for derivatives of second order
+CELLS: dict[str, RecurrentCell | ResetsToInitial] = {}  # keyed by their programs, for second derivatives
 
 
 def compiled(cell: RecurrentCell) -> RecurrentCell:
-    """A cell whose kernels are compiled with the package (src/<its name>): its name is its program."""
+    """Marks a cell as compiled with the package (src/<its name>): its name is its program."""
     cell.is_compiled = True
     cell.program = cell.half_program = cell.__name__
     CELLS[cell.program] = cell
@@ -30,7 +30,7 @@ def program_for(cell: RecurrentCell | ResetsToInitial, dtype: torch.dtype) -> st
 
 
 def serialize_both(cell: RecurrentCell | ResetsToInitial) -> tuple[str, str]:
-    """The cell as text: for float32 and float64, and for half types."""
+    """Returns the cell as two texts: for float32 and float64, and for half types."""
     return serialize(cell, cell.derived.struct), serialize(cell, cell.derived.half_struct)
 
 

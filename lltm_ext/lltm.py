@@ -59,7 +59,7 @@ def lltm_cell_reference(
 
 
 class _CellFunction(torch.autograd.Function):
-    """One step: ``(new_h, new_cell, gates)``.
+    """One step, which returns ``(new_h, new_cell, gates)``.
 
     The gates are for backward. They are an output because setup_context sees only inputs and outputs.
     """

@@ -120,5 +120,5 @@ class LSTM(TorchLayer, nn.LSTM):
     def _run(self, input: Tensor, *arguments: Any) -> tuple[Tensor, Sequence[Tensor]]:
         output, (h_n, c_n) = super()._run(input, *arguments)
         if c_n.dtype != h_n.dtype and torch.is_autocast_enabled(input.device.type):
-            c_n = c_n.to(h_n.dtype)  # as cuDNN returns it; it was float32 until the last step
+            c_n = c_n.to(h_n.dtype)  # cuDNN returns this dtype; c was float32 until the last step
         return output, (h_n, c_n)

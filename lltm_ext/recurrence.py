@@ -31,7 +31,7 @@ from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
 __all__ = ["RecurrentCell", "recurrence"]
 
-# Of a call, of cell.algorithm and cell.gradcheck, and of a layer's parameters.
+# These names have a meaning in a call, in cell.algorithm and cell.gradcheck, or for a layer's parameters.
 RESERVED = (
     "self",
     "input",
@@ -220,7 +220,7 @@ class RecurrentCell:
             self.__module__ = function.module
         elif inspect.isfunction(function):
             functools.update_wrapper(self, function)
-            del self.__dict__["__wrapped__"]  # whose signature is not that of a call
+            del self.__dict__["__wrapped__"]  # its signature is not that of a call
         else:
             raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
         name = self.__name__
@@ -234,7 +234,7 @@ class RecurrentCell:
             )
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
-        self.state_names = ("h0", *(f"{s}0" for s in self.states))  # of all initial states, in messages
+        self.state_names = ("h0", *(f"{s}0" for s in self.states))  # all initial states' names, for messages
         self.output = check_output(name, output, self.states)
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
@@ -251,8 +251,8 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
-        self.is_compiled = False  # whether its kernels are, with the package
-        # Now, because torch.compile does not trace how they are made.
+        self.is_compiled = False  # whether its kernels are compiled with the package
+        # Done now, because torch.compile does not trace how they are made.
         self.program, self.half_program = serialize_both(self)
         self.to_initial = ResetsToInitial(self)
 
@@ -274,7 +274,7 @@ class RecurrentCell:
         if reset_to != "zeros":
             check_reset_to(self.__name__, reset_to)
         call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        if len(states) == 2 and states[1].dim() == 3:  # as only layers give it
+        if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
             check_call(self, call, algorithm, reset_to)
         output, final = run(self, call, algorithm, reset_to)
         return output, tuple(final) if self.states else final[0]
@@ -324,7 +324,7 @@ class RecurrentCell:
         return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
 
     def step_like(self, x: Tensor) -> Step:
-        """A step on whole tensors, by torch's functions, as that of the derived cell."""
+        """A step on whole tensors, by torch's functions, like that of the derived cell."""
         if isinstance(self.derived, SourceCell):
             raise RuntimeError(
                 f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
@@ -341,7 +341,7 @@ class RecurrentCell:
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(new h, new states) of one step, by torch's functions, of tensors of any shape that broadcast."""
+        """Returns (new h, new states) of one step, by torch's functions, for tensors that broadcast."""
         values = {"x": x, "r": r, "h": [h], "s": states, "p": parameters, "u": inputs}
         new_h, *new_states = self.step_like(h)(values)
         return new_h, tuple(new_states)
@@ -350,7 +350,7 @@ class RecurrentCell:
     def source(self) -> str:
         """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward.
 
-        Of float32 and float64: in half types it may save some values in more precision.
+        It is that of float32 and float64: in half types it may save some values in more precision.
         """
         return self.derived.struct.source
 
@@ -403,7 +403,7 @@ class RecurrentCell:
             device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            RuntimeError: for a gradient that differs. It names the argument. For a cell without a backward.
+            RuntimeError: for a gradient that differs, whose argument it names; for a cell without a backward.
         """
         if not self.differentiable:
             raise RuntimeError(f"{self.__name__}: has no backward to check")
@@ -474,9 +474,9 @@ class RecurrentCell:
 def run(
     cell: RecurrentCell, call: SequenceCall, algorithm: str = "auto", reset_to: str = "zeros"
 ) -> tuple[Tensor, list[Tensor]]:
-    """(output, final states) of a cell over a sequence."""
+    """Runs a cell over a sequence, and returns (output, final states)."""
     reset, to_initial = call.reset, call.reset is not None and reset_to == "initial"
-    if cell.is_compiled and reset is None:  # the op checks all, and casts
+    if cell.is_compiled and reset is None:  # the op checks all arguments, and casts
         try:
             return run_kernels(cell, call, algorithm, call.input.dtype)
         except Exception:
@@ -503,11 +503,11 @@ def run(
 def run_both(
     cell: RecurrentCell, calls: Sequence[SequenceCall], reset_to: str = "zeros"
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """The same for both directions of a layer."""
+    """Like :func:`run` for both directions of a layer."""
     dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
     is_plain = not to_initial and (dtype is None or cell.is_compiled)
     if is_plain and kernels_check(cell, *calls):
-        calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # stay in float32
+        calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:
             return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype)
         except Exception:
@@ -520,7 +520,7 @@ def run_both(
 def without_autocast(
     dtype: torch.dtype | None, function: Any, cell: RecurrentCell, call: SequenceCall, *options: Any
 ) -> Any:
-    """The function of a call as autocast gives it the arguments, if it is active."""
+    """Calls a function with the arguments as autocast gives them, if it is active."""
     if dtype is None:
         return function(cell, call, *options)
     call = lowered(dtype, with_states(cell, call))
@@ -529,10 +529,10 @@ def without_autocast(
 
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
-    """Raises, if the arguments do not fit, the error that names the one of the cell's own."""
+    """If the arguments do not fit, raises an error that names the cell's own argument."""
     weights = {"weight_ih": call.weight_ih, "weight_hh": call.weight_hh, "bias": call.bias}
     check_no_dtensor(cell.__name__, input=call.input, hx=call.states[0], **weights, bias_hh=call.bias_hh)
-    if cell.is_compiled:  # the op has, but for what is no tensor
+    if cell.is_compiled:  # the op has done so, except for what is no tensor
         return check_tensors(cell.__name__, call.input, call.weight_ih, call.weight_hh, call.bias)
     try:
         check_call(cell, with_states(cell, call), algorithm, reset_to)
@@ -552,8 +552,8 @@ def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:
 def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     """Whether the dispatcher op refuses all that :func:`check_call` does.
 
-    It does so in less time. It would take a weight_hh that the cell does not read, and other dtypes, which it
-    gets converted.
+    It does so in less time. But it would accept a weight_hh that the cell does not read, and other dtypes,
+    because it gets them converted.
     """
     if cell.is_compiled:
         return True
@@ -570,7 +570,7 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
 
 
 def parameters_of(call: SequenceCall) -> Sequence[Any]:
-    """Each of them, or the tensor that has all."""
+    """Each parameter of a call, or the tensor that has all of them."""
     return (call.parameters,) if isinstance(call.parameters, Tensor) else call.parameters
 
 
@@ -582,7 +582,7 @@ def autocast_dtype(input: Any) -> torch.dtype | None:
 
 
 def lowered(dtype: torch.dtype, call: SequenceCall) -> SequenceCall:
-    """The arguments as autocast gives them: the states except h stay float32, float64 stays as it is."""
+    """The arguments as autocast gives them: states except h stay float32, and float64 stays as it is."""
 
     def to(dtype: torch.dtype, x: Any) -> Any:
         lowers = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -1,10 +1,11 @@
-"""The formulas of a derived cell as lists of instructions, which the CPU interprets (src/custom_cell/formula.h).
+"""The formulas of a derived cell as instructions, which the CPU interprets (src/custom_cell/formula.h).
 
-A list is a text of words. Each word is a value, numbered from 0: a leaf (``x0``, ``r0``, ``h``, ``s0``, ``p0``,
-``u0``; in the backward ``v0``, a saved number, ``g``, the gradient of h, and ``d0``, that of state 0), a number
-(``=0.5``), or an op with the numbers of its arguments (``add,3,4``). After the word ``>`` follow the results,
-each with the number of its value: forward ``h``, ``s0`` and the saved ``v0``; backward the gradients of the
-leaves of the forward.
+A list is a text of words. Each word is a value, numbered from 0: a leaf, a number (``=0.5``), or an op with the
+numbers of its arguments (``add,3,4``). The leaves of the forward are those of a cell's function (``x0``, ``r0``,
+``h0``, ``s0``, ``p0``, ``u0``), those of the backward the saved numbers (``v0``), the gradients of h (``g0``) and
+of the states (``d0``), and again ``p0`` and ``u0``. After the word ``>`` come the results, each with the number of
+its value: of the forward ``h0``, the states and the saved numbers, of the backward the gradients of the leaves of
+the forward.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 namespace lltm_ext {
 namespace {
 
-// Steps [first, last) and their rows [begin, end).
+// A chunk: steps [first, last) and their rows [begin, end).
 struct Chunk {
   size_t first, last;
   int64_t begin, end;
@@ -38,13 +38,13 @@ std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_r
   return chunks;
 }
 
-// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0, or the previous step's, or
-// what the row kept of it). Without h0, which only dense sequences lack, it is zeros.
+// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0 or the previous step's, less
+// what a reset took of it). Only dense sequences may lack h0, which then is zeros.
 void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                             const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
                             const std::vector<RowRange>& steps, const Chunk& chunk) {
   struct Run {
-    int64_t row;  // the first of the rows in grad_gates
+    int64_t row;  // the first row in grad_gates
     const at::Tensor* source;
     int64_t source_row, rows;
   };
@@ -60,7 +60,7 @@ void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at
   };
   const bool descending = steps[chunk.first].first != chunk.begin;
   for (size_t i = chunk.first; i < chunk.last; ++i) {
-    const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // in the order of the rows
+    const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // steps in the order of their rows
     const int64_t row = steps[k].first - chunk.begin;
     const int64_t carried = k == 0 ? 0 : std::min(steps[k].count, steps[k - 1].count);
     if (carried > 0) add(row, output, steps[k - 1].first, carried);
@@ -125,16 +125,16 @@ void check_backward_inputs(const CellOp& op, const CellCall& call, const Directi
 struct DirectionGradients {
   const Direction& inputs;
   OptionalTensor grad_output;
-  at::Tensor output, gates, extra;  // their rows
+  at::Tensor output, gates, extra;  // [N, ...]
   at::Tensor h0;                    // undefined for zeros before a dense sequence
   std::vector<RowRange> steps;
   std::vector<Chunk> chunks;
-  // After a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h; as the
-  // states. They start as zeros, which have not been written if `are_unset`.
+  // The gradients after a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h;
+  // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
   at::Tensor grad_h, grad_own_h, grad_states;
   bool are_unset;
-  at::Tensor grad_sums;  // [B, (G + P) * H], summed over B those of bias and parameters; or undefined
-  at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // of weights: undefined until the first chunk
+  at::Tensor grad_sums;  // [B, (G + P) * H]; summed over B, those of bias and parameters; or undefined
+  at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // weights': undefined until the first chunk
   at::Tensor parameters, step_inputs, reset;              // aligned; rows
   at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
 
@@ -176,7 +176,7 @@ struct DirectionGradients {
     }
   }
 
-  // For steps that are computed one by one.
+  // Steps that are computed one by one read these gradients from memory.
   void write_zeros() {
     if (!std::exchange(are_unset, false)) return;
     for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
@@ -193,8 +193,8 @@ struct DirectionGradients {
 struct DirectionChunk {
   DirectionGradients& direction;
   Chunk chunk;
-  at::Tensor grad_gates;        // of the chunk's rows
-  at::Tensor grad_projections;  // likewise; grad_gates itself if the cell sees sums
+  at::Tensor grad_gates;        // [rows of the chunk, G * H]
+  at::Tensor grad_projections;  // likewise; is grad_gates if the cell sees only sums
 };
 
 struct Backward {
@@ -246,7 +246,7 @@ struct Backward {
                      [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
   }
 
-  // A pointwise kernel and a matrix product a step.
+  // Runs a pointwise kernel and a matrix product per step.
   void run_stepwise(const DirectionChunk& part) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     direction.write_zeros();
@@ -297,7 +297,7 @@ struct Backward {
       }
       if (!direction.reset.defined()) continue;
       mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
-      if (!gates.is_cpu()) continue;  // the kernel has scaled the others
+      if (!gates.is_cpu()) continue;  // on CUDA the kernel has scaled the others
       const at::Tensor reset = direction.reset.narrow(0, first_row, n);
       for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
         if (x.defined()) first_rows(x, n).copy_(apply_reset(first_rows(x, n), reset));
@@ -305,7 +305,7 @@ struct Backward {
     }
   }
 
-  // As try_launch_fused.
+  // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
   bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const Plan& plan) const {
     const at::Tensor& like = parts[0].direction.gates;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
@@ -348,7 +348,7 @@ struct Backward {
     return ran;
   }
 
-  // The matrix products with a chunk's gradients.
+  // Adds the matrix products with a chunk's gradients.
   void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const int64_t count = chunk.end - chunk.begin;
@@ -380,7 +380,7 @@ struct Backward {
     if (d.states.defined()) result.states = g.grad_states.view(d.states.sizes()).to(d.states.scalar_type());
     if (!g.grad_sums.defined()) return result;
     const int64_t hidden = g.grad_h.size(1);
-    const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in memory of its own
+    const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in its own memory
       return sum_of_rows(g.grad_sums.narrow(1, first * hidden, count * hidden), g.grad_h);
     };
     if (bias_needs_grad) result.bias = sums(0, shape.gates);

@@ -1,6 +1,6 @@
 // The dispatcher ops of a cell with a name of its own (built_in_schemas.h). They are lltm_ext::custom_cell
-// and its kin (custom_cell/custom_cell.cpp) with the name as the program, and one state, c0. Programs that
-// were exported call them, and C++ programs. The portable library has them in Python (lltm_ext/_built_in.py).
+// and its kin (custom_cell/custom_cell.cpp) with the name as the program, and one state, c0. Exported
+// programs and C++ programs call them. The portable library has them in Python (lltm_ext/_portable_rules.py).
 #pragma once
 
 #include <ATen/ops/_unsafe_view.h>
@@ -14,7 +14,7 @@
 
 namespace lltm_ext {
 
-// struct Op { static constexpr const char* kName; };
+// Op is a struct { static constexpr const char* kName; }.
 template <class Op>
 struct BuiltInOps {
   using T = at::Tensor;
@@ -95,7 +95,7 @@ struct BuiltInOps {
     static const auto op = find_op<BothSignature>("lltm_ext::custom_cell_bidirectional_forward");
     variable_list y = op.call(input, direction(forward_direction), direction(reverse_direction), batch_sizes,
                               algorithm, Op::kName);
-    y.erase(y.begin() + 11);  // h of every step, which is the output
+    y.erase(y.begin() + 11);  // h of every step, which these ops return as the output
     y.erase(y.begin() + 5);
     return y;
   }
@@ -108,7 +108,7 @@ struct BuiltInOps {
     static const auto op = find_op<BothBackwardSignature>("lltm_ext::custom_cell_bidirectional_backward");
     variable_list g = op.call(grad_outputs, input, direction(forward_direction), direction(reverse_direction),
                               saved, batch_sizes, algorithm, Op::kName, input_needs_grad, bias_needs_grad);
-    g.erase(g.begin() + 12);  // of parameters, which these cells lack
+    g.erase(g.begin() + 12);  // the gradient of parameters, which these cells lack
     g.erase(g.begin() + 6);
     return g;
   }

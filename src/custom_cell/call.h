@@ -25,15 +25,15 @@ inline void append(variable_list& to, at::TensorList tensors) {
   to.insert(to.end(), tensors.begin(), tensors.end());
 }
 
-// The inputs that differ between a layer's directions. Undefined ones are not given.
+// The inputs that differ between a layer's directions. An undefined tensor is one that was not given.
 struct Direction {
-  at::Tensor h0, states;            // [B, H]; [S, B, H], or [B, H] of a single state; not given: zeros
+  at::Tensor h0, states;            // [B, H]; [S, B, H], or [B, H] of a single state; undefined: zeros
   at::Tensor weight_ih, weight_hh;  // [G * H, I]; [G * H, H]
   at::Tensor bias;                  // [G * H]
   at::Tensor parameters;            // [P, H]
   at::Tensor step_inputs;           // [T, B, K * H] or [N, K * H]
   at::Tensor reset;    // [T, B] or [N], what a row loses of h and its states before a step: bool, or a number
-  at::Tensor bias_hh;  // [G * H], is added to the bias, as nn.LSTM has it
+  at::Tensor bias_hh;  // [G * H], a second bias, as nn.LSTM has
   bool reverse = false;
 
   // The tensors, in the order of the ops' arguments.
@@ -77,14 +77,14 @@ using Tensors7 =
 // output [T, B, H], h_n [B, H], states_n [S, B, H], or [B, H] if the only state was given so; the last
 // argument is bias_hh
 using CellSignature = OneDirection<Tensors3, const OptionalTensor&>;
-// These and for the backward: gates [T, B, G * H], or [T, B, 0] of a wide cell; extra [T, B, E * H]; h of
+// Also returns, for the backward: gates [T, B, G * H], or [T, B, 0] of a wide cell; extra [T, B, E * H]; h of
 // every step, [T, B, H], or [T, B, 0] if that is the output.
 using ForwardSignature = OneDirection<Tensors6, const OptionalTensor&>;
-// The algorithm that a call would take; the last argument is whether backward.
+// Returns the algorithm that a call would take; the last argument says whether backward.
 using AlgorithmSignature = OneDirection<std::string, bool>;
 
-// The gradients of input, h0, states, weight_ih, weight_hh, bias and parameters; empty where not needed, or
-// where the cell has none. h: of every step, [T, B, H].
+// Returns the gradients of input, h0, states, weight_ih, weight_hh, bias and parameters. Those that are not
+// needed, or that the cell lacks, are empty. h is that of every step, [T, B, H].
 template <typename R>
 using BackwardSignature = R(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
                             const OptionalTensor& grad_states_n, const at::Tensor& h, const at::Tensor& gates,
@@ -115,7 +115,7 @@ inline CellCall cell_call(const at::Tensor& input, const OptionalTensor& h0, con
   return {input, {only}, batch_sizes, algorithm, program};
 }
 
-// The op with the arguments of a call of one direction; `op` takes those from `input` to `bias_hh`.
+// Calls an op of one direction, whose arguments are those from `input` to `bias_hh`.
 template <typename Op>
 auto call_with(const Op& op, const CellCall& call) {
   const Direction& d = call.directions[0];
@@ -126,16 +126,16 @@ auto call_with(const Op& op, const CellCall& call) {
 
 // ---- the ops of both directions of a layer
 
-// A direction as a list.
+// The tensors of a direction as a list.
 using TensorsOfDirection = c10::List<OptionalTensor>;
 
-// The results of the op of one direction, for each.
+// Returns the results of the op of one direction, for each.
 using BothSignature = variable_list(const at::Tensor& input, const TensorsOfDirection& forward_direction,
                                     const TensorsOfDirection& reverse_direction,
                                     at::OptionalIntArrayRef batch_sizes, string_view algorithm,
                                     string_view program);
-// grad_input, and of each direction those of custom_cell_backward without it, from the gradients of each
-// direction's outputs, and its {h, gates, extra}.
+// Returns grad_input, and then the other results of custom_cell_backward for each direction. grad_outputs are
+// those of each direction's outputs, and saved are each direction's {h, gates, extra}.
 using BothBackwardSignature = variable_list(const c10::List<OptionalTensor>& grad_outputs,
                                             const at::Tensor& input,
                                             const TensorsOfDirection& forward_direction,
@@ -143,7 +143,7 @@ using BothBackwardSignature = variable_list(const c10::List<OptionalTensor>& gra
                                             at::OptionalIntArrayRef batch_sizes, string_view algorithm,
                                             string_view program, bool input_needs_grad, bool bias_needs_grad);
 
-// custom_cell.cpp, because it checks the lists.
+// Defined in custom_cell.cpp, because it checks the lists.
 CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_direction,
                    const TensorsOfDirection& reverse_direction, at::OptionalIntArrayRef batch_sizes,
                    string_view algorithm, string_view program);

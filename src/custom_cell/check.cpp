@@ -1,4 +1,4 @@
-// Whether the arguments of a cell's op fit.
+// Checks of the arguments of a cell's op.
 #include <ATen/OpMathType.h>
 
 #include "common/checks.h"
@@ -22,7 +22,7 @@ void check_batch_sizes(const char* op, at::IntArrayRef sizes, const at::Tensor& 
               " rows of input, got ", sizes);
 }
 
-// "[3*hidden_size, input_size]" and the like.
+// Returns "[3*hidden_size, input_size]" and the like.
 std::string gates_by(int64_t gates, const char* columns) {
   return "[" + std::to_string(gates) + "*hidden_size" + columns + "]";
 }

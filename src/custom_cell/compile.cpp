@@ -43,7 +43,7 @@ LLTM_EMBED(fused_hopper_cuh, "recurrence/stepwise/fused_hopper.cuh");
 namespace lltm_ext {
 namespace {
 
-// The engine's, which the kernels of a cell include.
+// The headers that the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
     portable_h,       types_h,

@@ -130,8 +130,8 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
                       architecture);
 }
 
-// Of a unit, for the shapes of fake tensors in Python: gates, states, gates saved, what else is saved, and
-// whether a state is the output.
+// The numbers that fake tensors in Python need for their shapes: gates, states, saved gates and other saved
+// values of a unit, and whether a state is the output.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
   return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.outputs_state()};
@@ -157,7 +157,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "extra, " +
       inputs + ", bool input_needs_grad, bool bias_needs_grad) -> ";
   def("_backward" + for_backward + "Tensor[]");
-  // The same: torch's vmap of is_grads_batched=True takes no ops that return lists.
+  // A copy of _backward: torch's vmap of is_grads_batched=True takes no ops that return lists.
   def("_gradients" + for_backward + "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("_algorithm(" + inputs + ", bool backward) -> str");
   def("_bidirectional(" + of_layer + how + ") -> Tensor[]");

@@ -23,7 +23,7 @@ inline c10::SymInt batch_of(const CellCall& call, const Direction& d) {
   return call.batch_sizes ? packed_batch_of(d, *call.batch_sizes) : call.input.sym_size(1);
 }
 
-// The sizes of the states: as they are given, or [S, B, H].
+// The sizes of the final states: those of the given ones, or [S, B, H].
 inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d, const c10::SymInt& batch,
                                       const c10::SymInt& hidden) {
   if (shape.states == 1 && d.states.defined() && d.states.dim() != 3) return {batch, hidden};
@@ -38,17 +38,17 @@ CellOp op_for(const CellCall& call);
 // Raises for arguments that do not fit.
 void check(const CellOp& op, const CellCall& call);
 
-// Of each direction {output, h_n, states_n}, and if `save` {gates, extra, h}, of a call that has been
-// checked.
+// Runs a call that has been checked. Returns {output, h_n, states_n} for each direction, followed by
+// {gates, extra, h} if `save`.
 variable_list run_forward(const CellOp& op, const CellCall& call, bool save);
 
-// Of each direction the gradients of input, h0, states, weight_ih, weight_hh, bias and parameters, from
-// {grad_output, grad_h_n, grad_states_n} and {h, gates, extra} of each. It checks all arguments.
+// Checks all arguments, and returns for each direction the gradients of input, h0, states, weight_ih,
+// weight_hh, bias and parameters, from its {grad_output, grad_h_n, grad_states_n} and {h, gates, extra}.
 variable_list run_backward(const CellOp& op, const CellCall& call,
                            const c10::List<OptionalTensor>& grad_outputs, at::TensorList saved,
                            bool input_needs_grad, bool bias_needs_grad);
 
-// Whether a call is one step that has a kernel of its own. It has been checked.
+// Whether a call, which has been checked, is one step that has a kernel of its own.
 bool takes_single_step(const CellOp& op, const CellCall& call);
 
 AlgorithmSignature custom_cell_algorithm;
@@ -56,7 +56,7 @@ AlgorithmSignature custom_cell_algorithm;
 // The results of the cell in torch's differentiable ops, which Python implements (custom_cell_autograd.cpp).
 variable_list call_by_loop(const CellCall& call);
 
-// All tensors of a call in float32, but the resets, which are it or bool.
+// A call with its tensors in float32, except the resets, which are float32 or bool already.
 inline CellCall in_float32(const CellCall& call) {
   CellCall wide = call;
   wide.input = in_float32(call.input);
@@ -68,9 +68,9 @@ inline CellCall in_float32(const CellCall& call) {
   return wide;
 }
 
-// The results of run(a call with the dtype and the hidden size that kernels take) as those of this call,
-// which has been checked: on the CPU half types are computed in float32, on CUDA some hidden sizes are
-// extended.
+// Runs a call, which has been checked, with the dtype and the hidden size that kernels take: on the CPU half
+// types are computed in float32, on CUDA some hidden sizes are padded. Returns run(such a call), converted
+// back.
 template <typename F>
 variable_list run_fitted(const CellOp& op, const CellCall& call, F&& run) {
   if (op.runs_in_float32(call.input)) {

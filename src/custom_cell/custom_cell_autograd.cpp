@@ -45,8 +45,8 @@ variable_list flattened(Directions directions) {
   return all;
 }
 
-// The tensors that `flattened` has: autograd takes no undefined ones in a list. Bit i of `which`: whether
-// tensor i of all is given.
+// The defined tensors of `flattened`: autograd takes no undefined ones in a list. Bit i of `which` says
+// whether tensor i of all is given.
 struct Given {
   variable_list tensors;
   int64_t which = 0;
@@ -87,7 +87,7 @@ struct CellFunction : Function<CellFunction> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const variable_list all = with_undefined(given, which, directions * Direction::kTensors);
     const CellCall call = {input, directions_of(all, reverse), batch_sizes, algorithm, program};
-    variable_list found;  // of each direction: output, h_n, states_n, gates, extra, h
+    variable_list found;  // for each direction: output, h_n, states_n, gates, extra, h
     if (call.directions.size() == 1) {
       static const auto op = find_op<ForwardSignature>("lltm_ext::custom_cell_forward");
       found = list_of(call_with(op, call));
@@ -127,7 +127,7 @@ struct CellFunction : Function<CellFunction> {
       return {x[0], directions_of(x.slice(1), reverse), at::OptionalIntArrayRef(sizes), algorithm, program};
     };
     if (!any_defined(grad_outputs)) {
-      // none
+      // no gradients
     } else if (at::GradMode::is_enabled()) {
       gradients = differentiable_gradients([&](const variable_list& x) { return by_loop(call_of(x)); },
                                            inputs, grad_outputs);
@@ -144,7 +144,7 @@ struct CellFunction : Function<CellFunction> {
   }
 
  private:
-  // The cell in torch's ops, which Python implements.
+  // Runs the cell in torch's ops, which Python implements.
   static variable_list by_loop(const CellCall& call) {
     variable_list outputs;
     for (const Direction& d : call.directions) append(outputs, call_by_loop(call.with({d})));
@@ -159,7 +159,7 @@ struct CellFunction : Function<CellFunction> {
     for (size_t i = 1; i < inputs.size(); i += Direction::kTensors) {
       bias_needs_grad = bias_needs_grad || needs(i + Direction::kBias) || needs(i + Direction::kBiasHh);
     }
-    variable_list found;  // of the input, and of h0, states, weights, bias and parameters of each direction
+    variable_list found;  // those of input, and per direction of h0, states, weights, bias and parameters
     const Direction& d = call.directions[0];
     if (call.directions.size() == 1) {
       static const auto op = find_op<BackwardSignature<variable_list>>("lltm_ext::custom_cell_backward");
@@ -181,7 +181,7 @@ struct CellFunction : Function<CellFunction> {
       for (size_t i = 0; i <= Direction::kParameters; ++i) {
         if (needs(first + i)) gradients[first + i] = found[next + i];
       }
-      // A tensor of its own: a user may scale a gradient in place.
+      // It gets a tensor of its own: a user may scale a gradient in place.
       if (needs(first + Direction::kBiasHh)) {
         const at::Tensor& of_bias = found[next + Direction::kBias];
         gradients[first + Direction::kBiasHh] = needs(first + Direction::kBias) ? of_bias.clone() : of_bias;
@@ -201,7 +201,7 @@ bool records(const CellCall& call) {
   return records;
 }
 
-// Whether each direction is a node: on the CPU in half types, and by oneDNN's layer.
+// Whether each direction is a node of its own: on the CPU in half types, or if oneDNN's layer runs it.
 bool runs_one_by_one(const CellOp& op, const CellCall& call) {
   return op.runs_in_float32(call.input) || OneDnnLstm::takes(op, call.with({call.directions[0]}));
 }
@@ -217,7 +217,7 @@ variable_list run_autograd(const CellCall& call) {
                                static_cast<int64_t>(c.directions.size()), c.directions[0].reverse,
                                c.batch_sizes, c.algorithm, c.program);
   };
-  // What differs from a call of kernels has been checked then.
+  // Kernels take such a call as it is, and their op checks it.
   if (call.input.is_cuda() && is_multiple_of_8(call.directions[0].weight_hh)) return record(call);
   const CellOp op = op_for(call);
   check(op, call);
@@ -248,7 +248,7 @@ variable_list run_autocast(const CellCall& call) {
   return call_op(cast(call, to));
 }
 
-// The algorithm for the tensors that autocast casts.
+// The algorithm for the tensors as autocast casts them.
 std::string algorithm_autocast(const at::Tensor& input, const OptionalTensor& h0,
                                const OptionalTensor& states, const at::Tensor& weight_ih,
                                const OptionalTensor& weight_hh, const OptionalTensor& bias,

@@ -11,12 +11,12 @@ namespace {
 struct Outputs {
   at::Tensor output, h_n, states_n;  // output: h of every step
   at::Tensor state_output;           // the state that is the output instead; or undefined
-  at::Tensor gates;  // [..., G * H] in: the input's projections; out, if saved: what backward needs, and
-                     // nothing of a wide cell
+  at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
+                     // wide, what backward needs
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
 };
 
-// Of a direction. Undefined ones of other cells stay.
+// The outputs of a direction, but gates and extra. Those that the cell lacks stay undefined.
 Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direction& d) {
   const at::Tensor& input = call.input;
   const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
@@ -29,7 +29,7 @@ Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direct
   return out;
 }
 
-// The initial states in memory of the type in which they accumulate: that of states_n, if it has this type.
+// A copy of the initial states in the type in which they accumulate: in states_n, if it has this type.
 at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
   const at::ScalarType type = at::toOpMathType(out.h_n.scalar_type());
   const bool has_type = out.states_n.scalar_type() == type;
@@ -49,7 +49,7 @@ struct Forward {
   const CellShape shape = op.shape();
   const int64_t gates = shape.gates, extra = shape.extra();
   const SequenceSizes sizes{shape, call};
-  std::vector<Outputs> outs = {};  // of each direction
+  std::vector<Outputs> outs = {};  // one for each direction
 
   void run() {
     const at::ScalarType type = call.input.scalar_type();
@@ -69,7 +69,7 @@ struct Forward {
     }
   }
 
-  // Directions [first, first + count), in one launch if they fit, else side by side.
+  // Runs directions [first, first + count): in one launch if they fit, else side by side.
   void run_steps(size_t first, size_t count, bool side_by_side = false) const {
     const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, call.algorithm, count, side_by_side);
     if (plan.is_fused() && try_run_fused(first, count, plan)) return;
@@ -77,7 +77,7 @@ struct Forward {
     run_side_by_side(outs[0].output, count, [&](size_t i) { run_steps(i, 1, /*side_by_side=*/true); });
   }
 
-  // A matrix product and a pointwise kernel a step. h_n and `states` hold the states of the current step.
+  // Runs a matrix product and a pointwise kernel per step. h_n and `states` hold the current states.
   void run_stepwise(const Outputs& out, const Direction& d) const {
     set_values(out.h_n, d.h0);
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
@@ -137,7 +137,7 @@ struct Forward {
     finish_states(out, states);
   }
 
-  // As try_launch_fused.
+  // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
   bool try_run_fused(size_t first, size_t count, const Plan& plan) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
     std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
@@ -148,7 +148,7 @@ struct Forward {
       if (plan.runs_all_steps()) {
         states0.push_back(aligned(d.states));
         states_n.push_back(outs[i].states_n);
-      } else {  // fused steps have all states in memory
+      } else {  // fused steps read all states from memory
         if (!d.h0.defined()) h0.back() = at::zeros(outs[i].h_n.sizes(), outs[i].h_n.options());
         states0.push_back(accumulating_states(outs[i], d));
         states_n.push_back(states0.back());
@@ -223,7 +223,7 @@ bool steps_on_tensor_cores(const at::Tensor& input, const Direction& d) {
 #endif
 }
 
-// As run_forward.
+// Runs a call that takes_single_step; returns what run_forward does.
 variable_list run_single_step(const CellOp& op, const CellCall& call, bool save) {
   const at::Tensor& input = call.input;
   const Direction& d = call.directions[0];

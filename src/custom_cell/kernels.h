@@ -19,7 +19,7 @@
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Of the current device (common/device.cuh).
+// Describes the current device (common/device.cuh).
 cudaError_t device_info(DeviceInfo& info);
 
 // The kernel on the current device. It is compiled at its first use.
@@ -120,12 +120,12 @@ class CellOp {
     return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
   }
 #else
-  // Not called, but code that is generic over the device names it.
+  // Never called; code that is generic over the device names it.
   template <class Sequences>
   cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
 #endif
 
-  // Without a stream: on the CPU.
+  // Without a stream, steps run on the CPU.
   template <typename T>
   void step(const StepForwardArguments<T>& step) const {
     if (compiled_) return std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
@@ -154,7 +154,7 @@ class CellOp {
                                  /*programmatic=*/device.compute_capability >= 90, stream);
   }
 
-  // May begin before the matrix product that it reads has ended.
+  // The kernel may begin before the matrix product that it reads has ended.
   template <class Step>
   cudaError_t launch_step(const CellKernel& which, const Step& step, cudaStream_t stream) const {
     if (step.batch * step.hidden == 0) return cudaSuccess;
@@ -177,7 +177,7 @@ class CellOp {
 #endif
 
   const CellProgram& program_;
-  const CompiledCell* const compiled_;  // or null: the call's kernels are compiled at run time
+  const CompiledCell* const compiled_;  // null: the call's kernels are compiled at run time
 };
 
 }  // namespace lltm_ext

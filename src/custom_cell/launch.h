@@ -39,8 +39,8 @@ auto with_type(at::ScalarType type, F&& f) {
 }
 #endif
 
-// Plans `sequences` in one launch. An algorithm that can't run a single one is an error; several can still
-// run one after the other.
+// Plans one launch of `sequences` sequences. An algorithm that can't run a single one is an error; several
+// can still run one after the other.
 inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
                      bool backward, c10::string_view algorithm, size_t sequences = 1,
                      bool side_by_side = false) {
@@ -113,7 +113,7 @@ inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef 
   return rows.to(like.device(), /*non_blocking=*/true);
 }
 
-// Rows of a dense [rows, H], or of resets. A view of them would take the host as long as a launch.
+// Rows of a dense [rows, H], or of resets, from `first` on. A view would take the host as long as a launch.
 struct Rows {
   const at::Tensor& of;
   int64_t first = 0;
@@ -159,7 +159,7 @@ inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
   return x.sum(0).to(like.scalar_type());
 }
 
-// arguments_of(type, i) for each direction i.
+// Collects arguments_of(type, i) of each direction i.
 template <typename Type, typename F>
 auto per_direction(Type type, size_t count, F&& arguments_of) {
   PerDirection<decltype(arguments_of(type, 0))> sequences = {};
@@ -187,7 +187,7 @@ bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& pl
   const cudaError_t error = with_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
   const bool has_other_way = algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise;
   if (does_not_fit(error) && has_other_way) {
-    cudaGetLastError();  // else the next launch would report it
+    cudaGetLastError();  // clears the error, which the next launch would else report
     return false;
   }
   check_launch(kernel, error);

@@ -1,6 +1,6 @@
 // Hidden sizes that are no multiple of 8 on CUDA. Most fused kernels load units by eights, so such a sequence
-// runs with some units more. Their weights and states are zero, so they stay zero, and no other unit sees
-// them. The portable build, which has no resize_units, has src/stable/pad_hidden.h in its place.
+// runs with a few more units. Their weights and states are zero, so they stay zero, and no other unit sees
+// them. The portable build has no resize_units and uses src/stable/custom_cell/pad_hidden.h instead.
 #pragma once
 
 #include <vector>
@@ -13,25 +13,25 @@ namespace lltm_ext {
 
 constexpr int64_t kUnitsTogether = 8;
 
-// Copies of weights and states take as long as some steps.
+// Shorter sequences are not padded: copies of weights and states take as long as some steps.
 constexpr int64_t kLeastSteps = 8;
 
-// Whether a hidden size is one that the fused kernels take, or a trace does not know it. A cheap first
-// question.
+// Whether the fused kernels take a hidden size, or a trace does not know it. This is a cheap first question
+// to ask.
 inline bool is_multiple_of_8(const at::Tensor& weight_hh) {
-  if (!weight_hh.defined() || weight_hh.dim() != 2) return true;  // refused later
+  if (!weight_hh.defined() || weight_hh.dim() != 2) return true;  // is refused later
   const auto hidden = weight_hh.sym_size(1).maybe_as_int();
   return !hidden || *hidden % kUnitsTogether == 0;
 }
 
-// Whether a persistent kernel takes all steps of a dense sequence as they are, forward, and so backward.
+// Whether a persistent kernel takes all steps of an unpadded dense sequence, forward and so backward.
 inline bool has_kernels_of(const CellOp& op, const at::Tensor& input, int64_t hidden) {
   const c10::DeviceGuard device(input.device());
   return plan_for(op, input, input.size(1), hidden, /*dense=*/true, /*backward=*/false, "auto")
       .runs_all_steps();
 }
 
-// Whether a sequence runs with more units. Arguments that do not fit are refused later.
+// Whether a sequence is padded. Arguments that do not fit are refused later.
 inline bool pads_hidden(const CellOp& op, const CellCall& call) {
   const at::Tensor &input = call.input, &weight_hh = call.directions[0].weight_hh;
   if (is_multiple_of_8(weight_hh) || !input.defined() || !op.needs_multiple_of_8(input)) return false;
@@ -40,7 +40,7 @@ inline bool pads_hidden(const CellOp& op, const CellCall& call) {
   if (call.algorithm != "auto") return true;
   if (call.batch_sizes) return static_cast<int64_t>(call.batch_sizes->size()) >= kLeastSteps;
   const auto length = input.sym_size(0).maybe_as_int();
-  if (length && *length < kLeastSteps) return false;  // a trace may not know it
+  if (length && *length < kLeastSteps) return false;  // a trace may not know the length
   return is_wrapper(input) || input.dim() != 3 || !has_kernels_of(op, input, weight_hh.size(1));
 }
 
@@ -53,8 +53,8 @@ struct TensorOfUnits {
   int64_t units_in;
 };
 
-// Replaces tensors by copies with another number of units: in one launch, and one node of autograd. Undefined
-// ones stay.
+// Replaces tensors by copies with another number of units, in one launch and one node of autograd. Undefined
+// tensors stay undefined.
 inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t to) {
   variable_list tensors;
   std::vector<int64_t> units_in;
@@ -72,7 +72,7 @@ inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t 
   }
 }
 
-// The results of run(the call with the units added).
+// Runs a call with units added, and returns its results without them.
 template <typename F>
 variable_list run_with_padded_hidden(const CellCall& call, F&& run) {
   const int64_t hidden = call.directions[0].weight_hh.size(1);

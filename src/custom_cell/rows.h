@@ -1,4 +1,4 @@
-// The rows of a sequence: which are those of a step, and tensors of them for kernels.
+// The rows of a sequence: which ones belong to a step, and how kernels get them.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -67,14 +67,14 @@ inline at::Tensor empty_contiguous(const at::Tensor& x) {
   return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
 
-// Contiguous, at a multiple of 16 bytes; undefined if x is.
+// x, contiguous and at a multiple of 16 bytes; undefined if x is.
 inline at::Tensor aligned(const at::Tensor& x) {
   if (!x.defined()) return x;
   const at::Tensor contiguous = x.contiguous();
   return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
 }
 
-// Rows of T in x, contiguous [..., width], from `row` on; null if x is undefined.
+// A pointer to rows from `row` on of x, contiguous [..., width] of T; null if x is undefined.
 template <typename T>
 const T* rows_from(const at::Tensor& x, int64_t row) {
   return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
@@ -82,15 +82,15 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
 
 inline bool is_bool(const at::Tensor& x) { return x.defined() && x.scalar_type() == at::kBool; }
 
-// Resets from `row` on, for kernels; none on the CPU.
+// The resets from `row` on, for kernels; the CPU's kernels take none.
 template <typename T>
 Resets<acc_t<T>> resets_from(const at::Tensor& reset, int64_t row) {
   if (!reset.defined() || reset.is_cpu()) return {};
   return Resets<acc_t<T>>{pointer<void>(reset), is_bool(reset)}.from(row);
 }
 
-// What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. Nothing of an infinity or
-// NaN is left if that is 0.
+// What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. A row that keeps nothing
+// becomes 0, even if it has an infinity or NaN.
 inline at::Tensor apply_reset(const at::Tensor& x, const at::Tensor& reset) {
   const at::Tensor lost = reset.unsqueeze(-1);
   if (is_bool(reset)) return at::where(lost, at::zeros({}, x.options()), x);

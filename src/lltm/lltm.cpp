@@ -1,7 +1,7 @@
 // lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell, lltm_cell_forward and
 // lltm_cell_backward for its autograd function, and the raw bindings lltm_ext._C.lltm.forward and backward of
-// the tutorial. B is the batch, I the input size, H the hidden size; X is [old_h, input], as weights'
-// columns.
+// the tutorial. B is the batch, I the input size, H the hidden size; X is [old_h, input], in the order of the
+// weights' columns.
 #include "lltm/lltm.h"
 
 #include <ATen/ops/addmm.h>
@@ -62,7 +62,7 @@ void launch_cell(const char* kernel, const at::Tensor& gates, const at::Tensor& 
   });
 }
 
-// (new_h, new_cell), and if `save` the activated gates [3, B, H].
+// A step's (new_h, new_cell), and if `save` the activated gates [3, B, H].
 struct CellOutputs {
   at::Tensor new_h, new_cell, gates;
 
@@ -83,7 +83,7 @@ struct CellOutputs {
   }
 };
 
-// The cell of the gates' pre-activations [B, 3 * H].
+// Runs the cell on the gates' pre-activations [B, 3 * H].
 void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Tensor& old_cell) {
   if (out.new_h.numel() == 0) return;
   launch_cell("recurrence_pointwise_forward", gates, old_cell,
@@ -96,7 +96,7 @@ void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Te
               });
 }
 
-// X, for a library's products: a second product costs more than the copy.
+// Copies X together for a library's product: a second product costs more than the copy.
 at::Tensor concatenate(const at::Tensor& old_h, const at::Tensor& input) {
   return at::cat({old_h, input}, 1);
 }
@@ -105,7 +105,7 @@ at::Tensor gate_products(const at::Tensor& X, const at::Tensor& weights, const O
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Whether the fused kernels take this step, and are the fastest. Their offsets have 32 bits.
+// Whether the fused kernels can run this step, and are the fastest. Their offsets have 32 bits.
 bool uses_fused_cell(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
   const auto fits = [](const at::Tensor& x) { return x.size(0) * x.stride(0) < INT_MAX && x.stride(1) == 1; };
   return input.is_cuda() && input.scalar_type() != at::kDouble && old_h.numel() > 0 &&
@@ -166,7 +166,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
   return out;
 }
 
-// (new_h, new_cell)
+// Returns (new_h, new_cell).
 std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tensor& weights,
                                         const OptionalTensor& bias, const at::Tensor& old_h,
                                         const at::Tensor& old_cell) {
@@ -174,7 +174,7 @@ std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tenso
   return {out.new_h, out.new_cell};
 }
 
-// (new_h, new_cell, gates [3, B, H])
+// Returns (new_h, new_cell, gates [3, B, H]).
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& input,
                                                             const at::Tensor& weights,
                                                             const OptionalTensor& bias,
@@ -399,7 +399,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_h"), py::arg("grad_cell"),
         py::arg("new_cell"), py::arg("input_gate"), py::arg("output_gate"), py::arg("candidate_cell"),
         py::arg("X"), py::arg("gate_weights"), py::arg("weights"));
-  // The dispatcher's op: called from Python, it takes half of the host time of torch.ops.
+  // Calls the dispatcher's op from Python in half of the host time of torch.ops.
   m.def("call_lltm_cell", torch::wrap_pybind_function_no_gil(call_cell), py::arg("input"), py::arg("weights"),
         py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
 }

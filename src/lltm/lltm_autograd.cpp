@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kCell = "lltm_ext::lltm_cell";
 
-// (new_h, new_cell)
+// Returns (new_h, new_cell).
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
                                              const OptionalTensor& bias, const at::Tensor& old_h,
                                              const at::Tensor& old_cell) {
@@ -22,7 +22,7 @@ std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::
 }
 
 struct CellFunction : Function<CellFunction> {
-  // lltm_cell_forward, lltm_cell_backward
+  // The signatures of lltm_cell_forward and lltm_cell_backward.
   using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
                                                                  const OptionalTensor&, const at::Tensor&,
                                                                  const at::Tensor&);
@@ -60,7 +60,7 @@ struct CellFunction : Function<CellFunction> {
     return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   }
 
-  // The cell in torch's ops, which Python implements.
+  // Runs the cell in torch's ops, which Python implements.
   static variable_list composed(const variable_list& inputs) {
     static const auto op = find_composed<decltype(call_cell)>(kCell);
     const auto [new_h, new_cell] = op.call(inputs[0], inputs[1], if_defined(inputs[2]), inputs[3], inputs[4]);

@@ -16,7 +16,7 @@ const CompiledCell compiled = compiled_cell<LstmCell>(lstm_cell_h.text, "LstmCel
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) { define_built_in(m, "lstm"); }
 
 #ifdef TORCH_EXTENSION_NAME
-// No raw bindings: an LSTM of one step is torch.nn.LSTMCell.
+// It has no raw bindings: an LSTM of one step is torch.nn.LSTMCell.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { share_compiled_cell("lstm", compiled); }
 #else
 [[maybe_unused]] const bool is_added = add_compiled_cell("lstm", compiled);

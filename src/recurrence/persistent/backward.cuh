@@ -87,23 +87,23 @@ class PersistentBackward
     inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
   }
 
-  using Gradients = CellGradients<Cell, float>[2];  // of a pair's units
+  using Gradients = CellGradients<Cell, float>[2];  // one for each unit of a pair
   using States = float2[at_least_one(kStates)];
 
   // ---- one row tile
 
   struct OneTilePair {
     bool exists;
-    int64_t at;  // in [B, H]
+    int64_t at;  // offset in [B, H]
     T* grad_gates;
     InputAddresses inputs;
     States grad_states;
-    float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
-    Reset reset;    // of the step computed last
+    float2 grad_h;  // the gradient of h not through weights; at first, that after the last step
+    Reset reset;    // that of the step computed last
     Gradients grads;
   };
 
-  __device__ __forceinline__ const T* first_h() const { return nullptr; }  // no product at first
+  __device__ __forceinline__ const T* first_h() const { return nullptr; }  // the first step has no product
   __device__ __forceinline__ const Reset* first_reset() const { return nullptr; }
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
     const int64_t first = args_.steps.at(args_.end - 1).first;
@@ -161,7 +161,7 @@ class PersistentBackward
     if (p.exists && left > 0) load(inputs_[i], p.inputs);
   }
 
-  // The gradients of the states before the first step.
+  // Computes and stores the gradients of the states before the first step.
   __device__ __forceinline__ void end_one_tile(const RowSource<T>& source) {
     const float* const sums = Base::multiply_tile(steps() & 1, source);
 #pragma unroll
@@ -319,7 +319,7 @@ class PersistentBackward
       Base::exchange(address + gate * hidden_, x, x, exists, i, gate);
     }
   }
-  // Those of the projections, if they are not those of the products.
+  // Stores the gradients of the projections if they are not those of the products.
   __device__ __forceinline__ void store_projections(int64_t at, const Gradients& grads) const {
     if constexpr (Cell::kSeparate) {
 #pragma unroll
@@ -359,10 +359,10 @@ class PersistentBackward
   static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
   const bool has_grad_output_ = args_.grad_output != nullptr;
-  int64_t to_next_;     // rows to the next step's
+  int64_t to_next_;     // rows from a step to the next one computed
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];
-  Inputs inputs_[kPairs];  // of the tile to come
+  Inputs inputs_[kPairs];  // what the next tile reads
   float2 sums_of_rows_[kPairs][kSums] = {};
 };
 

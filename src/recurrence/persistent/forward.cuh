@@ -40,8 +40,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
  private:
   static constexpr bool kSendsLastStep = false;
-  // Whether blocks send what the next step takes of h, and keep so of the states. The cell has nothing to
-  // scale then before it can begin. Through L2 they send the output itself.
+  // Whether blocks apply the next step's reset to the h that they send and the states that they keep. The
+  // cell then has nothing to scale before it can begin. Through L2 they send the output itself.
   static constexpr bool kSendsMasked = Config::kHasResets && !Config::kAnyRows && !Exchange::kThroughL2;
 
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
@@ -57,7 +57,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   struct Inputs {
     Pair<Projection> projections[kGates];
     Pair<T> steps[kStepInputs];
-    Reset reset;  // before this step, or if kSendsMasked before the next one
+    Reset reset;  // the reset before this step or, if kSendsMasked, before the next one
   };
   struct Addresses {
     Projection* gates;
@@ -88,7 +88,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   struct OneTilePair {
     bool exists;
-    int64_t at;  // in [B, H]
+    int64_t at;  // offset in [B, H]
     Addresses to;
     States states;
     float2 h;
@@ -183,7 +183,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       if (Cell::kReadsH) live_states(i, b, kStates) = first_h(at);
     });
   }
-  __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last
+  __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last states
 
   __device__ __forceinline__ void load_inputs(const StepRows& rows, int tile) {
 #pragma unroll
@@ -303,11 +303,11 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   const Arguments& args_;
   const bool saves_ = args_.save;
-  int64_t to_next_;  // rows to the next step's
+  int64_t to_next_;  // rows from a step to the next one
   const T* states_;  // the lane's row of the exchanged states, and its vectors there
   int vectors_;
   OneTilePair pairs_[kPairs];
-  Inputs inputs_[kPairs];  // of the tile to come
+  Inputs inputs_[kPairs];  // what the next tile reads
 };
 
 template <class Config>

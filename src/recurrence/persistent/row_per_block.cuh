@@ -26,7 +26,7 @@ class RowPerBlock {
   static constexpr int kSavedInGates = Config::kSavedInGates, kExtra = Config::kExtra;
   static constexpr int kInputs = Config::kInputs, kOutputs = Config::kOutputs;
   static constexpr int kUnits = Config::kShape.units();
-  static constexpr int kVectors = kUnits / (4 * kLanesOfUnit);  // of four values, of a lane
+  static constexpr int kVectors = kUnits / (4 * kLanesOfUnit);  // a lane's vectors of four values
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
 
   __device__ RowPerBlock(const StepOrder& order, int hidden, Storage values)
@@ -53,7 +53,7 @@ class RowPerBlock {
     return plane(base, int64_t{state} * batch_ + row_, 1, 0);
   }
 
-  // row(gate) is where the unit's weights of a gate are: at a multiple of 16 bytes, or not.
+  // row(gate) points to the unit's weights of a gate, which need not be aligned.
   template <class Row>
   __device__ __forceinline__ void load_weights(Row&& row) {
 #pragma unroll
@@ -87,8 +87,8 @@ class RowPerBlock {
   // Two buffers of values, of which a step reads one and writes the other. An address that changes from step
   // to step stays in a register.
   struct Buffers {
-    const float* from;  // the lane's first
-    float* to;          // the unit's
+    const float* from;  // the lane's first value
+    float* to;          // the unit's first value
     int to_next = kInputs * kUnits;
     __device__ __forceinline__ void swap() {
       from += to_next;
@@ -98,7 +98,7 @@ class RowPerBlock {
   };
   __device__ Buffers buffers() const { return {values_ + 4 * lane_, values_ + kInputs * kUnits + unit_}; }
 
-  // sums[i] = the unit's weights of input or output i times the values.
+  // sums[i] = the unit's weights of output i times the values, added up over all inputs.
   __device__ __forceinline__ void multiply(float (&sums)[kOutputs], const float* lane_values) const {
     float parts[kGates][2] = {};  // independent of each other, so that none waits for another
 #pragma unroll
@@ -126,8 +126,8 @@ class RowPerBlock {
     }
   }
 
-  // Prefetches into L2 what a warp reads kStepsAhead steps later, one plane by a lane: a warp's units share a
-  // sector of 32 bytes.
+  // Prefetches into L2 what a warp reads kStepsAhead steps later. A lane fetches one plane, where the warp's
+  // units share a sector of 32 bytes.
   class Prefetcher {
    public:
     __device__ explicit Prefetcher(const RowPerBlock& steps)
@@ -151,11 +151,11 @@ class RowPerBlock {
 
    private:
     const RowPerBlock& steps_;
-    int plane_, width_ = 0;  // of a row in bytes
+    int plane_, width_ = 0;  // width_: bytes of a row
     const char* next_ = nullptr;
   };
 
-  // The same flag, but the compiler does not load it again in every step.
+  // Returns the flag in a register: the compiler would else load it again in every step.
   __device__ static bool in_register(bool flag) {
     int value = flag;
     asm volatile("" : "+r"(value));
@@ -238,7 +238,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
   struct Inputs {
     Projection projections[kGates];
     T steps[kStepInputs];
-    Reset reset;  // before the next step
+    Reset reset;  // the reset before the next step
   };
   struct Addresses {
     Projection* gates;
@@ -283,7 +283,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
     }
   }
 
-  // What the row takes into the next step.
+  // Applies the reset before the next step.
   __device__ __forceinline__ static void keep(Reset reset, float& h, float (&states)[at_least_one(kStates)]) {
     h = scale_by_mask(mask_of(reset), h);
 #pragma unroll
@@ -430,7 +430,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
   }
 
-  // The gradient of h through the weights of the step before, which comes later in the sequence.
+  // The gradient of h through the weights of the step computed before this one.
   __device__ __forceinline__ float multiply(const float* lane_values) const {
     float sums[1];
     Base::multiply(sums, lane_values);
@@ -468,7 +468,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
     for (int p = 0; p < Cell::kParameters; ++p) sums_of_row_[kGates + p] += grads.parameters[p];
   }
 
-  // The gradients of the states before the first step, and the sums.
+  // Stores the gradients of the states before the first step, and the sums.
   __device__ __forceinline__ void end(float grad_h) const {
     if (!stores()) return;
     *state(args_.grad_h, 0) = narrow<T>(grad_h);
@@ -483,8 +483,8 @@ class RowPerBlockBackward : RowPerBlock<Config> {
   static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
   const bool has_grad_output_ = Base::in_register(args_.grad_output != nullptr);
-  float own_ = 0;    // the gradient of h but through the weights: at first that from after the last step
-  Reset reset_ = 0;  // of the step computed last
+  float own_ = 0;    // the gradient of h not through weights; at first, that after the last step
+  Reset reset_ = 0;  // that of the step computed last
   float grad_states_[at_least_one(kStates)] = {};
   float sums_of_row_[kSums] = {};
 };

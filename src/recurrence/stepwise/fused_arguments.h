@@ -1,6 +1,6 @@
 // The arguments of a fused step's kernel, which also takes the step's number. For host and device. Tensor
-// maps are aligned here: their type has 64 bytes in CUDA 12 and 128 in CUDA 13, and host and NVRTC must
-// agree.
+// maps are aligned here: their type is aligned to 64 bytes in CUDA 12 and to 128 in CUDA 13, and host and
+// NVRTC must agree.
 #pragma once
 
 #include "common/hopper/tensor_map.h"

@@ -134,7 +134,7 @@ struct FusedForwardStep {
     }
   }
 
-  static constexpr int kProducts = kGates;  // a unit
+  static constexpr int kProducts = kGates;  // products of a unit
   __device__ static __forceinline__ void epilogue(const Arguments& args, int step, int row, int unit,
                                                   const Inputs& inputs, const float (&products)[kGates][4]) {
     const SequenceForwardArguments<T>& s = args.s;
@@ -211,7 +211,7 @@ struct FusedBackwardStep {
     Four<T> saved[at_least_one(Cell::kSaved)], grad_output, grad_h;
     Four<float> grad_states[at_least_one(kStates)], grad_own_h;
     StepConstants<Cell, T> constants;
-    float keep, later_keep;  // of this step, and of the one computed before it
+    float keep, later_keep;  // what the row keeps in this step, and in the one computed before it
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceBackwardArguments<T>& s = args.s;
@@ -248,7 +248,7 @@ struct FusedBackwardStep {
     tma_load(to.a, &args.grad_gates, k, row, static_cast<int>(first / args.s.steps.batch), to.full);
   }
 
-  static constexpr int kProducts = 1;  // a unit
+  static constexpr int kProducts = 1;  // products of a unit
   __device__ static __forceinline__ void epilogue(const Arguments& args, int step, int row, int unit,
                                                   const Inputs& inputs, const float (&product)[1][4]) {
     const SequenceBackwardArguments<T>& s = args.s;
@@ -292,7 +292,7 @@ struct FusedBackwardStep {
   }
 
  private:
-  // Those of the gates of row `at` of the chunk, and the sums of row `row` of the batch.
+  // Stores the gates' gradients in row `at` of the chunk, and adds to the sums of row `row` of the batch.
   __device__ static __forceinline__ void store_gradients(const SequenceBackwardArguments<T>& s, int64_t at,
                                                          int64_t row, int unit,
                                                          const CellGradients<Cell, float> (&grads)[4]) {
@@ -314,8 +314,8 @@ struct FusedBackwardStep {
     }
   }
 
-  // A reduction, so that no load has to be waited for. In a step every address has one writer, so the order
-  // of the sums is fixed.
+  // Adds by a reduction, so that no load has to be waited for. In a step every address has one writer, so the
+  // order of the sums is fixed.
   __device__ static __forceinline__ void add(float* to, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  :
@@ -393,7 +393,7 @@ struct FusedStepKernel {
     }
   }
 
-  // The cell, for this block's share of the tile's rows. A thread takes a few vectors of four units at a
+  // Runs the cell for this block's share of the tile's rows. A thread takes a few vectors of four units at a
   // time.
   class Epilogue {
     static constexpr int kPerRow = Step::kUnits / 4, kVectorsAtOnce = kBlocks == 1 ? 3 : 2;
@@ -471,7 +471,7 @@ const void* fused_step_kernel() {
   return reinterpret_cast<const void*>(hopper::recurrence_fused_step_kernel<hopper::FusedStepKernel<Step>>);
 }
 
-// As in persistent/launch.h.
+// Declared in persistent/launch.h.
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& s, const FusedStepTile& tile,
                                cudaStream_t stream) {

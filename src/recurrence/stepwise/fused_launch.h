@@ -26,8 +26,8 @@ cudaError_t launch_steps(const void* kernel, const FusedStepShape& shape, int sp
 
 }  // namespace hopper
 
-// Runs all steps of a sequence by the kernel of a tile and a cell with these gates: a __global__ function or
-// a cudaKernel_t.
+// Runs all steps of a sequence. `kernel`, a __global__ function or a cudaKernel_t, is compiled for the tile
+// and this number of gates.
 template <typename T>
 cudaError_t run_fused_steps(const void* kernel, int gates, const SequenceForwardArguments<T>& s,
                             const FusedStepTile& tile, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// One step of a cell on CUDA (step.h). A thread has a unit of a row, or of several to sum the bias gradient.
+// One step of a cell on CUDA (step.h). A thread has a unit of one row, or of many to sum the bias gradient.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_pointwise(const StepBackwardArguments<T, C, 
     for (int g = 0; g < kGates; ++g) shared[row][g][unit] = sum[g];
     __syncthreads();
     if (row >= kGates || j >= step.hidden) return;
-    A total = 0;  // of gate `row`
+    A total = 0;  // the sum of gate `row`
     for (int r = 0; r < kRows; ++r) total += shared[r][row][unit];
     step.grad_bias[row * step.hidden + j] = narrow<T>(total);
   }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 }
 
 #ifndef __CUDACC_RTC__
-// A thread has kValues of a row.
+// A thread has kValues adjacent values of a row.
 template <typename T, int kValues>
 __global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const MaskRowsArguments<T> rows) {
   struct alignas(kValues * sizeof(T)) Values {
@@ -94,7 +94,7 @@ cudaError_t mask_rows(const MaskRowsArguments<T>& rows, cudaStream_t stream) {
                        dim3(kPointwiseThreads), /*shared_bytes=*/0, /*programmatic=*/false, stream, rows);
 }
 
-// A block has some columns, and each row of its threads every kPointwiseRows-th row.
+// A block has some columns, and each row of its threads adds up every kPointwiseRows-th row.
 template <typename T>
 __global__ void __launch_bounds__(kPointwiseThreads) sum_rows_kernel(const SumRowsArguments<T> rows) {
   using A = acc_t<T>;
@@ -141,7 +141,7 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
 
 }  // namespace lltm_ext
 
-// For activations of type T and a cell state of type C; Extra as in StepBackwardArguments.
+// Instantiates a step for activations of type T, states of type C and Extra (StepBackwardArguments).
 #define INSTANTIATE_STEP(Cell, T, C, Extra)                                                              \
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepForwardArguments<T, C>&, cudaStream_t); \
   template cudaError_t lltm_ext::recurrence_step<Cell>(const StepBackwardArguments<T, C, Extra>&,        \
@@ -149,7 +149,7 @@ cudaError_t recurrence_step(const StepBackwardArguments<T, C, Extra>& step, cuda
 #define INSTANTIATE_ROWS(T)                                                            \
   template cudaError_t lltm_ext::mask_rows(const MaskRowsArguments<T>&, cudaStream_t); \
   template cudaError_t lltm_ext::sum_rows(const SumRowsArguments<T>&, cudaStream_t);
-// For the steps of sequences.
+// Instantiates what the steps of sequences need.
 #define INSTANTIATE_RECURRENCE_STEP(Cell, T) \
   INSTANTIATE_STEP(Cell, T, acc_t<T>, T)     \
   INSTANTIATE_ROWS(T)

@@ -10,7 +10,7 @@ namespace step_cpu {
 template <typename A>
 alignas(64) inline constexpr A kZeros[kBlock] = {};
 
-// Cells of these kernels have one state, and nothing that is seen apart.
+// These kernels are for cells that read only one state and the sums of projections and products.
 template <class Cell>
 constexpr bool kHasOneState = Cell::kStates == 1 && Cell::kParameters == 0 && Cell::kStepInputs == 0 &&
                               !Cell::kSeparate && !Cell::kReadsH && Cell::kOutputState < 0;
@@ -21,7 +21,7 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
-  const auto saved_at = [&](int v) -> T* {  // null if it is not to be saved
+  const auto saved_at = [&](int v) -> T* {  // null if v is not to be saved
     if (v < kGates) return s.saved.data ? &s.saved.at(row, v, unit) : nullptr;
     return s.extra ? s.extra + (row * kExtra + v - kGates) * s.hidden + unit : nullptr;
   };
@@ -115,12 +115,12 @@ void recurrence_step(const StepBackwardArguments<T, C, Extra>& step) {
 
 }  // namespace lltm_ext
 
-// For activations of type T and a cell state of type C; Extra as in StepBackwardArguments.
+// Instantiates a step for activations of type T, a state of type C and Extra (StepBackwardArguments).
 #define INSTANTIATE_STEP_CPU(Cell, T, C, Extra)                                                         \
   template void lltm_ext::recurrence_step<lltm_ext::Cell>(const lltm_ext::StepForwardArguments<T, C>&); \
   template void lltm_ext::recurrence_step<lltm_ext::Cell>(                                              \
       const lltm_ext::StepBackwardArguments<T, C, Extra>&);
-// For the steps of sequences.
+// Instantiates what the steps of sequences need.
 #define INSTANTIATE_RECURRENCE_STEP_CPU(Cell)             \
   INSTANTIATE_STEP_CPU(Cell, float, float, float)         \
   INSTANTIATE_STEP_CPU(Cell, double, double, double)      \

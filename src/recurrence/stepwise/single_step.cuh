@@ -1,9 +1,9 @@
 // The kernels of a sequence of a single step. A launch takes the host, and often the device, longer than the
-// step's arithmetic. So one kernel has all of it, and warps wait for each other only to add up their sums.
+// step's arithmetic. So one kernel does all of it, and warps wait for each other only to add up their sums.
 //
-// A block has some units for some rows of the batch, and its warps split K, which is that of the input and
-// then that of h. Tensor cores multiply several rows of half types and of TF32. One row, rows that are not
-// whole vectors, and IEEE float32 are multiplied by threads.
+// A block has some units for some rows of the batch, and its warps split K: the input's elements, followed by
+// those of h. Tensor cores multiply several rows of half types and of TF32. One row, rows that are not whole
+// vectors, and IEEE float32 are multiplied by threads.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -32,7 +32,7 @@ class SingleStepBlock {
         first_unit_(static_cast<int>(blockIdx.x) % blocks_of_units() * kUnits),
         first_row_(static_cast<int>(blockIdx.x) / blocks_of_units() * kRows) {}
 
-  // The cell of all units and rows of the block. `product` is that of a gate, a unit and a row.
+  // Runs the cell of all units and rows of the block. product(gate, unit, row) is the sum over K.
   template <class Product>
   __device__ __forceinline__ void run_cells(const Product& product) const {
     for (int i = static_cast<int>(threadIdx.x); i < kUnits * kRows; i += kSingleStepThreads) {
@@ -96,7 +96,7 @@ class SingleStepBlock {
   }
 };
 
-// Tensor cores have 16 units of each gate for rows in eights, in the layout of product.cuh.
+// A block of tensor cores has 16 units of each gate and tiles of eight rows, in the layout of product.cuh.
 template <class Cell, typename T, int kRowTiles>
 class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTile> {
   static constexpr int kUnits = 16, kRows = kRowTiles * kRowTile;
@@ -106,7 +106,7 @@ class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTil
   using Product = typename Conditional<kIsSame<T, float>, Tf32Product, typename ProductOf<T>::type>::type;
 
  public:
-  static constexpr int kLeastArchitecture = 800;  // on others it is never launched
+  static constexpr int kLeastArchitecture = 800;  // it is never launched on older ones
   using Sums = float[kSingleStepWarps][kGates][kRows][kStride];
 
   __device__ explicit SingleStepOnTensorCores(const SingleStepArguments<T>& arguments) : Block(arguments) {}

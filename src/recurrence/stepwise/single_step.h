@@ -1,5 +1,5 @@
-// A sequence of a single step forward, in one launch with the products of the input and of h: calls that
-// carry their states from step to step, as control loops and streams of audio do.
+// A sequence of a single step forward, in one launch with the products of the input and of h. It is for
+// callers that carry the states from call to call, as control loops and streams of audio do.
 #pragma once
 
 #include "recurrence/persistent/launch.h"
@@ -18,11 +18,11 @@ struct SingleStepArguments {
   const T* weight_ih;   // [G * H, I]
   const T* weight_hh;   // [G * H, H]
   const T* bias;        // [G * H], or null
-  const T* bias_hh;     // [G * H] added to it, or null
-  T *output, *h_n;      // [B, H] twice
+  const T* bias_hh;     // [G * H] added to bias, or null
+  T *output, *h_n;      // [B, H] the new h, in both
   void* states_n;       // [S, B, H]
   T* gates;             // [B, G, H] the first G saved values, or null
-  T* extra;             // [B, E, H] the others, if `gates` is given
+  T* extra;             // [B, E, H] the other saved values, if `gates` is given
 };
 
 // The units and rows of a block: on tensor cores, or with a thread's own multiply-adds.
@@ -36,7 +36,7 @@ constexpr SingleStepTile single_step_tile(int64_t batch, bool on_tensor_cores) {
   return on_tensor_cores ? SingleStepTile{16, batch <= 8 ? 8 : 16} : SingleStepTile{2, batch == 1 ? 1 : 8};
 }
 
-// Whether the tile of tensor cores takes a step: several rows, of whole vectors.
+// Whether tensor cores can take a step: it needs several rows, of whole vectors.
 constexpr bool single_step_on_tensor_cores(int64_t batch, int64_t hidden, int64_t input_size,
                                            int element_size, bool rounds_to_tf32) {
   const int vector = 16 / element_size;
@@ -44,9 +44,9 @@ constexpr bool single_step_on_tensor_cores(int64_t batch, int64_t hidden, int64_
          (element_size == 2 || rounds_to_tf32);
 }
 
-// Whether it is the fastest way. Every block reads its units' weights and its rows, so many blocks read them
-// often. Those with eight rows and no tensor cores take half of a multiprocessor's registers, so many of them
-// run in turns.
+// Whether this kernel is the fastest way. Every block reads its units' weights and its rows, so many blocks
+// read them often. Blocks with eight rows and no tensor cores take half of a multiprocessor's registers, so
+// many of them run in turns.
 constexpr bool single_step_pays(int64_t batch, int64_t hidden, int64_t input_size, int gates,
                                 int element_size, bool on_tensor_cores) {
   if (batch == 0 || hidden == 0 || input_size >= (1 << 24)) return false;

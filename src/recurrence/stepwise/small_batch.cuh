@@ -26,12 +26,12 @@
 
 namespace lltm_ext {
 
-// [rows, K]: `before` rows, then others up to `count`. A row of a packed sequence may begin or end between
-// two steps.
+// The rows [B, K] that a step multiplies: the first `before` are in `rows`, those up to `count` in `others`.
+// A row of a packed sequence may begin or end between two steps.
 struct SmallBatchOperands {
   const float* rows;
   int before;
-  const float* others;  // of all rows
+  const float* others;  // also begins with row 0
   int count;
 };
 
@@ -45,7 +45,7 @@ struct SmallBatchForward {
   static constexpr int kProducts = Cell::kGates, kExtra = kCellShape<Cell>.extra();
 
   const Arguments& s;
-  const StepRows rows, before;  // of this step, and of the one before it
+  const StepRows rows, before;  // those of this step, and of the one before it
   const int count, k;
   const float* const weight;
 
@@ -57,10 +57,10 @@ struct SmallBatchForward {
         k(args.hidden),
         weight(args.weight) {}
 
-  // The previous h. Rows that the step before did not have start here.
+  // The previous h. Rows that the step before did not have start from h0.
   __device__ SmallBatchOperands operands() const { return {old_h(0), before.count, s.h0, count}; }
 
-  // f(planes, count): rows [H] that the cell reads.
+  // Calls f(planes, count) for each array of rows [H] that the cell reads.
   template <class F>
   __device__ void for_inputs(F&& f) const {
     f(s.gates + rows.first * kProducts * s.hidden, count * kProducts);
@@ -92,7 +92,7 @@ struct SmallBatchForward {
   }
 
  private:
-  // [B, H] that row b starts from.
+  // The array [B, H] that has the previous h of row b.
   __device__ const float* old_h(int b) const {
     return b < before.count ? s.output + before.first * s.hidden : s.h0;
   }
@@ -107,7 +107,7 @@ struct SmallBatchBackward {
                        kSums = kCellShape<Cell>.sums(), kProducts = 1;
 
   const Arguments& s;
-  const StepRows rows, later;  // of this step, and of the one computed before it
+  const StepRows rows, later;  // those of this step, and of the one computed before it
   const int count, k;          // k: 0 if nothing is to be multiplied
   const float* const weight;
 
@@ -119,7 +119,7 @@ struct SmallBatchBackward {
         k(later.count > 0 ? kGates * args.hidden : 0),
         weight(args.weight_t) {}
 
-  // The gradients of the later step's gates, [G, H] of a row.
+  // The gradients of the later step's gates, [G, H] for each row.
   __device__ SmallBatchOperands operands() const {
     const int64_t width = kGates * int64_t{s.hidden};
     return {s.grad_gates + (later.first - s.first_row) * width, later.count, nullptr, later.count};
@@ -165,8 +165,8 @@ struct SmallBatchBackward {
   }
 
  private:
-  // By reductions, so that no load has to be waited for. In a step every address has one writer, so the order
-  // of the sums is fixed.
+  // Adds by reductions, so that no load has to be waited for. In a step every address has one writer, so the
+  // order of the sums is fixed.
   __device__ void add_gradients(float* sums, const CellGradients<Cell, float>& grads) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) red_add_gpu(sums + int64_t{g} * s.hidden, grads.x[g]);
@@ -183,14 +183,14 @@ class SmallBatchKernel {
   static constexpr int kWarpColumns = SmallBatchShape::kWarpColumns, kDepth = SmallBatchShape::kDepth,
                        kStages = SmallBatchShape::kStages, kStageSize = SmallBatchShape::kStageSize,
                        kStageDepth = SmallBatchShape::stage_depth(kRows);
-  // Of a lane: its columns, and how many loads of each are in flight. Accumulators take the other registers.
+  // A lane's columns, and its loads of each in flight. Accumulators take the other registers.
   static constexpr int kColumns = 4, kAhead = kRows == 1 ? 4 : kRows <= 8 ? 3 : 2;
-  static constexpr int kLanes = kDepth / 4;  // that divide K
+  static constexpr int kLanes = kDepth / 4;  // lanes that divide K
   static_assert(kLanes * kWarpColumns == 32 * kColumns);
 
  public:
   using Arguments = typename Step::Arguments;
-  static constexpr int kProducts = Step::kProducts;  // of a unit
+  static constexpr int kProducts = Step::kProducts;  // products of a unit
 
   __device__ SmallBatchKernel(const Arguments& args, int step, const SmallBatchTile& tile, float* shared)
       : step_(args, step),
@@ -208,7 +208,7 @@ class SmallBatchKernel {
   __device__ void run() {
     float sums[kColumns * kRows] = {};
     multiply(sums);
-    cp_async_wait_group<0>();  // the copies of zeros behind K's end
+    cp_async_wait_group<0>();  // for the copies of zeros past K's end
     __syncthreads();           // the ring is free: the partial sums replace it
     store(sums);
     __syncthreads();
@@ -225,7 +225,7 @@ class SmallBatchKernel {
   }
 
  private:
-  // The lane's partial sums: of each of its columns, the batch's rows.
+  // Computes the lane's partial sums: [column, row of the batch].
   __device__ __forceinline__ void multiply(float (&sums)[kColumns * kRows]) {
     const float* weights[kColumns];
 #pragma unroll
@@ -262,7 +262,7 @@ class SmallBatchKernel {
     return step_.weight + row * step_.k + slice_ * slice_depth_ + 4 * lane_;
   }
 
-  // What the cell reads after the product. The loop over the steps has long evicted it from L2.
+  // Prefetches what the cell reads after the product: earlier steps have long evicted it from L2.
   __device__ void prefetch_inputs() const {
     constexpr int kSector = 8;
     const int sectors = (shape_.tile.units + kSector - 1) / kSector;
@@ -383,8 +383,8 @@ __global__ void __launch_bounds__(SmallBatchShape::kMostThreads, 2)
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// The kernel for tiles of some rows, one of kSmallBatch. Step is SmallBatchForward or SmallBatchBackward of a
-// cell.
+// The kernel for tiles of this many rows, one of kSmallBatch. Step is SmallBatchForward or SmallBatchBackward
+// of a cell.
 template <class Step>
 auto small_batch_kernel(int rows) {
   if (rows == 1) return recurrence_small_batch_kernel<SmallBatchKernel<Step, 1>>;
@@ -404,7 +404,7 @@ cudaError_t launch_small_batch(const typename Step::Arguments& s, const SmallBat
   return run_small_batch_steps(kernel, Cell::kGates, s, tile, /*programmatic=*/capability >= 90, stream);
 }
 
-// As in persistent/launch.h.
+// Declared in persistent/launch.h.
 template <class Cell>
 cudaError_t launch_small_batch_steps(const SequenceForwardArguments<float>& s, const SmallBatchTile& tile,
                                      cudaStream_t stream) {

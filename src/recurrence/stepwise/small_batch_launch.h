@@ -33,8 +33,8 @@ cudaError_t launch_small_batch_steps(const void* kernel, const SmallBatchShape& 
   return error;
 }
 
-// Runs all steps of a sequence by the kernel of a tile and a cell with these gates: a __global__ function or
-// a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
+// Runs all steps of a sequence. `kernel`, a __global__ function or a cudaKernel_t, is compiled for the tile
+// and this number of gates. programmatic: see launch_kernel of common/launch.cuh.
 inline cudaError_t run_small_batch_steps(const void* kernel, int gates,
                                          const SequenceForwardArguments<float>& s, const SmallBatchTile& tile,
                                          bool programmatic, cudaStream_t stream) {

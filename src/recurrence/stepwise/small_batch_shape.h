@@ -7,7 +7,7 @@
 namespace lltm_ext {
 
 // A block's part of a step: all rows of the batch, at most `rows`, by `units`. Its warps split K `split_k`
-// times. 0: not this kind of step.
+// times. All are 0 for another kind of step.
 struct SmallBatchTile {
   int rows = 0, units = 0, split_k = 0;
 };
@@ -17,13 +17,13 @@ constexpr int kSmallBatch[] = {1, 4, 8, 16};
 constexpr int kMostSmallBatch = 16;
 
 struct SmallBatchShape {
-  int products;  // of a unit: forward the gates, backward one, its gradient of h
+  int products;  // products of a unit: forward its gates, backward the gradient of its h
   SmallBatchTile tile;
 
   // The products of a row of the batch are columns. A warp has some of them, for one slice of K.
   static constexpr int kWarpColumns = 8, kMostWarps = 8, kMostColumns = kMostWarps * kWarpColumns;
   static constexpr int kMostThreads = 32 * kMostWarps;
-  static constexpr int kDepth = 64;  // of K, that a warp takes at once
+  static constexpr int kDepth = 64;  // elements of K that a warp takes at once
 
   // A ring of stages holds the rows' values in K. A stage has the same size for any number of rows.
   static constexpr int kStages = 3, kStageSize = 1024;  // in floats, for each slice of K

@@ -1,9 +1,9 @@
-// One step of a cell, pointwise: what follows the gates' matrix products, for every unit of every row. For
-// the steps of a sequence that no fused kernel runs, and for ops of a single step. A stream as last argument
-// means CUDA, none the CPU.
+// One step of a cell, pointwise: what follows the gates' matrix products, for every unit of every row. It
+// serves the steps of a sequence that no fused kernel runs, and ops of a single step. Functions with a stream
+// as last argument run on CUDA, the others on the CPU.
 //
-// Shapes as in cell.h, with B rows of the batch in the step. T is the type of activations, C that of the
-// states: T or acc_t<T>.
+// Shapes are those of cell.h, with B rows of the batch in the step. T is the type of activations, C that of
+// the states: T or acc_t<T>.
 #pragma once
 
 #include "recurrence/cell.h"
@@ -20,7 +20,7 @@ struct Gates {
   T* data;
   int64_t row, gate;  // strides
 
-  // [B, G, H] and [G, B, H] in memory.
+  // Gates that are [B, G, H] or [G, B, H] in memory.
   LLTM_HOST_DEVICE static Gates row_major(T* data, int64_t gates, int64_t hidden) {
     return {data, gates * hidden, hidden};
   }
@@ -29,7 +29,7 @@ struct Gates {
   LLTM_HOST_DEVICE T& at(int64_t b, int g, int64_t j) const { return data[b * row + g * gate + j]; }
 };
 
-// [B, H] of any strides, for gradients from autograd: that of a sum is one number, expanded.
+// A gradient [B, H] from autograd, of any strides: that of a sum is one expanded number.
 template <typename T>
 struct StridedGradient {
   const T* data;  // null means zeros
@@ -51,8 +51,8 @@ struct StepForwardArguments {
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
-  const T* old_h;   // [B, H] of a cell that reads it
-  T* h;             // [B, H] the new state; may be old_h
+  const T* old_h;   // [B, H] the previous h, if the cell reads it
+  T* h;             // [B, H] the new h; may be old_h
   T* output;        // [B, H] a second copy of it, or null
   T* state_output;  // [B, H] a copy of the new state kOutputState, if the cell has one
   Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
@@ -63,19 +63,19 @@ struct StepForwardArguments {
 template <typename T, typename C = acc_t<T>, typename Extra = T>
 struct StepBackwardArguments {
   int64_t batch, hidden;
-  Gates<const T> saved;            // [B, G, H]
-  const Extra* extra;              // [B, E, H]
-  const T* parameters;             // [P, H]
-  const T* step_inputs;            // [B, K, H]
-  Resets<acc_t<T>> resets;         // [B] as forward; grad_h is already scaled by what they leave
-  StridedGradient<T> grad_output;  // [B, H] gradient of h, or the state kOutputState, from outside
-  const T* grad_h;                 // [B, H] gradient of h from the next step's products, or null
-  acc_t<T>* grad_own_h;            // [B, H] and from the next step's cell; replaced by this step's; or null
+  Gates<const T> saved;                // [B, G, H]
+  const Extra* extra;                  // [B, E, H]
+  const T* parameters;                 // [P, H]
+  const T* step_inputs;                // [B, K, H]
+  Resets<acc_t<T>> resets;             // [B] as forward; grad_h is already scaled by the later step's
+  StridedGradient<T> grad_output;      // [B, H] gradient of h, or the state kOutputState, from outside
+  const T* grad_h;                     // [B, H] gradient of h from the next step's products, or null
+  acc_t<T>* grad_own_h;                // [B, H] that from its cell; replaced by this step's; or null
   StridedGradient<C> grad_new_states;  // S times [B, H]
   C* grad_old_states;                  // likewise, or null; may be grad_new_states.data
   int64_t state_stride;
-  Gates<T> grad_gates;        // [B, G, H]; of a cell that sees projections and products apart, of products
-  Gates<T> grad_projections;  // [B, G, H] of such a cell
+  Gates<T> grad_gates;        // [B, G, H] of products, if the cell sees these and projections apart
+  Gates<T> grad_projections;  // [B, G, H] of projections, for such a cell
   acc_t<T>* grad_sums;  // [B, G + P, H] to which gradients of projections and parameters are added; or null
   T* grad_bias;         // [G, H] the sums of grad_gates over the batch, or null; CUDA only
 };
@@ -164,7 +164,7 @@ LLTM_HOST_DEVICE acc_t<T> projection_of(const StepForwardArguments<T, C>& s, int
   return widen(Gates<X>{reinterpret_cast<X*>(s.gates.data), s.gates.row, s.gates.gate}.at(b, g, j));
 }
 
-// The same, with projections from memory, given only the products.
+// Unit j of row b forward, given only its products: reads the projections from memory.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 const acc_t<T> (&products)[Cell::kGates]) {
@@ -182,7 +182,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   step_unit<Cell, Math>(s, b, j, in);
 }
 
-// The same, with the products from memory too.
+// Unit j of row b forward: reads the products from memory too.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
   acc_t<T> products[Cell::kGates];
@@ -215,7 +215,7 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   }
 }
 
-// The same, with that gradient from memory.
+// Unit j of row b backward: reads the gradient of its h from memory.
 template <class Cell, class Math, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
                                 CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {

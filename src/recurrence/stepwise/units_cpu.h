@@ -11,7 +11,7 @@
 namespace lltm_ext {
 namespace step_cpu {
 
-// Before a loop whose pointers are to different tensors, or equal.
+// Precedes a loop whose pointers are equal or point to different tensors.
 #ifdef __clang__
 #define LLTM_STEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -29,7 +29,7 @@ const A* source(const T* from, A* buffer, int n) {
   return buffer;
 }
 
-// The same for values `stride` apart.
+// Like source(), for values `stride` apart.
 template <typename T, typename A>
 const A* strided_source(const T* from, int64_t stride, A* buffer, int n) {
   if (stride == 1) return source(from, buffer, n);
@@ -61,8 +61,8 @@ __attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int6
   }
 }
 
-// Compiled for several instruction sets, chosen at run time. target_clones needs ifunc and does not clone
-// called functions, so `flatten` inlines them.
+// Versions of run_units for several instruction sets, chosen at run time. target_clones needs ifunc and does
+// not clone called functions, so `flatten` inlines them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define LLTM_STEP_TARGET(isa) __attribute__((flatten, target(isa)))
 

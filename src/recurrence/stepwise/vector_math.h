@@ -28,15 +28,15 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// By value, because GCC does not recognise a minimum of references, nor of a constant.
+// Takes values: GCC does not recognise a minimum of references, nor of a constant.
 template <typename Int>
 inline Int smaller(Int a, Int b) {
   return a < b ? a : b;
 }
 
 // The functions of cells in float32, without calls or branches, so that GCC vectorises them. GCC turns ?: on
-// floats with a constant side into a branch, so selections work on the bits as integers. Signed, these order
-// floats above 0; unsigned, they order floats below 0 in reverse.
+// floats with a constant side into a branch, so selections work on the bits as integers. Signed integers
+// order floats above 0; unsigned ones order floats below 0 in reverse.
 struct VectorMath : PlainTanh {
   // e^x = 2^n * (1 + rest). For small x, `rest` is more exact than e^x - 1.
   struct Exp {
@@ -46,7 +46,7 @@ struct VectorMath : PlainTanh {
     float power(uint32_t bias) const { return float_of((n + bias) << 23); }
   };
 
-  // For -87 <= x <= 89.4.
+  // Requires -87 <= x <= 89.4.
   static Exp exp(float x) {
     constexpr float kLog2E = 1.44269504f;
     constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * kLn2High is exact
@@ -62,7 +62,7 @@ struct VectorMath : PlainTanh {
     return {p * (r * r) + r, bits_of(rounded)};
   }
 
-  // For -87 <= x <= 0.
+  // Requires -87 <= x <= 0.
   static float expm1(float x) {
     const Exp e = exp(x);
     return e.power(127) * e.rest + (e.power(127) - 1.f);
@@ -94,14 +94,14 @@ struct VectorMath : PlainTanh {
   }
 };
 
-// In float64, which is for tests and gradcheck: exact rather than fast.
+// The functions in float64, which is for tests and gradcheck, are exact rather than fast.
 struct StdMath : PlainTanh {
   static double sigmoid(double x) { return lltm_ext::sigmoid(x); }
   static double tanh(double x) { return std::tanh(x); }
   static double elu(double x) { return lltm_ext::elu(x); }
 };
 
-// For half types: FoldedTanh without branches.
+// The functions for half types, with FoldedTanh without branches.
 struct HalfVectorMath : VectorMath {
   static float folded_tanh(float y) {
     const float size = std::fabs(y);
@@ -140,7 +140,7 @@ template <typename T>
 using MathOf = std::conditional_t<std::is_same_v<acc_t<T>, double>, StdMath,
                                   std::conditional_t<std::is_same_v<T, float>, VectorMath, HalfVectorMath>>;
 
-// To and from acc_t<T>. c10's conversion of float16 has branches, this one does not.
+// Convert to and from acc_t<T>. c10's conversion of float16 has branches, these do not.
 template <typename T>
 acc_t<T> load(const T& from) {
   return widen(from);

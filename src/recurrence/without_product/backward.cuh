@@ -1,5 +1,5 @@
-// Steps of independent units backward (steps.cuh). No gradient of h passes weights. Each row has its own sums
-// of gradients, so their order is fixed.
+// Steps of independent units backward (steps.cuh). No gradient goes through weights. Each row has its own
+// sums of gradients, so their order is fixed.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
@@ -119,7 +119,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
   }
 
   const SequenceBackwardArguments<T>& args_;
-  A grad_h_[kUnits] = {}, grad_states_[kUnits][at_least_one(kStates)] = {};  // after the step to come
+  A grad_h_[kUnits] = {}, grad_states_[kUnits][at_least_one(kStates)] = {};  // after the next step
   A sums_[kUnits][kSums] = {};
 };
 

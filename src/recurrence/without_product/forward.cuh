@@ -75,7 +75,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
 #pragma unroll
       for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]);
       in_[u].h = h_[u];
-      // As the next step would read it from memory.
+      // Rounded to T, as the next step would read it from memory.
       h_[u] = widen(narrow<T>(Cell::template forward<Math>(in_[u], states_[u], saved[u])));
     }
     const int64_t row = Base::row_at(step);

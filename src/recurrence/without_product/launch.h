@@ -8,7 +8,7 @@
 
 namespace lltm_ext {
 
-// Runs a kernel (a __global__ function or a cudaKernel_t) of independent_units(hidden) units a thread.
+// Runs a kernel (a __global__ function or a cudaKernel_t) with independent_units(hidden) units a thread.
 template <class Arguments>
 cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, cudaStream_t stream) {
   if (sequence.steps.batch * sequence.hidden == 0) return cudaSuccess;

@@ -28,7 +28,7 @@ class IndependentUnits {
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
-  using Values = Vec<T, kUnits>;  // one of each unit
+  using Values = Vec<T, kUnits>;  // one value of each unit
   using Saved = A[kUnits][at_least_one(Cell::kSaved)];
 
   __device__ IndependentUnits(const StepOrder& order, int hidden, const T* parameters)
@@ -52,7 +52,7 @@ class IndependentUnits {
   };
   __device__ Range steps_of_row(int begin, int end) const {
     if (!order_.first_rows) return {begin, end};
-    int has = 0, lacks = order_.length;  // time steps before and from which on
+    int has = 0, lacks = order_.length;  // the first `has` time steps have the row
     while (has < lacks) {
       const int t = (has + lacks) / 2;
       if (order_.first_rows[t + 1] - order_.first_rows[t] > row_) {
@@ -136,7 +136,7 @@ class IndependentUnits {
   const StepOrder& order_;
   const int hidden_;
   int64_t row_;
-  int unit_;  // the first
+  int unit_;  // the thread's first
   CellInputs<Cell, A> in_[kUnits];
 };
 

@@ -1,4 +1,4 @@
-// No units are added to hidden sizes: their autograd is in C++ (docs/design/portable.md).
+// Hidden sizes are not padded, because the autograd of padding is in C++ (docs/design/portable.md).
 #pragma once
 
 #include "custom_cell/launch.h"
