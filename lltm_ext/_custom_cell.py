@@ -44,7 +44,7 @@ def run_kernels(
     Args:
         dtype: the dtype of the computation, which autocast may give.
     """
-    program = cell.half_program if dtype.itemsize == 2 else cell.program
+    program = cell.programs.get(dtype, cell.program)
     op = ops.custom_cell if forward_ad._current_level < 0 or not has_tangents() else transformed
     how = (call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh)
     output, h_n, states_n = op(*op_arguments(cell, call), *how)

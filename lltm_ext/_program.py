@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lltm_ext._formula.instructions import rounding
 from lltm_ext._formula.text import program_text
 
 if TYPE_CHECKING:
@@ -16,25 +17,36 @@ if TYPE_CHECKING:
 CELLS: dict[str, RecurrentCell | ResetsToInitial] = {}  # keyed by their programs, for second derivatives
 
 
+ROUNDED = {torch.float16: "float16", torch.bfloat16: "bfloat16"}  # by an instruction on the CPU
+
+
 def compiled(cell: RecurrentCell) -> RecurrentCell:
-    """Marks a cell as compiled with the package (src/<its name>): its name is its program."""
+    """A cell whose kernels are compiled with the package (src/<its name>): its name is its program."""
     cell.is_compiled = True
-    cell.program = cell.half_program = cell.__name__
+    cell.program = cell.__name__
+    cell.programs = dict.fromkeys(cell.programs, cell.program)
     CELLS[cell.program] = cell
     return cell
 
 
 def program_for(cell: RecurrentCell | ResetsToInitial, dtype: torch.dtype) -> str:
-    """The program for an input of a dtype."""
-    return cell.half_program if dtype.itemsize == 2 else cell.program
+    """The program for an input of a dtype; for a dtype that no op takes any."""
+    return cell.programs.get(dtype, cell.program)
 
 
-def serialize_both(cell: RecurrentCell | ResetsToInitial) -> tuple[str, str]:
-    """Returns the cell as two texts: for float32 and float64, and for half types."""
-    return serialize(cell, cell.derived.struct), serialize(cell, cell.derived.half_struct)
+def serialize(cell: RecurrentCell | ResetsToInitial) -> dict[torch.dtype, str]:
+    """The cell as text, by the dtype of the input."""
+    programs = dict.fromkeys((torch.float32, torch.float64), program_of(cell, cell.derived.struct))
+    for dtype, name in ROUNDED.items():
+        struct = cell.derived.half_struct
+        if struct.instructions:
+            forward, backward = struct.instructions
+            struct = struct._replace(instructions=(rounding(forward, name), backward))
+        programs[dtype] = program_of(cell, struct)
+    return programs
 
 
-def serialize(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
+def program_of(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
     declared, derived = cell.declared, cell.derived
     numbers = (
         declared.gates,

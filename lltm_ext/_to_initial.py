@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lltm_ext._arguments import SequenceCall, at_next_step
 from lltm_ext._formula.instructions import resetting_instructions
 from lltm_ext._loop import Step, apply_reset
-from lltm_ext._program import serialize_both
+from lltm_ext._program import serialize
 
 if TYPE_CHECKING:
     from lltm_ext._formula.declaration import Declaration
@@ -62,7 +63,8 @@ class ResetsToInitial:
         own = cell.derived
         structs = (around(cell.declared, struct) for struct in (own.struct, own.half_struct))
         self.derived = Derived(own.reads_h, own.zeros_stay, *structs)
-        self.program, self.half_program = serialize_both(self)
+        self.programs = serialize(self)
+        self.program = self.programs[torch.float32]
 
     def step_like(self, x: Tensor) -> Step:
         """A step on whole tensors, like :meth:`lltm_ext.RecurrentCell.step_like`."""

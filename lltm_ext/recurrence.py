@@ -26,7 +26,7 @@ from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor
 from lltm_ext._loop import Step, compute_dtype, zero_state
-from lltm_ext._program import serialize_both
+from lltm_ext._program import serialize
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
 __all__ = ["RecurrentCell", "recurrence"]
@@ -253,7 +253,8 @@ class RecurrentCell:
             self.derived = derive(function, self.declared)
         self.is_compiled = False  # whether its kernels are compiled with the package
         # Done now, because torch.compile does not trace how they are made.
-        self.program, self.half_program = serialize_both(self)
+        self.programs = serialize(self)
+        self.program = self.programs[torch.float32]
         self.to_initial = ResetsToInitial(self)
 
     def __call__(
@@ -487,11 +488,13 @@ def run(
         return without_autocast(dtype, run, cell, call, algorithm, reset_to)
     if not kernels_check(cell, call):
         check_call(cell, with_states(cell, call), algorithm, reset_to)
-    if reset is not None or call.inputs:
-        for name, x in zip((*cell.inputs, "reset"), (*call.inputs, reset), strict=True):
-            if x is not None:
-                check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
     try:
+        if reset is not None or call.inputs:
+            for name, x in zip((*cell.inputs, "reset"), (*call.inputs, reset), strict=True):
+                if x is not None:
+                    check_step_input(
+                        cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates
+                    )
         other, given = resets_as_inputs(cell, with_states(cell, call)) if to_initial else (cell, call)
         output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
     except Exception:

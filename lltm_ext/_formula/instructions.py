@@ -1,11 +1,11 @@
 """The formulas of a derived cell as instructions, which the CPU interprets (src/custom_cell/formula.h).
 
-A list is a text of words. Each word is a value, numbered from 0: a leaf, a number (``=0.5``), or an op with the
-numbers of its arguments (``add,3,4``). The leaves of the forward are those of a cell's function (``x0``, ``r0``,
-``h0``, ``s0``, ``p0``, ``u0``), those of the backward the saved numbers (``v0``), the gradients of h (``g0``) and
-of the states (``d0``), and again ``p0`` and ``u0``. After the word ``>`` come the results, each with the number of
-its value: of the forward ``h0``, the states and the saved numbers, of the backward the gradients of the leaves of
-the forward.
+A list is a text of words. Each word is a value, numbered from 0: a leaf, a number (``=0.5``), or an op with
+the numbers of its arguments (``add,3,4``). The leaves of the forward are those of a cell's function
+(``x0``, ``r0``, ``h0``, ``s0``, ``p0``, ``u0``), those of the backward the saved numbers (``v0``), the
+gradients of h (``g0``) and of the states (``d0``), and again ``p0`` and ``u0``. After the word ``>`` come
+the results, each with the number of its value: of the forward ``h0``, the states and the saved numbers, of
+the backward the gradients of the leaves of the forward.
 """
 
 from __future__ import annotations
@@ -93,6 +93,13 @@ def backward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
     return code.text(
         (f"{k}{i}", code.place(node)) for k, nodes in cell.gradients.items() for i, node in enumerate(nodes)
     )
+
+
+def rounding(forward: str, dtype: str) -> str:
+    """The list of a forward that rounds its new h to a dtype."""
+    code = Instructions({})
+    found = code.include(forward, {})
+    return code.text((found | {"h0": code.add(dtype, found["h0"])}).items())
 
 
 # ---- a cell whose steps hand on what the row's next step starts from (lltm_ext/_to_initial.py)

@@ -48,7 +48,8 @@ Formula::Formula(const std::string& cell, std::string_view text) {
   const size_t count = values.size();
   const auto arguments = [&](size_t i) {
     std::vector<uint16_t> found;
-    for (size_t k = 1; k < values[i].words.size(); ++k) found.push_back(number(cell, values[i].words[k], count));
+    for (size_t k = 1; k < values[i].words.size(); ++k)
+      found.push_back(number(cell, values[i].words[k], count));
     if (values[i].words[0] == "bit") found.resize(1);
     return found;
   };
@@ -58,7 +59,8 @@ Formula::Formula(const std::string& cell, std::string_view text) {
   std::vector<std::pair<std::string, uint16_t>> named;
   for (size_t i = next + 1; i < words.size(); ++i) {
     const Strings parts = split(words[i], ',');
-    TORCH_CHECK_VALUE(parts.size() == 2 && parts[0].size() > 1, cell, ": expected a result, got '", words[i], "'");
+    TORCH_CHECK_VALUE(parts.size() == 2 && parts[0].size() > 1, cell, ": expected a result, got '", words[i],
+                      "'");
     named.push_back({parts[0], number(cell, parts[1], count)});
     values[named.back().second].last = count;
   }

@@ -1,6 +1,6 @@
 // The formulas of a cell as instructions that the CPU interprets, one after the other, each for a block of
-// units. So a cell that is made of a Python function needs no compiler there. lltm_ext/_formula/instructions.py
-// writes the text, and says what is in it.
+// units. So a cell that is made of a Python function needs no compiler there.
+// lltm_ext/_formula/instructions.py writes the text, and says what is in it.
 #pragma once
 
 #include <cstdint>
@@ -15,47 +15,49 @@
 namespace lltm_ext {
 
 // The ops of instructions, of values a, b and c. True and false are 1 and 0.
-#define LLTM_FORMULA_OPS(OP)                                  \
-  OP(add, a + b)                                              \
-  OP(sub, a - b)                                              \
-  OP(mul, a* b)                                               \
-  OP(div, a / b)                                              \
-  OP(reciprocal, A(1) / a)                                    \
-  OP(neg, -a)                                                 \
-  OP(abs, Math::abs(a))                                       \
-  OP(maximum, maximum(a, b))                                  \
-  OP(minimum, minimum(a, b))                                  \
-  OP(where, a != A(0) ? b : c)                                \
-  OP(lt, a < b ? A(1) : A(0))                                 \
-  OP(le, a <= b ? A(1) : A(0))                                \
-  OP(gt, a > b ? A(1) : A(0))                                 \
-  OP(ge, a >= b ? A(1) : A(0))                                \
-  OP(eq, a == b ? A(1) : A(0))                                \
-  OP(ne, a != b ? A(1) : A(0))                                \
-  OP(and, (a != A(0)) & (b != A(0)) ? A(1) : A(0))            \
-  OP(or, (a != A(0)) | (b != A(0)) ? A(1) : A(0))             \
-  OP(not, a == A(0) ? A(1) : A(0))                            \
-  OP(sigmoid, Math::sigmoid(a))                               \
-  OP(tanh, Math::tanh(a))                                     \
-  OP(relu, relu(a))                                           \
-  OP(elu, Math::elu(a))                                       \
-  OP(silu, a* Math::sigmoid(a))                               \
-  OP(gelu, Math::gelu(a))                                     \
-  OP(gelu_derivative, Math::gelu_derivative(a))               \
-  OP(gelu_tanh, Math::gelu_tanh(a))                           \
-  OP(softplus, Math::softplus(a))                             \
-  OP(logaddexp, Math::logaddexp(a, b))                        \
-  OP(exp, Math::exp(a))                                       \
-  OP(expm1, Math::expm1(a))                                   \
-  OP(log, Math::log(a))                                       \
-  OP(log1p, Math::log1p(a))                                   \
-  OP(sqrt, Math::sqrt(a))                                     \
-  OP(rsqrt, Math::rsqrt(a))                                   \
-  OP(pow, Math::pow(a, b))                                    \
-  OP(sin, Math::sin(a))                                       \
-  OP(cos, Math::cos(a))                                       \
-  OP(erf, Math::erf(a))                                       \
-  OP(bit, A((static_cast<int>(a) >> instruction.b) & 1))
+#define LLTM_FORMULA_OPS(OP)                             \
+  OP(add, a + b)                                         \
+  OP(sub, a - b)                                         \
+  OP(mul, a* b)                                          \
+  OP(div, a / b)                                         \
+  OP(reciprocal, A(1) / a)                               \
+  OP(neg, -a)                                            \
+  OP(abs, Math::abs(a))                                  \
+  OP(maximum, maximum(a, b))                             \
+  OP(minimum, minimum(a, b))                             \
+  OP(where, a != A(0) ? b : c)                           \
+  OP(lt, a < b ? A(1) : A(0))                            \
+  OP(le, a <= b ? A(1) : A(0))                           \
+  OP(gt, a > b ? A(1) : A(0))                            \
+  OP(ge, a >= b ? A(1) : A(0))                           \
+  OP(eq, a == b ? A(1) : A(0))                           \
+  OP(ne, a != b ? A(1) : A(0))                           \
+  OP(and, (a != A(0)) & (b != A(0)) ? A(1) : A(0))       \
+  OP(or, (a != A(0)) | (b != A(0)) ? A(1) : A(0))        \
+  OP(not, a == A(0) ? A(1) : A(0))                       \
+  OP(sigmoid, Math::sigmoid(a))                          \
+  OP(tanh, Math::tanh(a))                                \
+  OP(relu, relu(a))                                      \
+  OP(elu, Math::elu(a))                                  \
+  OP(silu, a* Math::sigmoid(a))                          \
+  OP(gelu, Math::gelu(a))                                \
+  OP(gelu_derivative, Math::gelu_derivative(a))          \
+  OP(gelu_tanh, Math::gelu_tanh(a))                      \
+  OP(softplus, Math::softplus(a))                        \
+  OP(logaddexp, Math::logaddexp(a, b))                   \
+  OP(exp, Math::exp(a))                                  \
+  OP(expm1, Math::expm1(a))                              \
+  OP(log, Math::log(a))                                  \
+  OP(log1p, Math::log1p(a))                              \
+  OP(sqrt, Math::sqrt(a))                                \
+  OP(rsqrt, Math::rsqrt(a))                              \
+  OP(pow, Math::pow(a, b))                               \
+  OP(sin, Math::sin(a))                                  \
+  OP(cos, Math::cos(a))                                  \
+  OP(erf, Math::erf(a))                                  \
+  OP(bit, A((static_cast<int>(a) >> instruction.b) & 1)) \
+  OP(float16, rounded<c10::Half>(a))                     \
+  OP(bfloat16, rounded<c10::BFloat16>(a))
 
 // One list of instructions. Values are in slots, each a block of units.
 class Formula {

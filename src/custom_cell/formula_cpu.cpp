@@ -1,5 +1,5 @@
-// Interprets the formulas of a cell for a step on the CPU (formula.h). Each instruction is a loop over a block
-// of units, which the compiler vectorises; blocks are distributed over threads.
+// Interprets the formulas of a cell for a step on the CPU (formula.h). Each instruction is a loop over a
+// block of units, which the compiler vectorises; blocks are distributed over threads.
 //
 // No code here looks at floating-point exceptions or errno, so selections need no branch.
 #pragma GCC optimize("no-trapping-math", "no-math-errno")
@@ -64,6 +64,13 @@ struct FloatMath : ExactMath {
   }
 };
 
+template <typename T, typename A>
+A rounded(A value) {
+  T narrow;
+  step_cpu::save(static_cast<float>(value), narrow);
+  return static_cast<A>(step_cpu::load(narrow));
+}
+
 template <typename A>
 using MathOf = std::conditional_t<std::is_same_v<A, float>, FloatMath, ExactMath>;
 
@@ -71,7 +78,8 @@ using MathOf = std::conditional_t<std::is_same_v<A, float>, FloatMath, ExactMath
 template <typename A>
 class Block {
  public:
-  Block(const Formula& formula, A* memory, int64_t hidden) : formula_(formula), memory_(memory), hidden_(hidden) {
+  Block(const Formula& formula, A* memory, int64_t hidden)
+      : formula_(formula), memory_(memory), hidden_(hidden) {
     for (const auto& [value, to] : formula.constants) std::fill_n(slot(to), kBlock, static_cast<A>(value));
   }
 
@@ -80,7 +88,8 @@ class Block {
   int64_t first() const { return first_; }
   int n() const { return n_; }
 
-  // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the block.
+  // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the
+  // block.
   template <typename F>
   void per_row(F&& f) const {
     int64_t row = first_ / hidden_, unit = first_ % hidden_;
@@ -99,13 +108,13 @@ class Block {
       const A *const from_a = slot(instruction.a), *const from_b = slot(instruction.b),
                      *const from_c = slot(instruction.c);
       switch (instruction.op) {
-#define LLTM_FORMULA_CASE(name, value)                                    \
-  case Op::k_##name:                                                      \
-    LLTM_STEP_INDEPENDENT                                                 \
-    for (int i = 0; i < n_; ++i) {                                        \
+#define LLTM_FORMULA_CASE(name, value)                                      \
+  case Op::k_##name:                                                        \
+    LLTM_STEP_INDEPENDENT                                                   \
+    for (int i = 0; i < n_; ++i) {                                          \
       [[maybe_unused]] const A a = from_a[i], b = from_b[i], c = from_c[i]; \
-      to[i] = value;                                                      \
-    }                                                                     \
+      to[i] = value;                                                        \
+    }                                                                       \
     break;
         LLTM_FORMULA_OPS(LLTM_FORMULA_CASE)
 #undef LLTM_FORMULA_CASE
@@ -128,7 +137,8 @@ void copy(const A* from, int n, A* to) {
 
 // The leaves, except those that `other` sets.
 template <typename A, class Step, typename F>
-void load_leaves(const Formula& formula, const CellShape& shape, const Step& s, const Block<A>& block, F&& other) {
+void load_leaves(const Formula& formula, const CellShape& shape, const Step& s, const Block<A>& block,
+                 F&& other) {
   for (const Formula::Place& leaf : formula.leaves) {
     A* const to = block.slot(leaf.slot);
     block.per_row([&](int i, int64_t row, int64_t unit, int n) {
@@ -147,22 +157,23 @@ template <typename A>
 void run_block(const Formula& formula, const CellShape& shape, const StepForwardArguments<A>& s,
                const Block<A>& block) {
   const int64_t plane = s.hidden;
-  load_leaves(formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
-    const int k = leaf.number;
-    const A* const product = s.product ? s.product + (row * shape.gates + k) * plane + unit : nullptr;
-    switch (leaf.kind) {
-      case 'x':
-        copy(&s.gates.at(row, k, unit), n, to);
-        for (int i = 0; i < n && product && !shape.separate; ++i) to[i] += product[i];
-        return;
-      case 'r':
-        return product ? copy(product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
-      case 's':
-        return copy(s.old_states + k * s.state_stride + row * plane + unit, n, to);
-      default:
-        return copy(s.old_h + row * plane + unit, n, to);
-    }
-  });
+  load_leaves(
+      formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
+        const int k = leaf.number;
+        const A* const product = s.product ? s.product + (row * shape.gates + k) * plane + unit : nullptr;
+        switch (leaf.kind) {
+          case 'x':
+            copy(&s.gates.at(row, k, unit), n, to);
+            for (int i = 0; i < n && product && !shape.separate; ++i) to[i] += product[i];
+            return;
+          case 'r':
+            return product ? copy(product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
+          case 's':
+            return copy(s.old_states + k * s.state_stride + row * plane + unit, n, to);
+          default:
+            return copy(s.old_h + row * plane + unit, n, to);
+        }
+      });
   block.compute();
   for (const Formula::Place& result : formula.results) {
     const A* const from = block.slot(result.slot);
@@ -189,29 +200,31 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
                const Block<A>& block) {
   const int64_t plane = s.hidden;
   const auto add = [](const auto& from, int64_t row, int64_t unit, int n, A* to, int64_t offset = 0) {
-    for (int i = 0; i < n && from.data; ++i) to[i] += from.data[row * from.row + (unit + i) * from.unit + offset];
+    for (int i = 0; i < n && from.data; ++i)
+      to[i] += from.data[row * from.row + (unit + i) * from.unit + offset];
   };
-  load_leaves(formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
-    const int k = leaf.number;
-    const int64_t at = row * plane + unit;
-    const bool is_output = shape.output_state == (leaf.kind == 'g' ? -1 : k);
-    switch (leaf.kind) {
-      case 'v':
-        return copy(k < shape.saved_in_gates()
-                        ? &s.saved.at(row, k, unit)
-                        : s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit,
-                    n, to);
-      case 'g':
-        std::fill_n(to, n, A(0));
-        for (int i = 0; i < n && s.grad_h; ++i) to[i] = s.grad_h[at + i];
-        for (int i = 0; i < n && s.grad_own_h; ++i) to[i] += s.grad_own_h[at + i];
-        break;
-      default:  // of a state
-        std::fill_n(to, n, A(0));
-        add(s.grad_new_states, row, unit, n, to, k * s.state_stride);
-    }
-    if (is_output) add(s.grad_output, row, unit, n, to);
-  });
+  load_leaves(
+      formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
+        const int k = leaf.number;
+        const int64_t at = row * plane + unit;
+        const bool is_output = shape.output_state == (leaf.kind == 'g' ? -1 : k);
+        switch (leaf.kind) {
+          case 'v':
+            return copy(k < shape.saved_in_gates()
+                            ? &s.saved.at(row, k, unit)
+                            : s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit,
+                        n, to);
+          case 'g':
+            std::fill_n(to, n, A(0));
+            for (int i = 0; i < n && s.grad_h; ++i) to[i] = s.grad_h[at + i];
+            for (int i = 0; i < n && s.grad_own_h; ++i) to[i] += s.grad_own_h[at + i];
+            break;
+          default:  // of a state
+            std::fill_n(to, n, A(0));
+            add(s.grad_new_states, row, unit, n, to, k * s.state_stride);
+        }
+        if (is_output) add(s.grad_output, row, unit, n, to);
+      });
   block.compute();
   for (const Formula::Place& result : formula.results) {
     const A* const from = block.slot(result.slot);
