@@ -98,6 +98,17 @@ def state_in_float32(gates):
     return changed(gates, c0=lambda c0: c0 if c0.dtype == DOUBLE else c0.float())
 
 
+def assert_values_and_gradients(function, reference, call, dtype=DOUBLE, **options):
+    """Those of the call, against those of the reference in float64. Returns those of the call."""
+    outputs, gradients = forward_and_gradients(function, call, **options)
+    exact, exact_gradients = forward_and_gradients(
+        reference, call.map(torch.Tensor.double), cotangents(outputs), **options
+    )
+    assert_all_near(outputs, exact, FORWARD[dtype], "output")
+    assert_all_near(gradients, exact_gradients, BACKWARD[dtype], "gradient of argument")
+    return outputs, gradients
+
+
 def single_gradients(function, call):
     """The gradient of each tensor of the call if no other one requires a gradient."""
     gradients = []
@@ -211,6 +222,7 @@ def sequence_bad_calls(op, gates):
 
 class SequenceSuite(SmoothSuite):
     gates: int  # stacked in the rows of the weights
+    adds_a_quarter: list  # a bias by which each step adds 0.25 to the cell state
     lowered_by_autocast = True
     exports_as = "custom_cell"
     saved = 4  # weight_hh
@@ -360,12 +372,7 @@ class SequenceSuite(SmoothSuite):
             output, (h_n, c_n) = self.reference(input.flip(0), hx, *weights)
             return output.flip(0), h_n, c_n
 
-        outputs, gradients = forward_and_gradients(reverse, call)
-        exact, exact_gradients = forward_and_gradients(
-            flipped, call.map(torch.Tensor.double), cotangents(outputs)
-        )
-        assert_all_near(outputs, exact, FORWARD[dtype])
-        assert_all_near(gradients, exact_gradients, BACKWARD[dtype])
+        assert_values_and_gradients(reverse, flipped, call, dtype)
 
     @pytest.mark.parametrize("reverse", [False, True])
     def test_gradcheck_of_packed_rows(self, reverse, device):
@@ -424,10 +431,7 @@ class SequenceSuite(SmoothSuite):
                 outputs[t] = new_h
             return torch.cat(outputs), h, c
 
-        outputs, gradients = forward_and_gradients(ours, call)
-        expected, exact = forward_and_gradients(loop, call)
-        assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
-        assert_all_near(gradients, exact, BACKWARD[DOUBLE], "gradient of argument")
+        assert_values_and_gradients(ours, loop, call)
 
     # Both directions of a layer
 
@@ -531,14 +535,11 @@ class SequenceSuite(SmoothSuite):
             assert_near(output[t], h, FORWARD[dtype])
         assert_all_near([h_n, c_n], [h, c], FORWARD[dtype])
 
-    def test_autocast_leaves_the_cell_state_in_float32(self, device):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_autocast_leaves_the_cell_state_in_float32(self, dtype, device):
+        """One of the other half type, too."""
         with torch.autocast(device, torch.bfloat16):
-            outputs = self.call("63", torch.float32, device).run(self.function)
-        assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
-
-    def test_autocast_takes_the_cell_state_of_the_other_half_type(self, device):
-        with torch.autocast(device, torch.bfloat16):
-            outputs = self.call("63", torch.float16, device).run(self.function)
+            outputs = self.call("63", dtype, device).run(self.function)
         assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
     def test_differentiable_gradients_of_no_steps_are_zero(self, device):
@@ -560,13 +561,59 @@ class SequenceSuite(SmoothSuite):
 
     def test_a_batch_above_65535(self, device):
         call = sample(self.gates, 2, 65_537, 1, 2)(Make(device=device))
-        outputs, gradients = forward_and_gradients(self.function, call)
-        exact, exact_gradients = forward_and_gradients(self.reference, call.map(torch.Tensor.double))
-        assert_all_near(outputs, exact, FORWARD[torch.float32])
-        assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32])
+        assert_values_and_gradients(self.function, self.reference, call, torch.float32)
+
+    def test_half_types_accumulate_the_cell_state_in_float32(self, device):
+        """At 2048 float16 has steps of 2, so adding 0.25 many times changes nothing if each step rounds."""
+        for dtype, of_state in itertools.product((torch.float16, torch.bfloat16), (None, torch.float32)):
+            zeros = torch.zeros(1, 1, dtype=dtype, device=device)
+            input = torch.zeros(256, 1, 1, dtype=dtype, device=device)
+            weights = torch.zeros(self.gates, 1, dtype=dtype, device=device)
+            bias = torch.tensor(self.adds_a_quarter, dtype=dtype, device=device)
+            c0 = torch.full_like(zeros, 2048, dtype=of_state)
+            _, (_, c_n) = self.function(input, (zeros, c0), weights, weights, bias)
+            assert c_n.dtype == c0.dtype
+            assert abs(c_n.item() - (2048 + 256 * 0.25)) < 1
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------
+
+
+def weights_of(layer, k, suffix):
+    """weight_ih, weight_hh and the sum of the biases of a layer's direction."""
+    names = [f"{name}_l{k}{suffix}" for name in ("bias", "bias_ih", "bias_hh")]
+    biases = [getattr(layer, name) for name in names if getattr(layer, name, None) is not None]
+    weights = (getattr(layer, f"{name}_l{k}{suffix}") for name in ("weight_ih", "weight_hh"))
+    return *weights, sum(biases) if biases else None
+
+
+class LoopOverSteps(nn.Module):
+    """A layer for [T, B, I] in float64: a Python loop over a step, (h, c) of x, h, c and the weights."""
+
+    def __init__(self, layer, step):
+        super().__init__()
+        self.layer, self.step = copy.deepcopy(layer).double(), step
+
+    def forward(self, input, hx=None):
+        suffixes = ("", "_reverse")[: 1 + self.layer.bidirectional]
+        if hx is None:
+            states = self.layer.num_layers * len(suffixes)
+            hx = [input.new_zeros(states, input.shape[1], self.layer.hidden_size)] * 2
+        final = []
+        for k in range(self.layer.num_layers):
+            directions = []
+            for suffix in suffixes:
+                weights = weights_of(self.layer, k, suffix)
+                h, c = (states[len(final)] for states in hx)
+                outputs = []
+                for x in reversed(input) if suffix else input:
+                    h, c = self.step(x, h, c, *weights)
+                    outputs.append(h)
+                directions.append(torch.stack(outputs[::-1] if suffix else outputs))
+                final.append((h, c))
+            input = torch.cat(directions, -1)
+        return input, tuple(torch.stack(states) for states in zip(*final, strict=True))
+
 
 INPUT = 7
 KINDS = {
@@ -582,6 +629,32 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def states(make, layer, *batch):
     shape = (layer.num_layers * (2 if layer.bidirectional else 1), *batch, layer.hidden_size)
     return make(*shape, scale=0.5), make(*shape)
+
+
+FORMS = {
+    "batched": lambda layer, x: x.transpose(0, 1).contiguous() if layer.batch_first else x,
+    "unbatched": lambda layer, x: x[:, 0],
+    "packed": lambda layer, x: pack_padded_sequence(x, [6, 4, 4, 1]),
+    "packed in any order": lambda layer, x: pack_padded_sequence(x, [2, 6, 1, 4], enforce_sorted=False),
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def tensors_of(result):
+    """Output and states of a layer as one list."""
+    output, states = result
+    states = states if isinstance(states, tuple) else (states,)
+    return [output.data if isinstance(output, PackedSequence) else output, *states]
+
+
+def results_of_layer(layer, form, call):
+    """The output, output and states as tensors, the gradients of the call's tensors and the parameters."""
+    call = call.leaves()
+    input, *hx = call.args
+    result = layer(FORMS[form](layer, input), *hx)
+    outputs = tensors_of(result)
+    wanted = [*call.tensors, *layer.parameters()]
+    return result[0], outputs, torch.autograd.grad(outputs, wanted, cotangents(outputs))
 
 
 def layer_modules(Layer, hidden):
@@ -674,6 +747,45 @@ class LayerSuite(ModuleSuite):
         expected = call.map(torch.Tensor.double).run(self.peer(layer))
         assert_all_near(call.run(layer), expected, FORWARD[dtype])
 
+    @kinds
+    @pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
+    def test_values_and_gradients_equal_those_of_the_peer(self, kind, given, device):
+        layer, make = self.build(kind, device), Make(DOUBLE, device)
+        call = Call(make(6, 4, INPUT), *([states(make, layer, 4)] if given else [])).leaves()
+        outputs, gradients = [], []
+        for function in (layer, self.peer(layer)):
+            outputs.append(call.run(function))
+            wanted = [*call.tensors, *function.parameters()]
+            gradients.append(torch.autograd.grad(outputs[-1], wanted, cotangents(outputs[-1])))
+        assert_all_near(*outputs, self.near[0])
+        assert_all_near(*gradients, self.near[1])
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    def test_gradients_of_a_long_sequence_summed_in_chunks(self, packed, device):
+        """More rows than one chunk of the backward takes."""
+        layer, make = self.build("bidirectional", device), Make(DOUBLE, device)
+        length, batch = 311, 60
+        lengths = [length - 2 * (i % 7) if packed else length for i in range(batch)]
+        assert sum(lengths) > 2 * 4096
+        input, peer = make(length, batch, INPUT, scale=0.1).requires_grad_(), self.peer(layer)
+        given = pack_padded_sequence(input, lengths, enforce_sorted=False) if packed else input
+        output = layer(given)[0]
+        ours = torch.autograd.grad(
+            (output.data if packed else output).sin().sum(), [input, *layer.parameters()]
+        )
+        loops = [peer(input[:n, [i for i in range(batch) if lengths[i] == n]])[0] for n in set(lengths)]
+        loss = sum(output.sin().sum() for output in loops)
+        assert_all_near(ours, torch.autograd.grad(loss, [input, *peer.parameters()]), self.near[1])
+
+    @kinds
+    def test_a_packed_batch_in_half_types(self, kind, device):
+        for dtype in (torch.float16, torch.bfloat16):
+            layer = self.build(kind, device, dtype)
+            packed = pack_sequence([Make(dtype, device)(n, INPUT) for n in (6, 3, 2)])
+            exact, exact_states = copy.deepcopy(layer).double()(packed.to(DOUBLE))
+            output, final = layer(packed)
+            assert_all_near([output.data, *final], [exact.data, *exact_states], FORWARD[dtype])
+
     @pytest.mark.parametrize("used", ["output", "h_n", "c_n"])
     def test_gradients_of_one_output(self, used, device):
         layer = self.build("three bidirectional layers", device)
@@ -694,6 +806,7 @@ class LayerSuite(ModuleSuite):
         input = values.clone().requires_grad_()
         output, (h_n, c_n) = layer(input, hx)
         assert output.shape == (length, batch, self.hidden * (2 if layer.bidirectional else 1))
+        assert h_n.shape == c_n.shape == hx[0].shape
         (output.sum() + h_n.sum() + c_n.sum()).backward()
         assert input.grad.shape == input.shape
         if length == 0:
@@ -974,9 +1087,24 @@ class LayerSuite(ModuleSuite):
         layer = self.build("two layers", device, dropout=1.0)
         input = Make(DOUBLE, device)(6, 4, INPUT).requires_grad_()
         output, _ = layer(input)
-        upper = self.Layer(self.hidden, self.hidden, device=device, dtype=DOUBLE)
-        upper.load_state_dict({k.replace("l1", "l0"): v for k, v in layer.state_dict().items() if "l1" in k})
-        expected, _ = upper(torch.zeros(6, 4, self.hidden, dtype=DOUBLE, device=device))
+        expected, _ = self.upper_of(layer)(torch.zeros(6, 4, self.hidden, dtype=DOUBLE, device=device))
         assert_near(output, expected, FORWARD[DOUBLE])
         (gradient,) = torch.autograd.grad(output.sum(), input)
         assert (gradient == 0).all()
+
+    def test_dropout_drops_its_share_and_scales_the_rest(self, device):
+        """Of many equal rows, each has the upper layer's output for zero or for the scaled value."""
+        layer = self.Layer(1, 1, num_layers=2, dropout=0.25, device=device, dtype=DOUBLE)
+        output, (h_n, _) = layer(torch.ones(1, 10_000, 1, dtype=DOUBLE, device=device))
+        upper, lower = self.upper_of(layer), h_n[:1, :1]
+        is_dropped, is_kept = (torch.isclose(output, upper(x)[0]) for x in (0 * lower, lower / 0.75))
+        assert (is_dropped ^ is_kept).all()
+        assert abs(is_kept.double().mean().item() - 0.75) < 0.02
+
+    def upper_of(self, layer):
+        """The upper one of two layers as a layer by itself."""
+        upper = self.Layer(
+            layer.hidden_size, layer.hidden_size, device=layer.weight_ih_l0.device, dtype=DOUBLE
+        )
+        upper.load_state_dict({k.replace("l1", "l0"): v for k, v in layer.state_dict().items() if "l1" in k})
+        return upper
