@@ -5,9 +5,11 @@ of gates. `LayerSuite` tests the layer, `LLTM` or `LSTM`, which is called like n
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,7 +35,107 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
+import lltm_ext
 from lltm_ext._custom_cell import CustomCellFunction
+from lltm_ext.lltm import lltm_cell_reference, lltm_reference
+from lltm_ext.lstm import lstm_reference
+
+# ---- lltm and lstm, called in one way ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    name: str
+    gates: int
+    function: Callable
+    algorithm_of: Callable
+    reference: Callable
+    # (h, c) of x, h, c, weight_ih, weight_hh and bias, by code that `reference` does not share
+    step: Callable
+
+    def __call__(self, *tensors, sizes=None, reverse=False, algorithm="auto"):
+        """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
+        return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
+
+    def bidirectional(self, input, forward, reverse, sizes=None, algorithm="auto"):
+        """The op of a layer's two directions: (output, h_n, c_n) of each."""
+        op = getattr(torch.ops.lltm_ext, f"{self.name}_bidirectional")
+        return op(input, forward, reverse, sizes, algorithm)
+
+    def one_by_one(self, input, forward, reverse, sizes=None, algorithm="auto"):
+        """As bidirectional, by two calls."""
+        return [
+            *self(input, *forward, sizes=sizes, algorithm=algorithm),
+            *self(input, *reverse, sizes=sizes, reverse=True, algorithm=algorithm),
+        ]
+
+    def bidirectional_loop(self, input, forward, reverse, sizes=None):
+        """As bidirectional, by the reference."""
+        return [
+            *self.loop(input, *forward, sizes=sizes),
+            *self.loop(input, *reverse, sizes=sizes, reverse=True),
+        ]
+
+    def bidirectional_call(self, make, length, batch, hidden, input_size=20, sizes=None):
+        (input, *forward), (_, *reverse) = (
+            self.call(make, length, batch, hidden, input_size, sizes=sizes).args for _ in range(2)
+        )
+        return Call(input, forward, reverse, sizes)
+
+    def plan(self, *tensors, sizes=None, algorithm="auto", backward=False):
+        return getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")(*tensors, sizes, algorithm, backward)
+
+    def loop(self, input, h, c, *weights, sizes=None, reverse=False):
+        """As the op, by the reference, which takes no packed rows and no reverse direction."""
+        if sizes is None:
+            output, (h, c) = self.reference(input.flip(0) if reverse else input, (h, c), *weights)
+            return output.flip(0) if reverse else output, h, c
+        outputs = []
+        steps = input.split(sizes)
+        for x in reversed(steps) if reverse else steps:
+            n = len(x)
+            output, (new_h, new_c) = self.reference(x[None], (h[:n], c[:n]), *weights)
+            outputs.append(output[0])
+            h, c = torch.cat([new_h, h[n:]]), torch.cat([new_c, c[n:]])
+        return torch.cat(outputs[::-1] if reverse else outputs), h, c
+
+    def weights(self, make, hidden, input_size=20, bias=True):
+        rows = self.gates * hidden
+        return (
+            make(rows, input_size, scale=input_size**-0.5),
+            make(rows, hidden, scale=0.5 * hidden**-0.5),
+            make(rows) if bias else None,
+        )
+
+    def call_with(self, make, length, batch, weights, sizes=None):
+        """Random input and states for these weights. `sizes` are the rows of each step of packed input."""
+        weight_ih, weight_hh, _ = weights
+        input_size, hidden = weight_ih.shape[1], weight_hh.shape[1]
+        input = make(length, batch, input_size) if sizes is None else make(sum(sizes), input_size)
+        return Call(input, make(batch, hidden, scale=0.5), make(batch, hidden), *weights)
+
+    def call(self, make, length, batch, hidden, input_size=20, bias=True, sizes=None):
+        return self.call_with(make, length, batch, self.weights(make, hidden, input_size, bias), sizes)
+
+
+def lltm_step(x, h, c, weight_ih, weight_hh, bias):
+    return lltm_cell_reference(x, torch.cat([weight_hh, weight_ih], 1), bias, h, c)
+
+
+def lstm_step(x, h, c, weight_ih, weight_hh, bias):
+    biases = () if bias is None else (bias, torch.zeros_like(bias))
+    return torch.lstm_cell(x, (h, c), weight_ih, weight_hh, *biases)
+
+
+OPS = {
+    "lltm": Recurrence("lltm", 3, lltm_ext.lltm, lltm_ext.lltm_algorithm, lltm_reference, lltm_step),
+    "lstm": Recurrence("lstm", 4, lltm_ext.lstm, lltm_ext.lstm_algorithm, lstm_reference, lstm_step),
+}
+
+
+def relative_errors(found, exact):
+    return [((y.double() - e).norm() / e.norm()).item() for y, e in zip(found, exact, strict=True)]
+
 
 # ---- Functions -------------------------------------------------------------------------------------------
 
@@ -228,10 +330,6 @@ class SequenceSuite(SmoothSuite):
     saved = 4  # weight_hh
     resized = ("63", "long")
 
-    def cell(self, x, h, c, weight_ih, weight_hh, bias):
-        """One step of the recurrence, (h, c), by code that `reference` does not share."""
-        raise NotImplementedError
-
     def apply(self, input, hx, weight_ih, weight_hh, bias=None):
         """The Function that torch.func's transforms see."""
         output, h_n, c_n = self.by_function(input, *hx, weight_ih, weight_hh, bias)
@@ -362,18 +460,6 @@ class SequenceSuite(SmoothSuite):
                 single = torch.autograd.grad(outputs, leaves, [g[i] for g in batch], retain_graph=True)
                 assert_all_near([g[i] for g in together], single, BACKWARD[DOUBLE])
 
-    def test_the_reverse_direction_equals_the_flipped_sequence(self, dtype, device):
-        call = sample(self.gates, 6, 4, 3, 5)(Make(dtype, device))
-
-        def reverse(input, hx, *weights):
-            return self.sequence(input, *hx, *weights, reverse=True)
-
-        def flipped(input, hx, *weights):
-            output, (h_n, c_n) = self.reference(input.flip(0), hx, *weights)
-            return output.flip(0), h_n, c_n
-
-        assert_values_and_gradients(reverse, flipped, call, dtype)
-
     @pytest.mark.parametrize("reverse", [False, True])
     def test_gradcheck_of_packed_rows(self, reverse, device):
         call = Call(*packed_arguments(Make(DOUBLE, device), self.gates, 6, 3, 3, 2, 2)).leaves()
@@ -426,7 +512,7 @@ class SequenceSuite(SmoothSuite):
             steps = list(enumerate(rows.split(sizes)))
             outputs = [None] * length
             for t, x in reversed(steps) if reverse else steps:
-                new_h, new_c = self.cell(x, h[: len(x)], c[: len(x)], *weights)
+                new_h, new_c = OPS[self.op].step(x, h[: len(x)], c[: len(x)], *weights)
                 h, c = torch.cat([new_h, h[len(x) :]]), torch.cat([new_c, c[len(x) :]])
                 outputs[t] = new_h
             return torch.cat(outputs), h, c
@@ -531,7 +617,7 @@ class SequenceSuite(SmoothSuite):
         output, h_n, c_n = call.run(self.function)
         input, (h, c), *weights = call.map(torch.Tensor.double).args
         for t, x in enumerate(input):
-            h, c = self.cell(x, h, c, *weights)
+            h, c = OPS[self.op].step(x, h, c, *weights)
             assert_near(output[t], h, FORWARD[dtype])
         assert_all_near([h_n, c_n], [h, c], FORWARD[dtype])
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from op_suite import DOUBLE, FORWARD, Make, assert_near
 from sequence_suite import (
+    OPS,
     LayerSuite,
     LoopOverSteps,
     SequenceSuite,
@@ -17,11 +18,7 @@ from sequence_suite import (
 from torch.nn.utils.rnn import pack_sequence
 
 import lltm_ext
-from lltm_ext.lltm import lltm_cell_reference, lltm_reference
-
-
-def lltm_step(x, h, c, weight_ih, weight_hh, bias):
-    return lltm_cell_reference(x, torch.cat([weight_hh, weight_ih], 1), bias, h, c)
+from lltm_ext.lltm import lltm_reference
 
 
 class TestLLTMFunction(SequenceSuite):
@@ -32,8 +29,6 @@ class TestLLTMFunction(SequenceSuite):
     samples = sequence_samples(gates)
     empty_samples = sequence_empty_samples(gates)
     bad_calls = sequence_bad_calls(op, gates)
-
-    cell = staticmethod(lltm_step)
 
     def test_large_cell_states_of_half_types_stay_finite(self, device):
         """The cell state is unbounded. Here it leaves float16's range; outputs and gradients do not."""
@@ -54,7 +49,7 @@ class TestLLTM(LayerSuite):
     modules = layer_modules(Layer, hidden)
 
     def peer(self, layer):
-        return LoopOverSteps(layer, lltm_step)
+        return LoopOverSteps(layer, OPS["lltm"].step)
 
     def test_parameters_have_the_names_and_shapes_of_nn_lstm(self):
         layer = lltm_ext.LLTM(7, 5, num_layers=2, bidirectional=True)

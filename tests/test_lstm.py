@@ -53,9 +53,6 @@ class TestLSTMFunction(SequenceSuite):
         ),
     }
 
-    def cell(self, x, h, c, weight_ih, weight_hh, bias):
-        return torch.lstm_cell(x, (h, c), weight_ih, weight_hh, bias, torch.zeros_like(bias))
-
     def test_a_closed_forget_gate_forgets_and_an_open_one_keeps(self, device):
         """One case for the effect of each gate, in nn.LSTM's order."""
         zeros = torch.zeros(1, 1, dtype=DOUBLE, device=device)
