@@ -1,10 +1,16 @@
 """Recurrent cells, some whose output is a state, without a product or given as text, and random arguments."""
 
+import functools
+
 import torch
-from op_suite import Call
+from op_suite import DOUBLE, Call, Make
+from sequence_suite import assert_values_and_gradients
 
 import lltm_ext
 from lltm_ext import cells
+from lltm_ext._arguments import SequenceCall
+from lltm_ext._loop import run_loop
+from lltm_ext.recurrence import run
 
 
 @lltm_ext.recurrence(
@@ -163,3 +169,57 @@ TEXTS = {
         """,
     ),
 }
+
+
+class Example:
+    """A cell, or the text of one, and random arguments. `reset`: the dtype of its resets; True: bool."""
+
+    def __init__(
+        self,
+        cell,
+        dtype=DOUBLE,
+        length=5,
+        batch=3,
+        hidden=6,
+        input_size=4,
+        sizes=None,
+        bias=True,
+        reset=None,
+        reset_to="zeros",
+        device="cpu",
+    ):
+        self.cell, self.dtype, self.sizes, self.reset_to = cell, dtype, sizes, reset_to
+        self.of_function = CELLS[cell.__name__] if cell.function is None else cell
+        batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
+        self.call = arguments_of(cell, Make(dtype, device), steps, batch, hidden, input_size, bias)
+        shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
+        self.inputs = [torch.rand(shapes[i % 2], device=device) for i in range(len(cell.inputs))]
+        self.reset = None
+        if reset:
+            at = torch.rand(steps, device=device) < 0.4
+            is_bool = reset in (True, torch.bool)
+            self.reset = at if is_bool else (at * torch.rand(steps, device=device)).to(reset)
+
+    def ours(self, *tensors, algorithm="auto", reverse=False):
+        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
+        output, final = run(self.cell, call, algorithm, self.reset_to)
+        return [output, *final]
+
+    def loop(self, *tensors, reverse=False):
+        inputs = [u.to(self.dtype) for u in self.inputs]  # as the kernels read them
+        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
+        output, final = run_loop(self.of_function, call, to_initial=self.reset_to == "initial")
+        return [output, *final]
+
+    def check(self, call=None, algorithm="auto", reverse=False):
+        """Values and gradients against the loop in float64."""
+        call = call or self.call
+        outputs, gradients = assert_values_and_gradients(
+            functools.partial(self.ours, algorithm=algorithm, reverse=reverse),
+            functools.partial(self.loop, reverse=reverse),
+            call,
+            self.dtype,
+            zeros_for_unused=not self.cell.recurrent and not self.cell.derived.reads_h,
+        )
+        assert [y.dtype for y in outputs] == [self.dtype, *(x.dtype for x in call.args[1])]
+        assert [g.dtype for g in gradients] == [x.dtype for x in call.tensors]
