@@ -33,6 +33,17 @@ def smoothed_lstm(x, h, s, u):
     return u.mask * y + (1 - u.mask) * h, (c, y)
 
 
+@lltm_ext.recurrence(
+    gates=2, separate=True, states=("c", "n"), parameters={"a": None, "b": 0.5}, inputs=("gap", "mask")
+)
+def everything(u, p, s, r, x, h):
+    """Every value, in an order of its own."""
+    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
+    n = torch.sigmoid(p[1] * s[0]) + 0.5 * s.n
+    c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
+    return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
+
+
 WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
 
 

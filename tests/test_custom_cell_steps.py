@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import TEXTS, WITH_OUTPUT, Example, without_product
+from cell_examples import TEXTS, WITH_OUTPUT, Example, everything, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -49,14 +49,6 @@ SOURCES = Path(__file__).parents[1] / "src"
 PACKED = [20, 20, 13, 9, 2, 1]
 
 # ---- cells of every shape
-
-
-@lltm_ext.recurrence(gates=2, separate=True, states=("c", "n"), parameters=("a", "b"), inputs=("gap", "mask"))
-def everything(x, r, h, s, p, u):
-    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
-    n = torch.sigmoid(p.b * s.c) + 0.5 * s.n
-    c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
-    return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
 
 
 @lltm_ext.recurrence(gates=3, states=("c",))
