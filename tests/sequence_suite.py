@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -251,73 +252,66 @@ def sequence_empty_samples(gates):
     }
 
 
+# Refusals: the argument, its change, the exception, and what the message says after "expected".
+
+
+def no_tensor(argument, value, got):
+    return argument, lambda _: value, TypeError, f"{argument} to be a Tensor, got {got}"
+
+
+def of_dtype(argument, change, got, expected="float32"):
+    return argument, change, TypeError, f"{argument} of dtype {expected}, got {got}"
+
+
+def of_shape(argument, change, names, got, expected=None):
+    of_names = f"[{names}] = {expected}" if expected else f"[{names}]"
+    return argument, change, RuntimeError, f"{argument} of shape {of_names}, got {got}"
+
+
 def sequence_bad_calls(op, gates):
-    rows = 5 * gates
-
-    def refused(exception, expectation, **changes):
-        return changed(gates, **changes), exception, f"^{op}: expected {expectation}"
-
     def no_pair(hx, got):
         return with_hx(gates, hx), TypeError, rf"^{op}: expected hx to be a pair \(h0, c0\), got {got}"
 
+    n, rows, tensors = 5 * gates, f"{gates}*hidden_size", ("input", "h0", "c0", "weight_ih", "weight_hh")
+    refusals = {f"{name} None": no_tensor(name, None, "None") for name in tensors} | {
+        "bias a number": no_tensor("bias", 0.5, "float"),
+        "integers": of_dtype("input", torch.Tensor.long, "int64", FLOATING),
+        "h0 in float64": of_dtype("h0", torch.Tensor.double, "float64"),
+        "c0 in float16": of_dtype("c0", torch.Tensor.half, "float16"),
+        "weight_hh in bfloat16": of_dtype("weight_hh", torch.Tensor.bfloat16, "bfloat16"),
+        "input of 2-D": of_shape("input", lambda x: x[0], "length, batch, input_size", [4, 3]),
+        "h0 of the layer's shape": of_shape("h0", lambda x: x[None], "batch, hidden_size", [1, 4, 5]),
+        "h0 of another batch": of_shape("h0", lambda x: x[:1], "batch, hidden_size", [1, 5], [4, 5]),
+        "c0 of another size": of_shape("c0", lambda x: x[:, 1:], "batch, hidden_size", [4, 4], [4, 5]),
+        "weight_ih transposed": of_shape("weight_ih", torch.t, f"{rows}, input_size", [3, n], [n, 3]),
+        "fewer rows": of_shape("weight_hh", lambda x: x[5:], f"{rows}, hidden_size", [n - 5, 5], [n, 5]),
+        "fewer columns": of_shape("weight_hh", lambda x: x[:, :3], f"{rows}, hidden_size", [n, 3], [n, 5]),
+        "bias of one row": of_shape("bias", lambda x: x[None], rows, [1, n], [n]),
+        "both biases": of_shape("bias", lambda x: torch.cat([x, x]), rows, [2 * n], [n]),
+        "sparse input": (
+            "input",
+            torch.Tensor.to_sparse,
+            RuntimeError,
+            "input of layout torch.strided, got Sparse",
+        ),
+    }
+    algorithms = "'auto', 'stepwise', 'cluster' or 'grid'"
     return {
         **{
-            f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
-            for name in ("input", "h0", "c0", "weight_ih", "weight_hh")
+            name: (
+                changed(gates, **{argument: change}),
+                exception,
+                "^" + re.escape(f"{op}: expected {message}"),
+            )
+            for name, (argument, change, exception, message) in refusals.items()
         },
-        "bias a number": refused(TypeError, "bias to be a Tensor, got float", bias=lambda x: 0.5),
         "no states": no_pair(None, "NoneType"),
         "one state": no_pair(torch.zeros(4, 5), "(Fake)?Tensor"),
         "three states": no_pair((torch.zeros(4, 5),) * 3, "tuple"),
         "algorithm": (
             with_algorithm(gates, "fastest"),
             ValueError,
-            f"^{op}: expected algorithm to be 'auto'.*, got 'fastest'",
-        ),
-        "integers": refused(TypeError, f"input of dtype {FLOATING}, got int64", input=torch.Tensor.long),
-        "h0 in float64": refused(TypeError, "h0 of dtype float32, got float64", h0=torch.Tensor.double),
-        "c0 in float16": refused(TypeError, "c0 of dtype float32, got float16", c0=torch.Tensor.half),
-        "weight_hh in bfloat16": refused(
-            TypeError, "weight_hh of dtype float32, got bfloat16", weight_hh=torch.Tensor.bfloat16
-        ),
-        "input of 2-D": refused(
-            RuntimeError,
-            r"input of shape \[length, batch, input_size\], got \[4, 3\]",
-            input=lambda x: x[0],
-        ),
-        "h0 of the layer's shape": refused(
-            RuntimeError, r"h0 of shape \[batch, hidden_size\], got \[1, 4, 5\]", h0=lambda x: x[None]
-        ),
-        "h0 of another batch": refused(
-            RuntimeError, r"h0 of shape \[batch, hidden_size\] = \[4, 5\], got \[1, 5\]", h0=lambda x: x[:1]
-        ),
-        "c0 of another size": refused(
-            RuntimeError,
-            r"c0 of shape \[batch, hidden_size\] = \[4, 5\], got \[4, 4\]",
-            c0=lambda x: x[:, 1:],
-        ),
-        "weight_ih transposed": refused(
-            RuntimeError,
-            rf"weight_ih of shape \[{gates}\*hidden_size, input_size\] = \[{rows}, 3\], got \[3, {rows}\]",
-            weight_ih=lambda x: x.t(),
-        ),
-        "weight_hh of another size": refused(
-            RuntimeError,
-            rf"weight_hh of shape \[{gates}\*hidden_size, hidden_size\] = \[{rows}, 5\], got \[{rows}, 3\]",
-            weight_hh=lambda x: x[:, :3],
-        ),
-        "bias of one row": refused(
-            RuntimeError,
-            rf"bias of shape \[{gates}\*hidden_size\] = \[{rows}\], got \[1, {rows}\]",
-            bias=lambda x: x[None],
-        ),
-        "both biases": refused(
-            RuntimeError,
-            rf"bias of shape \[{gates}\*hidden_size\] = \[{rows}\], got \[{2 * rows}\]",
-            bias=lambda x: torch.cat([x, x]),
-        ),
-        "sparse input": refused(
-            RuntimeError, "input of layout torch.strided, got Sparse", input=torch.Tensor.to_sparse
+            f"^{op}: expected algorithm to be {algorithms}, got 'fastest'",
         ),
     }
 
@@ -763,47 +757,26 @@ def layer_modules(Layer, hidden):
 
 def layer_bad_calls(name, hidden):
     """(arguments, exception, pattern) of calls that every layer refuses."""
-    input = torch.zeros(6, 4, INPUT)
-    unbatched = input[:, 0]
-    packed = pack_sequence([torch.zeros(3, INPUT)])
+    input, n = torch.zeros(6, 4, INPUT), hidden
+    unbatched, packed = input[:, 0], pack_sequence([torch.zeros(3, INPUT)])
+
+    def zeros(*shape, **where):
+        return torch.zeros(*shape, hidden, **where)
 
     def two(*shape, **where):
-        return (torch.zeros(*shape, hidden, **where),) * 2
+        return (zeros(*shape, **where),) * 2
 
+    h0, c0 = rf"^{name}: expected h0 of shape", rf"^{name}: expected c0 of shape"
     return [
         ((None,), TypeError, f"^{name}: expected input to be a Tensor, got NoneType"),
-        ((input, torch.zeros(1, 4, hidden)), TypeError, f"^{name}: expected hx to be a pair .*got Tensor"),
-        ((input, (torch.zeros(1, 4, hidden), None)), TypeError, f"^{name}: expected c0 .*got NoneType"),
-        (
-            (input, two(4)),
-            RuntimeError,
-            rf"^{name}: expected h0 of shape \[1, 4, {hidden}\], got \[4, {hidden}\]",
-        ),
-        (
-            (input, (torch.zeros(1, 4, hidden), torch.zeros(2, 4, hidden))),
-            RuntimeError,
-            rf"^{name}: expected c0 of shape \[1, 4, {hidden}\], got \[2, 4, {hidden}\]",
-        ),
-        (
-            (unbatched, two(1, 1)),
-            RuntimeError,
-            rf"^{name}: expected h0 of shape \[1, {hidden}\], got \[1, 1, {hidden}\]",
-        ),
-        (
-            (unbatched, two(1, 6)),
-            RuntimeError,
-            rf"^{name}: expected h0 of shape \[1, {hidden}\], got \[1, 6, {hidden}\]",
-        ),
-        (
-            (unbatched, (torch.zeros(1, hidden + 1), torch.zeros(1, hidden))),
-            RuntimeError,
-            rf"^{name}: expected h0 of shape .*, got \[1, (1, )?{hidden + 1}\]",
-        ),
-        (
-            (packed, two(1, 2)),
-            RuntimeError,
-            rf"^{name}: expected h0 of shape \[1, 1, {hidden}\], got \[1, 2, {hidden}\]",
-        ),
+        ((input, zeros(1, 4)), TypeError, f"^{name}: expected hx to be a pair .*got Tensor"),
+        ((input, (zeros(1, 4), None)), TypeError, f"^{name}: expected c0 .*got NoneType"),
+        ((input, two(4)), RuntimeError, rf"{h0} \[1, 4, {n}\], got \[4, {n}\]"),
+        ((input, (zeros(1, 4), zeros(2, 4))), RuntimeError, rf"{c0} \[1, 4, {n}\], got \[2, 4, {n}\]"),
+        ((unbatched, two(1, 1)), RuntimeError, rf"{h0} \[1, {n}\], got \[1, 1, {n}\]"),
+        ((unbatched, two(1, 6)), RuntimeError, rf"{h0} \[1, {n}\], got \[1, 6, {n}\]"),
+        ((unbatched, (torch.zeros(1, n + 1), zeros(1))), RuntimeError, rf"{h0} .*, got \[1, (1, )?{n + 1}\]"),
+        ((packed, two(1, 2)), RuntimeError, rf"{h0} \[1, 1, {n}\], got \[1, 2, {n}\]"),
         ((input, two(1, 4, dtype=DOUBLE)), TypeError, "expected h0 of dtype float32, got float64"),
         ((input.double(),), TypeError, "expected (weight_ih|input) of dtype .*float64"),
         ((input.long(),), TypeError, "expected input of dtype .*got int64"),
