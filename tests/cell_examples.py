@@ -76,12 +76,12 @@ CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | W
 SIDES = {"rnn_relu": (8,), "indrnn": (8,), "slstm": (6, -6, 0, 0)}
 
 
-def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
+def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
     """A Call of input, states, weight_ih, weight_hh, bias, parameters. `steps`: [T, B], or [N] if packed."""
     rows = cell.gates * hidden
     states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
     weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5)
-    weight_hh = make(rows, hidden, scale=0.5 * hidden**-0.5) if cell.recurrent else None
+    weight_hh = make(rows, hidden // heads, scale=0.5 * max(hidden, 1) ** -0.5) if cell.recurrent else None
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
@@ -89,6 +89,15 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
     parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
+
+
+def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
+    """A Call of a cell with its arguments, except the inputs of its steps."""
+    input, states, *weights, parameters = arguments_of(
+        cell, make, (length, batch), batch, hidden, input_size, heads=heads
+    ).args
+    hx = tuple(states) if cell.states else states[0]
+    return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
 
 
 # Some of these cells, given as text.

@@ -355,7 +355,7 @@ class SequenceSuite(SmoothSuite):
     # Packed rows and the reverse direction
 
     def test_opcheck_of_packed_rows_and_the_reverse_direction(self, device):
-        for grad, reverse in itertools.product((False, True), repeat=2):
+        for grad, reverse in ((False, True), (True, False)):
             arguments = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
             call = Call(*arguments, [3, 2], reverse)
             call = call.leaves() if grad else call
@@ -367,7 +367,7 @@ class SequenceSuite(SmoothSuite):
         )
         dense = [*sequence_arguments(Make(DOUBLE, device), self.gates, 2, 3, 3, 2).values()]
         packed = packed_arguments(Make(DOUBLE, device), self.gates, 5, 2, 3, 3, 2)
-        for (inputs, sizes), reverse in itertools.product(((dense, None), (packed, [3, 2])), (False, True)):
+        for inputs, sizes, reverse in ((dense, None, False), (packed, [3, 2], True)):
             torch.library.opcheck(forward.default, (*inputs, sizes, reverse, "auto"))
             output, h_n, c_n, gates, extra = forward(*inputs, sizes, reverse, "auto")
             torch.library.opcheck(
@@ -537,10 +537,10 @@ class SequenceSuite(SmoothSuite):
         found, expected = (forward_and_gradients(f, call) for f in (self.bidirectional, self.one_by_one))
         assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
 
-    @pytest.mark.parametrize("sizes", [None, [3, 2, 1]], ids=["dense", "packed"])
+    @pytest.mark.parametrize("sizes", [None, [2, 1]], ids=["dense", "packed"])
     def test_gradcheck_of_both_directions(self, sizes, device):
         rows = sizes and sum(sizes)
-        arguments = bidirectional_arguments(Make(DOUBLE, device), self.gates, 3, 3, 2, 2, rows=rows)
+        arguments = bidirectional_arguments(Make(DOUBLE, device), self.gates, 2, 2, 1, 2, rows=rows)
         call = Call(*arguments, sizes).leaves()
         assert torch.autograd.gradcheck(call.bind(self.bidirectional), call.tensors)
         assert torch.autograd.gradgradcheck(call.bind(self.bidirectional), call.tensors)
@@ -569,9 +569,7 @@ class SequenceSuite(SmoothSuite):
             getattr(torch.ops.lltm_ext, f"{self.op}_bidirectional_{name}").default
             for name in ("forward", "backward")
         )
-        for (inputs, sizes), grad in itertools.product((dense, packed), (False, True)):
-            call = Call(*inputs, sizes)
-            call = call.leaves() if grad else call
+        for call in (Call(*dense[0], dense[1]), Call(*packed[0], packed[1]).leaves()):
             torch.library.opcheck(self.bidirectional, call.args)
         for inputs, sizes in (dense, packed):
             torch.library.opcheck(forward, (*inputs, sizes, "auto"))

@@ -17,20 +17,17 @@ from op_suite import (
     FORWARD,
     Call,
     Make,
+    OpSuite,
     added_units,
     assert_all_near,
     assert_near,
     assert_same_bits,
     cotangents,
-    expanded,
     forward_and_gradients,
     kernels_of,
     misaligned,
     needs_cuda,
-    negated_view,
     packed,
-    stepped,
-    transposed,
 )
 from sequence_suite import OPS, LoopOverSteps, relative_errors, single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -1329,9 +1326,7 @@ def misaligned_transposed(x):
     return misaligned(x.mT.contiguous()).mT if x.dim() > 1 else misaligned(x)
 
 
-LAYOUTS = {
-    f.__name__: f for f in (transposed, stepped, expanded, negated_view, misaligned, misaligned_transposed)
-}
+LAYOUTS = OpSuite.layouts | {"misaligned_transposed": misaligned_transposed}
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -1370,7 +1365,7 @@ def test_strides_of_incoming_gradients(op, dtype, device, algorithm, layout):
 @ops
 @types
 @runs_of_packed
-@pytest.mark.parametrize("layout", [transposed, stepped, misaligned, misaligned_transposed])
+@layouts
 def test_strides_of_packed_rows_and_their_gradients(op, dtype, device, algorithm, layout):
     sizes = [9, 5, 2]
     call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes).map(layout)

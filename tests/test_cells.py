@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cell_examples import call_of
 from op_suite import (
-    BACKWARD,
     DOUBLE,
     FORWARD,
     Call,
     Make,
     ModuleSuite,
     assert_all_near,
-    cotangents,
 )
 from sequence_suite import INPUT, assert_values_and_gradients
 
@@ -94,19 +93,6 @@ def by_formula(name, input, hx, weight_ih, weight_hh, bias, **named):
     return torch.stack(outputs), *(values[s] for s in ("h", *cell.states))
 
 
-def arguments(cell, make, length=6, batch=4, input_size=3, hidden=5):
-    rows = cell.gates * hidden
-    states = [make(batch, hidden, scale=0.5).abs() for _ in cell.state_names]
-    return Call(
-        make(length, batch, input_size),
-        tuple(states) if cell.states else states[0],
-        make(rows, input_size, scale=0.5),
-        make(rows, hidden, scale=0.5) if cell.recurrent else None,
-        make(rows),
-        **{p: make(hidden) for p in cell.parameters},
-    )
-
-
 def inputs_of_steps(name, device="cpu", length=6, batch=4, hidden=5):
     make = Make(DOUBLE, device, seed=3)
     if name == "zoneout_lstm":
@@ -117,7 +103,7 @@ def inputs_of_steps(name, device="cpu", length=6, batch=4, hidden=5):
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_cell_is_its_formula(name, dtype, device):
     cell = getattr(cells, name)
-    call, inputs = arguments(cell, Make(dtype, device)), inputs_of_steps(name, device)
+    call, inputs = call_of(cell, Make(dtype, device), 6, 4, 5), inputs_of_steps(name, device)
     in_double = {u: x.double() for u, x in inputs.items()}
     formula = functools.partial(by_formula, name, **in_double)
     assert_values_and_gradients(functools.partial(cell, **inputs), formula, call, dtype)
@@ -148,7 +134,7 @@ def test_the_stabilised_slstm_takes_gates_that_overflow():
 
 def test_zoneout_in_evaluation_is_the_mean_of_its_masks():
     """Of one step, over all pairs of masks."""
-    call = arguments(cells.zoneout_lstm, Make(DOUBLE), length=1)
+    call = call_of(cells.zoneout_lstm, Make(DOUBLE), 1, 4)
     found = []
     for keep_h, keep_c in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
         masks = {"keep_h": torch.full((1, 4), keep_h), "keep_c": torch.full((1, 4), keep_c)}
@@ -162,27 +148,6 @@ def test_zoneout_in_evaluation_is_the_mean_of_its_masks():
 def test_a_cell_has_a_source_in_cpp(name):
     cell = getattr(cells, name)
     assert f"kGates = {cell.gates}, kStates = {len(cell.states)}" in cell.source
-
-
-def test_a_derived_gradient_equals_that_of_the_function():
-    """By the nodes that the source is written from."""
-    make = Make(DOUBLE)
-    for name in cells.__all__:
-        cell = getattr(cells, name)
-        derived = cell.derived
-        planes = {"x": cell.gates, "r": cell.gates * cell.separate, "h": 1}
-        planes |= {"s": len(cell.states), "p": len(cell.parameters), "u": len(cell.inputs)}
-        values = {key: [make(50).abs().requires_grad_() for _ in range(n)] for key, n in planes.items()}
-        x, r, (h,), s, p, u = values.values()
-        new_h, new_states = cell.step(x, r, h, s, p, u)
-        expected = (new_h, *new_states)
-        outputs, saved = derived.forward(values)
-        assert_all_near(outputs, expected, FORWARD[DOUBLE], name)
-        wanted = [v for key in "xrhsp" for v in values[key]]
-        exact = torch.autograd.grad(expected, wanted, cotangents(expected), materialize_grads=True)
-        found = derived.backward(saved, values, cotangents(expected))
-        gradients = [torch.as_tensor(g).expand(50) for key in "xrhsp" for g in found[key]]
-        assert_all_near(gradients, exact, BACKWARD[DOUBLE], name)
 
 
 PAGE = Path(__file__).parent.parent / "docs/own_cell.md"

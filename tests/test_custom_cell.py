@@ -1,7 +1,6 @@
 """Own cells on CUDA: their kernels against the loop of torch's ops, by every algorithm."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -402,10 +401,20 @@ def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
 
 # ---- without a GPU
 
+passes = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+def binary(program, dtype, backward, variant=-1, architecture="sm_90", rows=0, reset="", **sizes):
+    """A kernel that compiles. Fused steps, those of so many rows, need Hopper's instructions."""
+    architecture = "sm_90a" if rows else architecture
+    found = _C.compile(program, dtype, backward, variant, architecture, rows, reset, **sizes)
+    assert len(found) > 1000
+    return found
+
 
 @every_cell
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_every_kind_of_kernel_compiles(name, architecture, backward):
     cell = CELLS[name]
     kinds = [(torch.float16, -1), (torch.float64, -1)]
@@ -413,21 +422,18 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         kinds += [(torch.bfloat16, 8), (torch.float32, 19)]  # of several row tiles
         kinds += [(torch.bfloat16, 0), (torch.bfloat16, 2)] if architecture == "sm_90" else []  # in a cluster
     for dtype, variant in kinds:
-        assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
+        binary(cell.program, dtype, backward, variant, architecture)
 
 
 @every_text
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_of_a_text_compile(name, backward):
     program = TEXTS[name].program
-    for dtype, variant, architecture, rows in (
-        (torch.float16, -1, "sm_75", 0),
-        (torch.float64, -1, "sm_80", 0),
-        (torch.float32, 19, "sm_90", 0),
-        (torch.bfloat16, 0, "sm_90", 0),
-        (torch.bfloat16, -1, "sm_90a", 64),
-    ):
-        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
+    binary(program, torch.float16, backward, -1, "sm_75")
+    binary(program, torch.float64, backward, -1, "sm_80")
+    binary(program, torch.float32, backward, 19)
+    binary(program, torch.bfloat16, backward, 0)
+    binary(program, torch.bfloat16, backward, rows=64)
 
 
 def test_a_text_may_call_the_functions_of_every_math():
@@ -437,7 +443,7 @@ def test_a_text_may_call_the_functions_of_every_math():
     two = " + ".join(f"{f}(x[0], h)" for f in ("logaddexp", "pow", "maximum", "minimum", "max", "fmin"))
     cell = lltm_ext.recurrence(name="all", gates=1, forward=f"new_h = {one} + {two} + fabs(h) + erfc(h);")
     for dtype in (*TYPES, DOUBLE):
-        assert len(_C.compile(cell.program, dtype, False, -1, "sm_90")) > 1000
+        binary(cell.program, dtype, False)
 
 
 @pytest.mark.parametrize(
@@ -465,13 +471,12 @@ def test_a_compile_error_shows_the_line_of_the_text(options, what, where):
 
 
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_that_take_resets_compile(name, backward):
     program = CELLS[name].program
     for dtype, variant, rows in ((torch.float32, 17, 0), (torch.float16, 8, 0), (torch.float16, -1, 64)):
-        architecture = "sm_90a" if rows else "sm_90"
         plain, of_bools, of_numbers = (
-            _C.compile(program, dtype, backward, variant, architecture, rows, reset)
+            binary(program, dtype, backward, variant, rows=rows, reset=reset)
             for reset in ("", "bool", "float")
         )
         assert plain != of_bools
@@ -479,52 +484,44 @@ def test_kernels_that_take_resets_compile(name, backward):
 
 
 @pytest.mark.parametrize("cell", [*map(CELLS.get, ["gru", "slstm", "lstm", *WITH_OUTPUT]), TEXTS["gru"]])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_that_reset_to_the_initial_states_compile(cell, backward):
-    program = cell.to_initial.program
     for dtype, variant, rows in ((torch.float32, 19, 0), (torch.float16, 2, 0), (torch.float16, -1, 64)):
-        architecture = "sm_90a" if rows else "sm_90"
-        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
+        binary(cell.to_initial.program, dtype, backward, variant, rows=rows)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])
-def test_other_architectures(architecture):
-    for backward in (False, True):
-        assert _C.compile(cells.gru.program, torch.float16, backward, -1, architecture)
-        assert _C.compile(cells.gru.program, torch.float64, backward, -1, architecture)
+@passes
+def test_other_architectures(architecture, backward):
+    for dtype in (torch.float16, torch.float64):
+        binary(cells.gru.program, dtype, backward, -1, architecture)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["indrnn", *WITHOUT_PRODUCT])
-def test_kernels_of_independent_units_compile(name, architecture):
-    program = CELLS[name].program
+@passes
+def test_kernels_of_independent_units_compile(name, architecture, backward):
     for dtype in (*TYPES, DOUBLE):
-        for backward in (False, True):
-            one, pair = (
-                _C.compile(program, dtype, backward, -1, architecture, independent_units=units)
-                for units in (1, 2)
-            )
-            assert one != pair
+        one, pair = (
+            binary(CELLS[name].program, dtype, backward, -1, architecture, independent_units=units)
+            for units in (1, 2)
+        )
+        assert one != pair
 
 
 @every_cell
 def test_fused_steps_compile_for_hopper(name):
     cell = CELLS[name]
-    kinds = [(False, 64), (True, 64), (True, 128)]
-    if cell.gates <= 3:
-        kinds.append((False, 128))
-    for backward, rows in kinds:
-        assert len(_C.compile(cell.program, torch.bfloat16, backward, -1, "sm_90a", rows)) > 1000
+    for backward, rows in [(False, 64), (True, 64), (True, 128)] + [(False, 128)] * (cell.gates <= 3):
+        binary(cell.program, torch.bfloat16, backward, rows=rows)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
-def test_steps_of_few_rows_compile(name, architecture):
-    for backward, rows in itertools.product((False, True), (1, 4, 8, 16)):
-        assert (
-            len(_C.compile(CELLS[name].program, torch.float32, backward, -1, architecture, few_rows=rows))
-            > 1000
-        )
+@passes
+def test_steps_of_few_rows_compile(name, architecture, backward):
+    for rows in (1, 4, 8, 16):
+        binary(CELLS[name].program, torch.float32, backward, -1, architecture, few_rows=rows)
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])
@@ -533,7 +530,7 @@ def test_fused_steps_of_many_gates_compile(gates):
     def wide(x):
         return torch.tanh(sum(x))
 
-    assert len(_C.compile(wide.program, torch.bfloat16, False, -1, "sm_90a", 64)) > 1000
+    binary(wide.program, torch.bfloat16, False, rows=64)
 
 
 def test_a_program_is_one_line_and_older_ones_with_lines_mean_the_same():

@@ -25,7 +25,6 @@ from op_suite import (
     OpSuite,
     added_units,
     assert_all_near,
-    assert_near,
     assert_same_bits,
     cotangents,
     forward_and_gradients,
@@ -454,20 +453,6 @@ def test_episodes_of_a_text_are_those_of_its_function(name, monkeypatch):
 # ---- which gradients
 
 
-@every_cell
-def test_an_output_not_used_has_no_part_in_the_gradient(cell):
-    example = Example(cell, reset=torch.bool)
-    call = example.call.leaves()
-    for i in range(len(call.run(example.ours))):
-        gradients, expected = (
-            torch.autograd.grad(
-                sum_of_squares(call.run(f)[i]), call.tensors, allow_unused=True, materialize_grads=True
-            )
-            for f in (example.ours, example.loop)
-        )
-        assert_all_near(gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument")
-
-
 @reverse
 @pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
 def test_an_output_that_no_step_reads(sizes, reverse):
@@ -482,16 +467,28 @@ def test_an_output_that_no_step_reads(sizes, reverse):
     assert_all_near(*found, BACKWARD[DOUBLE])
 
 
+class OpOfCell(OpSuite):
+    """The tests that every op must pass, of the call of an example."""
+
+    def __init__(self, example):
+        self.example, self.function, self.reference = example, example.ours, example.loop
+
+    def call(self, *_):
+        return self.example.call
+
+
 @every_cell
-def test_each_gradient_alone_equals_all_together(cell):
-    example = Example(cell)
-    _, together = forward_and_gradients(example.ours, example.call)
-    for i, expected in enumerate(together):
-        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(example.call.tensors)]
-        outputs = example.call.with_tensors(tensors).run(example.ours)
-        used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
-        (single,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-        assert_near(single, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
+@pytest.mark.parametrize(
+    "test",
+    [
+        OpSuite.test_an_output_not_used_has_no_part_in_the_gradient,
+        OpSuite.test_each_gradient_alone_equals_all_together,
+        OpSuite.test_backward_runs_twice_on_a_retained_graph,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_gradients_like_those_of_every_op(cell, test):
+    test(OpOfCell(Example(cell, reset=torch.bool)), "cpu")
 
 
 @every_cell

@@ -14,32 +14,38 @@ import torch
 from torch.nn import functional as F
 
 import lltm_ext
+from lltm_ext import cells
 from lltm_ext._formula.declaration import Declaration, arguments_of, call
 from lltm_ext._formula.derive import derive
 
+# Cells of the package, and how many values their forward must save.
+SAVED = {
+    "rnn_tanh": 1,
+    "rnn_relu": 1,
+    "lltm": 4,
+    "cifg": 4,
+    "peephole_lstm": 5,
+    "gru": 5,
+    "ugrnn": 3,
+    "slstm": 10,
+}
+SAVED |= {"indrnn": 2, "cfc": 3}
 SOURCES = Path(__file__).parents[1] / "src"
 POINTS = 200
-CELLS = {}
+CELLS = {
+    name: (getattr(cells, name).function, getattr(cells, name).declared, saved)
+    for name, saved in SAVED.items()
+}
 
 
 def cell(saved, gates, **options):
-    """Registers a function as a cell, with the number of values that its forward must save."""
+    """Registers a function as another one."""
 
     def register(function):
         CELLS[function.__name__] = function, Declaration(function.__name__, gates, **options), saved
         return function
 
     return register
-
-
-@cell(1, gates=1)
-def rnn_tanh(x):
-    return torch.tanh(x[0])
-
-
-@cell(1, gates=1)
-def rnn_relu(x):
-    return torch.relu(x[0])
 
 
 @cell(5, gates=4, states=("c",))
@@ -50,45 +56,10 @@ def lstm(x, s):
     return o * torch.tanh(c), (c,)
 
 
-@cell(4, gates=3, states=("c",))
-def lltm(x, s):
-    i, o = torch.sigmoid(x[0]), torch.sigmoid(x[1])
-    c = s.c + F.elu(x[2]) * i
-    return torch.tanh(c) * o, (c,)
-
-
-@cell(4, gates=3, states=("c",))
-def cifg(x, s):
-    f, g, o = torch.sigmoid(x[0]), torch.tanh(x[1]), torch.sigmoid(x[2])
-    c = f * s.c + (1 - f) * g
-    return o * torch.tanh(c), [c]
-
-
-@cell(5, gates=4, states=("c",), parameters=("w_i", "w_f", "w_o"))
-def peephole_lstm(x, s, p):
-    i, f = torch.sigmoid(x[0] + p.w_i * s.c), torch.sigmoid(x[1] + p.w_f * s.c)
-    c = f * s.c + i * torch.tanh(x[2])
-    o = torch.sigmoid(x[3] + p.w_o * c)
-    return o * torch.tanh(c), (c,)
-
-
-@cell(5, gates=3, separate=True, parameters=("b_hn",))
-def gru(x, r, h, p):
-    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
-    candidate = torch.tanh(x[2] + reset * (r[2] + p.b_hn))
-    return (1 - update) * candidate + update * h, ()
-
-
 @cell(4, gates=2)
 def light_gru(x, h):
     update = torch.sigmoid(x[0])
-    return update * h + (1 - update) * torch.relu(x[1])
-
-
-@cell(3, gates=2)
-def ugrnn(x, h):
-    g = x[0].sigmoid()
-    return g * h + (1 - g) * x[1].tanh()
+    return update * h + (1 - update) * torch.relu(x[1]), ()
 
 
 @cell(3, gates=2, states=("c",))
@@ -97,35 +68,15 @@ def janet(x, s, beta=1.0):
     return c, (c,)
 
 
-@cell(10, gates=4, states=("c", "n", "m"))
-def slstm(x, s):
-    log_f = F.logsigmoid(x[1]) + s.m
-    m = torch.maximum(log_f, x[0])
-    i, f = torch.exp(x[0] - m), torch.exp(log_f - m)
-    c, n = f * s.c + i * torch.tanh(x[2]), f * s.n + i
-    return torch.sigmoid(x[3]) * c / n, (c, n, m)
-
-
-@cell(2, gates=1, parameters=("u",), recurrent=False)
-def indrnn(h, p, x):
-    return torch.relu(x[0] + p.u * h)
-
-
 @cell(5, gates=4, states=("c",), inputs=("keep_h", "keep_c"))
 def zoneout_lstm(x, h, s, u):
     new_h, (new_c,) = lstm(x, s)
     return torch.where(u.keep_h > 0, h, new_h), (torch.where(u.keep_c > 0, s.c, new_c),)
 
 
-@cell(3, gates=4, inputs=("elapsed",))
-def cfc(x, u):
-    t = torch.sigmoid(-(x[2] * u.elapsed + x[3]))
-    return torch.tanh(x[0]) * t + (1 - t) * torch.tanh(x[1])
-
-
 @cell(0, gates=2, states=("count", "index", "none"), parameters=("unused",))
 def no_ops(x, s):
-    return x[1], (s.index, s.count, s.none * 0)
+    return x[1], [s.index, s.count, s.none * 0]
 
 
 @cell(5, gates=4, states=("c",), inputs=("reset",))

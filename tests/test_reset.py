@@ -3,9 +3,10 @@
 import functools
 import itertools
 
+import cell_examples
 import pytest
 import torch
-from cell_examples import CELLS, TEXTS, WITH_OUTPUT, arguments_of, everything, without_product
+from cell_examples import CELLS, TEXTS, WITH_OUTPUT, everything, without_product
 from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, needs_cuda
 from sequence_suite import KINDS, assert_values_and_gradients, kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,10 +37,7 @@ both_resets = pytest.mark.parametrize("reset_to", ["zeros", "initial"])
 
 
 def call_of(name, make, length=7, batch=4, hidden=16):
-    cell = (CELLS | OF_CELLS)[name]
-    input, states, *weights, parameters = arguments_of(cell, make, (length, batch), batch, hidden, 5).args
-    hx = tuple(states) if cell.states else states[0]
-    return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
+    return cell_examples.call_of((CELLS | OF_CELLS)[name], make, length, batch, hidden, 5)
 
 
 def inputs_of(name, device, length=7, batch=4):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import CELLS, TEXTS, arguments_of
+from cell_examples import CELLS, TEXTS, call_of
 from op_suite import DOUBLE, Make, assert_all_near
 from test_derive import library_of, run_in_library
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -163,20 +163,14 @@ def test_declarations_that_do_not_fit_are_refused(options, exception, name, mess
         lltm_ext.recurrence(**{**UGRNN, **options})
 
 
-def call_of(cell):
-    input, states, *weights, parameters = arguments_of(cell, Make(DOUBLE), (3, 2), 2, 4, 3).args
-    hx = tuple(states) if cell.states else states[0]
-    return (input, hx, *weights), dict(zip(cell.parameters, parameters, strict=True))
-
-
 def test_a_text_cell_refuses_the_cpu():
-    args, named = call_of(TEXTS["peephole_lstm"])
+    call = call_of(TEXTS["peephole_lstm"], Make(DOUBLE))
     message = (
         r"^peephole_lstm: expected input on a CUDA device, got cpu \(a cell given as text runs on CUDA only"
     )
     for function in (TEXTS["peephole_lstm"], TEXTS["peephole_lstm"].algorithm):
         with pytest.raises(RuntimeError, match=message):
-            function(*args, **named)
+            call.run(function)
     with pytest.raises(RuntimeError, match=r"^ugrnn: expected input on a CUDA device, got cpu"):
         lltm_ext.Recurrent(ugrnn, 3, 4)(torch.randn(5, 2, 3))
     with pytest.raises(RuntimeError, match=r"^ugrnn: expected input on a CUDA device, got cpu"):
