@@ -35,11 +35,29 @@ from op_suite import (
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext._custom_cell import CustomCellFunction
 from lltm_ext.lltm import lltm_cell_reference, lltm_reference
 from lltm_ext.lstm import lstm_reference
+
+
+class Recorder(TorchDispatchMode):
+    """The names of the ops that run below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func).removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def ours(self):
+        return [n.removeprefix("lltm_ext.") for n in self.names if n.startswith("lltm_ext.")]
+
 
 # ---- lltm and lstm, called in one way ---------------------------------------------------------------------
 

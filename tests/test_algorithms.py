@@ -877,34 +877,24 @@ def replay(graph, call, new, found):
 @ops
 @types
 @algorithms
-def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
-    call, f = sequence(op, algorithm, dtype, length=9, batch=40)
-    outputs, _ = forward_and_gradients(f, call)
-    grad_outputs = cotangents(outputs)
-    graph, found = captured(f, call, grad_outputs)
-    for seed in (1, 2):
-        new, _ = sequence(op, algorithm, dtype, length=9, batch=40, seed=seed)
-        replay(graph, call, new, found)
-        expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
-        assert_all_near(found[:3], expected, FORWARD[dtype], f"replay {seed}, output")
-        assert_all_near(found[3:], expected_gradients, BACKWARD[dtype], f"replay {seed}, gradient")
-        if algorithm != "stepwise":  # in a graph cuBLAS may choose other kernels
-            assert_same_bits(found[:3], expected)
-
-
-@needs_cuda
-@ops
-@types
-@algorithms
-def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype, algorithm):
-    call, new = (op.bidirectional_call(Make(dtype, "cuda", seed), 9, 16, 64) for seed in (0, 1))
-    f = functools.partial(op.bidirectional, algorithm=algorithm)
+@pytest.mark.parametrize("both", [False, True], ids=["one direction", "both directions"])
+def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm, both):
+    makers = [Make(dtype, "cuda", seed) for seed in range(3)]
+    if both:
+        f, n = functools.partial(op.bidirectional, algorithm=algorithm), 6
+        call, *changed = (op.bidirectional_call(make, 9, 16, 64) for make in makers)
+    else:
+        f, n = functools.partial(op, algorithm=algorithm), 3
+        call, *changed = (op.call(make, 9, 40, 128) for make in makers)
     grad_outputs = cotangents(forward_and_gradients(f, call)[0])
     graph, found = captured(f, call, grad_outputs)
-    replay(graph, call, new, found)
-    expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
-    assert_all_near(found[:6], expected, FORWARD[dtype], "output")
-    assert_all_near(found[6:], expected_gradients, BACKWARD[dtype], "gradient")
+    for new in changed:
+        replay(graph, call, new, found)
+        expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
+        assert_all_near(found[:n], expected, FORWARD[dtype], "output")
+        assert_all_near(found[n:], expected_gradients, BACKWARD[dtype], "gradient")
+        if algorithm != "stepwise" and not both:  # in a graph cuBLAS may choose other kernels
+            assert_same_bits(found[:n], expected)
 
 
 @needs_cuda

@@ -10,7 +10,7 @@ from types import FunctionType
 import pytest
 import torch
 from op_suite import BACKWARD, DOUBLE, Make, assert_near
-from torch.utils._python_dispatch import TorchDispatchMode
+from sequence_suite import Recorder
 
 import lltm_ext
 from lltm_ext import _C, _portable
@@ -22,22 +22,6 @@ OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 OTHERS = {"recurrence", "from_torch", "to_torch"}  # functions that are no ops
 FUNCTIONS = [name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)]
 STUBS = Path(__file__).parent.parent / "tools/stubs.py"
-
-
-class Recorder(TorchDispatchMode):
-    """The names of the ops that run below it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func).removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def ours(self):
-        return [n.removeprefix("lltm_ext.") for n in self.names if n.startswith("lltm_ext.")]
 
 
 # Each file by itself, with neither our Python package nor the other modules: a fork for each, because

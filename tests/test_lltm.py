@@ -98,27 +98,8 @@ class TestLLTM(LayerSuite):
                 RuntimeError,
                 r"^LLTM: expected input .*input_size = 7, got \[6, 4, 6\]",
             ),
-            (
-                (pack_sequence([torch.zeros(3, 6)]),),
-                RuntimeError,
-                r"^LLTM: expected input .*input_size = 7, got \[3, 6\]",
-            ),
+            ((pack_sequence([torch.zeros(3, 6)]),), RuntimeError, r"^LLTM: .*input_size = 7, got \[3, 6\]"),
         ],
     )
     def test_bad_input_is_named_and_the_next_call_is_right(self, arguments, exception, pattern):
         self.assert_refused(arguments, exception, pattern)
-
-    @pytest.mark.parametrize(
-        "options, exception, pattern",
-        [
-            ({"hidden_size": 0}, ValueError, "^LLTM: expected hidden_size to be positive, got 0"),
-            ({"input_size": -1}, ValueError, "^LLTM: expected input_size to be positive, got -1"),
-            ({"num_layers": 0}, ValueError, "^LLTM: expected num_layers to be positive, got 0"),
-            ({"num_layers": 1.5}, TypeError, "^LLTM: expected num_layers to be an int, got float"),
-            ({"dropout": 1.5}, ValueError, r"^LLTM: expected dropout .*\[0, 1\], got 1.5"),
-            ({"dropout": True}, ValueError, "^LLTM: expected dropout .*got True"),
-        ],
-    )
-    def test_bad_options(self, options, exception, pattern):
-        with pytest.raises(exception, match=pattern):
-            lltm_ext.LLTM(**{"input_size": 7, "hidden_size": 5, **options})

@@ -1,6 +1,7 @@
 """lstm against its reference, lltm_ext.LSTM against nn.LSTM. (Algorithm by algorithm: test_algorithms.py.)"""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -14,10 +15,14 @@ from op_suite import (
     assert_all_near,
     assert_near,
     cotangents,
+    forward_and_gradients,
+    sum_of_squares,
 )
 from sequence_suite import (
     INPUT,
+    OPS,
     LayerSuite,
+    Recorder,
     SequenceSuite,
     for_any_algorithm,
     layer_bad_calls,
@@ -29,7 +34,6 @@ from sequence_suite import (
     states,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import _portable
@@ -68,62 +72,30 @@ class TestLSTMFunction(SequenceSuite):
             assert output[-1].item() == h_n.item()
 
 
-class Called(TorchDispatchMode):
-    """Collects the names of the ops called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.add(op.overloadpacket.__name__)
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.skipif(_portable.in_use, reason="the portable library does not call oneDNN's layer")
-class TestLargeSequencesOnTheCPU:
-    """They run by oneDNN's layer, half types in float32."""
-
-    def run(self, dtype, reverse, bias, by_layer, create_graph=False):
-        """Outputs and gradients (with ``create_graph`` of second order), and the names of the ops called."""
-        make = Make(DOUBLE, "cpu")
-        t, b, i, h = 6, 16, 12, 40
-        shapes = [(t, b, i), (b, h), (b, h), (4 * h, i), (4 * h, h), (4 * h,)][: 6 if bias else 5]
-        leaves = [(make(*shape) * 0.3).to(dtype).requires_grad_() for shape in shapes]
-        inputs = leaves if bias else [*leaves, None]
-        with Called() as called, torch.backends.mkldnn.flags(enabled=by_layer):
-            outputs = torch.ops.lltm_ext.lstm(*inputs, None, reverse)
-            grads = torch.autograd.grad(outputs, leaves, cotangents(outputs), create_graph=create_graph)
-            if create_graph:
-                grads = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
-        return (*outputs, *grads), called.names
-
-    def test_they_equal_the_steps(self, dtype, reverse, bias):
-        found, names = self.run(dtype, reverse, bias, True)
-        expected, others = self.run(dtype, reverse, bias, False)
-        assert "mkldnn_rnn_layer" in names and "mkldnn_rnn_layer_backward" in names
-        assert "mkldnn_rnn_layer" not in others
-        assert all(x.dtype == dtype for x in found)
-        assert_all_near(found, expected, BACKWARD[dtype])
-
-    def test_second_derivatives_equal_those_of_the_steps(self, dtype, reverse, bias):
-        found, _ = self.run(dtype, reverse, bias, True, create_graph=True)
-        expected, _ = self.run(dtype, reverse, bias, False, create_graph=True)
-        assert_all_near(found[3:], expected[3:], BACKWARD[dtype])
-
-    def test_without_gradients_they_are_the_same(self, dtype, reverse, bias):
-        with torch.no_grad():
-            make = Make(dtype, "cpu")
-            x, h, w, u = make(6, 16, 12), make(16, 40), make(160, 12), make(160, 40)
-            b = make(160) if bias else None
-            found = []
-            for by_layer in (True, False):
-                with torch.backends.mkldnn.flags(enabled=by_layer):
-                    found.append(torch.ops.lltm_ext.lstm(x, h, h, w, u, b, None, reverse))
-        assert_all_near(*found, FORWARD[dtype])
+def test_large_sequences_on_the_cpu_equal_the_steps(dtype, reverse, bias):
+    """oneDNN's layer runs them, half types in float32: with and without gradients, and second derivatives."""
+    function = functools.partial(OPS["lstm"], reverse=reverse)
+    call = OPS["lstm"].call(Make(dtype), 6, 16, 40, input_size=12, bias=bias).leaves()
+    found, without, names = [], [], []
+    for by_layer in (True, False):
+        with Recorder() as recorder, torch.backends.mkldnn.flags(enabled=by_layer):
+            outputs, gradients = forward_and_gradients(function, call)
+            found.append([*outputs, *gradients])
+            with torch.no_grad():
+                without.append(call.run(function))
+            outputs = call.run(function)
+            first = torch.autograd.grad(outputs, call.tensors, cotangents(outputs), create_graph=True)
+            found[-1] += torch.autograd.grad(sum_of_squares(first), call.tensors)
+        names.append({name.removeprefix("aten.") for name in recorder.names})
+    assert {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"} <= names[0]
+    assert "mkldnn_rnn_layer" not in names[1]
+    assert all(x.dtype == dtype for x in found[0])
+    assert_all_near(*without, FORWARD[dtype])
+    assert_all_near(*found, BACKWARD[dtype])
 
 
 HIDDEN = 8  # hidden size of the layers, which persistent kernels support in float32

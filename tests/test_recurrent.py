@@ -1,18 +1,9 @@
-"""lltm_ext.Recurrent: a user's cell as a layer, called like nn.LSTM."""
+"""lltm_ext.Recurrent: a user's cell as a layer. (Its manners, those of every CellLayer: test_lltm.py.)"""
 
 import pytest
 import torch
 from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits
-from sequence_suite import (
-    INPUT,
-    KINDS,
-    OPS,
-    LayerSuite,
-    LoopOverSteps,
-    kinds,
-    layer_bad_calls,
-    layer_modules,
-)
+from sequence_suite import INPUT, KINDS, kinds
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lltm_ext
@@ -29,27 +20,6 @@ def timed(x, r, h, s, p, u):
 
 
 HIDDEN = 6
-
-
-class CellLSTM(lltm_ext.Recurrent):
-    def __init__(self, *args, **options):
-        super().__init__(cells.lstm, *args, **options)
-
-
-class TestManners(LayerSuite):
-    """Those of nn.LSTM, by the LSTM as a user's cell."""
-
-    Layer = CellLSTM
-    hidden = HIDDEN
-    near = (1e-10, 1e-10)
-    modules = layer_modules(Layer, hidden)
-
-    def peer(self, layer):
-        return LoopOverSteps(layer, OPS["lstm"].step)
-
-    @pytest.mark.parametrize("arguments, exception, pattern", layer_bad_calls("CellLSTM", hidden))
-    def test_bad_input_is_named_and_the_next_call_is_right(self, arguments, exception, pattern):
-        self.assert_refused(arguments, exception, pattern)
 
 
 # ---- parameters ------------------------------------------------------------------------------------------
@@ -108,7 +78,11 @@ def test_options_that_do_not_fit_are_refused():
         ({"heads": 0}, ValueError, "heads to be positive, got 0"),
         ({"heads": 2.0}, TypeError, "heads to be an int, got float"),
         ({"cell": cells.indrnn, "heads": 2}, ValueError, "heads to be 1 without a recurrent product, got 2"),
+        ({"input_size": -1}, ValueError, "input_size to be positive, got -1"),
+        ({"hidden_size": 0}, ValueError, "hidden_size to be positive, got 0"),
         ({"num_layers": 0}, ValueError, "num_layers to be positive, got 0"),
+        ({"num_layers": 1.5}, TypeError, "num_layers to be an int, got float"),
+        ({"dropout": True}, ValueError, r"dropout to be a probability in \[0, 1\], got True"),
         ({"dropout": 2}, ValueError, r"dropout to be a probability in \[0, 1\], got 2"),
     ):
         with pytest.raises(exception, match=f"^Recurrent: expected {message}"):

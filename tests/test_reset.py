@@ -8,10 +8,9 @@ import pytest
 import torch
 from cell_examples import CELLS, TEXTS, WITH_OUTPUT, everything, without_product
 from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, needs_cuda
-from sequence_suite import KINDS, assert_values_and_gradients, kinds
+from sequence_suite import KINDS, Recorder, assert_values_and_gradients, kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
 from lltm_ext import cells
@@ -344,28 +343,15 @@ def test_a_text_resets_to_the_initial_states():
     assert_values_and_gradients(ours, step_by_step(CELLS["gru"], reset), call)
 
 
-class OwnOps(TorchDispatchMode):
-    """Records the package's ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lltm_ext":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 @every_layer
 def test_kernels_run_resets_to_the_initial_states_on_cuda(name):
     """An op for each direction."""
     with FakeTensorMode(), torch.no_grad():
         layer = EVERY_LAYER[name](5, 16, bidirectional=True, device="cuda")
         input, reset = torch.empty(7, 4, 5, device="cuda"), torch.empty(7, 4, device="cuda").bool()
-        with OwnOps() as ran:
+        with Recorder() as ran:
             output, _ = layer(input, reset=reset, reset_to="initial")
-        assert ran.names == ["custom_cell"] * 2
+        assert ran.ours == ["custom_cell"] * 2
         assert output.shape == (7, 4, 32)
 
 
