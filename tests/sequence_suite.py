@@ -965,13 +965,18 @@ class LayerSuite(ModuleSuite):
         with torch.device("meta"):
             assert torch.equal(gradient(), expected)
 
-    def test_frozen_parameters_get_no_gradient(self, device):
-        layer = self.build("two layers", device)
-        frozen = ["weight_hh_l0", [n for n, _ in layer.named_parameters()][-1]]
+    def test_frozen_parameters_get_no_gradient_and_change_no_other(self, device):
+        layer, input = self.build("two layers", device), Make(DOUBLE, device)(6, 4, INPUT)
+        layer(input)[0].sum().backward()
+        expected = {name: p.grad for name, p in layer.named_parameters()}
+        frozen = ["weight_hh_l0", [*expected][-1]]
+        layer.zero_grad()
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
-        layer(Make(DOUBLE, device)(6, 4, INPUT))[0].sum().backward()
-        assert [n for n, p in layer.named_parameters() if p.grad is None] == frozen
+        layer(input)[0].sum().backward()
+        found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        assert list(found) == [name for name in expected if name not in frozen]
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
     def test_it_learns_to_remember_the_first_input(self, device):
         """40 steps of Adam halve the loss."""

@@ -30,6 +30,7 @@ from op_suite import (
     forward_and_gradients,
     sum_of_squares,
 )
+from sequence_suite import no_tensor, of_dtype, of_shape
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -630,44 +631,47 @@ def test_opcheck(cell, dtype, sizes, ops):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", *slow))
 
 
-WRONG = {  # the position of an argument, what takes its place, the message
-    "states": (
-        2,
-        lambda x: x[:1],
-        r"states of shape \[states, batch, hidden_size\] = \[2, 3, 6\], got \[1, 3, 6\]",
+ARGUMENTS = (
+    "input h0 states weight_ih weight_hh bias parameters step_inputs reset batch_sizes is_reverse algorithm"
+)
+ARGUMENTS = [*ARGUMENTS.split(), "program"]
+ROWS, OF_INPUTS = "rows of all steps, input_size", "..., step inputs * hidden_size"
+WRONG = {
+    "states": of_shape("states", lambda x: x[:1], "states, batch, hidden_size", [1, 3, 6], [2, 3, 6]),
+    "states of another dtype": of_dtype("states", torch.Tensor.float, "float32", "float64"),
+    "no weight_hh": no_tensor("weight_hh", None, "None"),
+    "parameters": of_shape("parameters", lambda x: x[:1], "parameters, hidden_size", [1, 6], [2, 6]),
+    "no parameters": no_tensor("parameters", None, "None"),
+    "step_inputs": of_shape("step_inputs", lambda x: x[..., :6], OF_INPUTS, [5, 3, 6], [5, 3, 12]),
+    "no step_inputs": no_tensor("step_inputs", None, "None"),
+    "reset": of_shape("reset", lambda x: x[1:], "length, batch", [4, 3], [5, 3]),
+    "reset of another dtype": of_dtype("reset", torch.Tensor.int, "int32", "float64"),
+    "batch_sizes": ("batch_sizes", lambda _: [3, 2], RuntimeError, f"input of shape [{ROWS}], got"),
+    "algorithm": (
+        "algorithm",
+        lambda _: "fast",
+        ValueError,
+        "algorithm to be 'auto', 'stepwise', 'cluster' or",
     ),
-    "states of another dtype": (2, torch.Tensor.float, "states of dtype float64, got fl"),
-    "no weight_hh": (4, None, "weight_hh to be a Tensor, got None"),
-    "parameters": (
-        6,
-        lambda x: x[:1],
-        r"parameters of shape \[parameters, hidden_size\] = \[2, 6\], got \[1, 6\]",
+    "program": (
+        "program",
+        lambda _: "everything",
+        Exception,
+        "a program as lltm_ext.recurrence writes it, got 1",
     ),
-    "no parameters": (6, None, "parameters to be a Tensor, got None"),
-    "step_inputs": (
-        7,
-        lambda x: x[..., :6],
-        r"step_inputs of shape \[..., step inputs \* hidden_size\] = \[5, 3, 12\]",
-    ),
-    "no step_inputs": (7, None, "step_inputs to be a Tensor, got None"),
-    "reset": (8, lambda x: x[1:], r"reset of shape \[length, batch\] = \[5, 3\], got \[4, 3"),
-    "reset of another dtype": (8, torch.Tensor.int, "reset of dtype float64, got int32"),
-    "batch_sizes": (9, [3, 2], r"input of shape \[rows of all steps, input_size\], got"),
-    "algorithm": (11, "fast", "algorithm to be 'auto', 'stepwise', 'cluster' or 'grid'"),
-    "program": (12, "everything", "a program as lltm_ext.recurrence writes it, got 1"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_arguments_are_named(wrong, ops):
     """Of those that only own cells have. Those of lltm and lstm too are in sequence_suite.py."""
-    position, value, message = WRONG[wrong]
-    args = list(op_arguments_of(Example(everything, reset=torch.bool)).args)
-    args[position] = value(args[position]) if callable(value) else value
+    argument, change, exception, message = WRONG[wrong]
+    args = dict(zip(ARGUMENTS, op_arguments_of(Example(everything, reset=torch.bool)).args, strict=True))
+    args[argument] = change(args[argument])
     name = "custom_cell" if wrong == "program" else "everything"
     for op in (ops.custom_cell, ops.custom_cell_forward):
-        with pytest.raises((RuntimeError, TypeError, ValueError), match=f"^{name}: expected {message}"):
-            op(*args)
+        with pytest.raises(exception, match="^" + re.escape(f"{name}: expected {message}")):
+            op(*args.values())
 
 
 @pytest.mark.parametrize("name", ["grad_output", "grad_h_n", "grad_states_n", "output", "gates", "extra"])

@@ -518,33 +518,32 @@ def test_an_exporter_to_onnx_sees_torchs_ops(name, monkeypatch):
     assert found[1] == found[0]
 
 
+def run_by_onnx(model, input, dynamo, file):
+    """The outputs of the exported model. Needs `pip install onnx onnxscript onnxruntime`."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(y) for y in session.run(None, {"x": input.numpy()})]
+
+
 @names
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_an_onnx_model_gives_the_same_numbers(name, dynamo, tmp_path):
-    """Needs `pip install onnx onnxscript onnxruntime`."""
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
     _, ours = taggers(name, num_layers=2, bidirectional=True)
-    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "model.onnx")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(ours, (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    assert_near(torch.from_numpy(session.run(None, {"x": input.numpy()})[0]), ours(input), 1e-5)
+    input = torch.randn(6, 4, INPUT)
+    found = run_by_onnx(ours, input, dynamo, str(tmp_path / "model.onnx"))
+    assert_all_near(found, [ours(input)], 1e-5)
 
 
 @pytest.mark.parametrize("name,dynamo", [("LSTM", False), ("GRU", False), ("RNN", False), ("LSTM", True)])
 def test_a_layer_that_is_the_whole_onnx_model(name, dynamo, tmp_path):
-    """The exporter passes all defaults of forward, and those by position. Needs what the test above needs."""
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
+    """The exporter passes all defaults of forward, and those by position."""
     _, ours = pair(name)
-    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "layer.onnx")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(ours.eval(), (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    found = [torch.from_numpy(y) for y in session.run(None, {"x": input.numpy()})]
+    input = torch.randn(6, 4, INPUT)
+    found = run_by_onnx(ours.eval(), input, dynamo, str(tmp_path / "layer.onnx"))
     assert_all_near(found, tensors_of(ours(input)), 1e-5)
 
 

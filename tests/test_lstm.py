@@ -60,13 +60,8 @@ class TestLSTMFunction(SequenceSuite):
             ((-100, 100, 1, -100), 0.5, 0.0),  # output gate closed
         ):
             bias = torch.tensor([i, f, g, o], dtype=DOUBLE, device=device)
-            output, (h_n, c_n) = lltm_ext.lstm(
-                torch.zeros(3, 1, 1, dtype=DOUBLE, device=device),
-                (zeros, zeros + 0.5),
-                weights,
-                weights,
-                bias,
-            )
+            input = torch.zeros(3, 1, 1, dtype=DOUBLE, device=device)
+            output, (h_n, c_n) = lltm_ext.lstm(input, (zeros, zeros + 0.5), weights, weights, bias)
             torch.testing.assert_close(c_n.item(), c_expected, rtol=0, atol=1e-12)
             torch.testing.assert_close(h_n.item(), float(h_expected), rtol=0, atol=1e-12)
             assert output[-1].item() == h_n.item()
