@@ -173,7 +173,7 @@ class TestModules(ModuleSuite):
     modules = {
         "GRU": (
             functools.partial(lltm_ext.GRU, INPUT, HIDDEN, num_layers=2, bidirectional=True),
-            lambda make: Call(make(6, 4, INPUT), make(4, 4, HIDDEN)),
+            lambda make: Call(make(3, 4, INPUT), make(4, 4, HIDDEN)),
         ),
         "RNN": (
             functools.partial(lltm_ext.RNN, INPUT, HIDDEN, nonlinearity="tanh", batch_first=True),
@@ -181,7 +181,7 @@ class TestModules(ModuleSuite):
         ),
         "Recurrent": (
             functools.partial(lltm_ext.Recurrent, cells.slstm, INPUT, HIDDEN, heads=2, bidirectional=True),
-            lambda make: Call(make(6, 4, INPUT)),
+            lambda make: Call(make(3, 4, INPUT)),
         ),
     }
 

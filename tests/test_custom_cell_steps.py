@@ -525,8 +525,8 @@ def test_second_derivatives(cell):
 
 OF_SECOND_DERIVATIVES = {
     "packed rows": ({"sizes": [2, 1]}, True),
-    "episodes": ({"length": 3, "batch": 2, "reset_to": "initial"}, False),
-    "episodes in reverse": ({"length": 3, "batch": 2, "reset_to": "initial"}, True),
+    "episodes": ({"length": 3, "batch": 1, "reset_to": "initial"}, False),
+    "episodes in reverse": ({"length": 3, "batch": 1, "reset_to": "initial"}, True),
 }
 
 
