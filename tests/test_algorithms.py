@@ -1122,7 +1122,7 @@ def forward_and_backward(f, call):
 
 
 FUSED, POINTWISE = "recurrence_fused_step_kernel", "recurrence_pointwise_{}_kernel"
-FEW_ROWS = "recurrence_few_rows_kernel"
+FEW_ROWS = "recurrence_small_batch_kernel"
 
 
 def may_be_fused(dtype, hidden, sizes):
@@ -1130,7 +1130,7 @@ def may_be_fused(dtype, hidden, sizes):
     return CAPABILITY == (9, 0) and dtype.itemsize == 2 and hidden % 8 == 0 and sizes is None
 
 
-def has_few_rows(dtype, hidden, batch):
+def has_small_batch(dtype, hidden, batch):
     """Whether a stepwise sequence runs by the fused steps of few rows."""
     return dtype == torch.float32 and batch <= 16 and hidden % 4 == 0
 
@@ -1185,7 +1185,7 @@ def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_ker
             planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
             if planned != "stepwise":
                 allowed = [f"recurrence_persistent_{direction}_kernel"]
-            elif has_few_rows(dtype, hidden, batch):
+            elif has_small_batch(dtype, hidden, batch):
                 allowed = [FEW_ROWS]
             else:
                 allowed = [POINTWISE.format(direction)] + may_be_fused(dtype, hidden, sizes) * [FUSED]
@@ -1225,7 +1225,7 @@ def test_a_step_is_fused_where_that_is_faster(op, dtype, hidden, batch, sizes, f
 @pytest.mark.parametrize("sizes", [None, [11, 11, 9, 9, 2, 1]], ids=["dense", "packed"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("hidden", [4, 60, 100, 772, 1024, 1540, 2048])
-def test_steps_of_few_rows_equal_the_loop(op, hidden, reverse, sizes):
+def test_steps_of_small_batch_equal_the_loop(op, hidden, reverse, sizes):
     """Blocks with all their units and some without, K that is a multiple of what a warp takes, or not."""
     make = Make(torch.float32, "cuda")
     weights = op.weights(make, hidden)
@@ -1237,7 +1237,7 @@ def test_steps_of_few_rows_equal_the_loop(op, hidden, reverse, sizes):
 @needs_cuda
 @ops
 @pytest.mark.parametrize("batch,hidden,few", [(16, 1536, True), (17, 1536, False), (3, 1538, False)])
-def test_steps_of_few_rows_are_one_kernel(op, batch, hidden, few, profiler_sees_kernels):
+def test_steps_of_small_batch_are_one_kernel(op, batch, hidden, few, profiler_sees_kernels):
     call = op.call(Make(torch.float32, "cuda"), 3, batch, hidden)
     functions = forward_and_backward(functools.partial(op, algorithm="stepwise"), call)
     for direction, kernels in zip(functions, kernels_of(functions.values()), strict=True):

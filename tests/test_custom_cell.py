@@ -76,7 +76,7 @@ def test_every_algorithm_equals_the_loop(name, algorithm, dtype):
 @every_cell
 @both_resets
 @pytest.mark.parametrize("sizes", [None, [11, 11, 9, 4, 1]], ids=["dense", "packed"])
-def test_steps_of_few_rows_and_of_more_equal_the_loop(name, reset_to, sizes):
+def test_steps_of_small_batch_and_of_more_equal_the_loop(name, reset_to, sizes):
     for batch, hidden in ((1, 260), (5, 100), (11, 68), (17, 68)) if sizes is None else ((11, 132),):
         for reset in (False, True):
             example = example_of(
@@ -519,9 +519,9 @@ def test_fused_steps_compile_for_hopper(name):
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
 @passes
-def test_steps_of_few_rows_compile(name, architecture, backward):
+def test_steps_of_small_batch_compile(name, architecture, backward):
     for rows in (1, 4, 8, 16):
-        binary(CELLS[name].program, torch.float32, backward, -1, architecture, few_rows=rows)
+        binary(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows)
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])

@@ -158,7 +158,7 @@ class CellOp {
   static bool has_single_step() { return false; }
   static bool runs_in_float32(const at::Tensor&) { return false; }  // as on CUDA
   // Units are added here too, as for the kernels of CUDA.
-  static constexpr bool loads_eights(const at::Tensor&) { return true; }
+  static constexpr bool needs_multiple_of_8(const at::Tensor&) { return true; }
   bool zeros_stay() const { return program_.zeros_stay; }
   void check_device(const at::Tensor&) const {}
   template <class Sequences>

@@ -38,9 +38,9 @@ int main(int count, char** questions) {
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
     std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
-                grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.one_row,
-                plan.independent, plan.fused_step.rows, plan.fused_step.split_k, plan.few_rows.rows,
-                plan.few_rows.units, plan.few_rows.split_k);
+                grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.row_per_block,
+                plan.independent, plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows,
+                plan.small_batch.units, plan.small_batch.split_k);
   }
 }
 """
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
-    few_rows: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
+    small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
 
 def encode(
@@ -112,8 +112,8 @@ def decode(line):
     algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, *tiles = line.split("|")
     sizes = int(members), int(groups), int(rows)
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
-    fused_step, few_rows = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(algorithm, *sizes, why_not, *flags, fused_step, few_rows)
+    fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
+    return Plan(algorithm, *sizes, why_not, *flags, fused_step, small_batch)
 
 
 def problems(**more):
@@ -284,7 +284,7 @@ directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", 
 def test_two_sequences_do_not_share_a_launch(plan, problem):
     """No kernel runs both, not even a fused step."""
     (found,) = plan({**problem, "sequences": 2})
-    assert (found.algorithm, found.fused_step, found.few_rows) == ("stepwise", (0, 0), (0, 0, 0))
+    assert (found.algorithm, found.fused_step, found.small_batch) == ("stepwise", (0, 0), (0, 0, 0))
 
 
 def test_fused_steps_have_a_tile_that_is_compiled_and_split_k_less_for_more_rows(plan):
@@ -307,9 +307,12 @@ OTHERS = [
     *(("fused_step", FUSED, more) for more in ({"size": 4}, {"size": 8}, {"hidden": 68}, {"dense": False})),
     *(("fused_step", FUSED, more) for more in ({"chip": A100}, {"recurrent": False})),
     ("fused_step", FUSED, {"gates": 9}),  # wgmma has no tile of so many columns
-    *(("few_rows", FEW_ROWS, more) for more in ({"size": 2}, {"size": 8}, {"hidden": 1022}, {"batch": 17})),
     *(
-        ("few_rows", FEW_ROWS, more)
+        ("small_batch", FEW_ROWS, more)
+        for more in ({"size": 2}, {"size": 8}, {"hidden": 1022}, {"batch": 17})
+    ),
+    *(
+        ("small_batch", FEW_ROWS, more)
         for more in ({"batch": 9, "tf32": True}, {"batch": 0}, {"recurrent": False})
     ),
 ]
@@ -347,7 +350,7 @@ def test_no_other_algorithm_runs_units_without_a_product(plan):
 
 
 @directions
-def test_steps_of_few_rows_cover_all_units_and_fit_a_block(plan, backward):
+def test_steps_of_small_batch_cover_all_units_and_fit_a_block(plan, backward):
     sizes = [(hidden, gates) for hidden in (4, 60, 512, 1000, 2044, 6000) for gates in (1, 3, 4, 5, 9, 24)]
     asked = [
         {"hidden": hidden, "gates": gates, "batch": 8, "size": 4, "backward": backward, "chip": chip}
@@ -355,7 +358,7 @@ def test_steps_of_few_rows_cover_all_units_and_fit_a_block(plan, backward):
         for chip in (H200, A100, L4, T4)
     ]
     for problem, found in zip(asked, plan(*({**p, "algorithm": "stepwise"} for p in asked)), strict=True):
-        rows, units, split_k = found.few_rows
+        rows, units, split_k = found.small_batch
         warps = -(-units * (1 if backward else problem["gates"]) // 8) * split_k
         assert rows == 8 and 1 <= warps <= 8, problem
         assert split_k * 12 << 10 <= problem["chip"][3], problem
@@ -363,4 +366,4 @@ def test_steps_of_few_rows_cover_all_units_and_fit_a_block(plan, backward):
 
 def test_only_stepwise_plans_have_a_fused_step(plan):
     for found in plan(*problems()):
-        assert found.algorithm == "stepwise" or (found.fused_step, found.few_rows) == ((0, 0), (0, 0, 0))
+        assert found.algorithm == "stepwise" or (found.fused_step, found.small_batch) == ((0, 0), (0, 0, 0))

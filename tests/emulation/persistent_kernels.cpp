@@ -15,13 +15,13 @@
 
 #include "cells.h"
 #include "cuda_on_cpu.h"
-#include "recurrence/independent/backward.cuh"
-#include "recurrence/independent/forward.cuh"
+#include "recurrence/without_product/backward.cuh"
+#include "recurrence/without_product/forward.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
 #include "recurrence/plan.h"
-#include "recurrence/step/few_rows.cuh"
-#include "recurrence/step/single_step.cuh"
+#include "recurrence/stepwise/small_batch.cuh"
+#include "recurrence/stepwise/single_step.cuh"
 
 namespace lltm_ext {
 namespace {
@@ -29,7 +29,7 @@ namespace {
 using Values = std::vector<double>;
 
 // In place of a variant: the kernels of independent units, those of few rows, and those of a single step.
-constexpr int kIndependent = -1, kFewRowsSteps = -2, kSingleStep = -3, kSingleStepOnTensorCores = -4;
+constexpr int kIndependent = -1, kSmallBatchSteps = -2, kSingleStep = -3, kSingleStepOnTensorCores = -4;
 constexpr bool is_single_step(int variant) { return variant <= kSingleStep; }
 template <typename T, int kVariant>
 constexpr PersistentVariant variant_of() {
@@ -351,13 +351,13 @@ template <class Cell, typename T, int kVariant, class Reset>
 class Kernels {
   static constexpr CellShape kShape = kCellShape<Cell>;
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
-  static constexpr bool kKeeps = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
+  static constexpr bool kHasResets = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
   // A vector of bool would have no address for each.
   using StoredReset = std::conditional_t<kOfBools, unsigned char, acc_t<T>>;
 
  public:
   // The type of the states that a caller gives and gets: either may be.
-  static constexpr bool kNarrowStates = sizeof(T) == 2 && !kKeeps;
+  static constexpr bool kNarrowStates = sizeof(T) == 2 && !kHasResets;
   using State = std::conditional_t<kNarrowStates, T, acc_t<T>>;
 
   Array<T> gates, extra, output, state_output, h_n;
@@ -402,7 +402,7 @@ class Kernels {
                                                    weight_.data(),
                                                    parameters_.data(),
                                                    step_inputs_.data(),
-                                                   kKeeps ? reset_.data() : nullptr,
+                                                   kHasResets ? reset_.data() : nullptr,
                                                    c_.from_zeros ? nullptr : h0_.data(),
                                                    c_.from_zeros ? nullptr : states0_.data(),
                                                    gates.data(),
@@ -413,8 +413,8 @@ class Kernels {
                                                    states_n.data()};
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentForward>(arguments);
-    } else if constexpr (kVariant == kFewRowsSteps) {
-      for (int step = 0; step < c_.length; ++step) launch_few_rows<FewRowsForward<Cell>>(arguments, step);
+    } else if constexpr (kVariant == kSmallBatchSteps) {
+      for (int step = 0; step < c_.length; ++step) launch_small_batch<SmallBatchForward<Cell>>(arguments, step);
     } else if constexpr (kVariant == kSingleStep) {
       c_.batch == 1 ? launch_single_step<SingleStepByThreads<Cell, T, 1>>()
                     : launch_single_step<SingleStepByThreads<Cell, T, 8>>();
@@ -437,7 +437,7 @@ class Kernels {
     arguments.weight_t = weight_t_.data();
     arguments.parameters = parameters_.data();
     arguments.step_inputs = step_inputs_.data();
-    arguments.reset = kKeeps ? reset_.data() : nullptr;
+    arguments.reset = kHasResets ? reset_.data() : nullptr;
     arguments.reset_is_bool = kOfBools;
     arguments.gates = gates.data();
     arguments.extra = extra.data();
@@ -450,9 +450,9 @@ class Kernels {
     arguments.grad_sums = grad_sums.data();
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentBackward>(arguments);
-    } else if constexpr (kVariant == kFewRowsSteps) {
+    } else if constexpr (kVariant == kSmallBatchSteps) {
       for (int step = end - 1; step >= begin - 1; --step) {
-        launch_few_rows<FewRowsBackward<Cell>>(arguments, step);
+        launch_small_batch<SmallBatchBackward<Cell>>(arguments, step);
       }
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, Reset>;
@@ -575,27 +575,27 @@ class Kernels {
   }
 
   template <class Step, class Arguments>
-  void launch_few_rows(const Arguments& arguments, int step) const {
+  void launch_small_batch(const Arguments& arguments, int step) const {
     constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
     const DeviceInfo device = {80, c_.multiprocessors, false, /*cluster_multiprocessors=*/{}, 99 << 10};
-    const FewRowsTile tile =
-        plan_detail::few_rows_tile({kShape, c_.hidden, c_.batch, true, kBackward, sizeof(T)}, device);
+    const SmallBatchTile tile =
+        plan_detail::small_batch_tile({kShape, c_.hidden, c_.batch, true, kBackward, sizeof(T)}, device);
     switch (tile.rows) {
       case 1:
-        return launch_few_rows_kernel<FewRowsKernel<Step, 1>>(arguments, step, tile);
+        return launch_small_batch_kernel<SmallBatchKernel<Step, 1>>(arguments, step, tile);
       case 4:
-        return launch_few_rows_kernel<FewRowsKernel<Step, 4>>(arguments, step, tile);
+        return launch_small_batch_kernel<SmallBatchKernel<Step, 4>>(arguments, step, tile);
       case 8:
-        return launch_few_rows_kernel<FewRowsKernel<Step, 8>>(arguments, step, tile);
+        return launch_small_batch_kernel<SmallBatchKernel<Step, 8>>(arguments, step, tile);
       case 16:
-        return launch_few_rows_kernel<FewRowsKernel<Step, 16>>(arguments, step, tile);
+        return launch_small_batch_kernel<SmallBatchKernel<Step, 16>>(arguments, step, tile);
       default:
         cuda_on_cpu::fail("There is no plan for few rows");
     }
   }
   template <class Kernel, class Arguments>
-  void launch_few_rows_kernel(const Arguments& arguments, int step, const FewRowsTile& tile) const {
-    const FewRowsShape shape = {Kernel::kProducts, tile};
+  void launch_small_batch_kernel(const Arguments& arguments, int step, const SmallBatchTile& tile) const {
+    const SmallBatchShape shape = {Kernel::kProducts, tile};
     const cuda_on_cpu::Grid grid = {(c_.hidden + tile.units - 1) / tile.units, shape.threads(), 1,
                                     static_cast<size_t>(shape.shared_bytes())};
     cuda_on_cpu::run(grid, [&] {
@@ -642,7 +642,7 @@ std::string name_of(const Case& c, int variant, const char* resets) {
                            : std::is_same_v<T, __half> ? "float16"
                                                        : "bfloat16";
   const std::string kernel = variant == kIndependent               ? ""
-                             : variant == kFewRowsSteps            ? " few rows"
+                             : variant == kSmallBatchSteps            ? " few rows"
                              : variant == kSingleStep              ? " single step"
                              : variant == kSingleStepOnTensorCores ? " single step on tensor cores"
                                                                    : " variant " + std::to_string(variant);
@@ -744,15 +744,15 @@ void check_persistent() {
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel
 // takes.
 template <class Cell>
-void check_few_rows() {
-  check<Cell, float, kFewRowsSteps, NoReset>({4, 1, 68, 0, false, {}});
-  check<Cell, float, kFewRowsSteps, float>({4, 3, 36, 0, true, {}});
-  check<Cell, float, kFewRowsSteps, bool>(
+void check_small_batch() {
+  check<Cell, float, kSmallBatchSteps, NoReset>({4, 1, 68, 0, false, {}});
+  check<Cell, float, kSmallBatchSteps, float>({4, 3, 36, 0, true, {}});
+  check<Cell, float, kSmallBatchSteps, bool>(
       {3, 7, 140, 0, false, {}, /*save=*/true, /*from_zeros=*/false, /*multiprocessors=*/18});
-  check<Cell, float, kFewRowsSteps, NoReset>({3, 16, 20, 0, true, {}});
-  check<Cell, float, kFewRowsSteps, NoReset>({2, 9, 4, 0, false, {}, /*save=*/false});
-  check<Cell, float, kFewRowsSteps, float>({5, 12, 40, 0, false, {12, 12, 9, 4, 1}});
-  check<Cell, float, kFewRowsSteps, bool>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
+  check<Cell, float, kSmallBatchSteps, NoReset>({3, 16, 20, 0, true, {}});
+  check<Cell, float, kSmallBatchSteps, NoReset>({2, 9, 4, 0, false, {}, /*save=*/false});
+  check<Cell, float, kSmallBatchSteps, float>({5, 12, 40, 0, false, {12, 12, 9, 4, 1}});
+  check<Cell, float, kSmallBatchSteps, bool>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
 }
 
 template <class Cell, typename T>
@@ -803,7 +803,7 @@ template <class Cell>
 void check_all() {
   if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();
-    check_few_rows<Cell>();
+    check_small_batch<Cell>();
     check_single_step<Cell>();
   } else {
     check_independent<Cell, float>();
