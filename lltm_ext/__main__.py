@@ -1,4 +1,4 @@
-"""`python -m lltm_ext`, `lltm-ext`: doctor, selftest, bench."""
+"""The commands `python -m lltm_ext` and `lltm-ext`: doctor, selftest, bench."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from torch import Tensor
 class Activation(NamedTuple):
     reference: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]  # (grad_output, saved) -> gradient of the input
-    saves_input: bool = False  # instead of the output: the derivative does not follow from that
+    saves_input: bool = False  # the derivative does not follow from the output
 
 
 def times(derivative: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda grad_output, saved: grad_output * derivative(saved)
 
 
-# Derivatives. `x` is a tensor, or a node of _graph.py with that file's function.
+# Derivatives. `x` is a tensor, or a node of _formula/graph.py with that file's function.
 
 
 def gelu_derivative(x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def silu_derivative(x: Any, sigmoid: Callable[[Any], Any] = torch.sigmoid) -> An
 
 
 ACTIVATIONS = {
-    # Masked, not multiplied: an infinite gradient gives 0 where the output is 0.
+    # Masked, because a product would not turn an infinite gradient into 0 where the output is 0.
     "relu": Activation(torch.relu, lambda grad_output, y: grad_output.masked_fill(y <= 0, 0)),
     "sigmoid": Activation(torch.sigmoid, lambda grad_output, y: grad_output * (y * (1 - y)).conj()),
     "tanh": Activation(torch.tanh, times(lambda y: 1 - y * y)),

@@ -125,9 +125,9 @@ def init_uniform(module: nn.Module, hidden_size: int) -> None:
 
 
 def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
-    """``bias_ih + bias_hh``, whose gradients have memory of their own.
+    """Returns ``bias_ih + bias_hh``, whose gradients have their own memory.
 
-    Those of torch's sum share it: a gradient that is scaled in place would change the other one too. A
+    Those of torch's sum share theirs: a gradient that is scaled in place would change the other one too. A
     difference is slower, but has the rules of all transforms.
     """
     if _portable.in_use or torch.compiler.is_compiling() or transforms_active() or has_tangents():

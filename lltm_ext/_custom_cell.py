@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lltm_ext._arguments import SequenceCall
 from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
@@ -28,7 +29,7 @@ from lltm_ext._loop import compute_dtype, run_loop, zero_state
 from lltm_ext._program import CELLS, program_for
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ToInitial
+    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -36,25 +37,26 @@ Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
 def run_kernels(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
+    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
 ) -> Found:
-    """As :func:`lltm_ext.recurrence.run`, for arguments that the ops check.
+    """Does what :func:`lltm_ext.recurrence.run` does, for arguments that the ops check.
 
     Args:
-        dtype: that of the computation, which autocast may give.
+        dtype: the dtype of the computation, which autocast may give.
     """
     program = cell.half_program if dtype.itemsize == 2 else cell.program
-    op = transformed if has_tangents() else ops.custom_cell
-    output, h_n, states_n = op(
-        *op_arguments(cell, call), call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh
-    )
+    op = ops.custom_cell if forward_ad._current_level < 0 or not has_tangents() else transformed
+    how = (call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh)
+    output, h_n, states_n = op(*op_arguments(cell, call), *how)
+    if len(call.states) == 2 and call.states[1] is not None:
+        return output, [h_n, states_n]
     return output, [h_n, *states_of_op(call, h_n, states_n)]
 
 
 def run_both_by_kernels(
     cell: RecurrentCell, calls: Sequence[SequenceCall], dtype: torch.dtype
 ) -> list[Found]:
-    """The same for both directions of a layer, side by side if the GPU has room for both."""
+    """Like :func:`run_kernels` for both directions of a layer, side by side if the GPU has room for both."""
     directions = ([*op_arguments(cell, call)[1:], call.bias_hh] for call in calls)
     options = (calls[0].batch_sizes, "auto", program_for(cell, dtype))
     op = transformed_both if has_tangents() else ops.custom_cell_bidirectional
@@ -71,23 +73,25 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     given = call.states[1:]
     if not given:  # torch.export saves no program that unbinds nothing
         return []
-    if len(given) == 1:
-        if given[0] is not None:
-            return [states_n]
-        return [unsafe_view(states_n, h_n.shape)]  # no view: that cannot be detached in place
+    if len(given) == 1:  # a view cannot be detached in place
+        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
 
 def algorithm_of(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype, backward: bool
+    cell: RecurrentCell | ResetsToInitial,
+    call: SequenceCall,
+    algorithm: str,
+    dtype: torch.dtype,
+    backward: bool,
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
     program = program_for(cell, dtype)
     return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
 
 
-def op_arguments(cell: RecurrentCell | ToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
+def op_arguments(cell: RecurrentCell | ResetsToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
     input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
     if reset is not None and reset.dtype != torch.bool:
@@ -124,7 +128,7 @@ def stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def dense(weight: Tensor, gates: int) -> Tensor:
-    """[G*H, H] of a block-diagonal [G*H, H/heads]. What is neither stays, and the op refuses it."""
+    """[G*H, H] of a block-diagonal [G*H, H/heads]. Other shapes stay as they are, and the op refuses them."""
     rows, size = weight.shape if weight.dim() == 2 else (0, 0)
     hidden = rows // gates
     if size in (0, hidden) or hidden % size:
@@ -145,15 +149,15 @@ def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tens
 
 
 def h_of_steps(output: Tensor, h: Tensor) -> Tensor:
-    """h of every step, of the results of an op that is for backward."""
+    """h of every step, from the results of an op that saves them for backward."""
     return h if h.shape[-1] > 0 else output
 
 
 class CustomCellFunction(torch.autograd.Function):
     """The op under torch.func's transforms and with tangents, which can't enter its C++ autograd function.
 
-    ``(output, h_n, states_n, gates, extra, h)``, the last three for backward, of the dispatcher op's
-    arguments. h of every step is empty if it is the output.
+    It returns ``(output, h_n, states_n, gates, extra, h)`` for the dispatcher op's arguments. The last three
+    are for backward; h of every step is empty if it is the output.
     """
 
     @staticmethod
@@ -174,7 +178,7 @@ class CustomCellFunction(torch.autograd.Function):
     def composed(
         options: tuple[Any, ...], tensors: Sequence[Tensor | None]
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """The op by the loop, as a function of its differentiable arguments, and these."""
+        """Returns the op by the loop as a function of its differentiable arguments, and these arguments."""
         *_, step_inputs, reset, bias_hh = tensors
         differentiable = [*tensors[:7], bias_hh]
         fixed = (step_inputs, reset, *options)
@@ -193,7 +197,7 @@ class CustomCellFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         *tensors, bias_hh, h, gates, extra = ctx.saved_tensors
-        grads, nothing = grad_outputs[:3], (None,) * 6  # of step_inputs, reset and the options
+        grads, nothing = grad_outputs[:3], (None,) * 6  # none for step_inputs, reset and options
         if all(g is None for g in grads):
             return (None,) * 14
         if torch.is_grad_enabled():
@@ -217,14 +221,14 @@ class CustomCellFunction(torch.autograd.Function):
 
 
 def transformed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The op under transforms and with tangents."""
+    """Runs the op under transforms and with tangents."""
     return CustomCellFunction.apply(*args, *[None] * (14 - len(args)))[:3]
 
 
 def transformed_both(
     input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
 ) -> list[Tensor]:
-    """The op of both directions there: two calls."""
+    """Runs the op of both directions under transforms, as two calls."""
     both = ((forward, False), (reverse, True))
     return [
         y
@@ -269,7 +273,7 @@ def by_loop(
     program: str,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The dispatcher op by the loop of torch's ops."""
+    """Runs the dispatcher op by the loop of torch's ops."""
     cell = CELLS[program]
     declared = cell.declared
     if h0 is None:
@@ -290,7 +294,7 @@ implement("custom_cell_by_loop", by_loop, "CompositeImplicitAutograd")
 under_transforms("custom_cell", transformed)
 under_transforms("custom_cell_bidirectional", transformed_both)
 under_transforms("custom_cell_bidirectional_backward", transformed_both_backward)
-# is_grads_batched=True of torch.autograd has a vmap of its own, which knows no ops of lists.
+# is_grads_batched=True of torch.autograd has its own vmap, which does not know ops that return lists.
 implement("custom_cell_bidirectional_backward", transformed_both_backward, "Batched")
 implement("custom_cell_backward", lambda *args: list(ops.custom_cell_gradients(*args)), "Batched")
 torch.library.register_vmap("lltm_ext::custom_cell_backward", vmap_loop(ops.custom_cell_backward))

@@ -1,6 +1,6 @@
 """Layers of recurrent cells with the options and the call of nn.LSTM.
 
-Three kinds: :class:`SequenceLayer` runs them; :class:`CellLayer` declares its parameters itself;
+There are three kinds: :class:`SequenceLayer` runs them; :class:`CellLayer` declares its parameters itself;
 :class:`TorchLayer` is one of torch's layers too.
 """
 
@@ -36,7 +36,7 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless to
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
-    """[S, B, H] of S tensors [B, H], without a copy of a single one.
+    """Stacks S tensors [B, H] to [S, B, H], without a copy of a single one.
 
     The result is no view of another tensor for autograd, because a view cannot be detached in place
     (``h_n.detach_()``). A state that nothing else refers to, ``is_fresh``, is reshaped itself, which takes
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
     """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
 
     inputs: list[Tensor]  # in the cell's order
-    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # of the two directions
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # for the two directions
     reset_to: str = "zeros"
 
 
@@ -74,9 +74,10 @@ class SequenceLayer(nn.Module):
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
     _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
+    _permutes: bool = False  # whether a subclass must see each permutation of states, even None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
-        """(weight_ih, weight_hh, bias, bias_hh, parameters), what a call of the cell takes from the layer."""
+        """What a call of the cell takes: (weight_ih, weight_hh, bias, bias_hh, parameters)."""
         raise NotImplementedError
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
@@ -91,16 +92,25 @@ class SequenceLayer(nn.Module):
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> list[tuple[Tensor, list[Tensor]]]:
-        """(output, final states) of each direction. ``states`` are its initial ones, None for zeros."""
+        """Returns (output, final states) of each direction. ``states`` are initial ones, None for zeros."""
 
-        def call(i: int) -> SequenceCall:
-            weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, i)
-            weights, of_steps = (weight_ih, weight_hh, bias, parameters), (steps.inputs, steps.resets[i])
-            return SequenceCall(input, states[i], *weights, *of_steps, batch_sizes, i == 1, bias_hh)
-
+        calls = [self._call_of(layer, i, input, given, batch_sizes, steps) for i, given in enumerate(states)]
         if self.bidirectional:
-            return run_both(self._cell, [call(0), call(1)], steps.reset_to)
-        return [run(self._cell, call(0), "auto", steps.reset_to)]
+            return run_both(self._cell, calls, steps.reset_to)
+        return [run(self._cell, calls[0], "auto", steps.reset_to)]
+
+    def _call_of(
+        self,
+        layer: int,
+        direction: int,
+        input: Tensor,
+        states: Sequence[Tensor | None],
+        batch_sizes: list[int] | None,
+        steps: Steps,
+    ) -> SequenceCall:
+        weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, direction)
+        of_steps = (steps.inputs, steps.resets[direction], batch_sizes, direction == 1)
+        return SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps, bias_hh)
 
     def forward(
         self,
@@ -110,13 +120,15 @@ class SequenceLayer(nn.Module):
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, self._steps(input, reset, reset_to, {}))
+        is_plain = reset is None and reset_to == "zeros"
+        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to))
 
-    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
+    def _steps(self, input: Any, reset: Any, reset_to: str) -> Steps:
+        check_reset_to(self._name, reset_to)
         return Steps([], self._resets(input, reset), reset_to)
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the two directions, in the order of the steps."""
+        """The resets of the two directions, in the order of the steps."""
         if reset is None:
             return None, None
         reset = self._step_input("reset", reset, input)
@@ -153,10 +165,10 @@ class SequenceLayer(nn.Module):
     def _forward(
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
-        check_reset_to(self._name, steps.reset_to)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, steps)
-        check_tensor(self._name, "input", input)
+        if not isinstance(input, Tensor) or input.is_nested:
+            check_tensor(self._name, "input", input)
         self._check_input(input, dims=(2, 3))
         is_batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
         if not is_batched:
@@ -170,7 +182,8 @@ class SequenceLayer(nn.Module):
             output = output.transpose(0, 1)
         if not is_batched:
             output, final = output.squeeze(batch_dim), [x.squeeze_(1) for x in final]
-        return output, self._permuted(self._as_hx(final), None)
+        found = final[0] if len(final) == 1 else tuple(final)
+        return output, self._permuted(found, None) if self._permutes else found
 
     def _forward_packed(self, input: PackedSequence, hx: Any, steps: Steps) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
@@ -189,7 +202,7 @@ class SequenceLayer(nn.Module):
         batch_sizes: Tensor | None = None,
         order: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """The states of hx, [L*D, B, H] each, their rows in this order; None for None.
+        """Returns the states of hx, [L*D, B, H] each, their rows in this order; None for None.
 
         ``input`` is in the caller's layout.
         """
@@ -197,10 +210,10 @@ class SequenceLayer(nn.Module):
             return None
         shape = (self._slices, batch, self.hidden_size)
         states = check_hx(self._name, hx, shape, self._cell.state_names)
-        return self._as_states(self._permuted(self._as_hx(states), order))
+        return states if order is None else self._as_states(self._permuted(self._as_hx(states), order))
 
     def _of_one_row(self, hx: Any) -> Any:
-        """The hx of an unbatched input, as that of a batch of 1."""
+        """Turns the hx of an unbatched input into that of a batch of 1."""
         if hx is None:
             return None
         states = check_states(self._name, hx, self._cell.state_names)
@@ -213,7 +226,7 @@ class SequenceLayer(nn.Module):
         return self._as_hx([x.unsqueeze(1) for x in states])
 
     def _permuted(self, hx: Any, order: Tensor | None) -> Any:
-        """hx with its rows in this order."""
+        """Returns hx with its rows in this order."""
         if order is None:
             return hx
         return self._as_hx([x.index_select(1, order) for x in self._as_states(hx)])
@@ -232,18 +245,20 @@ class SequenceLayer(nn.Module):
         batch_sizes: list[int] | None,
         steps: Steps,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """All layers and directions over [T, B, I], or over packed rows [N, I] with their ``batch_sizes``.
+        """Runs all layers and directions over [T, B, I], or packed rows [N, I] with their ``batch_sizes``.
 
         Without ``states`` they start from zeros.
         """
-        is_fresh, slices = self._returns_fresh_states and steps.resets[0] is None, self._slices
-        none = (None,) * len(self._cell.state_names)
-        if slices == 1:  # most calls, and the loop takes some microseconds
+        is_fresh, cell = self._returns_fresh_states and steps.resets[0] is None, self._cell
+        none = (None,) * len(cell.state_names)
+        if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
             given: Sequence[Tensor | None] = none
-            if states is not None:  # a single one besides h has a layer's shape in the op too
+            if states is not None:  # the op takes a single one besides h in a layer's shape too
                 given = [states[0][0], states[1]] if len(states) == 2 else [x[0] for x in states]
-            ((output, last),) = self._run_layer(0, input, (given,), batch_sizes, steps)
+            call = self._call_of(0, 0, input, given, batch_sizes, steps)
+            output, last = run(cell, call, "auto", steps.reset_to)
             return output, [x if x.dim() == 3 else _stack((x,), is_fresh) for x in last]
+        slices = self._slices
         initial: Sequence[Sequence[Tensor | None]] = [none] * slices
         if states is not None:
             initial = [[x[i] for x in states] for i in range(slices)]
@@ -271,7 +286,7 @@ class SequenceLayer(nn.Module):
 
 
 class CellLayer(SequenceLayer):
-    """A layer that declares its parameters itself, one bias a gate, from the number of the op's gates."""
+    """A layer that declares its own parameters, with one bias a gate, from the number of the op's gates."""
 
     bias: bool
 
@@ -335,7 +350,7 @@ class CellLayer(SequenceLayer):
 
     def extra_repr(self) -> str:
         names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
-        defaults = CellLayer.__init__.__defaults__ or ()  # of these, in this order, and then of others
+        defaults = CellLayer.__init__.__defaults__ or ()  # these options come first, in this order
         options = (
             (name, getattr(self, name), default) for name, default in zip(names, defaults, strict=False)
         )
@@ -352,10 +367,10 @@ class TorchLayer(SequenceLayer):
     bias: bool
     proj_size: int
     _torch_class: type[nn.RNNBase]
-    _flat_weights: list[Any]  # of all layers and directions, in the order of _flat_weights_names
+    _flat_weights: list[Any]  # those of _flat_weights_names, in this order
     _flat_weights_names: list[str]
     _flat_weight_refs: list[Any]
-    _has_expanded_weights = False  # those of torch.nn.utils' call_for_per_sample_grads
+    _has_expanded_weights = False  # whether call_for_per_sample_grads replaced weights
 
     def forward(
         self,
@@ -380,10 +395,10 @@ class TorchLayer(SequenceLayer):
                     f"{self._name} runs, got {got}"
                 )
         is_plain = reset is None and reset_to == "zeros"
-        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to, {}))
+        return self._forward(input, hx, NO_STEPS if is_plain else self._steps(input, reset, reset_to))
 
     def _is_for_torch(self, input: Any) -> bool:
-        """Whether torch's own forward serves a call. The one place that decides it."""
+        """Whether torch's own forward serves a call. This is the one place that decides it."""
         return (
             self.proj_size > 0
             or tracing_state() is not None  # torch.jit.trace would record numbers that depend on the lengths
@@ -393,18 +408,18 @@ class TorchLayer(SequenceLayer):
         )
 
     def _is_symbolic(self, input: Any) -> bool:
-        from torch.fx import Proxy  # which takes long to import
+        from torch.fx import Proxy  # torch.fx takes long to import
 
         return isinstance(input, Proxy) and getattr(input.tracer, "root", None) is not self
 
     def _as_leaf(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
-        """A call in a graph of torch.fx, which does not trace through torch's modules either."""
+        """Makes a call one node of torch.fx, which does not trace through torch's modules either."""
         named = {} if reset is None else {"reset": reset, "reset_to": reset_to}
         name = input.tracer.path_of_module(self)
         return input.tracer.create_proxy("call_module", name, (input, hx), named)
 
     def _update_flat_weights(self) -> None:
-        """As torch's does, but in less time, and without a copy to where cuDNN looks for them."""
+        """Does what torch's does in less time, without copying the weights to where cuDNN looks for them."""
         own = map(self._parameters.get, self._flat_weights_names)
         if all(map(is_, own, self._flat_weights)):
             return
@@ -416,7 +431,7 @@ class TorchLayer(SequenceLayer):
             self._has_expanded_weights = any(type(w).__name__ == "ExpandedWeight" for w in weights)
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
-        i = layer * self._directions + direction
+        i = layer * (2 if self.bidirectional else 1) + direction
         if self.bias:
             return (*self._flat_weights[4 * i : 4 * i + 4], ())
         return (*self._flat_weights[2 * i : 2 * i + 2], None, None, ())
@@ -435,7 +450,9 @@ class TorchLayer(SequenceLayer):
     ) -> tuple[Tensor, ...] | None:
         if hx is not None:
             self.check_forward_args(input, hx, batch_sizes)
-            return self._as_states(self._permuted(hx, order))
+            if order is not None or self._permutes:
+                hx = self._permuted(hx, order)
+            return (hx,) if isinstance(hx, Tensor) else tuple(hx)
         if getattr(self.check_forward_args, "__func__", None) is TorchLayer.check_forward_args:
             self.check_input(input, batch_sizes)
             return None
@@ -461,17 +478,17 @@ class TorchLayer(SequenceLayer):
         """Torch's hook for all checks of a call, which subclasses may override."""
         self.check_input(input, batch_sizes)
         batch = input.shape[0 if self.batch_first else 1] if batch_sizes is None else int(batch_sizes[0])
-        shape, dtype = (self._slices, batch, self.proj_size or self.hidden_size), input.dtype
-        states = check_states(self._name, hidden, self._cell.state_names)
-        for i, state in enumerate(states):
+        slices = self.num_layers * (2 if self.bidirectional else 1)
+        shape, dtype = (slices, batch, self.proj_size or self.hidden_size), input.dtype
+        names = self._cell.state_names
+        for name, state in zip(names, check_states(self._name, hidden, names), strict=True):
             if state.shape != shape:
                 raise RuntimeError(
-                    f"{self._name}: expected {self._cell.state_names[i]} of shape {list(shape)}, "
-                    f"got {list(state.shape)}"
+                    f"{self._name}: expected {name} of shape {list(shape)}, got {list(state.shape)}"
                 )
             if state.dtype != dtype:
-                self._check_state_dtype(self._cell.state_names[i], state, input)
-            if self.proj_size > 0:  # which h has, but not c
+                self._check_state_dtype(name, state, input)
+            if self.proj_size > 0:  # h has this size, but not c
                 shape = (*shape[:2], self.hidden_size)
 
     def _check_state_dtype(self, argument: str, state: Tensor, input: Tensor) -> None:
@@ -483,8 +500,13 @@ class TorchLayer(SequenceLayer):
             )
 
     def _permuted(self, hx: Any, order: Tensor | None) -> Any:
-        # Torch's hook, which subclasses may override.
+        # This is torch's hook, which subclasses may override.
         return self.permute_hidden(hx, order)  # type: ignore[operator]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hook, own = getattr(cls, "permute_hidden", None), getattr(cls, "_torch_class", None)
+        cls._permutes = own is not None and hook is not own.permute_hidden
 
     def __prepare_scriptable__(self) -> nn.Module:
         """torch.jit.script's hook: torch's layer with the same parameters."""

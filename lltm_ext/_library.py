@@ -32,6 +32,18 @@ def under_transforms(name: str, function: Callable[..., Any]) -> None:
     implement(name, function, "FuncTorchDynamicLayerFrontMode")
 
 
+def decompose_under_transforms(name: str) -> None:
+    """Makes the dispatcher ops of the cell ``name`` calls of custom_cell under torch.func's transforms too.
+
+    They are such calls everywhere (src/custom_cell/built_in.h), but a transform does not see a call
+    that C++ makes, unless Python calls the C++.
+    """
+    for direction in ("", "_bidirectional"):
+        for suffix in ("", "_forward", "_backward"):
+            op = f"{name}{direction}{suffix}"
+            under_transforms(op, getattr(torch.ops.lltm_ext, op).default.decompose)
+
+
 def composed(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Makes ``rule``, in torch's differentiable ops, the op ``lltm_ext::<name>_composed``.
 
@@ -55,11 +67,20 @@ class WrongStates(TypeError, RuntimeError):
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raises a TypeError that names the argument. The dispatcher's does not when no argument is a tensor."""
+    """Raises a TypeError that names the argument. The dispatcher's does not if no argument is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: expected {name} to be a Tensor, got {type(value).__name__}")
-    if value.is_nested:  # has no shape
+    if value.is_nested:  # a nested tensor has no shape
         raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got a nested tensor")
+
+
+def check_no_dtensor(op: str, **tensors: Any) -> None:
+    """Raises for a DTensor: torch's own error names the dispatcher's op, which all cells share."""
+    for name, x in tensors.items():
+        if type(x).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{op}: expected {name} to be a plain tensor, got a DTensor ({name}.full_tensor() is plain)"
+            )
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -74,9 +95,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 ops: Any = torch.ops.lltm_ext
 if _portable.in_use:
-    from lltm_ext._portable_bindings import PastAutograd
+    from lltm_ext._portable_bindings import BypassAutograd
 
-    ops = PastAutograd(is_plain)
+    ops = BypassAutograd(is_plain)
 
 
 def describe(function: Any, module: str, name: str, doc: str | None) -> None:
@@ -86,7 +107,7 @@ def describe(function: Any, module: str, name: str, doc: str | None) -> None:
     if hasattr(function, "__code__"):
         function.__code__ = function.__code__.replace(co_name=name)
     else:
-        node = function._backward_cls  # as it is printed in a graph
+        node = function._backward_cls  # gives the name that a graph prints
         node.__name__ = node.__qualname__ = f"{name}Backward"
 
 
@@ -115,7 +136,7 @@ def in_place(
 
 
 def vmap_elementwise(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """The vmap rule of an elementwise op: one call on the whole batch, its dimension first."""
+    """The vmap rule of an elementwise op: one call on the whole batch, whose dimension comes first."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
         batched = [
@@ -192,7 +213,7 @@ def vmap_rows(
 def differentiable_gradients(
     reference: Callable[..., Any], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that any transform can differentiate again: those of ``reference``, in pure PyTorch."""
+    """Returns the gradients of ``reference``, in pure PyTorch, which any transform can differentiate."""
     given = [i for i, x in enumerate(inputs) if x is not None]
 
     def of_given(*tensors: Tensor) -> Any:
@@ -212,7 +233,7 @@ def differentiable_gradients(
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether ``x`` has integers, of which autograd makes tangents of zeros."""
+    """Whether ``x`` has integers, for which autograd makes zeros as tangents."""
     return not (x.is_floating_point() or x.is_complex())
 
 
@@ -221,8 +242,8 @@ def differentiable_tangents(
 ) -> Any:
     """The tangents of the results of ``reference``: its derivative along those of ``inputs``.
 
-    As the gradient of the gradients with respect to the gradients of the results: unlike torch.func.jvp it
-    runs inside forward-mode AD too, which does not nest.
+    It is computed as the gradient of the gradients with respect to the gradients of the results. Unlike
+    torch.func.jvp this also runs inside forward-mode AD, which does not nest.
     """
     moving = [i for i, t in enumerate(tangents) if t is not None and not is_whole(t)]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lltm_ext._arguments import SequenceCall, one_bias
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ToInitial
+    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 # The values x, r, h, s, p and u of a cell's function, as sequences -> [new h, *new states]
@@ -25,9 +25,9 @@ Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes +
 
 
 def run_loop(
-    cell: RecurrentCell | ToInitial, call: SequenceCall, to_initial: bool = False
+    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`lltm_ext.recurrence.run`, for arguments that it has checked.
+    """Does what :func:`lltm_ext.recurrence.run` does, for arguments that it has checked.
 
     Args:
         to_initial: whether ``reset`` leads to the initial states instead of to zeros.
@@ -40,7 +40,7 @@ def run_loop(
     parameters = [x.to(compute) for x in parameters]
 
     def of_steps(x: Tensor) -> Sequence[Tensor]:
-        """[rows, width] of each step."""
+        """Splits x into [rows, width] of each step."""
         x = x if x.dim() == input.dim() else x.unsqueeze(-1)
         return x.unbind(0) if batch_sizes is None else x.split(batch_sizes)
 
@@ -59,7 +59,7 @@ def run_loop(
         if reset_of_steps is not None:
             reset_to = [first_rows(x, planes.shape[0]) if to_initial else None for x in initial]
             h, *others = (
-                kept(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
+                apply_reset(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
             )
         if product is not None and cell.separate:
             products = product(None, h)
@@ -92,7 +92,7 @@ def reference(
     reset: Tensor | None,
     reset_to: str,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A cell over a sequence in pure PyTorch, without any checks."""
+    """Runs a cell over a sequence in pure PyTorch, without any checks."""
     call = SequenceCall(input, hx, weight_ih, weight_hh, bias, reset=reset)
     output, final = run_loop(cell, call, to_initial=reset is not None and reset_to == "initial")
     return output, tuple(final)
@@ -120,20 +120,20 @@ def product_with(weight: Tensor, hidden: int) -> Product:
     return product
 
 
-def kept(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
-    """A state after ``reset`` [rows, 1] to ``initial``, by default zeros.
+def apply_reset(x: Tensor, reset: Tensor, initial: Tensor | None = None) -> Tensor:
+    """Returns a state after ``reset`` [rows, 1] to ``initial``, by default zeros.
 
     True and 1 also replace NaN and infinities.
     """
     if reset.dtype == torch.bool:
         return x.masked_fill(reset, 0) if initial is None else torch.where(reset, initial, x)
     share = reset.to(x.dtype)
-    old = scaled(x, 1 - share)
-    return old if initial is None else old + scaled(initial, share)
+    old = scale_by_mask(x, 1 - share)
+    return old if initial is None else old + scale_by_mask(initial, share)
 
 
-def scaled(x: Tensor, share: Tensor) -> Tensor:
-    """``x * share``, but 0 where share is 0, for NaN and infinities too."""
+def scale_by_mask(x: Tensor, share: Tensor) -> Tensor:
+    """Returns ``x * share``, but 0 where share is 0, even for NaN and infinities."""
     return (x * share).masked_fill(share == 0, 0)
 
 
@@ -148,7 +148,7 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def like(x: Tensor, h: Tensor) -> Tensor:
-    """A value that the cell computed, which may be the same for all rows."""
+    """Expands a value that the cell computed, which may be the same for all rows."""
     return x if x.shape == h.shape else x.expand_as(h)
 
 
@@ -158,6 +158,6 @@ def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
 
 
 def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:
-    """The output of no steps, whose gradients to the arguments used are zeros."""
+    """The output of no steps, whose gradients with respect to the arguments used are zeros."""
     zero = sum(x.flatten()[:0].sum().to(input.dtype) for x in used if x is not None)
     return input.new_zeros(*input.shape[:-1], h0.shape[1]) + zero

@@ -71,7 +71,7 @@ COMPOSED: dict[str, Binding] = {
     ),
     "stochastic_round.backward": lambda grad_output: grad_output.float(),
 }
-NEEDS_NO_CHECK = ("scale", "zero_point", "mask")  # of a kind that every argument has
+NEEDS_NO_CHECK = ("scale", "zero_point", "mask")  # CHECK_INPUT is not for these
 
 
 def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
@@ -82,7 +82,7 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
             continue  # a single library adds its cells itself
         name = node.name
         if name.startswith("call_"):
-            yield name, past_autograd(name.removeprefix("call_"))
+            yield name, bypassing(name.removeprefix("call_"))
             continue
         if name in ("call", "source", "compile", "compilations"):
             yield name, of_compiler(op, name)
@@ -101,11 +101,11 @@ def below(function: Binding, *args: Any, **kwargs: Any) -> Any:
         raise typed(error) from None
 
 
-RECORDING: dict[str, Binding] = {}  # by op: its calls for which autograd records a gradient
+RECORDING: dict[str, Binding] = {}  # for each op, what runs its calls that autograd records
 
 
-def past_autograd(name: str) -> Binding:
-    """The op, past the dispatcher's call of its kernel for Autograd, which is in Python and slow."""
+def bypassing(name: str) -> Binding:
+    """Returns a call of the op past its kernel for Autograd, which is in Python and slow."""
     op = getattr(ops, name).default
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def past_autograd(name: str) -> Binding:
 
 
 def require_grad(args: Iterable[Any]) -> bool:
-    """Whether any tensor does."""
+    """Whether any tensor requires a gradient."""
     for x in args:
         if isinstance(x, Tensor):
             if x.requires_grad:
@@ -128,7 +128,7 @@ def require_grad(args: Iterable[Any]) -> bool:
     return False
 
 
-class PastAutograd:
+class BypassAutograd:
     """``torch.ops.lltm_ext`` for the package's own calls: plain ones go past the kernels for Autograd.
 
     The functions are made at once, not at their first use, which torch.compile could not trace.
@@ -139,14 +139,14 @@ class PastAutograd:
             namespace, _, name = qualified.partition("::")
             # The kernels for Autograd of ops that write an argument have checks to make.
             if namespace == "lltm_ext" and not name.endswith(("_", "_out")):
-                setattr(self, name, past_autograd_if(is_plain, name))
+                setattr(self, name, bypass_if_plain(is_plain, name))
 
-    def __getattr__(self, name: str) -> Binding:  # the others, and those that _portable_rules.py defines
+    def __getattr__(self, name: str) -> Binding:  # all other ops, and those of _portable_rules.py
         return getattr(ops, name)
 
 
-def past_autograd_if(is_plain: Callable[..., bool], name: str) -> Binding:
-    op, call = getattr(ops, name), past_autograd(name)
+def bypass_if_plain(is_plain: Callable[..., bool], name: str) -> Binding:
+    op, call = getattr(ops, name), bypassing(name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
@@ -155,7 +155,7 @@ def past_autograd_if(is_plain: Callable[..., bool], name: str) -> Binding:
 
 
 def of_compiler(op: str, name: str) -> Binding:
-    """Of an op whose kernels are compiled at run time."""
+    """A binding of an op whose kernels are compiled at run time."""
     function = getattr(ops, op if name == "call" else f"{op}_{name}")
 
     def call(*args: Any, **kwargs: Any) -> Any:

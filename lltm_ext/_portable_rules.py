@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lltm_ext._built_in import functions
 from lltm_ext._custom_cell import CustomCellFunction, h_of_steps
 from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
@@ -48,6 +47,16 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 def arguments_of(name: str) -> Any:
     """The arguments of the op, as its schema declares them."""
     return getattr(ops, name).default._schema.arguments
+
+
+def defaults_of(name: str) -> list[tuple[str, Any]]:
+    """Each argument of the op with its default value."""
+    return [(argument.name, argument.default_value) for argument in arguments_of(name)]
+
+
+def filled(defaults: list[tuple[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call: the dispatcher leaves out defaults at the end."""
+    return [*args, *(kwargs.get(argument, value) for argument, value in defaults[len(args) :])]
 
 
 # ---- autograd
@@ -83,11 +92,11 @@ def apply_of(function: Any) -> Kernel:
 
 
 def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
-    """The op, and where a gradient is wanted, the first results of ``recorded``, called with all arguments.
+    """Runs the op or, where a gradient is wanted, ``recorded`` with all arguments, for its first results.
 
-    ``checks``: the op's checks come first, for a ``recorded`` that makes none.
+    ``checks`` makes the op's checks come first, for a ``recorded`` that has none.
     """
-    defaults = [(argument.name, argument.default_value) for argument in arguments_of(name)]
+    defaults = defaults_of(name)
     returns = len(getattr(ops, name).default._schema.returns)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -98,9 +107,7 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
     def record(*args: Any, **kwargs: Any) -> Any:
         if checks:
             check_on_meta(name, args)
-        if len(args) < len(defaults):
-            args += tuple(kwargs.get(argument, value) for argument, value in defaults[len(args) :])
-        found = recorded(*args)
+        found = recorded(*filled(defaults, args, kwargs))
         return found if isinstance(found, Tensor) else found[0] if returns == 1 else found[:returns]
 
     RECORDING[name] = record
@@ -108,13 +115,13 @@ def recording(name: str, recorded: Kernel, checks: bool = False) -> Kernel:
 
 
 def note_change(x: Tensor) -> None:
-    """Tells autograd, which may have saved the old values."""
+    """Tells autograd of a write, because it may have saved the old values."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
 
 def check_in_place(x: Tensor) -> None:
-    """Autograd's own error, before anything is written."""
+    """Raises autograd's own error before anything is written."""
     owner = x._base if x._is_view() else x
     if torch.is_grad_enabled() and owner is not None and owner.is_leaf and owner.requires_grad:
         what = "leaf" if owner is x else "view of a leaf"
@@ -122,7 +129,7 @@ def check_in_place(x: Tensor) -> None:
 
 
 def check_written(op: str, name: str, x: Tensor) -> None:
-    """What the library cannot see of a tensor that is written."""
+    """Checks what the library cannot see of a tensor that is written."""
     if x.is_inference() and not x.is_meta and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: expected {name} not to be an inference tensor, because it is written outside inference "
@@ -139,7 +146,7 @@ def check_written(op: str, name: str, x: Tensor) -> None:
 
 
 def in_place(name: str, op: UnaryOp) -> Kernel:
-    """``<name>_`` with the gradient of ``name``."""
+    """Returns ``<name>_`` with the gradient of ``name``."""
     function: Any = op.Function
 
     class InPlace(torch.autograd.Function):
@@ -177,7 +184,7 @@ def writing_out(name: str) -> Kernel:
 
 
 def on_lazy(name: str) -> None:
-    """For tensors whose memory holds the negative or the conjugate, as implement_lazy in C++."""
+    """Serves tensors whose memory holds the negative or the conjugate, as implement_lazy does in C++."""
 
     def kernel(*args: Any) -> None:
         plain = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in args]
@@ -224,7 +231,7 @@ class MaskFunction(torch.autograd.Function):
 
 
 class MaskBackwardFunction(torch.autograd.Function):
-    """Linear in the gradient, so it is also its own double backward."""
+    """The mask's backward. It is linear in the gradient, so it is also its own double backward."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, mask: Tensor, strides: Sequence[int]) -> Tensor:
@@ -258,7 +265,7 @@ def is_half_on_cpu(x: Tensor) -> bool:
 
 
 def record_one(*args: Any) -> Any:
-    """One direction. On the CPU half types are computed in float32."""
+    """Runs one direction. On the CPU half types are computed in float32."""
     input, states = args[0], args[2]
     if not is_half_on_cpu(input):
         return apply_of(CustomCellFunction)(*args)
@@ -273,7 +280,7 @@ DIRECTION = [x.name for x in arguments_of("custom_cell") if "Tensor" in str(x.ty
 
 
 class BothFunction(torch.autograd.Function):
-    """Both directions, side by side if that is faster: ``(*how, input, *forward, *reverse)``."""
+    """Runs both directions, side by side if that is faster: ``apply(*how, input, *forward, *reverse)``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -287,7 +294,7 @@ class BothFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: under activation checkpointing each access unpacks them
+        tensors = ctx.saved_tensors  # read once: under activation checkpointing each access unpacks them
         input, directions = tensors[0], (tensors[1:10], tensors[10:19])
         needed, (batch_sizes, algorithm, program) = ctx.needs_input_grad[3:], ctx.how
         if all(g is None for g in grads):
@@ -324,11 +331,87 @@ def record_both(
     return [[y for outputs in found for y in outputs]]
 
 
+# ---- ops of cells with names of their own, as src/custom_cell/built_in.h
+
+
+def own_ops(name: str) -> dict[str, Kernel]:
+    """The ops of a cell as calls of custom_cell, keyed by their suffixes."""
+
+    def as_c(states: Tensor) -> Tensor:  # not a view, which could not be detached in place
+        return torch.ops.aten._unsafe_view(states, states.shape[1:]) if states.dim() == 3 else states
+
+    def sequence(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, batch_sizes, reverse, algorithm, reset, bias_hh = args
+        how = (batch_sizes, reverse, algorithm, name, bias_hh)
+        output, h_n, states_n = ops.custom_cell(*inputs, None, None, reset, *how)
+        return output, h_n, as_c(states_n)
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, batch_sizes, reverse, algorithm, reset, bias_hh = args
+        how = (batch_sizes, reverse, algorithm, name, bias_hh)
+        output, h_n, states_n, *saved, _ = ops.custom_cell_forward(*inputs, None, None, reset, *how)
+        return output, h_n, as_c(states_n), *saved
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        (of_output, of_h, of_states), inputs, saved = args[:3], args[3:8], args[8:11]
+        batch_sizes, reverse, algorithm, *needed, reset = args[11:]
+        if of_states is not None and inputs[2] is None:
+            of_states = of_states.unsqueeze(0)
+        given = (of_output, of_h, of_states, *saved, *inputs, None, None, None, reset)
+        return tuple(ops.custom_cell_backward(*given, batch_sizes, reverse, algorithm, name, *needed)[:6])
+
+    def algorithm_of(*args: Any) -> str:
+        *inputs, batch_sizes, algorithm, backward = args
+        how = (batch_sizes, False, algorithm, name, backward)
+        return ops.custom_cell_algorithm(*inputs, None, None, None, *how)
+
+    def direction(given: Sequence[Tensor]) -> list[Tensor | None]:
+        if len(given) not in (4, 5):
+            raise RuntimeError(
+                f"{name}_bidirectional: expected a direction to be [h0, c0, weight_ih, weight_hh] or these "
+                f"and bias, got {len(given)} tensors"
+            )
+        return [*given, *[None] * (len(DIRECTION) - len(given))]
+
+    def both(input: Tensor, forward: Sequence[Tensor], reverse: Sequence[Tensor], *how: Any) -> list[Tensor]:
+        return ops.custom_cell_bidirectional(input, direction(forward), direction(reverse), *how, name)
+
+    def both_forward(input: Tensor, forward: Any, reverse: Any, *how: Any) -> list[Tensor]:
+        y = ops.custom_cell_bidirectional_forward(input, direction(forward), direction(reverse), *how, name)
+        return [*y[:5], *y[6:11]]  # without h of every step, which is the output
+
+    def both_backward(grads: Any, input: Tensor, forward: Any, reverse: Any, *args: Any) -> list[Tensor]:
+        saved, batch_sizes, algorithm, *needed = args
+        given = (grads, input, direction(forward), direction(reverse), saved)
+        how = (batch_sizes, algorithm, name, *needed)
+        g = ops.custom_cell_bidirectional_backward(*given, *how)
+        return [*g[:6], *g[7:12]]  # without those of parameters
+
+    return {
+        "": sequence,
+        "_forward": forward,
+        "_backward": backward,
+        "_algorithm": algorithm_of,
+        "_bidirectional": both,
+        "_bidirectional_forward": both_forward,
+        "_bidirectional_backward": both_backward,
+    }
+
+
+def implement_own(name: str, function: Kernel) -> None:
+    defaults = defaults_of(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return function(*filled(defaults, args, kwargs))
+
+    _library.impl(name, kernel, "CompositeImplicitAutograd")
+
+
 # ---- autocast
 
 
 def cast(x: Any, argument: str) -> Any:
-    """To autocast's dtype, which applies to floating point other than float64.
+    """Casts to autocast's dtype, which applies to floating point other than float64.
 
     A cell state stays in float32 or in autocast's dtype; the other half type becomes float32. Resets stay.
     """
@@ -343,7 +426,7 @@ def cast(x: Any, argument: str) -> Any:
 
 
 def on_autocast(name: str, casts: bool) -> None:
-    """Autocast is off in the call: the library's own calls must not cast."""
+    """Turns autocast off in a call of the op: the library's own calls must not cast."""
     names = [argument.name for argument in arguments_of(name)]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -375,7 +458,7 @@ def shape_gemm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    """None for what is not needed."""
+    """The shapes of a cell's gradients; None for those that are not needed."""
     _, _, new_cell, _, input, weights, old_h, *needed = args
     of_input, of_h, of_cell = (
         dense(x) if wanted else None for x, wanted in zip((input, old_h, new_cell), needed, strict=True)
@@ -385,7 +468,7 @@ def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
 
 @functools.cache
 def sizes_of(program: str) -> list[int]:
-    """Of a unit of the cell: gates, states, what is saved in gates and besides, whether a state is output."""
+    """The numbers of gates, states, saved gates and other saved values; whether a state is the output."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         sizes: list[int] = ops.custom_cell_sizes(program)
     return sizes
@@ -421,7 +504,7 @@ def shape_both(count: int) -> Kernel:
 
 
 def shape_gradients(input: Tensor, direction: Sequence[Any], of_input: bool, of_bias: bool) -> list[Tensor]:
-    """Empty where not needed, or where the cell has none."""
+    """The gradients of a direction; empty where they are not needed, or where the cell has none."""
     weight_ih = direction[2]
     given = (input if of_input else None, *direction[:4], weight_ih[:, 0] if of_bias else None, direction[5])
     return [input.new_empty(0) if x is None else dense(x) for x in given]
@@ -437,7 +520,7 @@ def shape_both_gradients(_: Any, input: Tensor, forward: Any, reverse: Any, *arg
 
 
 def shape_elementwise(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """As the first dense operand of the result's sizes, or else the first operand of these sizes."""
+    """Like the first dense operand of the result's sizes, or else the first operand of these sizes."""
     operands = [x.to(dtype) for x in operands]
     sizes = torch.broadcast_shapes(*(x.shape for x in operands))
     results = [(torch.empty_like(x), x) for x in operands if x.shape == sizes]
@@ -451,7 +534,7 @@ def shape_from_formula(inputs: Sequence[Tensor], *args: Any) -> Tensor:
 
 
 def meta(x: Any) -> Any:
-    """Meta tensors with the sizes and strides of those in ``x``."""
+    """Returns meta tensors with the sizes and strides of those in ``x``."""
     if isinstance(x, (list, tuple)):
         return [meta(each) for each in x]
     if not isinstance(x, Tensor):
@@ -513,7 +596,7 @@ _own.impl("rnn_allows_tf32", rnn_allows_tf32, "CompositeExplicitAutograd")
 
 
 def stochastic_round(input: Tensor, dtype: torch.dtype, *, generator: Any = None) -> Tensor:
-    """In torch's ops, as the reference."""
+    """Runs in torch's ops, as the reference does."""
     check_stochastic_round(input, dtype)
     if generator is not None and generator.device.type != input.device.type:
         raise RuntimeError(
@@ -546,7 +629,7 @@ _own.impl("stochastic_round", recording("stochastic_round", apply_of(StochasticR
 def define(
     name: str, autograd: Kernel | None = None, shapes: Kernel | None = None, casts: bool = False
 ) -> None:
-    """Registers the kernels of an op. Without ``autograd`` it is no part of a graph, but called by one."""
+    """Registers the kernels of an op. Without ``autograd``, no graph records it, but its nodes call it."""
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         check_on_meta(name, args, kwargs)
@@ -592,8 +675,8 @@ define(f"{_name}_forward", None, shape_both(6))
 define(f"{_name}_backward", None, shape_both_gradients)
 
 for _cell in ("lltm", "lstm"):
-    for _suffix, _function in functions(_cell).items():
-        _library.impl(_cell + _suffix, _function, "CompositeImplicitAutograd")
+    for _suffix, _function in own_ops(_cell).items():
+        implement_own(_cell + _suffix, _function)
 
 define("gemm", recording("gemm", apply_of(_Product)), shape_gemm, casts=True)
 define("gemm_out", writing_out("gemm"), nothing)

@@ -10,31 +10,31 @@ from lltm_ext._formula.text import program_text
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
-    from lltm_ext._to_initial import ToInitial
+    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
-CELLS: dict[str, RecurrentCell | ToInitial] = {}  # by their programs, for derivatives of second order
+CELLS: dict[str, RecurrentCell | ResetsToInitial] = {}  # keyed by their programs, for second derivatives
 
 
 def compiled(cell: RecurrentCell) -> RecurrentCell:
-    """A cell whose kernels are compiled with the package (src/<its name>): its name is its program."""
+    """Marks a cell as compiled with the package (src/<its name>): its name is its program."""
     cell.is_compiled = True
     cell.program = cell.half_program = cell.__name__
     CELLS[cell.program] = cell
     return cell
 
 
-def program_for(cell: RecurrentCell | ToInitial, dtype: torch.dtype) -> str:
+def program_for(cell: RecurrentCell | ResetsToInitial, dtype: torch.dtype) -> str:
     """The program for an input of a dtype."""
     return cell.half_program if dtype.itemsize == 2 else cell.program
 
 
-def programs_of(cell: RecurrentCell | ToInitial) -> tuple[str, str]:
-    """The cell as text: for float32 and float64, and for half types."""
-    return program_of(cell, cell.derived.struct), program_of(cell, cell.derived.half_struct)
+def serialize_both(cell: RecurrentCell | ResetsToInitial) -> tuple[str, str]:
+    """Returns the cell as two texts: for float32 and float64, and for half types."""
+    return serialize(cell, cell.derived.struct), serialize(cell, cell.derived.half_struct)
 
 
-def program_of(cell: RecurrentCell | ToInitial, struct: Struct) -> str:
+def serialize(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
     declared, derived = cell.declared, cell.derived
     numbers = (
         declared.gates,

@@ -1,4 +1,4 @@
-"""Resets to the initial states by kernels that reset to zeros only: such a cell as a cell without resets."""
+"""Turns a cell with resets to the initial states into one without resets: kernels reset to zeros only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from lltm_ext._arguments import SequenceCall, at_next_step
-from lltm_ext._loop import Step, kept
-from lltm_ext._program import programs_of
+from lltm_ext._loop import Step, apply_reset
+from lltm_ext._program import serialize_both
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
@@ -25,7 +25,7 @@ using Cell = ResetsToInitial<own::Cell>;
 
 
 class Derived(NamedTuple):
-    """What kernels know of a cell (:class:`lltm_ext._formula.derive.Derived`)."""
+    """What kernels know about a cell (:class:`lltm_ext._formula.derive.Derived`)."""
 
     reads_h: bool
     zeros_stay: bool
@@ -37,14 +37,15 @@ def around(own: Struct) -> Struct:
     return own._replace(source=SOURCE.format(source=own.source))
 
 
-class ToInitial:
+class ResetsToInitial:
     """A cell whose steps hand on what the row's next step starts from.
 
     That is their result, or at a reset the initial h and states. So no step has to reset what it gets, and
     the product sees the h that the next step starts from.
 
-    The states: the cell's; the output of the step, which no step reads; the initial h and states, which stay
-    what they are and collect their gradients. The inputs of a step: the cell's; the next step's reset.
+    The states are the cell's, then the output of the step, which no step reads, then the initial h and
+    states, which do not change and collect their gradients. The step inputs are the cell's and then the next
+    step's reset.
 
     It has the attributes of a :class:`~lltm_ext.RecurrentCell` that kernels and loop use.
     """
@@ -58,10 +59,10 @@ class ToInitial:
         own = cell.derived
         structs = (around(struct) for struct in (own.struct, own.half_struct))
         self.derived = Derived(own.reads_h, own.zeros_stay, *structs)
-        self.program, self.half_program = programs_of(self)
+        self.program, self.half_program = serialize_both(self)
 
     def step_like(self, x: Tensor) -> Step:
-        """The same on whole tensors, as :meth:`lltm_ext.RecurrentCell.step_like`."""
+        """A step on whole tensors, like :meth:`lltm_ext.RecurrentCell.step_like`."""
         step, count = self.cell.step_like(x), len(self.cell.states)
 
         def with_reset(values: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
@@ -69,18 +70,22 @@ class ToInitial:
             *of_cell, reset = values["u"]
             new = step({**values, "s": own, "u": of_cell})
             output = new[self.cell.declared.output_state + 1]
-            return [*(kept(y, reset, y0) for y, y0 in zip(new, initial, strict=True)), output, *initial]
+            return [
+                *(apply_reset(y, reset, y0) for y, y0 in zip(new, initial, strict=True)),
+                output,
+                *initial,
+            ]
 
         return with_reset
 
 
-def without_resets(cell: RecurrentCell, call: SequenceCall) -> tuple[ToInitial, SequenceCall]:
-    """A call whose resets lead to its initial states, as one of the other cell without resets.
+def resets_as_inputs(cell: RecurrentCell, call: SequenceCall) -> tuple[ResetsToInitial, SequenceCall]:
+    """Turns a call with resets to its initial states into one of the other cell without resets.
 
     The first final states are the cell's, because no reset follows a row's last step.
     """
     states = call.states
-    output = states[0].detach()  # of any values: nothing reads it before the first step
+    output = states[0].detach()  # any values do: nothing reads it before the first step
     later = at_next_step(call.reset, call.batch_sizes, call.is_reverse)
     return cell.to_initial, call._replace(
         states=[*states, output, *states], inputs=[*call.inputs, later], reset=None

@@ -36,7 +36,7 @@ class UnaryOp(NamedTuple):
     # What the op <name>_backward computes of (grad_output, saved tensor, *parameters), in torch's
     # differentiable ops; None where the gradient passes unchanged, without an op.
     gradient: Gradient | None
-    saves_input: bool = False  # instead of the output
+    saves_input: bool = False  # whether backward needs the input instead of the output
 
 
 UNARY_OPS: dict[str, UnaryOp] = {}

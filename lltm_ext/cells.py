@@ -161,7 +161,7 @@ def slstm(x, s):
         n' = f * n + i
         h' = sigmoid(o) * c' / n'
 
-    m keeps the exponentials at most 1. Its blocks are ``heads`` of a layer.
+    m keeps the exponentials at most 1. The paper's blocks are ``heads`` of a layer.
 
     Source: Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024, with the sigmoid as forget gate.
     """

@@ -1,4 +1,4 @@
-"""from_torch and to_torch: the recurrent layers of a model, from torch's classes to those here and back.
+"""from_torch and to_torch turn the recurrent layers of a model from torch's classes into ours, and back.
 
 A layer here has the attributes of torch's and only another forward. So a conversion changes the layer's
 class, and everything that the layer has or that refers to it stays as it is.
@@ -93,7 +93,7 @@ def _own_class(module: nn.Module) -> type:
 
 def _convert(module: nn.Module, classes: dict[type, type]) -> None:
     new = classes[_own_class(module)]
-    if is_parametrized(module):  # its class has the properties; copies of the module share it
+    if is_parametrized(module):  # parametrize's class has the properties; copies share it
         content = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
         new = type(f"Parametrized{new.__name__}", (new,), content)
     module.__class__ = new

@@ -28,7 +28,7 @@ PARAMETER = re.compile(r"\s*T\s+([A-Za-z_]\w*)\s*", re.ASCII)
 
 
 def parse(signature: str) -> tuple[str, tuple[str, ...]]:
-    """('f', ('x', 'a')) of 'T f(T x, T a)'."""
+    """Returns ('f', ('x', 'a')) for 'T f(T x, T a)'."""
     match = SIGNATURE.fullmatch(signature)
     parameters = [PARAMETER.fullmatch(part) for part in match[2].split(",")] if match else [None]
     if match is None or None in parameters:
@@ -115,7 +115,7 @@ class Elementwise:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors: Sequence[Any] = args
         scalars: Sequence[float] = self._numbers
-        if len(args) != self._leading or kwargs:  # else tensors only, numbers by default
+        if len(args) != self._leading or kwargs:  # else there are only tensors, and numbers have defaults
             values = self._values(args, kwargs)
             tensors = [values[i] for i in self._tensors]
             scalars = [self._number(values[i]) for i in self._scalars]
@@ -136,7 +136,7 @@ class Elementwise:
         return _C.call(tensors, scalars, self.program)
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The values of all parameters, in their order."""
+        """Returns the values of all parameters, in their order."""
         if len(args) > len(self._defaults):
             raise TypeError(
                 f"{self.__name__}: expected at most {len(self._defaults)} arguments, got {len(args)}"
@@ -224,11 +224,11 @@ def operands_of(body: str, tensors: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Formula(NamedTuple):
-    """What a program says of its derivatives."""
+    """What a program says about its derivatives."""
 
     name: str
     tensors: tuple[str, ...]
-    uses: dict[str, tuple[str, ...]]  # of each tensor with a gradient: the operands that this reads
+    uses: dict[str, tuple[str, ...]]  # for each tensor with a gradient, the operands that it reads
     program: str
 
     def used_by(self, tensors: Iterable[str]) -> set[str]:
@@ -336,7 +336,7 @@ class ElementwiseBackwardFunction(torch.autograd.Function):
 
 
 def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The tensors with the vmapped dimension first, before all dimensions they are broadcast to."""
+    """Moves the vmapped dimension first, before all dimensions that the tensors are broadcast to."""
     rank = max(x.dim() - (d is not None) for x, d in zip(tensors, in_dims, strict=True))
     return [
         x if d is None else x.movedim(d, 0)[(slice(None),) + (None,) * (rank + 1 - x.dim())]
@@ -347,7 +347,7 @@ def batched(in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> lis
 def batched_gradient(
     size: int, in_dims: tuple[int | None, ...], operands: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The same for a gradient and its operands: the results have the sizes of the gradient."""
+    """Like :func:`batched` for a gradient and its operands: the results have the sizes of the gradient."""
     grad, d = operands[0], in_dims[0]
     if d is None:
         grad, d = grad.expand(size, *grad.shape), 0
@@ -366,9 +366,8 @@ def elementwise(
 
     The first call compiles the formula with the NVRTC that torch ships (no toolkit is needed), into the same
     vectorised kernels as this package's own ops; binaries are cached on disk for other processes. Ctrl-C ends
-    the wait for the compiler. The op
-    broadcasts, promotes dtypes as torch does, keeps strides, runs on the current stream, and works with CUDA
-    graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
+    the wait for the compiler. The op broadcasts, promotes dtypes as torch does, keeps strides, runs on the
+    current stream, and works with CUDA graphs, ``torch.compile``, ``torch.export`` and ``torch.func``::
 
         softsign = lltm_ext.elementwise(
             "T softsign(T x, T a)",

@@ -92,7 +92,7 @@ def fake_quantize_reference(
         return parameter.reshape(shape)
 
     def learning(parameter: Tensor) -> Tensor:
-        """The same values, whose gradient is multiplied by grad_factor."""
+        """Returns the same values, whose gradient is multiplied by grad_factor."""
         scaled = parameter.to(dtype) * grad_factor
         return parameter.to(dtype).detach() + (scaled - scaled.detach())
 
@@ -107,7 +107,7 @@ def fake_quantize_reference(
     values = torch.where(inside, steps, bound) * step
     if not (input.requires_grad or scale.requires_grad or zero_point.requires_grad):
         return values.to(input.dtype)
-    # The straight line of the gradient. Its slope with respect to the scale is the rounding error.
+    # This is the gradient's straight line. Its slope with respect to the scale is the rounding error.
     error = torch.where(inside, steps - x.detach() * inverse, 0)
     shift = zero_point.to(dtype) if zero_point.is_floating_point() else zero
     moved = learning(shift) - shift.detach().to(dtype)
@@ -118,7 +118,7 @@ def fake_quantize_reference(
 class FakeQuantizeFunction(torch.autograd.Function):
     """``FakeQuantizeFunction.apply(input, scale, zero_point, quant_min, quant_max, axis, grad_factor)``.
 
-    Saves the input, the scale and the zero point. (:func:`fake_quantize` saves one bit per element instead
+    It saves the input, the scale and the zero point. (:func:`fake_quantize` saves one bit per element instead
     if only the input needs a gradient.)
     """
 
@@ -167,7 +167,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
 
 
 def _gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """What the op fake_quantize_backward computes, in torch's differentiable ops; zeros for integers."""
+    """Computes fake_quantize_backward in torch's differentiable ops; gradients of integers are zeros."""
     tensors, (*ends, axis, grad_factor) = args[:3], args[3:]
     learnable = [x for x in tensors if x.is_floating_point()]
 
@@ -180,7 +180,7 @@ def _gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _vmap(function: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
-    """One call on the whole batch if its slices share the parameters, else one per slice."""
+    """The vmap rule: one call on the whole batch if its slices share the parameters, else one per slice."""
     args = (*args, *(None, 1.0)[len(args) - 5 :])
     input, scale, zero_point, quant_min, quant_max, axis, grad_factor = args
     if in_dims[1] is not None or in_dims[2] is not None:

@@ -39,16 +39,16 @@ def gemm_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, activation:
 def _outputs_reference(
     a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, ...]:
-    """The outputs of :class:`_Product`."""
+    """The outputs of :class:`_Product`, in pure PyTorch."""
     output = gemm_reference(a, b, bias, activation)
     return (output, gemm_reference(a, b, bias)) if activation in _SAVE_INPUT else (output,)
 
 
 class _Product(torch.autograd.Function):
-    """``(c,)``, or ``(c, c before the activation)`` if the derivative needs the latter.
+    """Returns ``(c,)``, or ``(c, c before the activation)`` if the derivative needs the latter.
 
-    It is an output because setup_context sees only inputs and outputs, and because the double backward goes
-    through it.
+    The latter is an output because setup_context sees only inputs and outputs, and because the double
+    backward goes through it.
     """
 
     @staticmethod

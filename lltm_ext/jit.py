@@ -52,7 +52,7 @@ def build() -> Path:
 
 
 def wanted() -> tuple[bool, list[str]]:
-    """Whether to build for CUDA, and the architectures, of which an empty list means all of a wheel."""
+    """Whether to build for CUDA, and the architectures: an empty list means all that a wheel has."""
     if not toolchain.wants_cuda(torch.__version__, torch.version.cuda):
         return False, []
     architectures = toolchain.named_architectures() or probe.gpus()

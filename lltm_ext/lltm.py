@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lltm_ext import _built_in, cells
+from lltm_ext import cells
 from lltm_ext._arguments import State, check_hx, check_sizes, init_uniform
 from lltm_ext._C import lltm as _C
 from lltm_ext._layers import CellLayer
 from lltm_ext._library import (
     check_tensor,
     composed,
+    decompose_under_transforms,
     differentiable_gradients,
     differentiable_tangents,
     has_tangents,
@@ -38,7 +39,7 @@ from lltm_ext._loop import reference
 
 __all__ = ["LLTM", "LLTMCell", "LLTMFunction", "lltm", "lltm_algorithm", "lltm_cell"]
 
-_built_in.register("lltm")
+decompose_under_transforms("lltm")
 
 
 def _cell_reference(gates: Tensor, old_cell: Tensor) -> State:
@@ -58,7 +59,7 @@ def lltm_cell_reference(
 
 
 class _CellFunction(torch.autograd.Function):
-    """One step: ``(new_h, new_cell, gates)``.
+    """One step, which returns ``(new_h, new_cell, gates)``.
 
     The gates are for backward. They are an output because setup_context sees only inputs and outputs.
     """

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lltm_ext import _built_in, cells
+from lltm_ext import cells
 from lltm_ext._arguments import State
 from lltm_ext._C import lstm as _C  # noqa: F401  registers the ops, and the kernels of cells.lstm
 from lltm_ext._layers import TorchLayer
+from lltm_ext._library import decompose_under_transforms
 from lltm_ext._loop import reference
 
 __all__ = ["LSTM", "lstm", "lstm_algorithm"]
 
-_built_in.register("lstm")
+decompose_under_transforms("lstm")
 
 
 def lstm(
@@ -119,5 +120,5 @@ class LSTM(TorchLayer, nn.LSTM):
     def _run(self, input: Tensor, *arguments: Any) -> tuple[Tensor, Sequence[Tensor]]:
         output, (h_n, c_n) = super()._run(input, *arguments)
         if c_n.dtype != h_n.dtype and torch.is_autocast_enabled(input.device.type):
-            c_n = c_n.to(h_n.dtype)  # as cuDNN returns it; it was float32 until the last step
+            c_n = c_n.to(h_n.dtype)  # cuDNN returns this dtype; c was float32 until the last step
         return output, (h_n, c_n)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,14 @@ from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_tensor
+from lltm_ext._library import check_no_dtensor, check_tensor
 from lltm_ext._loop import Step, compute_dtype, run_loop, zero_state
-from lltm_ext._program import programs_of
-from lltm_ext._to_initial import ToInitial, without_resets
+from lltm_ext._program import serialize_both
+from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
 __all__ = ["RecurrentCell", "recurrence"]
 
-# Of a call, of cell.algorithm and cell.gradcheck, and of a layer's parameters.
+# These names have a meaning in a call, in cell.algorithm and cell.gradcheck, or for a layer's parameters.
 RESERVED = (
     "self",
     "input",
@@ -48,36 +48,6 @@ RESERVED = (
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@overload
-def recurrence(
-    *,
-    gates: int,
-    separate: bool = False,
-    states: Sequence[str] = (),
-    parameters: Sequence[str] | Mapping[str, float | None] = (),
-    inputs: Sequence[str] = (),
-    recurrent: bool = True,
-    output: str = "h",
-) -> Callable[[Callable[..., Any]], RecurrentCell]: ...
-
-
-@overload
-def recurrence(
-    *,
-    gates: int,
-    separate: bool = False,
-    states: Sequence[str] = (),
-    parameters: Sequence[str] | Mapping[str, float | None] = (),
-    inputs: Sequence[str] = (),
-    recurrent: bool = True,
-    output: str = "h",
-    name: str,
-    forward: str,
-    backward: str | None = None,
-    saved: Sequence[str] = (),
-) -> RecurrentCell: ...
-
-
 def recurrence(
     *,
     gates: int,
@@ -91,7 +61,7 @@ def recurrence(
     forward: str | None = None,
     backward: str | None = None,
     saved: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], RecurrentCell] | RecurrentCell:
+) -> Any:
     """Makes a recurrent cell of a function that computes one step of one hidden unit.
 
     The function names the values that it needs, in any order::
@@ -250,7 +220,7 @@ class RecurrentCell:
             self.__module__ = function.module
         elif inspect.isfunction(function):
             functools.update_wrapper(self, function)
-            del self.__dict__["__wrapped__"]  # whose signature is not that of a call
+            del self.__dict__["__wrapped__"]  # its signature is not that of a call
         else:
             raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
         name = self.__name__
@@ -264,7 +234,7 @@ class RecurrentCell:
             )
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
-        self.state_names = ("h0", *(f"{s}0" for s in self.states))  # of all initial states, in messages
+        self.state_names = ("h0", *(f"{s}0" for s in self.states))  # all initial states' names, for messages
         self.output = check_output(name, output, self.states)
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
@@ -281,10 +251,10 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
-        self.is_compiled = False  # whether its kernels are, with the package
-        # Now, because torch.compile does not trace how they are made.
-        self.program, self.half_program = programs_of(self)
-        self.to_initial = ToInitial(self)
+        self.is_compiled = False  # whether its kernels are compiled with the package
+        # Done now, because torch.compile does not trace how they are made.
+        self.program, self.half_program = serialize_both(self)
+        self.to_initial = ResetsToInitial(self)
 
     def __call__(
         self,
@@ -300,12 +270,11 @@ class RecurrentCell:
         **named: Any,
     ) -> tuple[Tensor, Any]:
         states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named)
-        check_reset_to(self.__name__, reset_to)
-        if self.is_compiled:  # the dispatcher does not name what is no tensor
-            check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
+        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+        if reset_to != "zeros":
+            check_reset_to(self.__name__, reset_to)
         call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        if len(states) == 2 and states[1].dim() == 3:  # as only layers give it
+        if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
             check_call(self, call, algorithm, reset_to)
         output, final = run(self, call, algorithm, reset_to)
         return output, tuple(final) if self.states else final[0]
@@ -341,10 +310,10 @@ class RecurrentCell:
         check_call(self, call, algorithm, reset_to)
         if by_loop(self, input, to_initial):
             return "stepwise"
-        cell, call = without_resets(self, call) if to_initial else (self, call)
+        cell, call = resets_as_inputs(self, call) if to_initial else (self, call)
         return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
 
-    def _values_of(self, named: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""
         for name in (*self.parameters, *self.inputs):
             if name not in named:
@@ -357,7 +326,7 @@ class RecurrentCell:
         return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
 
     def step_like(self, x: Tensor) -> Step:
-        """A step on whole tensors, by torch's functions, as that of the derived cell."""
+        """A step on whole tensors, by torch's functions, like that of the derived cell."""
         if isinstance(self.derived, SourceCell):
             raise RuntimeError(
                 f"{self.__name__}: its gradient cannot be differentiated again (create_graph, torch.func): "
@@ -374,7 +343,7 @@ class RecurrentCell:
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(new h, new states) of one step, by torch's functions, of tensors of any shape that broadcast."""
+        """Returns (new h, new states) of one step, by torch's functions, for tensors that broadcast."""
         values = {"x": x, "r": r, "h": [h], "s": states, "p": parameters, "u": inputs}
         new_h, *new_states = self.step_like(h)(values)
         return new_h, tuple(new_states)
@@ -383,7 +352,7 @@ class RecurrentCell:
     def source(self) -> str:
         """The CUDA C++ that the kernels are compiled from: the cell's step, forward and backward.
 
-        Of float32 and float64: in half types it may save some values in more precision.
+        It is that of float32 and float64: in half types it may save some values in more precision.
         """
         return self.derived.struct.source
 
@@ -436,7 +405,7 @@ class RecurrentCell:
             device: of the random tensors; None: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            RuntimeError: for a gradient that differs. It names the argument. For a cell without a backward.
+            RuntimeError: for a gradient that differs, whose argument it names; for a cell without a backward.
         """
         if not self.differentiable:
             raise RuntimeError(f"{self.__name__}: has no backward to check")
@@ -507,10 +476,14 @@ class RecurrentCell:
 def run(
     cell: RecurrentCell, call: SequenceCall, algorithm: str = "auto", reset_to: str = "zeros"
 ) -> tuple[Tensor, list[Tensor]]:
-    """(output, final states) of a cell over a sequence."""
+    """Runs a cell over a sequence, and returns (output, final states)."""
     reset, to_initial = call.reset, call.reset is not None and reset_to == "initial"
-    if cell.is_compiled and reset is None:  # the op checks all, and casts
-        return run_kernels(cell, call, algorithm, call.input.dtype)
+    if cell.is_compiled and reset is None:  # the op checks all arguments, and casts
+        try:
+            return run_kernels(cell, call, algorithm, call.input.dtype)
+        except Exception:
+            raise_named(cell, call, algorithm, reset_to)
+            raise
     dtype = autocast_dtype(call.input)
     if by_loop(cell, call.input, to_initial):
         return without_autocast(dtype, run_by_loop, cell, call, algorithm, reset_to)
@@ -523,7 +496,7 @@ def run(
             if x is not None:
                 check_step_input(cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates)
     try:
-        other, given = without_resets(cell, with_states(cell, call)) if to_initial else (cell, call)
+        other, given = resets_as_inputs(cell, with_states(cell, call)) if to_initial else (cell, call)
         output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
     except Exception:
         raise_named(cell, call, algorithm, reset_to)
@@ -534,11 +507,11 @@ def run(
 def run_both(
     cell: RecurrentCell, calls: Sequence[SequenceCall], reset_to: str = "zeros"
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """The same for both directions of a layer."""
+    """Like :func:`run` for both directions of a layer."""
     dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
     is_plain = not to_initial and (dtype is None or cell.is_compiled)
     if is_plain and not by_loop(cell, calls[0].input, to_initial) and kernels_check(cell, *calls):
-        calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # stay in float32
+        calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:
             return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype)
         except Exception:
@@ -559,7 +532,7 @@ def run_by_loop(
 def without_autocast(
     dtype: torch.dtype | None, function: Any, cell: RecurrentCell, call: SequenceCall, *options: Any
 ) -> Any:
-    """The function of a call as autocast gives it the arguments, if it is active."""
+    """Calls a function with the arguments as autocast gives them, if it is active."""
     if dtype is None:
         return function(cell, call, *options)
     call = lowered(dtype, with_states(cell, call))
@@ -568,9 +541,11 @@ def without_autocast(
 
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
-    """Raises, if the arguments do not fit, the error that names the one of the cell's own."""
-    if cell.is_compiled:
-        return  # the op has
+    """If the arguments do not fit, raises an error that names the cell's own argument."""
+    weights = {"weight_ih": call.weight_ih, "weight_hh": call.weight_hh, "bias": call.bias}
+    check_no_dtensor(cell.__name__, input=call.input, hx=call.states[0], **weights, bias_hh=call.bias_hh)
+    if cell.is_compiled:  # the op has done so, except for what is no tensor
+        return check_tensors(cell.__name__, call.input, call.weight_ih, call.weight_hh, call.bias)
     try:
         check_call(cell, with_states(cell, call), algorithm, reset_to)
     except Exception as named:
@@ -589,8 +564,8 @@ def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:
 def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     """Whether the dispatcher op refuses all that :func:`check_call` does.
 
-    It does so in less time. It would take a weight_hh that the cell does not read, and other dtypes, which it
-    gets converted.
+    It does so in less time. But it would accept a weight_hh that the cell does not read, and other dtypes,
+    because it gets them converted.
     """
     if cell.is_compiled:
         return True
@@ -607,7 +582,7 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
 
 
 def parameters_of(call: SequenceCall) -> Sequence[Any]:
-    """Each of them, or the tensor that has all."""
+    """Each parameter of a call, or the tensor that has all of them."""
     return (call.parameters,) if isinstance(call.parameters, Tensor) else call.parameters
 
 
@@ -624,7 +599,7 @@ def autocast_dtype(input: Any) -> torch.dtype | None:
 
 
 def lowered(dtype: torch.dtype, call: SequenceCall) -> SequenceCall:
-    """The arguments as autocast gives them: the states except h stay float32, float64 stays as it is."""
+    """The arguments as autocast gives them: states except h stay float32, and float64 stays as it is."""
 
     def to(dtype: torch.dtype, x: Any) -> Any:
         lowers = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lltm_ext._arguments import check_sizes, init_uniform
+from lltm_ext._arguments import check_reset_to, check_sizes, init_uniform
 from lltm_ext._layers import CellLayer, Steps
 from lltm_ext.recurrence import RecurrentCell
 
@@ -94,17 +94,15 @@ class Recurrent(CellLayer):
         reset_to: str = "zeros",
         **inputs: Tensor | PackedSequence,
     ) -> tuple[Tensor | PackedSequence, Any]:
-        return self._forward(input, hx, self._steps(input, reset, reset_to, inputs))
-
-    def _steps(self, input: Any, reset: Any, reset_to: str, inputs: dict[str, Any]) -> Steps:
         for name in inputs:
             if name not in self._cell.inputs:
                 expected = (
                     f"the inputs {', '.join(self._cell.inputs)}" if self._cell.inputs else "no such input"
                 )
                 raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
+        check_reset_to(self._name, reset_to)
         found = [self._step_input(name, inputs.get(name), input) for name in self._cell.inputs]
-        return Steps(found, self._resets(input, reset), reset_to)
+        return self._forward(input, hx, Steps(found, self._resets(input, reset), reset_to))
 
     def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
         rows = self.cell.gates * self.hidden_size

@@ -43,7 +43,7 @@ def rnn_relu(x, p):
 
 
 class LayerOfTorch(TorchLayer):
-    """A layer of torch by a cell. On the CPU torch's own op runs it, half types in float32."""
+    """A layer of torch that a cell runs; on the CPU torch's own op does, with half types in float32."""
 
     _torch_op: Callable[..., tuple[Tensor, Tensor]]
 
@@ -64,7 +64,7 @@ class LayerOfTorch(TorchLayer):
         casts_to = autocast_dtype(input)
         dtypes = (input.dtype,) if casts_to is None else (torch.float32, torch.float16, torch.bfloat16)
         given = (input, *(states or ()), *self._flat_weights)
-        fits = all(x is None or (x.is_cpu and x.dtype in dtypes) for x in given)  # what does not is named
+        fits = all(x is None or (x.is_cpu and x.dtype in dtypes) for x in given)  # errors name what does not
         is_special = steps.resets[0] is not None or transforms_active()  # torch's op has no vmap rule
         if is_special or not fits or input.numel() == 0:
             return super()._run(input, states, batch, batch_sizes, steps)

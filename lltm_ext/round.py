@@ -177,7 +177,7 @@ def binarize_reference(
     half = (high - low) / 2
     curves: dict[str, Callable[[], Tensor]] = {
         "identity": lambda: x,
-        # 1 at the ends of the ramp too. torch.clamp's gradient there differs between versions of torch.
+        # The slope is 1 at the ends of the ramp too. torch.clamp's gradient there differs between versions.
         "clipped": lambda: torch.where((x - threshold).abs() <= half, x, 0.0),
         "tanh": lambda: half * torch.tanh((x - threshold) / half),
     }

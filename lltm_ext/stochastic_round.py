@@ -39,7 +39,7 @@ def stochastic_round_reference(input: Tensor, dtype: torch.dtype) -> tuple[Tenso
 class StochasticRoundFunction(torch.autograd.Function):
     """``StochasticRoundFunction.apply(input, dtype, generator=None)``.
 
-    Saves nothing; passes the gradient on in float32.
+    It saves nothing, and passes the gradient on in float32.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class StochasticRoundFunction(torch.autograd.Function):
 def _vmap(
     function: Callable[..., Tensor], info: Any, in_dims: Any, input: Tensor, *how: Any, **options: Any
 ) -> tuple[Tensor, int]:
-    """One call on the whole batch; each slice has its own random bits."""
+    """The vmap rule: one call on the whole batch, in which each slice has its own random bits."""
     if info.randomness != "different":
         raise RuntimeError(
             f"stochastic_round: expected vmap with randomness='different', got randomness='{info.randomness}'"

@@ -3,11 +3,10 @@
 #include "lltm_ext/lltm_ext.h"
 
 #include "common/library.h"
+#include "common/optional_tensor.h"
 
 namespace lltm_ext {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // The signature of the dispatcher ops lltm and lstm.
 using Sequence = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const OptionalTensor&,

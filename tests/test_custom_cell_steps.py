@@ -98,9 +98,12 @@ KERNELS = """
 #include <map>
 #include <string>
 
+#include "common/dispatch.h"
 #include "common/math.h"
 #include "custom_cell/program.h"
-#include "recurrence/tensors/launch.h"
+#include "recurrence/persistent/launch.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 #include "recurrence/to_initial.h"
 
 namespace lltm_ext {
@@ -179,6 +182,9 @@ OPS = """
 #define lltm_ext lltm_ext_on_cpu  // the namespace of the functions, and of the ops
 #undef TORCH_EXTENSION_NAME       // no Python module
 #include "custom_cell/program.cpp"
+#include "custom_cell/check.cpp"
+#include "custom_cell/forward.cpp"
+#include "custom_cell/backward.cpp"
 """
 CELL = """
 namespace lltm_ext::cell_{number} {{

@@ -8,7 +8,7 @@ def source(
     fused_rows: int = 0,
     reset: str = "",
     independent_units: int = 0,
-    few_rows: int = 0,
+    small_batch: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -19,7 +19,7 @@ def compile(
     fused_rows: int = 0,
     reset: str = "",
     independent_units: int = 0,
-    few_rows: int = 0,
+    small_batch: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

@@ -1,1 +1,1 @@
-"""From the formula of a cell, as a Python function or as C++ text, to its C++ struct."""
+"""Turns the formula of a cell, a Python function or C++ text, into its C++ struct."""

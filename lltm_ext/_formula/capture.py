@@ -1,4 +1,4 @@
-"""A recurrent cell's Python function as expressions of one hidden unit.
+"""Captures a recurrent cell's Python function as expressions of one hidden unit.
 
 The function runs once on tensors without dimensions and without data. A TorchDispatchMode sees the aten
 ops that it calls and records them as nodes. torch.fx's make_fx does the same by way of torch._dynamo, whose
@@ -47,11 +47,11 @@ class Tracer(TorchDispatchMode):
         self.graph = graph
         self.refusal: Exception | None = None
         self._code = getattr(inspect.unwrap(function), "__code__", None)
-        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # by the tensor's id; it stays alive here
+        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # keyed by the id of the tensor, kept alive here
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch.compile never sees this mode, and keeping it away would import torch._dynamo."""
+        """Returns False: torch.compile never sees this mode; keeping it away would import torch._dynamo."""
         return False
 
     def tensor(self, node: Node) -> Tensor:
@@ -93,14 +93,14 @@ class Tracer(TorchDispatchMode):
         try:
             return self._record(func, args, kwargs or {})
         except Exception as error:
-            self.refusal = error  # if the user's function catches it
+            self.refusal = error  # kept in case the user's function catches it
             raise
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in ("empty", "empty_like"):  # torch's first step of dropout, which the next op shows to be
+        if name in ("empty", "empty_like"):  # torch's first step of dropout, which the next op gives away
             return func(*args, **kwargs)
-        if name == "lift_fresh" and args[0].dim() == 0:  # torch.tensor(0.5) in the function
+        if name == "lift_fresh" and args[0].dim() == 0:  # the function has torch.tensor(0.5) or the like
             return self.tensor(self.graph.constant(args[0].item()))
         self.name_variables()
         if name == "_local_scalar_dense":
@@ -112,7 +112,7 @@ class Tracer(TorchDispatchMode):
         options = {key: self.node(x) if isinstance(x, Tensor) else x for key, x in kwargs.items()}
         check_types(name, operands)
         result = ATEN[name](*operands, **options)
-        if name == "log_sigmoid_forward":  # with a buffer for its own backward
+        if name == "log_sigmoid_forward":  # it also returns a buffer for its own backward
             return self.tensor(result), self.tensor(self.graph.constant(0.0))
         return self.tensor(result if isinstance(result, Node) else self.graph.constant(result))
 
@@ -213,7 +213,7 @@ def as_bool(x: Operand) -> Node:
 
 
 def clamp(x: Node, low: Operand | None = None, high: Operand | None = None, **bounds: Any) -> Node:
-    """Not maximum and minimum: at a bound the whole gradient passes, as in torch up to 2.14."""
+    """Clamps x. Unlike maximum and minimum, it passes the whole gradient at a bound, as torch up to 2.14."""
     low, high = bounds.get("min", low), bounds.get("max", high)
     x = x if low is None else where(make("lt", x, low), low, x)
     return x if high is None else where(make("gt", x, high), high, x)
@@ -225,7 +225,7 @@ def elu(x: Node, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
 
 
 def lower_pow(a: Operand, b: Operand) -> Operand:
-    """a ** b, by multiplications for the common exponents."""
+    """Computes a ** b, by multiplications for the common exponents."""
     if isinstance(a, Node) and not isinstance(b, Node):
         products: dict[float, Callable[[], Operand]] = {
             0.0: lambda: 1.0,
@@ -300,12 +300,12 @@ ATEN: dict[str, Callable[..., Any]] = {
 
 class Captured(NamedTuple):
     graph: Graph
-    leaves: dict[str, list[Node]]  # of x, r, h, s, p and u, all that the declaration has
+    leaves: dict[str, list[Node]]  # those of x, r, h, s, p and u that the declaration has
     outputs: list[Node]  # the new h, the new states
 
 
 def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
-    """The function as nodes.
+    """Captures the function as nodes.
 
     Raises:
         TypeError, ValueError, RuntimeError, IndexError, AttributeError: for what cannot be a cell, with the
@@ -348,7 +348,7 @@ INTERNAL = (OWN, str(Path(torch.__file__).parent))
 
 
 def explained(error: BaseException) -> str:
-    """The message of an error, and of one that torch raises before the capture sees an op, its reason."""
+    """The message of an error, with the reason of one that torch raises before the capture sees an op."""
     if isinstance(error, TypeError) and "to numpy" in str(error):
         return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename

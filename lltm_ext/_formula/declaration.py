@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # of a cell's function
-OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # that name their values
+ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # what a cell's function may take
+OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # the options that name the values of these
 
 
 class Declaration(NamedTuple):
@@ -32,7 +32,7 @@ class Declaration(NamedTuple):
         return -1 if self.output == "h" else self.states.index(self.output)
 
     def names(self, argument: str) -> tuple[str, ...]:
-        """Of the values of x, r, s, p or u; "" for those without a name."""
+        """The names of the values of x, r, s, p or u; "" for those without a name."""
         names: tuple[str, ...] = (
             getattr(self, OPTIONS[argument]) if argument in OPTIONS else ("",) * self.gates
         )
@@ -60,7 +60,7 @@ def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple
 class Values:
     """The argument x, r, s, p or u of a cell's function: values by number and by name.
 
-    Not a subclass of Sequence, whose methods `count` and `index` would hide states of these names.
+    It is no subclass of Sequence, whose methods `count` and `index` would hide states of these names.
     """
 
     def __init__(self, argument: str, names: Sequence[str], values: Sequence[Any]):

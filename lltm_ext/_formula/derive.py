@@ -1,4 +1,4 @@
-"""From a recurrent cell's Python function to C++: capture, derivative, what to save for backward, text.
+"""Turns a recurrent cell's Python function into C++: capture, derivative, what to save for backward, text.
 
 declaration.py is what the user declares. capture.py records the function as nodes (graph.py, with the
 table of ops), this file differentiates them and chooses what the forward saves, emit.py writes C++.
@@ -38,7 +38,7 @@ def dependents(nodes: Iterable[Node], sources: Iterable[Node], through: Callable
 def differentiate(
     outputs: Sequence[Node], cotangents: Sequence[Node], leaves: Iterable[Node]
 ) -> dict[Node, Node]:
-    """The gradients of sum(output * cotangent) by the leaves that it depends on. Reverse mode."""
+    """The gradients of sum(output * cotangent) by the leaves that it depends on, in reverse mode."""
     nodes = ancestors(outputs)
     active = dependents(nodes, leaves, lambda node: node.op in OPS and OPS[node.op].gradient is not None)
     gradients: dict[Node, Node] = {}
@@ -68,7 +68,7 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
     forward has with NEVER.
     """
     live = ancestors(gradients)
-    changing = dependents(live, cotangents, lambda node: True)  # with the cotangents: known only in backward
+    changing = dependents(live, cotangents, lambda node: True)  # with the cotangents; only backward has them
     fixed = [node for node in live if node not in changing]
     read = {arg for node in changing for arg in node.args} | set(gradients)
     # A divisor with a rounding error from a cancelled sum would blow up the gradient: it is saved itself.
@@ -151,7 +151,7 @@ class Flow:
         self._capacity.setdefault(b, {}).setdefault(a, 0)
 
     def _search(self) -> dict[Any, Any]:
-        """Each place that the source still reaches, with the place before it on a shortest path."""
+        """Returns each place that the source still reaches, with the place before it on a shortest path."""
         before: dict[Any, Any] = {"source": None}
         queue = deque(["source"])
         while queue:
@@ -163,7 +163,7 @@ class Flow:
         return before
 
     def source_side(self) -> set[Any]:
-        """The source's side of the minimum cut. Changes the capacities to those left by a maximum flow."""
+        """Finds the source's side of the minimum cut. The capacities become what a maximum flow leaves."""
         while "sink" in (before := self._search()):
             path = ["sink"]
             while path[-1] != "source":
@@ -180,7 +180,7 @@ class Derived:
     """A cell as nodes: forward, backward, what is saved between them.
 
     Attributes:
-        declaration: as given.
+        declaration: the declaration that was given.
         leaves: the nodes of x, r, h, s, p and u.
         outputs: the nodes of the new h and the new states.
         cotangents: the nodes of their gradients.
@@ -218,8 +218,8 @@ class Derived:
     def _half_struct(self) -> Struct:
         """The struct that has some values in float32.
 
-        Without a product the projections are all of the gates. If these and the states are saved as they are,
-        the backward can compute all from them again. That may need fewer numbers.
+        Without a product, the gates are only projections. If these and the states are saved as they are, the
+        backward can compute all from them again. That may need fewer numbers.
         """
         struct = emit(self._nodes, self.saved, self.wide, self.jumps)
         if self.declaration.recurrent or not self.wide:
@@ -274,7 +274,7 @@ class Derived:
         return step
 
     def forward(self, values: Mapping[str, Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-        """([new h, *new states], saved) of whole tensors for x, r, h, s, p and u, by torch's functions."""
+        """Returns ([new h, *new states], saved) of whole tensors x, r, h, s, p, u, by torch's functions."""
         known = [x for argument, nodes in self.leaves.items() if nodes for x in values[argument]]
         results = run([*self.outputs, *self.saved], self._known, known)
         return results[: len(self.outputs)], results[len(self.outputs) :]
@@ -282,8 +282,8 @@ class Derived:
     def backward(
         self, saved: Sequence[Tensor], values: Mapping[str, Sequence[Tensor]], grads: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """The gradients of x, r, h, s and p, those of p not summed over the batch: from what forward saved,
-        p and u in `values`, and the gradients of the new h and the new states.
+        """Returns the gradients of x, r, h, s and p, those of p not summed over the batch. `values` has p and
+        u; the other arguments are what forward saved, and the gradients of the new h and the new states.
         """
         free = {node: x for k in FREE for node, x in zip(self.leaves[k], values.get(k, ()), strict=True)}
         known = free | dict(zip((*self.saved, *self.cotangents), (*saved, *grads), strict=True))
@@ -292,7 +292,7 @@ class Derived:
 
 
 def run(targets: Sequence[Node], known: Sequence[Node], values: Sequence[Tensor]) -> list[Tensor]:
-    """The targets, whose numbers get the dtype and the device of the last value."""
+    """Computes the targets. Their numbers get the dtype and the device of the last value."""
     tape = Tape(targets, known)
     return tape.run(values, tape.constants(values[-1]))
 

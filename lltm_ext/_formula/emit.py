@@ -36,8 +36,8 @@ A (&saved)[{saved_array}]) {{
 """
 
 
-FOLDED = ("sigmoid", "exp")  # forget gates, often near 1: common/math.h
-DECISIONS = 8  # of a saved value: bfloat16 has all integers up to 256
+FOLDED = ("sigmoid", "exp")  # these serve as forget gates, often near 1 (common/math.h)
+DECISIONS = 8  # how many fit in a saved value: bfloat16 has all integers up to 256
 
 
 def literal(value: float) -> str:
@@ -87,11 +87,11 @@ class Saved(NamedTuple):
     """What one or two saved numbers have: a value, or several decisions."""
 
     nodes: tuple[Node, ...]
-    first: int  # number
-    wide: bool = False  # whether it takes two, which keep the precision of float32 in half types
+    first: int  # the number of the first one
+    wide: bool = False  # whether it takes two, which keep float32's precision in half types
 
     def to_save(self, names: Names) -> list[str]:
-        """The numbers."""
+        """The C++ expressions of the numbers."""
         node, value = self.nodes[0], names(self.nodes[0])
         if node.boolean:
             return [" + ".join(f"({names(x)} ? A({1 << k}) : A(0))" for k, x in enumerate(self.nodes))]
@@ -102,7 +102,7 @@ class Saved(NamedTuple):
         return [f"folded({value})" if node.op in FOLDED else value]
 
     def from_saved(self, names: Names) -> list[str]:
-        """The definitions of the nodes."""
+        """The C++ definitions of the nodes."""
         node, number = self.nodes[0], f"saved[{self.first}]"
         if len(self.nodes) > 1:
             bits = [f"static_cast<int>({number}) & {1 << k}" for k in range(len(self.nodes))]
@@ -119,7 +119,7 @@ class Saved(NamedTuple):
 
 
 def saved_numbers(nodes: Sequence[Node], wide: Collection[Node]) -> tuple[list[Saved], int]:
-    """(where the saved nodes are, how many numbers that takes)"""
+    """Returns where the saved nodes are, and how many numbers that takes."""
     values, decisions = ([x for x in nodes if x.boolean is boolean] for boolean in (False, True))
     groups: list[tuple[Node, ...]] = [(x,) for x in values]
     groups += [tuple(decisions[i : i + DECISIONS]) for i in range(0, len(decisions), DECISIONS)]
@@ -179,7 +179,7 @@ class Struct(NamedTuple):
 
     source: str
     saved: int  # how many numbers its forward saves
-    wide_projections: bool = False  # whether half types have the projections in float32
+    wide_projections: bool = False  # whether the projections of half types are in float32
 
 
 def emit(
@@ -190,7 +190,7 @@ def emit(
     Args:
         nodes: what the forward saves.
         wide: which of them take two numbers.
-        wide_projections: as of the struct.
+        wide_projections: as in :class:`Struct`.
     """
     declared, leaves = cell.declaration, cell.leaves
     saved, count = saved_numbers(nodes, wide)
@@ -227,9 +227,9 @@ def struct_of(
     backward: list[str],
     wide_projections: bool = False,
 ) -> Struct:
-    """The struct with the lines of its two functions. `saved` describes the values in the `saves` numbers."""
+    """Writes the struct with the lines of its two functions. `saved` describes the `saves` numbers."""
     source = STRUCT.format(
-        name=re.sub(r"[^ -~]|\\", "?", declared.name),  # in a comment, whose line must not go on
+        name=re.sub(r"[^ -~]|\\", "?", declared.name),  # goes into a comment, whose line must end here
         origin=origin,
         saved=", ".join(saved) or "nothing",
         gates=declared.gates,

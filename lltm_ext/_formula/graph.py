@@ -26,7 +26,7 @@ class Node:
 
     def __init__(self, graph: Graph, op: str, args: tuple[Node, ...], value: float, label: str):
         self.graph, self.op, self.args = graph, op, args
-        self.value = value  # of a constant
+        self.value = value  # a constant's
         self.label = label  # the user's name: x[0], p.b_hn of a leaf; the variable of another node, or ""
         self.index = len(graph.nodes)
 
@@ -97,7 +97,7 @@ class Node:
 
 
 class Graph:
-    """All nodes of a cell, each expression once."""
+    """All nodes of a cell. Each expression occurs once."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -118,7 +118,7 @@ class Graph:
         return self._known[key]
 
     def make(self, op: str, *operands: Operand) -> Node:
-        """The node of an op, folded and simplified."""
+        """Makes the node of an op, folded and simplified."""
         args = [x if isinstance(x, Node) else self.constant(x) for x in operands]
         if OPS[op].takes_numbers:
             args = [self.number(x) for x in args]
@@ -185,11 +185,11 @@ class Op(NamedTuple):
     """
 
     text: str  # C++
-    torch: Callable[..., Tensor]  # of whole tensors
-    gradient: Callable[..., tuple[Node | None, ...]] | None = None  # of the arguments: (grad, output, *args)
+    torch: Callable[..., Tensor]  # the same on whole tensors
+    gradient: Callable[..., tuple[Node | None, ...]] | None = None  # (grad, output, *args) -> those of args
     cost: int = CHEAP
-    boolean: bool = False  # whether the result is
-    takes_numbers: bool = True  # booleans become 0 and 1
+    boolean: bool = False  # whether the result is true or false
+    takes_numbers: bool = True  # whether boolean arguments become 0 and 1
 
 
 def where(condition: Node, a: Operand, b: Operand) -> Node:
@@ -229,7 +229,7 @@ def softplus_of(x: Tensor) -> Tensor:
 
 COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "logaddexp")
 
-# Derivatives from the output where it determines them: one saved value serves both.
+# Derivatives take the output where it determines them, so that one saved value serves both.
 OPS = {
     "add": Op("{0} + {1}", torch.add, lambda g, y, a, b: (g, g)),
     "sub": Op("{0} - {1}", torch.sub, lambda g, y, a, b: (g, -g)),
@@ -317,7 +317,7 @@ class Tape:
         place = {node: i for i, node in enumerate(known)}
         nodes = [node for node in ancestors(targets, known) if node not in place]
         self._constants = [node.value for node in nodes if node.op == CONSTANT]
-        for node in sorted(nodes, key=lambda node: node.op != CONSTANT):  # stable: arguments stay first
+        for node in sorted(nodes, key=lambda node: node.op != CONSTANT):  # stable, so arguments stay first
             place[node] = len(place)
         computed = [node for node in nodes if node.op != CONSTANT]
         self._calls = [(OPS[node.op].torch, [place[arg] for arg in node.args]) for node in computed]

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from lltm_ext._formula.declaration import Declaration, check_names
 from lltm_ext._formula.emit import indented, struct_of
 
-SEPARATOR, LINE = "\x1f", "\x17"  # of a program's fields, and of their lines: src/common/runtime/text.h
-MAX_LENGTH = 65536  # of a text in characters: it takes the compiler seconds to minutes
+SEPARATOR, LINE = "\x1f", "\x17"  # separate fields and their lines: src/common/runtime/text.h
+MAX_LENGTH = 65536  # in characters: such a text takes the compiler seconds to minutes
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-# A class, because only there can `using` give functions of a template parameter their plain names. Others
+# This is a class, because only there can `using` give functions of a template parameter plain names. Others
 # (relu, maximum, ...) are those of common/math.h and CUDA. Our own names begin with an underscore, which the
 # user's do not.
 FORMULA = """\
@@ -140,7 +140,7 @@ class SourceCell:
 
 
 def check(declared: Declaration, text: CudaSource) -> None:
-    """Raises for texts that are none, and for names that have another meaning in them."""
+    """Raises for texts that are not strings, and for names that have another meaning in them."""
     name, states, parameters, inputs = declared.name, declared.states, declared.parameters, declared.inputs
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})
     for what, body in texts.items():

@@ -27,7 +27,7 @@ MODULES_AT_ONCE = 4
 
 
 def source_folder() -> Path:
-    """The sources: inside an installed package, next to it in a checkout."""
+    """Where the sources are: inside an installed package, or next to it in a checkout."""
     installed = build_record.PACKAGE / "_src"
     return installed if installed.is_dir() else build_record.PACKAGE.parent / "src"
 
@@ -74,7 +74,7 @@ class Target:
             os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(toolchain.compiled_for(self.architectures))
 
     def extension(self, name: str, files: list[str], macros: list[tuple[str, str | None]]) -> Any:
-        """torch's Extension, without what it links."""
+        """torch's Extension, which does not link anything yet."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
         root = self.src.resolve()
@@ -99,7 +99,7 @@ class Target:
         )
 
     def record(self, version: str) -> dict[str, Any]:
-        """For build_record.py. It has no times and paths, so that the same source gives the same bytes."""
+        """The build's record (build_record.py). Without times and paths, equal sources give equal bytes."""
         return {
             "version": version,
             "torch": str(self.torch.__version__),
@@ -163,7 +163,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             super().run()
 
         def build_extension(self, ext: Any) -> None:
-            """In its own thread and folder, because torch writes a build.ninja there."""
+            """Builds in its own thread and folder, because torch writes a build.ninja there."""
             if self.failed:  # Another module failed.
                 return
             op = ext.name.rpartition(".")[2]

@@ -28,7 +28,7 @@ INCLUDED = re.compile(r"^#include <((?:ATen|c10|torch)/[^>]+)>", re.MULTILINE)
 def sources(src: Path, cuda: bool) -> list[str]:
     ops = sorted(set(build_native.ops(src)) - set(_portable.IN_PYTHON))
     files = (file for op in ops for file in build_native.sources(src, op, cuda))
-    # Some share files.
+    # Some ops share files.
     return [file for file in dict.fromkeys(files) if not NATIVE_ONLY.search(file)]
 
 

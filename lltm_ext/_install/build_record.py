@@ -88,7 +88,7 @@ def describe(torch: str, cuda: str | None) -> str:
 
 
 def install_torch(record: dict[str, Any]) -> str:
-    """Installs a torch that the modules fit."""
+    """The command that installs a torch that the modules fit."""
     if "portable" in record:
         return f'python -m pip install --upgrade "torch>={record["torch"]}"'
     torch = f'python -m pip install "torch=={minor(record["torch"])}.*"'
@@ -99,7 +99,7 @@ def install_torch(record: dict[str, Any]) -> str:
 
 
 def reinstall(record: dict[str, Any] | None = None) -> str:
-    """Installs the same lltm_ext again, from the file or address it came from, or from an index."""
+    """The command that installs the same lltm_ext again, from where it came from, or from an index."""
     if is_checkout():
         return in_checkout()
     wheel = f"lltm_ext=={record['version']}" if record else "lltm_ext"
@@ -113,7 +113,7 @@ def reinstall(record: dict[str, Any] | None = None) -> str:
 
 
 def from_source(record: dict[str, Any], variable: str) -> str:
-    """Builds the same lltm_ext here, with a variable of the build such as CXX=g++."""
+    """The command that builds the same lltm_ext here, with a variable of the build such as CXX=g++."""
     if is_checkout():
         return in_checkout(f"{variable} ")
     version = record["version"].partition("+")[0]

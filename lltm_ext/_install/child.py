@@ -21,7 +21,7 @@ MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """{"version", "cuda"} of the driver, then {"gpus"}, each a {"name", "capability"}; or {"error"}."""
+    """Yields {"version", "cuda"} of the driver, then {"gpus"} of {"name", "capability"}; or {"error"}."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:  # There is no driver.
@@ -51,7 +51,7 @@ def gpu(cuda: ctypes.CDLL, ordinal: int) -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """'580.65.06', as nvidia-smi has it."""
+    """The driver's version as nvidia-smi gives it, such as '580.65.06'."""
     version = ctypes.create_string_buffer(80)
     try:
         management = ctypes.CDLL("libnvidia-ml.so.1")
@@ -63,7 +63,7 @@ def driver_version() -> str | None:
 
 
 def steps(path: Sequence[str], modules: str | None) -> Iterator[tuple[str, str | None]]:
-    """(name, None) before each step, and (name, error) after one that fails. Ends at a failed import."""
+    """Yields (name, None) before a step, (name, error) if it fails. Ends at a failed import."""
     sys.path[:] = path
     warnings.simplefilter("ignore")
     os.environ["LLTM_EXT_JIT"] = "0"  # Modules that do not fit are an error here.

@@ -86,7 +86,7 @@ def find_facts() -> Facts:
 
 
 def find_torch(facts: Facts) -> None:
-    """Reads its version from its file, because importing it may fail."""
+    """Reads torch's version from its file, because importing torch may fail."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         return

@@ -16,7 +16,7 @@ SECONDS = 300  # A first import of torch from a slow disk takes tens of seconds.
 
 
 def run_in_child(question: str, *arguments: Any) -> tuple[list[Any], str | None]:
-    """The answers, and how the process ended if it failed."""
+    """Returns the answers, and how the process ended if it failed."""
     # -B writes no bytecode, which does not belong in the wheel that the folder may become.
     command = [sys.executable, "-B", str(CHILD), question, json.dumps(arguments)]
     try:
@@ -36,7 +36,7 @@ def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str | None:
 
 
 def driver() -> dict[str, Any]:
-    """The driver's `version`, `cuda` and `gpus`, and the `error`, of those that there are."""
+    """The driver's `version`, `cuda` and `gpus`, and an `error`; each may be missing."""
     answers, end = run_in_child("driver")
     found = {name: value for answer in answers for name, value in answer.items()}
     return found | {"error": f"asking the driver failed: {end}"} if end else found

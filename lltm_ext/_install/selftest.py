@@ -35,7 +35,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 BACKWARD = {torch.float64: 2e-12, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
-Function = Callable[..., Any]  # of tensors, to tensors, in tuples or not
+Function = Callable[..., Any]  # takes tensors, returns tensors, in tuples or not
 Inputs = tuple[Tensor, ...]
 
 
@@ -61,7 +61,7 @@ class Check(NamedTuple):
     reference: Function
     inputs: Callable[[Make], Inputs]
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    forward: float | None = None  # another bound
+    forward: float | None = None  # another bound for the results
     backward: float | None = None
 
 
@@ -90,7 +90,7 @@ def compare(
     inputs: Callable[[Make], Inputs],
     how: Callable[[Function], Function] = lambda function: function,
 ) -> Check:
-    """The op that the row is named after, and its reference, both called through ``how``."""
+    """Compares the op that the row is named after and its reference, both called through ``how``."""
     return Check(row, how(public(row.partition(",")[0])), how(reference), inputs)
 
 
@@ -116,7 +116,7 @@ def in_place(name: str) -> Function:
 
 
 def made_at_run_time() -> Check:
-    """Compiled at run time; it has no kernel for the CPU."""
+    """Checks an op that is compiled at run time; it has no kernel for the CPU."""
     slopes = {"x": "T d = a + fabs(x); return grad * y * a / (d * d);", "y": "return grad * output / y;"}
 
     def ours(x: Tensor, y: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def of_quantizers() -> Iterator[Check]:
     yield compare("fake_quantize", fake_quantize_reference, steps, by_numbers)
     yield compare("fake_quantize, learnt", fake_quantize_reference, steps_by_channel, by_channel)
     for dtype in HALVES:
-        # Rounding to nearest would be off by a fifth of eps; this many draws are off by 0.004.
+        # Rounding to nearest would be off by a fifth of eps; the mean of this many draws is off by 0.004.
         bound = torch.finfo(dtype).eps / 32
         ours = functools.partial(average_of_draws, dtype)
         yield Check("stochastic_round", ours, lambda x: x, single_values, (dtype,), forward=bound)
@@ -194,12 +194,12 @@ def of_gemm() -> Iterator[Check]:
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
-    """The first is scaled so that the products are of size 1."""
+    """Makes matrices. The first is scaled so that the products are of size 1."""
     return lambda make: tuple(make(*s, scale=1 if i else s[-1] ** -0.5) for i, s in enumerate(shapes))
 
 
 def cell_inputs(make: Make) -> Inputs:
-    """input, weights, bias, old_h, old_cell"""
+    """Makes input, weights, bias, old_h and old_cell."""
     return make(16, 40), make(3 * 64, 64 + 40, scale=0.1), make(3 * 64), make(16, 64), make(16, 64)
 
 
@@ -213,7 +213,7 @@ def of_sequences(name: str, gates: int, reference: Function) -> Iterator[Check]:
 
 
 def sequence(gates: int, length: int, batch: int, hidden: int, make: Make) -> Inputs:
-    """input, h0, c0, weight_ih, weight_hh, bias"""
+    """Makes input, h0, c0, weight_ih, weight_hh and bias."""
     weights = make(gates * hidden, 40, scale=40**-0.5), make(gates * hidden, hidden, scale=0.5 * hidden**-0.5)
     states = make(batch, hidden, scale=0.5), make(batch, hidden)
     return make(length, batch, 40), *states, *weights, make(gates * hidden)
@@ -247,7 +247,7 @@ def torch_gru(
 
 
 def gru_inputs(length: int, batch: int, hidden: int, make: Make) -> Inputs:
-    """input, h0, weight_ih, weight_hh, bias, b_hn"""
+    """Makes input, h0, weight_ih, weight_hh, bias and b_hn."""
     input, h0, _, *weights = sequence(3, length, batch, hidden, make)
     return input, h0, *weights, make(hidden)
 
@@ -293,7 +293,7 @@ def examine(row: list[Check], dtype: torch.dtype, device: torch.device) -> Cell:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Float32's bounds are those of IEEE arithmetic; torch's default settings allow sequences TF32."""
+    """Turns TF32 off, torch's default for sequences: float32's bounds are those of IEEE arithmetic."""
     rnn: Any = torch.backends.cudnn.rnn
     before = rnn.fp32_precision
     rnn.fp32_precision = "ieee"
@@ -310,7 +310,7 @@ def errors_of(check: Check, dtype: torch.dtype, device: torch.device) -> tuple[f
     return tuple(map(largest_error, actual, expected(check.reference, check.inputs, dtype)))
 
 
-@functools.cache  # for other devices, and for checks of the same function
+@functools.cache  # serves other devices, and checks of the same function
 def expected(
     reference: Function, inputs: Callable[[Make], Inputs], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -354,7 +354,7 @@ def main(args: argparse.Namespace) -> int:
         rows.setdefault(check.name, []).append(check)
     print("Relative L2 errors of results and of gradients, against the reference in float64")
     with tempfile.TemporaryDirectory() as folder:
-        # An empty cache, so that ops made at run time are compiled.
+        # The cache is empty, so that ops made at run time are compiled.
         os.environ["LLTM_EXT_CACHE"] = f"{folder}/cache"
         cells = [cell for device in devices() for cell in table(device, rows)]
     failed, not_run = (sum(str(cell) == what for cell in cells) for what in ("FAILED", "-"))

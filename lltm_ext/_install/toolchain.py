@@ -41,7 +41,7 @@ class Cuda(NamedTuple):
     """A complete CUDA toolkit."""
 
     home: Path
-    version: str  # nvcc gives it in full: 13.0.88
+    version: str  # as nvcc gives it in full: 13.0.88
 
     @property
     def nvcc(self) -> Path:
@@ -168,7 +168,7 @@ def _output(program: str | Path, option: str) -> str:
 
 
 def compiled_for(architectures: list[str]) -> list[str]:
-    """The same with 9.0 as 9.0a, which has Hopper's matrix instructions. No later GPU runs PTX of 9.0a."""
+    """Replaces 9.0 by 9.0a, which has Hopper's matrix instructions. No later GPU runs PTX of 9.0a."""
     hopper = {"9.0": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"]}
     return [compiled for listed in architectures for compiled in hopper.get(listed, [listed])]
 
@@ -224,7 +224,7 @@ def _known_to(nvcc: Path) -> set[str]:
 
 
 def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """MAX_JOBS, or as many as the cores and the memory that this process may use carry."""
+    """MAX_JOBS, or as many as fit the cores and the memory that this process may use."""
     if env.get("MAX_JOBS"):
         return int(env["MAX_JOBS"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -249,7 +249,7 @@ def source_revision(folder: Path) -> str:
         return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
 
     entries = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # git sorts so
+    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # git's order
         if path.is_file():
             entries.append(b"100644 %s\0%s" % (path.name.encode(), git_hash(b"blob", path.read_bytes())))
         elif any(path.iterdir()):

@@ -27,7 +27,7 @@ inline void check_strided(const char* op, const char* name, const at::Tensor& x)
   if (!is_wrapper(x)) check_memory(op, name, x);
 }
 
-// For the raw bindings.
+// The check of a raw binding's tensor.
 inline void check_plain(const char* op, const char* name, const at::Tensor& x) {
   check_strided(op, name, x);
   TORCH_CHECK_TYPE(
@@ -113,7 +113,7 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& x, c
               ", got ", x.sym_sizes());
 }
 
-// For the backward of an elementwise op.
+// The checks of an elementwise op's backward.
 inline void check_gradient(const char* op, const at::Tensor& grad_output, const at::Tensor& output,
                            Types types = Types::kFloating) {
   check_device(op, "output", output);
@@ -133,8 +133,8 @@ inline void check_cell_dtype(const char* op, const char* name, const at::Tensor&
 
 }  // namespace lltm_ext
 
-// For the raw bindings, by the names the PyTorch tutorials use. `x` is also the argument's name in the
-// message.
+// Checks for the raw bindings, by the names that the PyTorch tutorials use. `x` is also the argument's name
+// in the message.
 #define CHECK_PLAIN(op, x) ::lltm_ext::check_plain(op, #x, x)
 #define CHECK_CONTIGUOUS(op, x) ::lltm_ext::check_contiguous(op, #x, x)
 #define CHECK_INPUT(op, x)                 \

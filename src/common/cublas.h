@@ -41,7 +41,7 @@ struct CublasMatrix {
   cublasOperation_t op;
   int ld;
 
-  // In bytes, at most 256: more makes no difference to cuBLAS.
+  // The alignment in bytes, at most 256: more makes no difference to cuBLAS.
   int64_t alignment() const { return 1 << std::min(8, __builtin_ctzll(reinterpret_cast<uintptr_t>(data))); }
 };
 

@@ -23,7 +23,7 @@ inline int cluster_multiprocessors(int cluster_blocks, int multiprocessors, int 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(cluster_blocks * multiprocessors);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;  // as much as there is, so that a multiprocessor has one block
+  config.dynamicSmemBytes = shared_bytes;  // all there is, so that a multiprocessor has one block
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;

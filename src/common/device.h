@@ -12,7 +12,7 @@ struct DeviceInfo {
   // At [n], how many multiprocessors clusters of n blocks can fill: a cluster runs inside one GPC, and rarely
   // fills a GPC's last multiprocessors. Clusters of eight fill 120 of an H200's 132.
   int cluster_multiprocessors[kMostClusterBlocks + 1];
-  int shared_bytes;  // that a block may have
+  int shared_bytes;  // the most that a block may have
 };
 
 }  // namespace lltm_ext

@@ -6,7 +6,7 @@
 
 namespace lltm_ext {
 
-// Gradients that can be differentiated again: runs `composed` on the inputs under autograd.
+// Returns gradients that can be differentiated again: runs `composed` on the inputs under autograd.
 template <typename F>
 torch::autograd::variable_list differentiable_gradients(F&& composed,
                                                         const torch::autograd::variable_list& inputs,

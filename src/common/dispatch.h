@@ -16,8 +16,8 @@
 
 namespace lltm_ext {
 
-// For the duration of an op's kernel: makes the tensor's device current, and disables autograd and autocast
-// for the torch functions that the kernel calls.
+// While an op's kernel runs, makes the tensor's device current, and disables autograd and autocast for the
+// torch functions that the kernel calls.
 struct KernelGuard {
   explicit KernelGuard(const at::Tensor& x) : device(x.device()) {}
   c10::DeviceGuard device;
@@ -30,8 +30,8 @@ struct Type {
   using type = T;
 };
 
-// Null if x is undefined. Arguments have been checked before; results may lack memory where a mode of Python
-// or a transform of torch.func replaces what a raw binding allocates.
+// Returns null if x is undefined. Arguments have been checked before; results may lack memory where a mode of
+// Python or a transform of torch.func replaces what a raw binding allocates.
 template <typename T>
 const T* pointer(const at::Tensor& x) {
   if (!x.defined()) return nullptr;

@@ -28,7 +28,7 @@ template <int K>
 class Operands {
  public:
   Operands(const char* op, const at::Tensor& output, const std::array<at::Tensor, K>& inputs) {
-    check_memory(op, "output", output);  // a call below a mode of Python allocates what the mode returns
+    check_memory(op, "output", output);  // a Python mode may replace what a call below it allocates
     bool flat = output.is_non_overlapping_and_dense();
     for (const at::Tensor& x : inputs) {
       flat = flat && x.sizes() == output.sizes() && x.strides() == output.strides();

@@ -44,7 +44,7 @@ __device__ __forceinline__ auto apply(const F& f, const Vec<In, V> (&x)[K], int 
   return as_values(f(widen(x[k].data[j])...));
 }
 
-// Inline PTX, because the compiler turns an assignment into one store per element.
+// Uses inline PTX, because the compiler turns an assignment into one store per element.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* pointer, const Vec<T, N>& x) {
   if constexpr (N > 1 && sizeof(x) == 16) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ void compute_flat(const F& f, const Pointers<const In
   compute<V>(f, in, out, in_offsets, out_offsets);
 }
 
-// n elements in memory order. Vectors of V elements begin at `head`, where all pointers are aligned. The
-// elements before the first and after the last vector are computed one by one.
+// Computes n elements in memory order. Vectors of V elements begin at `head`, where all pointers are aligned.
+// The elements before the first and after the last vector are computed one by one.
 template <int V, class F, typename In, typename Out, int K, int M>
 __device__ __forceinline__ void elementwise_flat(const F& f, const Pointers<const In, K>& in,
                                                  const Pointers<Out, M>& out, int head, int64_t n) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void elementwise_flat(const F& f, const Pointers<cons
   if (V > 1 && thread < head && thread < n) compute_flat<1>(f, in, out, thread);
 }
 
-// One element per thread, at any strides. Index is an unsigned type that can hold n.
+// Computes one element per thread, at any strides. Index is an unsigned type that can hold n.
 template <typename Index, class F, typename In, typename Out, int K, int M>
 __device__ __forceinline__ void elementwise_strided(const F& f, const Pointers<const In, K>& in,
                                                     const Pointers<Out, M>& out,

@@ -6,8 +6,8 @@
 
 namespace lltm_ext {
 
-// For float16, which rounds to 2^-11. No branches. Absolute errors of about 2^-21; of gelu, gelu_tanh and
-// silu at most 2^-14 of the result, or 2^-24 where the result is below 2^-10.
+// The functions for float16, which rounds to 2^-11. They have no branches. Absolute errors are about 2^-21;
+// gelu, gelu_tanh and silu err by at most 2^-14 of the result, or 2^-24 where it is below 2^-10.
 struct FastMath : FoldedTanh {
   __device__ static float reciprocal(float x) {
     float y;
@@ -29,27 +29,27 @@ struct FastMath : FoldedTanh {
     const float size = size_of(x);
     return share(x, size, logistic_tail(-kLog2E * size));
   }
-  // Absolute error below 2^-15.
+  // The absolute error is below 2^-15.
   __device__ static float gelu_derivative(float x) {
     const float size = fabsf(x) > kTailEnd ? kTailEnd : fabsf(x);  // NaN for NaN
     const float e = approximate_exp(-.5f * size * size), tail = normal_tail(size);
     return (x > 0.f ? 1.f - tail : tail) + copysignf(size, x) * e * 0.39894228f;
   }
 
-  // The functions below are for cells of a user, whose values can be far from [-1, 1]. Their errors are
+  // The functions below are for users' cells, whose values can be far from [-1, 1]. Their errors are
   // relative, and at most 2^-21 of the result unless stated.
 
-  // Not approximate_exp: errors of an exponential multiply from step to step.
+  // It is not approximate_exp, because errors of an exponential multiply from step to step.
   __device__ static float exp(float x) { return expf(x); }
   __device__ static float expm1(float x) { return expm1f(x); }
-  // Absolute error 2^-22 between 1/2 and 2.
+  // The absolute error is 2^-22 between 1/2 and 2.
   __device__ static float log(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return 0.69314718f * y;
   }
   __device__ static float log1p(float x) { return log1pf(x); }
-  // Relative error about 2^-21 + 2^-24 |x| where the result is below 1.
+  // The relative error is about 2^-21 + 2^-24 |x| where the result is below 1.
   __device__ static float softplus(float x) { return relu(x) + log1p_exp(-fabsf(x)); }
   __device__ static float logaddexp(float a, float b) {
     return maximum(a, b) + log1p_exp(a == b ? 0.f : -fabsf(a - b));
@@ -64,7 +64,7 @@ struct FastMath : FoldedTanh {
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  // Absolute errors of about 2^-20 for |x| < 2^22.
+  // The absolute errors of sin and cos are about 2^-20 for |x| < 2^22.
   __device__ static float sin(float x) {
     float y;
     asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(reduced(x)));
@@ -123,7 +123,7 @@ struct FastMath : FoldedTanh {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
-  // Relative error about 2^-23 + 2^-24 |x|.
+  // The relative error is about 2^-23 + 2^-24 |x|.
   __device__ static float approximate_exp(float x) { return exp2(x * kLog2E); }
 
   // log(1 + e^x) for x <= 0. The polynomial of degree 7 approximates log(1 + e) / e with the least maximum
@@ -134,7 +134,7 @@ struct FastMath : FoldedTanh {
                               .0440896377f, -.00853920914f});
   }
 
-  // x less the nearest multiple of 2 pi, which is subtracted in two parts. The first difference is exact.
+  // x minus the nearest multiple of 2 pi, which is subtracted in two parts. The first difference is exact.
   __device__ static float reduced(float x) {
     const float turns = rintf(x * .159154943f);
     return fmaf(-turns, -1.74845553e-7f, fmaf(-turns, 6.28318548f, x));
@@ -163,8 +163,8 @@ struct FastMath : FoldedTanh {
   }
 };
 
-// For bfloat16, which rounds to 2^-8: errors of 2^-11, by the hardware's tanh. Near 1 that is more exact: up
-// to x = 6 its distance from 1 has a relative error of 0.014 at most.
+// The functions for bfloat16, which rounds to 2^-8: the hardware's tanh errs by 2^-11. Near 1 it is more
+// exact: up to x = 6 its distance from 1 has a relative error of 0.014 at most.
 struct FastestMath : FastMath {
   __device__ static float tanh(float x) {
 #if __CUDA_ARCH__ >= 750
@@ -176,7 +176,7 @@ struct FastestMath : FastMath {
 #endif
   }
   __device__ static float sigmoid(float x) { return fmaf(tanh(.5f * x), .5f, .5f); }
-  // By the bits of bfloat16, which are the upper half of a float's. The last two are lost.
+  // The parts are bits: those of bfloat16 are the upper half of a float's. The last two bits are lost.
   __device__ static float high_part(float y) { return __uint_as_float(__float_as_uint(y) & 0xffff0000); }
   __device__ static float low_part(float y) {
     return __uint_as_float((__float_as_uint(y) >> 2 & 0x3fff) << 16);
@@ -184,8 +184,8 @@ struct FastestMath : FastMath {
   __device__ static float of_parts(float high, float low) {
     return __uint_as_float(__float_as_uint(high) | __float_as_uint(low) >> 14);
   }
-  // Error at most 2^-11 of the result, or 2^-21 where that is below 2^-10. The polynomial is the tail's
-  // logarithm, as in normal_tail.
+  // The error is at most 2^-11 of the result, or 2^-21 where that is below 2^-10. The polynomial is the
+  // tail's logarithm, as in normal_tail.
   __device__ static float gelu_tanh(float x) {
     const float size = size_of(x);
     return share(x, size,
@@ -194,11 +194,11 @@ struct FastestMath : FastMath {
   }
 };
 
-// For cells in float32, whose step waits for them: as ExactMath, but sigmoid and tanh have no branches and no
-// IEEE division. Their errors are relative, at most three units in the last place.
+// The functions for cells in float32, whose step waits for them: those of ExactMath, but sigmoid and tanh
+// have no branches and no IEEE division. Their errors are at most three units in the last place.
 struct BranchlessMath : ExactMath {
   __device__ static float sigmoid(float x) { return FastMath::reciprocal(1.f + expf(-x)); }
-  // Below 0.6 the polynomial, which has the least maximum relative error there, 2^-28 before rounding.
+  // Below 0.6 it is the polynomial, which has the least maximum relative error there, 2^-28 before rounding.
   __device__ static float tanh(float x) {
     const float square = x * x, size = fabsf(x);
     const float near = fmaf(x * square,
@@ -227,8 +227,8 @@ struct MathOf<__nv_bfloat16> {
   using type = FastestMath;
 };
 
-// For results in half types that are not a cell's gates: as MathOf, but sigmoid has a relative error (2^-14),
-// because it can be far below 1.
+// The functions for half-type results that are not a cell's gates: those of MathOf, but sigmoid's error is
+// relative (2^-14), because the result can be far below 1.
 template <typename T>
 struct ActivationMath : MathOf<T>::type {
   __device__ static float sigmoid(float x) {

@@ -5,9 +5,9 @@
 
 namespace lltm_ext {
 
-// A saved-tensor hook may throw: torch.utils.checkpoint ends a recomputation so. torch then leaves what
-// `forward` saved in the node. An output among that holds the node in turn, and neither is ever freed. (The
-// same in Python: pytorch/pytorch#161186.) Here the node lets go of it.
+// A saved-tensor hook may throw: torch.utils.checkpoint ends a recomputation this way. torch then leaves what
+// `forward` saved in the node. A saved output holds the node in turn, and neither is ever freed. (Python has
+// the same problem: pytorch/pytorch#161186.) Here the node lets go of it.
 template <typename Op>
 struct Function {
   using Context = torch::autograd::AutogradContext;
@@ -36,7 +36,7 @@ struct Function {
     }
     static Variables backward(Context* context, const Variables& grad_outputs) {
       Variables gradients = Op::backward(context, grad_outputs);
-      gradients.insert(gradients.begin(), at::Tensor());  // of `output`
+      gradients.insert(gradients.begin(), at::Tensor());  // `output` has none
       return gradients;
     }
   };

@@ -22,10 +22,10 @@ inline unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(threads, kThreads), 1, kMaxBlocks));
 }
 
-// That of the kernel's code on the current device: less than the device's own where it runs older PTX.
+// Returns that of the kernel's code on the current device, which is less than the device's for older PTX.
 template <auto* kKernel>
 cudaError_t compute_capability(int& capability) {
-  static std::array<std::atomic<int>, 64> known = {};  // of each device
+  static std::array<std::atomic<int>, 64> known = {};  // one for each device
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -41,8 +41,8 @@ cudaError_t compute_capability(int& capability) {
 }
 
 // programmatic: a programmatic dependent launch, for compute capability 9.0 and later. The kernel may start
-// before the previous one ends, and calls griddepcontrol_wait before it reads that one's results. Without
-// blocks there is nothing to do, which CUDA would refuse.
+// before the previous one ends, and calls griddepcontrol_wait before it reads that one's results. CUDA
+// refuses a launch without blocks, so there is none.
 template <class F, class... Args>
 cudaError_t launch_kernel(F* kernel, dim3 blocks, dim3 threads, int shared_bytes, bool programmatic,
                           cudaStream_t stream, const Args&... args) {

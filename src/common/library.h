@@ -37,7 +37,7 @@ void implement_autocast(torch::Library& m, const char* op, F* function) {
   m.impl(op, torch::dispatch(c10::DispatchKey::AutocastCUDA, function));
 }
 
-// For calls with a tensor whose memory holds the negative or the conjugate. torch's fallback for them expects
+// Serves calls with a tensor whose memory holds the negative or the conjugate. torch's fallback expects
 // that an op returns what it writes, and ends the process otherwise.
 template <typename F>
 void implement_lazy(torch::Library& m, const char* op, F* function) {
@@ -58,7 +58,7 @@ class AutocastInputs {
   std::optional<at::Tensor> cell(const std::optional<at::Tensor>& x) const {
     return x ? std::optional(cell(*x)) : std::nullopt;
   }
-  // A cell state keeps its dtype, best float32, unless that is the other half type.
+  // A cell state keeps its dtype, ideally float32, unless that is the other half type.
   at::Tensor cell(const at::Tensor& x) const {
     const bool half = x.defined() && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16);
     return half && x.scalar_type() != dtype_ ? x.to(at::kFloat) : x;
@@ -76,22 +76,22 @@ auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// A call of the op at the top. `function` is any function with its signature.
+// Calls the op at the top. `function` is any function with its signature.
 template <auto* function, typename... Arguments>
 auto call_op(const char* name, const Arguments&... arguments) {
   static const auto op = find_op<std::remove_pointer_t<decltype(function)>>(name);
   return op.call(arguments...);
 }
 
-// For the op's own autograd kernel and node.
+// Calls the op from its own autograd kernel or node.
 template <auto* function, typename... Arguments>
 auto call_below_autograd(const char* name, const Arguments&... arguments) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_op<function>(name, arguments...);
 }
 
-// For gradients that are differentiated again: the op <name>_composed computes them in torch's differentiable
-// ops, and is implemented in Python only (lltm_ext/_library.py).
+// Finds <name>_composed, which computes by torch's differentiable ops what will be differentiated again.
+// Only Python implements it (lltm_ext/_library.py).
 template <typename Signature>
 auto find_composed(const std::string& name) {
   const auto op = find_op<Signature>((name + "_composed").c_str());
@@ -102,8 +102,8 @@ auto find_composed(const std::string& name) {
   return op;
 }
 
-// Whether autograd must see a call with x. It must for a forward-mode tangent, even under no_grad, so that
-// autograd raises its error instead of dropping the tangent.
+// Whether autograd must see a call with x. Even under no_grad it must see a forward-mode tangent, so that it
+// raises its error instead of dropping the tangent.
 inline bool needs_grad(const at::Tensor& x) {
   return x.defined() && ((at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(0).defined());
 }

@@ -36,7 +36,7 @@ inline at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
   return onednn_is_faster(a, b) ? onednn_linear(a, b, bias) : at::Tensor();
 }
 
-// For what neither oneDNN nor cuBLAS supports.
+// The product of operands that neither oneDNN nor cuBLAS supports.
 inline at::Tensor mm_with_dtype(at::ScalarType, const at::Tensor& a, const at::Tensor& b) {
   return at::mm(a, b);
 }
@@ -150,7 +150,7 @@ class CublasLtPlan {
 // This thread's plan of a problem.
 inline CublasLtPlan& kept_plan(const CublasLtPlan::Problem& problem) {
   thread_local std::map<decltype(problem.key()), CublasLtPlan> plans;
-  constexpr size_t kMost = 1024;  // else sequences of ever new lengths would fill the memory
+  constexpr size_t kMost = 1024;  // sequences of ever new lengths would else fill the memory
   if (plans.size() >= kMost) plans.clear();
   return plans.try_emplace(problem.key(), problem).first->second;
 }
@@ -177,7 +177,7 @@ inline bool cublas_lt(bool tf32, const CublasMatrix& to, const CublasMatrix& lef
   return plan.is_usable();
 }
 
-// Whether torch's ops multiply as well.
+// Whether torch's ops do as well as cuBLAS.
 inline bool torch_multiplies(cublasHandle_t, at::ScalarType, bool) { return false; }
 
 }  // namespace matmul_detail

@@ -13,20 +13,20 @@ using ::abs, ::copysign, ::cos, ::erf, ::exp, ::expm1, ::log, ::log1p, ::pow, ::
 
 namespace lltm_ext {
 
-// 1 / (1 + e^-x). Needs no branch: where e^-x overflows to infinity, its reciprocal 0 is correct.
+// 1 / (1 + e^-x). It needs no branch: where e^-x overflows to infinity, its reciprocal 0 is correct.
 template <typename T>
 LLTM_HOST_DEVICE T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// From the output, as all derivatives of functions whose output determines them.
+// Takes the output, as the derivatives of all functions whose output determines them do.
 template <typename T>
 LLTM_HOST_DEVICE T sigmoid_derivative(T output) {
   return output * (T(1) - output);
 }
 
-// A value y >= 0 as it is saved in a half type: from 1/2 to 1 as y - 1, with 1 as -0, and else as it is. So a
-// gate near 1 keeps its distance from 1, which counts where little is forgotten over many steps.
+// A value y >= 0 as it is saved in a half type: y - 1 if y is above 1/2 and at most 1, with 1 as -0, else y.
+// So a gate near 1 keeps its distance from 1, which counts where little is forgotten over many steps.
 template <typename T>
 LLTM_HOST_DEVICE T folded(T y) {
   const T below = -(T(1) - y);
@@ -37,7 +37,7 @@ LLTM_HOST_DEVICE T unfolded(T saved) {
   return saved + (T(.5) - std::copysign(T(.5), saved));
 }
 
-// max(x, 0). Passes NaN on, and treats -0 as torch does on the CPU.
+// max(x, 0). It passes NaN on, and on the CPU it treats -0 as torch does.
 template <typename T>
 LLTM_HOST_DEVICE T relu(T x) {
 #ifdef __CUDA_ARCH__
@@ -53,7 +53,7 @@ LLTM_HOST_DEVICE T relu_backward(T grad_output, T output) {
   return output <= T(0) ? T(0) : grad_output;
 }
 
-// Division by zero, because NVRTC has no header with the constants.
+// Divides by zero, because NVRTC has no header with the constants.
 template <typename T>
 LLTM_HOST_DEVICE T infinity() {
   return T(1) / T(0);
@@ -63,7 +63,7 @@ LLTM_HOST_DEVICE T nan() {
   return T(0) * infinity<T>();
 }
 
-// The larger and the smaller value. NaN if either is.
+// The larger and the smaller value, or NaN if either is NaN.
 template <typename T>
 LLTM_HOST_DEVICE T maximum(T a, T b) {
   return a > b || a != a ? a : b;
@@ -73,19 +73,19 @@ LLTM_HOST_DEVICE T minimum(T a, T b) {
   return a < b || a != a ? a : b;
 }
 
-// -1, 0 or 1. 0 for NaN, as torch.sign.
+// -1, 0 or 1. As in torch.sign, NaN gives 0.
 template <typename T>
 LLTM_HOST_DEVICE T sign(T x) {
   return T(x > T(0)) - T(x < T(0));
 }
 
-// log(1 + e^x), without overflow, and with a small relative error also where it is nearly 0.
+// log(1 + e^x). It does not overflow, and has a small relative error even where it is nearly 0.
 template <typename T>
 LLTM_HOST_DEVICE T softplus(T x) {
   return relu(x) + std::log1p(std::exp(-std::abs(x)));
 }
 
-// log(e^a + e^b). Equal infinities have no difference.
+// log(e^a + e^b). The difference of equal infinities would be NaN.
 template <typename T>
 LLTM_HOST_DEVICE T logaddexp(T a, T b) {
   const T size = a == b ? T(0) : std::abs(a - b);
@@ -101,7 +101,7 @@ LLTM_HOST_DEVICE T round_half_to_even(T x) {
   return size < kWhole ? std::copysign(rounded, x) : x;
 }
 
-// a * b, rounded on its own: the compiler may not fuse it with an addition into an FMA, which rounds once.
+// a * b, rounded separately: the compiler may not fuse it with an addition into an FMA, which rounds once.
 template <typename T>
 LLTM_HOST_DEVICE T product(T a, T b) {
 #ifdef __CUDA_ARCH__
@@ -133,13 +133,13 @@ LLTM_HOST_DEVICE T elu_derivative(T output) {
   return output > T(0) ? T(1) : output + T(1);
 }
 
-// x * Phi(x), with Phi of the normal distribution.
+// x * Phi(x), where Phi is the normal distribution's.
 template <typename T>
 LLTM_HOST_DEVICE T gelu(T x) {
   return x * T(0.5) * (T(1) + std::erf(x * T(0.70710678118654752)));
 }
 
-// From the input: Phi(x) + x * phi(x).
+// Takes the input: Phi(x) + x * phi(x).
 template <typename T>
 LLTM_HOST_DEVICE T gelu_derivative(T x) {
   const T phi = std::exp(T(-0.5) * x * x) * T(0.39894228040143268);
@@ -152,8 +152,8 @@ LLTM_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + std::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
 }
 
-// A tanh as it is saved for the backward: as it is, or for half types folded. Above 1/2 that is 1 plus 2^16
-// times the distance from 1, of which the derivative is made.
+// A tanh as it is saved for the backward: unchanged, or for half types folded. Above 1/2, the folded value is
+// 1 plus 2^16 times the distance from 1, which the derivative depends on.
 struct PlainTanh {
   template <typename T>
   LLTM_HOST_DEVICE static T folded_tanh(T y) {
@@ -279,7 +279,7 @@ struct ExactMath : PlainTanh {
   }
 };
 
-// From the input.
+// Takes the input.
 template <class Math, typename T>
 LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   const T t = Math::tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x));
@@ -287,7 +287,7 @@ LLTM_HOST_DEVICE T gelu_tanh_derivative(T x) {
   return T(0.5) * (T(1) + t + x * tanh_derivative(t) * slope);
 }
 
-// From the input.
+// Takes the input.
 template <class Math, typename T>
 LLTM_HOST_DEVICE T silu_derivative(T x) {
   const T y = Math::sigmoid(x);

@@ -27,7 +27,7 @@ inline bool allows_tf32(const at::Tensor& x) {
          at::globalContext().allowTF32CuDNN(at::Float32Op::RNN);
 }
 
-// a [M, K] @ b [K, N] (+ bias [N]), as torch's settings say
+// a [M, K] @ b [K, N] (+ bias [N]), by torch's settings
 inline at::Tensor affine(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
   if (const at::Tensor product = onednn_product(a, b, bias); product.defined()) return product;
   return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
@@ -55,7 +55,7 @@ class Matmul {
     if ((!a.is_cuda() || by_torch_) && !widens) return lltm_ext::affine(a, b, bias);
     const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
     const std::optional<at::Tensor> added =
-        bias && widens ? bias->to(type) : bias;  // cuBLASLt wants that of `out`
+        bias && widens ? bias->to(type) : bias;  // cuBLASLt wants the type of `out`
     if (cublas(out, a, b, /*accumulate=*/false, added)) return out;
     if (bias) out.copy_(*bias);
     (*this)(out, a, b, /*accumulate=*/bias.has_value());
@@ -97,7 +97,7 @@ class Matmul {
 
  private:
 #ifdef LLTM_EXT_WITH_CUDA
-  // Returns false if torch's ops can do it, or must. A bias only where cuBLASLt adds it.
+  // Returns false if torch's ops can do it, or must. A bias is added only by cuBLASLt.
   bool cublas(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate,
               const std::optional<at::Tensor>& bias = std::nullopt) const {
     if (!a.is_cuda() || by_torch_ || out.numel() == 0 || a.size(1) == 0) return false;

@@ -1,4 +1,4 @@
-// oneDNN's product of two matrices on the CPU, through torch's op. Undefined results: the caller multiplies.
+// oneDNN's product of two matrices on the CPU, through torch's op. If undefined, the caller multiplies.
 #pragma once
 
 #include <ATen/Context.h>
@@ -14,7 +14,7 @@ using OneDnnLinear = at::Tensor(const at::Tensor& x, const at::Tensor& weight,
                                 c10::List<std::optional<at::Scalar>> scalars,
                                 std::optional<c10::string_view> algorithm);
 
-// What torch registers with its dispatcher if it was built with oneDNN.
+// Finds an op that torch registers if it was built with oneDNN.
 template <typename Signature>
 std::optional<c10::TypedOperatorHandle<Signature>> find_onednn(const char* op) {
   const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
@@ -22,7 +22,7 @@ std::optional<c10::TypedOperatorHandle<Signature>> find_onednn(const char* op) {
   return found->typed<Signature>();
 }
 
-// activation(x [..., K] @ b [K, N] (+ bias [N])), rounded once. Undefined without oneDNN. The op reads a bias
+// activation(x [..., K] @ b [K, N] (+ bias [N])), rounded once; undefined without oneDNN. The op reads a bias
 // as if it were contiguous.
 inline at::Tensor onednn_linear(const at::Tensor& x, const at::Tensor& b,
                                 const std::optional<at::Tensor>& bias = std::nullopt,

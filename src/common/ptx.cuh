@@ -8,7 +8,7 @@ namespace lltm_ext {
 
 // ---- memory
 
-// Accesses that other blocks of the GPU see, in no particular order.
+// Accesses that other blocks of the GPU see, but in no particular order.
 __device__ __forceinline__ uint4 ld_relaxed_gpu(const void* address) {
   uint4 x;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
                : "memory");
 }
 
-// to += x, without waiting for either.
+// to += x, without waiting for the old value.
 __device__ __forceinline__ void red_add_gpu(float* to, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(to), "f"(x) : "memory");
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
-// 16 bytes that no other thread of the multiprocessor reads, so they leave L1 to others.
+// Loads 16 bytes that no other thread of the multiprocessor reads, so L1 does not keep them.
 __device__ __forceinline__ float4 ld_once(const float* address) {
   float4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -46,7 +46,7 @@ __device__ __forceinline__ float4 ld_once(const float* address) {
   return x;
 }
 
-// Else the compiler may compute x again at every use.
+// Keeps the compiler from computing x again at every use.
 template <typename T>
 __device__ __forceinline__ void keep_in_register(T& x) {
   static_assert(sizeof(T) == 4);
@@ -67,7 +67,7 @@ __device__ __forceinline__ float* in_register(float* shared) {
 // ---- cp.async
 
 // Copies the first `valid` of BYTES bytes and clears the others; with `valid` 0 it reads nothing. Both
-// addresses are multiples of BYTES, which is 4, 8 or 16. Synchronous before sm_80.
+// addresses are multiples of BYTES, which is 4, 8 or 16. Before sm_80 it is synchronous.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(uint32_t shared, const void* global, int valid) {
 #if __CUDA_ARCH__ >= 800
@@ -100,7 +100,7 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
   cp_async<BYTES>(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), global, valid);
 }
 
-// The same if `when`, by predicate instead of a branch; else `shared` keeps its value.
+// Like cp_async if `when`, by predicate instead of a branch; else `shared` keeps its value.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_if(bool when, void* shared, const void* global, int valid) {
 #if __CUDA_ARCH__ >= 800
@@ -168,7 +168,7 @@ LLTM_MMA(mma_m16n8k16_f16, "m16n8k16", "f16")
 LLTM_MMA(mma_m16n8k8_tf32, "m16n8k8", "tf32")
 #undef LLTM_MMA
 
-// Rounded to TF32, ties away from zero.
+// x rounded to TF32, ties away from zero.
 __device__ __forceinline__ unsigned cvt_rna_tf32(float x) {
   unsigned rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));

@@ -9,7 +9,7 @@
 
 namespace lltm_ext {
 
-// The function, which runs without the GIL. The string that it returns is bytes in Python.
+// Wraps a function so that it runs without the GIL, and its string becomes bytes in Python.
 template <typename... Args>
 auto returning_bytes(std::string (*function)(Args...)) {
   return [function](Args... args) {

@@ -5,9 +5,9 @@
 
 namespace lltm_ext {
 
-// Adds up every lane's sums [kColumns][kRows] over all lanes. Afterwards sums[column][0] of a lane is that of
-// row lane * kRows / 32. kRows is a power of two up to 32; of the rows a lane has, it keeps half and gives
-// half.
+// Adds up every lane's sums [kColumns][kRows] over all lanes. Afterwards sums[column][0] of a lane is the
+// total of row lane * kRows / 32. kRows is a power of two up to 32; in each round a lane keeps half of its
+// rows and gives half away.
 template <int kRows, int kBit = 16, int kColumns, int kAllRows, typename A>
 __device__ __forceinline__ void reduce_over_lanes(A (&sums)[kColumns][kAllRows]) {
   constexpr int kKept = kRows > 1 ? kRows / 2 : 1;

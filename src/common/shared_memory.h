@@ -1,4 +1,4 @@
-// Host side of kernels with more than 48 KiB of dynamic shared memory.
+// The host side of kernels with more than 48 KiB of dynamic shared memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,10 +8,10 @@
 
 namespace lltm_ext {
 
-// Needed before a launch with more. The driver takes microseconds for it, so a thread asks only once for what
+// Must precede a launch with more. The driver takes microseconds for it, so a thread asks only once for what
 // it needs. kernel: a __global__ function or a cudaKernel_t.
 inline cudaError_t set_max_dynamic_shared(const void* kernel, int bytes) {
-  thread_local std::map<std::pair<const void*, int>, int> allowed;  // of kernels on devices
+  thread_local std::map<std::pair<const void*, int>, int> allowed;  // per kernel and device
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;

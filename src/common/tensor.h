@@ -1,4 +1,4 @@
-// What checks ask of a tensor. The portable build has src/stable/tensor.h in its place.
+// What checks ask about a tensor. The portable build has src/stable/tensor.h in its place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,10 +14,10 @@ inline bool is_wrapper(const at::Tensor& x) {
   return x.unsafeGetTensorImpl()->key_set().has_any(kWrappers);
 }
 
-// False for freed storage and wrappers. A kernel only reads the sizes of a meta tensor.
+// Returns false for freed storage and wrappers. A kernel only reads the sizes of a meta tensor.
 inline bool has_memory(const at::Tensor& x) {
   if (x.has_storage()) {
-    // Without the checks of data_ptr(), which copies a lazy clone and throws for a fake tensor.
+    // Avoids data_ptr(), which copies a lazy clone and throws for a fake tensor.
     c10::StorageImpl* storage = x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage->_mutable_data_ptr_no_checks().get() != nullptr) return true;
   }

@@ -99,13 +99,13 @@ struct UnaryOps {
   }
 
 #ifdef TORCH_EXTENSION_NAME
-  // call_<name>: the dispatcher op as Python calls it, in half the host time of torch.ops.
+  // Binds call_<name>: the dispatcher op, which Python calls in half the host time of torch.ops.
   static void bind_call(py::module_& m) {
     m.def((std::string("call_") + Op::kName).c_str(),
           torch::wrap_pybind_function_no_gil(UnaryAutograd<Op, P...>::call), py::arg("input"));
   }
 
-  // For an op without parameters.
+  // The raw bindings of an op without parameters.
   static at::Tensor raw_forward(const at::Tensor& input) {
     static const std::string name = std::string(Op::kName) + ".forward";
     CHECK_INPUT(name.c_str(), input);

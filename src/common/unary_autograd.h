@@ -148,7 +148,7 @@ struct UnaryAutograd {
     return call_backward(grad_output, saved, parameters...);
   }
 
-  // A backward that needs the old values then raises an error.
+  // Counts the write, so that a backward that needs the old values raises an error.
   static void note_change(const at::Tensor& x) {
     if (x.defined() && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   }

@@ -24,37 +24,46 @@ LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
 LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
 LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
 LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
-LLTM_EMBED(one_row_cuh, "recurrence/persistent/one_row.cuh");
+LLTM_EMBED(row_per_block_cuh, "recurrence/persistent/row_per_block.cuh");
 LLTM_EMBED(forward_cuh, "recurrence/persistent/forward.cuh");
 LLTM_EMBED(backward_cuh, "recurrence/persistent/backward.cuh");
-LLTM_EMBED(unit_shape_h, "recurrence/independent/shape.h");
-LLTM_EMBED(unit_steps_cuh, "recurrence/independent/steps.cuh");
-LLTM_EMBED(unit_forward_cuh, "recurrence/independent/forward.cuh");
-LLTM_EMBED(unit_backward_cuh, "recurrence/independent/backward.cuh");
-LLTM_EMBED(step_h, "recurrence/step/step.h");
-LLTM_EMBED(pointwise_cuh, "recurrence/step/pointwise.cuh");
-LLTM_EMBED(few_rows_shape_h, "recurrence/step/few_rows_shape.h");
-LLTM_EMBED(few_rows_cuh, "recurrence/step/few_rows.cuh");
-LLTM_EMBED(fused_shape_h, "recurrence/step/fused_shape.h");
-LLTM_EMBED(fused_arguments_h, "recurrence/step/fused_arguments.h");
-LLTM_EMBED(fused_hopper_cuh, "recurrence/step/fused_hopper.cuh");
+LLTM_EMBED(unit_shape_h, "recurrence/without_product/shape.h");
+LLTM_EMBED(unit_steps_cuh, "recurrence/without_product/steps.cuh");
+LLTM_EMBED(unit_forward_cuh, "recurrence/without_product/forward.cuh");
+LLTM_EMBED(unit_backward_cuh, "recurrence/without_product/backward.cuh");
+LLTM_EMBED(step_h, "recurrence/stepwise/step.h");
+LLTM_EMBED(pointwise_cuh, "recurrence/stepwise/pointwise.cuh");
+LLTM_EMBED(small_batch_shape_h, "recurrence/stepwise/small_batch_shape.h");
+LLTM_EMBED(small_batch_cuh, "recurrence/stepwise/small_batch.cuh");
+LLTM_EMBED(fused_shape_h, "recurrence/stepwise/fused_shape.h");
+LLTM_EMBED(fused_arguments_h, "recurrence/stepwise/fused_arguments.h");
+LLTM_EMBED(fused_hopper_cuh, "recurrence/stepwise/fused_hopper.cuh");
 #endif
 
 namespace lltm_ext {
 namespace {
 
-// The engine's, which the kernels of a cell include.
+// The headers that the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,       types_h,          vec_cuh,          math_h,
-    fast_math_cuh,    ptx_cuh,          launch_cuh,       tensor_map_h,
-    sizes_h,          hopper_ptx_cuh,   pipeline_cuh,     split_cuh,
-    cell_h,           to_initial_h,     variants_h,       shape_h,
-    pair_cuh,         product_cuh,      exchange_cuh,     block_cuh,
-    steps_cuh,        one_row_cuh,      forward_cuh,      backward_cuh,
-    unit_shape_h,     unit_steps_cuh,   unit_forward_cuh, unit_backward_cuh,
-    step_h,           pointwise_cuh,    fused_shape_h,    fused_arguments_h,
-    fused_hopper_cuh, few_rows_shape_h, few_rows_cuh
+    portable_h,       types_h,
+    vec_cuh,          math_h,
+    fast_math_cuh,    ptx_cuh,
+    launch_cuh,       tensor_map_h,
+    sizes_h,          hopper_ptx_cuh,
+    pipeline_cuh,     split_cuh,
+    cell_h,           to_initial_h,
+    variants_h,       shape_h,
+    pair_cuh,         product_cuh,
+    exchange_cuh,     block_cuh,
+    steps_cuh,        row_per_block_cuh,
+    forward_cuh,      backward_cuh,
+    unit_shape_h,     unit_steps_cuh,
+    unit_forward_cuh, unit_backward_cuh,
+    step_h,           pointwise_cuh,
+    fused_shape_h,    fused_arguments_h,
+    fused_hopper_cuh, small_batch_shape_h,
+    small_batch_cuh
 #endif
 };
 

@@ -9,23 +9,23 @@
 #include "common/python.h"
 #include "common/runtime/compiler.h"
 #include "custom_cell/compile.h"
+#include "custom_cell/launch.h"
 #include "custom_cell/onednn_lstm.h"
-#include "recurrence/tensors/backward.h"
-#include "recurrence/tensors/forward.h"
 
 namespace lltm_ext {
 
 CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_direction,
                    const TensorsOfDirection& reverse_direction, at::OptionalIntArrayRef batch_sizes,
                    string_view algorithm, string_view program) {
-  CellCall call = {input, {}, batch_sizes, algorithm, program};
-  for (const TensorsOfDirection* x : {&forward_direction, &reverse_direction}) {
-    TORCH_CHECK(x->size() == kDirectionTensors, CellProgram::get(program).name,
-                "_bidirectional: expected a direction of ", kDirectionTensors, " tensors, got ", x->size());
-    const auto tensor = [&](size_t i) { return or_undefined(x->get(i)); };
-    call.directions.push_back({tensor(0), tensor(1), tensor(2), tensor(3), x->get(4),
-                               /*reverse=*/x == &reverse_direction, tensor(5), tensor(6), tensor(7),
-                               x->get(8)});
+  CellCall call = {input, std::vector<Direction>(2), batch_sizes, algorithm, program};
+  call.directions[1].reverse = true;
+  for (size_t k = 0; k < 2; ++k) {
+    const TensorsOfDirection& given = k == 0 ? forward_direction : reverse_direction;
+    TORCH_CHECK(given.size() == Direction::kTensors, CellProgram::get(program).name,
+                "_bidirectional: expected a direction of ", Direction::kTensors, " tensors, got ",
+                given.size());
+    size_t next = 0;
+    for (at::Tensor* x : call.directions[k].tensors()) *x = or_undefined(given.get(next++));
   }
   return call;
 }
@@ -37,124 +37,62 @@ CellOp op_for(const CellCall& call) {
   return op;
 }
 
-void check(const CellOp& op, const CellCall& call) {
-  const std::string name = op.name();
-  for (const Direction& d : call.directions) {
-    check_inputs(op, name.c_str(), call.input, d, call.batch_sizes, call.algorithm);
-  }
-  check_same_sizes(name, call.directions);
-}
-
 namespace {
-
-// As ForwardOps::run, of a call that has been checked.
-variable_list run_kernels(const CellOp& op, const CellCall& call, bool save) {
-  const Direction& first = call.directions[0];
-  if (call.directions.size() == 1 &&
-      takes_single_step(op, call.input, first, call.batch_sizes, call.algorithm)) {
-    return run_single_step(op, call.input, first, save);
-  }
-  const ForwardOps<CellOp> forward{op};
-  if (!first.bias_hh) return forward.run(call.input, call.directions, call.batch_sizes, call.algorithm, save);
-  std::vector<Direction> directions;
-  for (const Direction& d : call.directions) directions.push_back(with_one_bias(d));
-  return forward.run(call.input, directions, call.batch_sizes, call.algorithm, save);
-}
 
 variable_list run(const CellCall& call) {
   const CellOp op = op_for(call);
   check(op, call);
   return run_fitted(op, call, [&](const CellCall& fitted) {
-    if (OneDnnLstm::takes(op, fitted.with({fitted.directions[0]}))) {
-      variable_list results;
-      for (const Direction& d : fitted.directions) append(results, OneDnnLstm::run(fitted.with({d})));
-      return results;
+    if (!OneDnnLstm::takes(op, fitted.with({fitted.directions[0]}))) {
+      return run_forward(op, fitted, /*save=*/false);
     }
-    return run_kernels(op, fitted, /*save=*/false);
+    variable_list results;
+    for (const Direction& d : fitted.directions) append(results, OneDnnLstm::run(fitted.with({d})));
+    return results;
   });
 }
 
 variable_list run_and_save(const CellCall& call) {
   const CellOp op = op_for(call);
   check(op, call);
-  return run_kernels(op, call, /*save=*/true);
+  return run_forward(op, call, /*save=*/true);
 }
 
-// Of each direction those of custom_cell_backward, from {h, gates, extra} of each.
-variable_list run_backward(const CellCall& call, const c10::List<OptionalTensor>& grad_outputs,
-                           at::TensorList saved, bool input_needs_grad, bool bias_needs_grad) {
-  using Backward = BackwardOps<CellOp>;
-  std::vector<Backward::BackwardInputs> given;
-  for (size_t i = 0; i < saved.size(); i += 3) {
-    given.push_back({grad_outputs.get(i), grad_outputs.get(i + 1), grad_outputs.get(i + 2), saved[i],
-                     saved[i + 1], saved[i + 2]});
-  }
-  variable_list gradients;
-  for (const Gradients& g :
-       Backward{op_for(call)}.check_and_run(call.input, call.directions, given, call.batch_sizes,
-                                            call.algorithm, input_needs_grad, bias_needs_grad)) {
-    append(gradients, {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters});
-  }
-  for (at::Tensor& x : gradients) {
-    if (!x.defined()) x = at::empty({0}, call.input.options());
-  }
+template <typename R>
+R cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                const OptionalTensor& grad_states_n, const at::Tensor& h, const at::Tensor& gates,
+                const at::Tensor& extra, const at::Tensor& input, const OptionalTensor& h0,
+                const OptionalTensor& states, const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                const OptionalTensor& bias, const OptionalTensor& parameters,
+                const OptionalTensor& step_inputs, const OptionalTensor& reset,
+                at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program,
+                bool input_needs_grad, bool bias_needs_grad) {
+  const CellCall call = cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
+                                  reset, batch_sizes, reverse, algorithm, program, /*bias_hh=*/std::nullopt);
+  return results_as<R>(run_backward(op_for(call), call, {grad_output, grad_h_n, grad_states_n},
+                                    {h, gates, extra}, input_needs_grad, bias_needs_grad));
+}
+
+variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const at::Tensor& input,
+                            const TensorsOfDirection& forward_direction,
+                            const TensorsOfDirection& reverse_direction, at::TensorList saved,
+                            at::OptionalIntArrayRef batch_sizes, string_view algorithm, string_view program,
+                            bool input_needs_grad, bool bias_needs_grad) {
+  TORCH_CHECK(
+      grad_outputs.size() == 6 && saved.size() == 6, CellProgram::get(program).name,
+      "_bidirectional_backward: expected three of grad_outputs and three of saved for each direction, got ",
+      grad_outputs.size(), " and ", saved.size());
+  const CellCall call =
+      cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program);
+  variable_list gradients =
+      run_backward(op_for(call), call, grad_outputs, saved, input_needs_grad, bias_needs_grad);
+  const size_t of_direction = gradients.size() / 2;
+  if (input_needs_grad) gradients[0] = gradients[0] + gradients[of_direction];
+  gradients.erase(gradients.begin() + of_direction);
   return gradients;
 }
 
 }  // namespace
-
-CellOutputs custom_cell(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                        const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                        const OptionalTensor& bias, const OptionalTensor& parameters,
-                        const OptionalTensor& step_inputs, const OptionalTensor& reset,
-                        at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                        string_view program, const OptionalTensor& bias_hh) {
-  const variable_list y =
-      run(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
-                    batch_sizes, reverse, algorithm, program, bias_hh));
-  return {y[0], y[1], y[2]};
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> custom_cell_forward(
-    const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-    const at::Tensor& weight_ih, const OptionalTensor& weight_hh, const OptionalTensor& bias,
-    const OptionalTensor& parameters, const OptionalTensor& step_inputs, const OptionalTensor& reset,
-    at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program,
-    const OptionalTensor& bias_hh) {
-  const variable_list y =
-      run_and_save(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
-                             batch_sizes, reverse, algorithm, program, bias_hh));
-  return {y[0], y[1], y[2], y[3], y[4], y[5]};
-}
-
-variable_list custom_cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
-                                   const OptionalTensor& grad_states_n, const at::Tensor& h,
-                                   const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
-                                   const OptionalTensor& h0, const OptionalTensor& states,
-                                   const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                                   const OptionalTensor& bias, const OptionalTensor& parameters,
-                                   const OptionalTensor& step_inputs, const OptionalTensor& reset,
-                                   at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                                   string_view program, bool input_needs_grad, bool bias_needs_grad) {
-  const CellCall call = cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs,
-                                  reset, batch_sizes, reverse, algorithm, program, /*bias_hh=*/std::nullopt);
-  return run_backward(call, {grad_output, grad_h_n, grad_states_n}, {h, gates, extra}, input_needs_grad,
-                      bias_needs_grad);
-}
-
-CellGradients7 custom_cell_gradients(
-    const OptionalTensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_states_n,
-    const at::Tensor& h, const at::Tensor& gates, const at::Tensor& extra, const at::Tensor& input,
-    const OptionalTensor& h0, const OptionalTensor& states, const at::Tensor& weight_ih,
-    const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
-    const OptionalTensor& step_inputs, const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
-    bool reverse, string_view algorithm, string_view program, bool input_needs_grad, bool bias_needs_grad) {
-  const variable_list g =
-      custom_cell_backward(grad_output, grad_h_n, grad_states_n, h, gates, extra, input, h0, states,
-                           weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes, reverse,
-                           algorithm, program, input_needs_grad, bias_needs_grad);
-  return {g[0], g[1], g[2], g[3], g[4], g[5], g[6]};
-}
 
 std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor& h0,
                                   const OptionalTensor& states, const at::Tensor& weight_ih,
@@ -166,72 +104,34 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
                                   reset, batch_sizes, reverse, algorithm, program, /*bias_hh=*/std::nullopt);
   const CellOp op = op_for(call);
   check(op, call);
-  const Direction& only = call.directions[0];
-  if (!backward && takes_single_step(op, input, only, batch_sizes, algorithm)) return "stepwise";
+  if (!backward && takes_single_step(op, call)) return "stepwise";
   const KernelGuard guard(input);
-  const SequenceSizes sizes(op.shape(), input, only, batch_sizes);
-  const int64_t hidden = hidden_of_kernels(op, input, sizes.hidden, only.weight_hh, batch_sizes, algorithm);
-  return name_of(
-      plan_for(op, op.name().c_str(), input, sizes.batch, hidden, !batch_sizes, backward, algorithm)
-          .algorithm);
-}
-
-variable_list custom_cell_bidirectional(const at::Tensor& input, const TensorsOfDirection& forward_direction,
-                                        const TensorsOfDirection& reverse_direction,
-                                        at::OptionalIntArrayRef batch_sizes, string_view algorithm,
-                                        string_view program) {
-  return run(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
-}
-
-variable_list custom_cell_bidirectional_forward(const at::Tensor& input,
-                                                const TensorsOfDirection& forward_direction,
-                                                const TensorsOfDirection& reverse_direction,
-                                                at::OptionalIntArrayRef batch_sizes, string_view algorithm,
-                                                string_view program) {
-  return run_and_save(
-      cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
-}
-
-variable_list custom_cell_bidirectional_backward(const c10::List<OptionalTensor>& grad_outputs,
-                                                 const at::Tensor& input,
-                                                 const TensorsOfDirection& forward_direction,
-                                                 const TensorsOfDirection& reverse_direction,
-                                                 at::TensorList saved, at::OptionalIntArrayRef batch_sizes,
-                                                 string_view algorithm, string_view program,
-                                                 bool input_needs_grad, bool bias_needs_grad) {
-  TORCH_CHECK(
-      grad_outputs.size() == 6 && saved.size() == 6, CellProgram::get(program).name,
-      "_bidirectional_backward: expected three of grad_outputs and three of saved for each direction, got ",
-      grad_outputs.size(), " and ", saved.size());
-  variable_list g =
-      run_backward(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program),
-                   grad_outputs, saved, input_needs_grad, bias_needs_grad);
-  const size_t of_direction = g.size() / 2;
-  if (input_needs_grad) g[0] = g[0] + g[of_direction];
-  g.erase(g.begin() + of_direction);
-  return g;
+  const SequenceSizes sizes(op.shape(), call);
+  const int64_t hidden = pads_hidden(op, call) ? padded_hidden(sizes.hidden) : sizes.hidden;
+  const Plan plan = plan_for(op, input, sizes.batch, hidden, !batch_sizes, backward, algorithm);
+  return plan.algorithm == Algorithm::kCluster ? "cluster"
+         : plan.algorithm == Algorithm::kGrid  ? "grid"
+                                               : "stepwise";
 }
 
 namespace {
 
-// ---- Raw bindings. A kernel is given by the fields of CellKernel.
-
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
-                   int fused_rows, const std::string& reset, int independent_units, int few_rows) {
+                   int fused_rows, const std::string& reset, int independent_units, int small_batch) {
   return CellProgram::get(program).source(
-      {type, backward, variant, fused_rows, reset, independent_units, few_rows});
+      {type, backward, variant, fused_rows, reset, independent_units, small_batch});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
-                           int independent_units, int few_rows) {
+                           int independent_units, int small_batch) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, few_rows},
+                      {type, backward, variant, fused_rows, reset, independent_units, small_batch},
                       architecture);
 }
 
-// Of a unit, for the shapes of fake tensors in Python: gates, states, gates saved, what else is saved, and
-// whether a state is the output.
+// The numbers that fake tensors in Python need for their shapes: gates, states, saved gates and other saved
+// values of a unit, and whether a state is the output.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
   return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.outputs_state()};
@@ -257,23 +157,24 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "extra, " +
       inputs + ", bool input_needs_grad, bool bias_needs_grad) -> ";
   def("_backward" + for_backward + "Tensor[]");
-  // The same: torch's vmap of is_grads_batched=True takes no ops that return lists.
+  // A copy of _backward: torch's vmap of is_grads_batched=True takes no ops that return lists.
   def("_gradients" + for_backward + "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("_algorithm(" + inputs + ", bool backward) -> str");
   def("_bidirectional(" + of_layer + how + ") -> Tensor[]");
   def("_bidirectional_forward(" + of_layer + how + ") -> Tensor[]");
   def("_bidirectional_backward(Tensor?[] grad_outputs, " + of_layer + "Tensor[] saved, " + how +
       ", bool input_needs_grad, bool bias_needs_grad) -> Tensor[]");
-  implement<custom_cell>(m, "custom_cell");
-  implement<custom_cell_forward>(m, "custom_cell_forward");
-  implement<custom_cell_backward>(m, "custom_cell_backward");
-  implement<custom_cell_gradients>(m, "custom_cell_gradients");
+  implement<Kernel<CellSignature>::of<run>>(m, "custom_cell");
+  implement<Kernel<ForwardSignature>::of<run_and_save>>(m, "custom_cell_forward");
+  implement<cell_backward<variable_list>>(m, "custom_cell_backward");
+  implement<cell_backward<Tensors7>>(m, "custom_cell_gradients");
   implement<custom_cell_algorithm>(m, "custom_cell_algorithm");
-  implement<custom_cell_bidirectional>(m, "custom_cell_bidirectional");
-  implement<custom_cell_bidirectional_forward>(m, "custom_cell_bidirectional_forward");
-  implement<custom_cell_bidirectional_backward>(m, "custom_cell_bidirectional_backward");
+  implement<Kernel<BothSignature>::of<run>>(m, "custom_cell_bidirectional");
+  implement<Kernel<BothSignature>::of<run_and_save>>(m, "custom_cell_bidirectional_forward");
+  implement<both_backward>(m, "custom_cell_bidirectional_backward");
 #ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
-  const std::string kernel = ", int fused_rows=0, str reset='', int independent_units=0, int few_rows=0) -> ";
+  const std::string kernel =
+      ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -294,11 +195,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
-        py::arg("independent_units") = 0, py::arg("few_rows") = 0);
+        py::arg("independent_units") = 0, py::arg("small_batch") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
-        py::arg("few_rows") = 0);
+        py::arg("small_batch") = 0);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

@@ -1,35 +1,36 @@
-// Calls of the ops of a cell, for custom_cell.cpp, which has what they compute, and custom_cell_autograd.cpp,
-// their derivatives and autocast.
+// What the parts of a cell's ops share: custom_cell.cpp runs them, custom_cell_autograd.cpp has their
+// derivatives and autocast, check.cpp the checks, forward.cpp and backward.cpp the sequences.
 #pragma once
 
+#include "custom_cell/call.h"
 #include "custom_cell/kernels.h"
-#include "recurrence/tensors/added_units.h"
-#include "recurrence/tensors/ops.h"
+#include "custom_cell/pad_hidden.h"
+#include "custom_cell/rows.h"
 
 namespace lltm_ext {
 
-inline CellCall cell_call(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                          const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                          const OptionalTensor& bias, const OptionalTensor& parameters,
-                          const OptionalTensor& step_inputs, const OptionalTensor& reset,
-                          at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
-                          string_view program, const OptionalTensor& bias_hh) {
-  const Direction only = {or_undefined(h0),
-                          or_undefined(states),
-                          weight_ih,
-                          or_undefined(weight_hh),
-                          bias,
-                          reverse,
-                          or_undefined(parameters),
-                          or_undefined(step_inputs),
-                          or_undefined(reset),
-                          bias_hh};
-  return {input, {only}, batch_sizes, algorithm, program};
+// ---- sizes
+
+// The type of the final states, which is that of the initial ones.
+inline at::ScalarType states_type(const at::Tensor& input, const Direction& d) {
+  return d.states.defined() ? d.states.scalar_type() : input.scalar_type();
 }
 
-CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_direction,
-                   const TensorsOfDirection& reverse_direction, at::OptionalIntArrayRef batch_sizes,
-                   string_view algorithm, string_view program);
+inline c10::SymInt hidden_of(const CellShape& shape, const Direction& d) {
+  return d.h0.defined() ? d.h0.sym_size(1) : d.weight_ih.sym_size(0) / shape.gates;
+}
+inline c10::SymInt batch_of(const CellCall& call, const Direction& d) {
+  return call.batch_sizes ? packed_batch_of(d, *call.batch_sizes) : call.input.sym_size(1);
+}
+
+// The sizes of the final states: those of the given ones, or [S, B, H].
+inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d, const c10::SymInt& batch,
+                                      const c10::SymInt& hidden) {
+  if (shape.states == 1 && d.states.defined() && d.states.dim() != 3) return {batch, hidden};
+  return {shape.states, batch, hidden};
+}
+
+// ---- a call
 
 // The cell of a call.
 CellOp op_for(const CellCall& call);
@@ -37,42 +38,51 @@ CellOp op_for(const CellCall& call);
 // Raises for arguments that do not fit.
 void check(const CellOp& op, const CellCall& call);
 
-// All tensors of a call in float32, but the resets, which are it or bool.
+// Runs a call that has been checked. Returns {output, h_n, states_n} for each direction, followed by
+// {gates, extra, h} if `save`.
+variable_list run_forward(const CellOp& op, const CellCall& call, bool save);
+
+// Checks all arguments, and returns for each direction the gradients of input, h0, states, weight_ih,
+// weight_hh, bias and parameters, from its {grad_output, grad_h_n, grad_states_n} and {h, gates, extra}.
+variable_list run_backward(const CellOp& op, const CellCall& call,
+                           const c10::List<OptionalTensor>& grad_outputs, at::TensorList saved,
+                           bool input_needs_grad, bool bias_needs_grad);
+
+// Whether a call, which has been checked, is one step that has a kernel of its own.
+bool takes_single_step(const CellOp& op, const CellCall& call);
+
+AlgorithmSignature custom_cell_algorithm;
+
+// The results of the cell in torch's differentiable ops, which Python implements (custom_cell_autograd.cpp).
+variable_list call_by_loop(const CellCall& call);
+
+// A call with its tensors in float32, except the resets, which are float32 or bool already.
 inline CellCall in_float32(const CellCall& call) {
-  std::vector<Direction> wide = call.directions;
-  for (Direction& d : wide) {
-    for (at::Tensor* x : {&d.h0, &d.states, &d.weight_ih, &d.weight_hh, &d.parameters, &d.step_inputs}) {
-      *x = in_float32(*x);
-    }
-    for (OptionalTensor* x : {&d.bias, &d.bias_hh}) {
-      if (*x) **x = in_float32(**x);
+  CellCall wide = call;
+  wide.input = in_float32(call.input);
+  for (Direction& d : wide.directions) {
+    for (at::Tensor* x : d.tensors()) {
+      if (x != &d.reset) *x = in_float32(*x);
     }
   }
-  CellCall result = call.with(std::move(wide));
-  result.input = in_float32(call.input);
-  return result;
+  return wide;
 }
 
-// The results of run(a call with the dtype and the hidden size that kernels take) as those of this call,
-// which has been checked: on the CPU half types are computed in float32, on CUDA some hidden sizes are
-// extended.
+// Runs a call, which has been checked, with the dtype and the hidden size that kernels take: on the CPU half
+// types are computed in float32, on CUDA some hidden sizes are padded. Returns run(such a call), converted
+// back.
 template <typename F>
 variable_list run_fitted(const CellOp& op, const CellCall& call, F&& run) {
   if (op.runs_in_float32(call.input)) {
-    const variable_list wide = run(in_float32(call));
-    variable_list results;
-    for (size_t i = 0; i < wide.size(); ++i) {
+    variable_list results = run(in_float32(call));
+    for (size_t i = 0; i < results.size(); ++i) {
       const bool of_states = i % 3 == 2;
-      results.push_back(
-          wide[i].to(of_states ? states_type(call.input, call.directions[i / 3]) : call.input.scalar_type()));
+      results[i] = results[i].to(of_states ? states_type(call.input, call.directions[i / 3])
+                                           : call.input.scalar_type());
     }
     return results;
   }
-  if (adds_units(op, call.input, call.directions[0].weight_hh, call.batch_sizes, call.algorithm)) {
-    return run_with_added_units(call.directions,
-                                [&](std::vector<Direction> wide) { return run(call.with(std::move(wide))); });
-  }
-  return run(call);
+  return pads_hidden(op, call) ? run_with_padded_hidden(call, run) : run(call);
 }
 
 }  // namespace lltm_ext

@@ -8,53 +8,45 @@
 #include "custom_cell/onednn_lstm.h"
 
 namespace lltm_ext {
+
+variable_list call_by_loop(const CellCall& call) {
+  static const auto op = find_op<CellSignature>("lltm_ext::custom_cell_by_loop");
+  return list_of(call_with(op, call));
+}
+
 namespace {
 
 // ---- calls of the ops
 
-// The arguments of an op of one direction from `input` to `bias_hh`, for op.call.
-template <typename Op>
-auto call_with(const Op& op, const CellCall& call) {
-  const Direction& d = call.directions[0];
-  return op.call(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, if_defined(d.weight_hh),
-                 d.bias, if_defined(d.parameters), if_defined(d.step_inputs), if_defined(d.reset),
-                 call.batch_sizes, d.reverse, call.algorithm, call.program, d.bias_hh);
-}
-
 TensorsOfDirection tensors_of(const Direction& d) {
   TensorsOfDirection tensors;
-  for (const at::Tensor& x : {d.h0, d.states, d.weight_ih, d.weight_hh}) tensors.push_back(if_defined(x));
-  tensors.push_back(d.bias);
-  for (const at::Tensor& x : {d.parameters, d.step_inputs, d.reset}) tensors.push_back(if_defined(x));
-  tensors.push_back(d.bias_hh);
+  for (const at::Tensor* x : d.tensors()) tensors.push_back(if_defined(*x));
   return tensors;
 }
 
 variable_list call_op(const CellCall& call) {
   if (call.directions.size() == 1) {
-    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
-    const auto [output, h_n, states_n] = call_with(op, call);
-    return {output, h_n, states_n};
+    static const auto op = find_op<CellSignature>("lltm_ext::custom_cell");
+    return list_of(call_with(op, call));
   }
-  static const auto op = find_op<decltype(custom_cell_bidirectional)>("lltm_ext::custom_cell_bidirectional");
+  static const auto op = find_op<BothSignature>("lltm_ext::custom_cell_bidirectional");
   return op.call(call.input, tensors_of(call.directions[0]), tensors_of(call.directions[1]), call.batch_sizes,
                  call.algorithm, call.program);
 }
 
 // ---- the node
 
-// Of the directions, one after the other, each as tensors_of.
+// The tensors of the directions, one after the other.
 variable_list flattened(Directions directions) {
   variable_list all;
   for (const Direction& d : directions) {
-    append(all, {d.h0, d.states, d.weight_ih, d.weight_hh, or_undefined(d.bias), d.parameters, d.step_inputs,
-                 d.reset, or_undefined(d.bias_hh)});
+    for (const at::Tensor* x : d.tensors()) all.push_back(*x);
   }
   return all;
 }
 
-// The tensors that `flattened` has: autograd takes no undefined ones in a list. Bit i of `which`: whether
-// tensor i of all is given.
+// The defined tensors of `flattened`: autograd takes no undefined ones in a list. Bit i of `which` says
+// whether tensor i of all is given.
 struct Given {
   variable_list tensors;
   int64_t which = 0;
@@ -75,14 +67,12 @@ variable_list with_undefined(at::TensorList given, int64_t which, size_t count) 
   return all;
 }
 
-constexpr size_t kBias = 4, kParameters = 5, kBiasHh = 8;  // of a direction's tensors
-
 std::vector<Direction> directions_of(at::TensorList all, bool reverse) {
-  std::vector<Direction> directions;
-  for (size_t i = 0; i < all.size(); i += kDirectionTensors) {
-    const at::TensorList x = all.slice(i, kDirectionTensors);
-    directions.push_back({x[0], x[1], x[2], x[3], if_defined(x[kBias]), reverse || i > 0, x[kParameters],
-                          x[6], x[7], if_defined(x[kBiasHh])});
+  std::vector<Direction> directions(all.size() / Direction::kTensors);
+  size_t next = 0;
+  for (Direction& d : directions) {
+    d.reverse = reverse || next > 0;
+    for (at::Tensor* x : d.tensors()) *x = all[next++];
   }
   return directions;
 }
@@ -95,16 +85,14 @@ struct CellFunction : Function<CellFunction> {
                                at::OptionalIntArrayRef batch_sizes, string_view algorithm,
                                string_view program) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const variable_list all = with_undefined(given, which, directions * kDirectionTensors);
+    const variable_list all = with_undefined(given, which, directions * Direction::kTensors);
     const CellCall call = {input, directions_of(all, reverse), batch_sizes, algorithm, program};
-    variable_list found;  // of each direction: output, h_n, states_n, gates, extra, h
+    variable_list found;  // for each direction: output, h_n, states_n, gates, extra, h
     if (call.directions.size() == 1) {
-      static const auto op = find_op<decltype(custom_cell_forward)>("lltm_ext::custom_cell_forward");
-      const auto [output, h_n, states_n, gates, extra, h] = call_with(op, call);
-      found = {output, h_n, states_n, gates, extra, h};
+      static const auto op = find_op<ForwardSignature>("lltm_ext::custom_cell_forward");
+      found = list_of(call_with(op, call));
     } else {
-      static const auto op =
-          find_op<decltype(custom_cell_bidirectional_forward)>("lltm_ext::custom_cell_bidirectional_forward");
+      static const auto op = find_op<BothSignature>("lltm_ext::custom_cell_bidirectional_forward");
       found = op.call(input, tensors_of(call.directions[0]), tensors_of(call.directions[1]), batch_sizes,
                       algorithm, program);
     }
@@ -126,7 +114,7 @@ struct CellFunction : Function<CellFunction> {
   }
 
   static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
-    const size_t count = ctx->saved_data["directions"].toInt(), tensors = 1 + count * kDirectionTensors;
+    const size_t count = ctx->saved_data["directions"].toInt(), tensors = 1 + count * Direction::kTensors;
     variable_list gradients(tensors);
     const variable_list all = ctx->get_saved_variables(), inputs(all.begin(), all.begin() + tensors);
     const auto entry = ctx->saved_data.find("batch_sizes");
@@ -139,7 +127,7 @@ struct CellFunction : Function<CellFunction> {
       return {x[0], directions_of(x.slice(1), reverse), at::OptionalIntArrayRef(sizes), algorithm, program};
     };
     if (!any_defined(grad_outputs)) {
-      // none
+      // no gradients
     } else if (at::GradMode::is_enabled()) {
       gradients = differentiable_gradients([&](const variable_list& x) { return by_loop(call_of(x)); },
                                            inputs, grad_outputs);
@@ -156,14 +144,10 @@ struct CellFunction : Function<CellFunction> {
   }
 
  private:
-  // The cell in torch's ops, which Python implements.
+  // Runs the cell in torch's ops, which Python implements.
   static variable_list by_loop(const CellCall& call) {
-    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
     variable_list outputs;
-    for (const Direction& d : call.directions) {
-      const auto [output, h_n, states_n] = call_with(op, call.with({d}));
-      append(outputs, {output, h_n, states_n});
-    }
+    for (const Direction& d : call.directions) append(outputs, call_by_loop(call.with({d})));
     return outputs;
   }
 
@@ -172,21 +156,20 @@ struct CellFunction : Function<CellFunction> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto needs = [&](size_t i) { return inputs[i].defined() && inputs[i].requires_grad(); };
     bool bias_needs_grad = false;
-    for (size_t i = 1; i < inputs.size(); i += kDirectionTensors) {
-      bias_needs_grad = bias_needs_grad || needs(i + kBias) || needs(i + kBiasHh);
+    for (size_t i = 1; i < inputs.size(); i += Direction::kTensors) {
+      bias_needs_grad = bias_needs_grad || needs(i + Direction::kBias) || needs(i + Direction::kBiasHh);
     }
-    variable_list found;  // of the input, and of h0, states, weights, bias and parameters of each direction
+    variable_list found;  // those of input, and per direction of h0, states, weights, bias and parameters
     const Direction& d = call.directions[0];
     if (call.directions.size() == 1) {
-      static const auto op = find_op<decltype(custom_cell_backward)>("lltm_ext::custom_cell_backward");
+      static const auto op = find_op<BackwardSignature<variable_list>>("lltm_ext::custom_cell_backward");
       found = op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
                       saved[0], saved[1], saved[2], call.input, if_defined(d.h0), if_defined(d.states),
-                      d.weight_ih, if_defined(d.weight_hh), d.bias, if_defined(d.parameters),
+                      d.weight_ih, if_defined(d.weight_hh), if_defined(d.bias), if_defined(d.parameters),
                       if_defined(d.step_inputs), if_defined(d.reset), call.batch_sizes, d.reverse,
                       call.algorithm, call.program, needs(0), bias_needs_grad);
     } else {
-      static const auto op = find_op<decltype(custom_cell_bidirectional_backward)>(
-          "lltm_ext::custom_cell_bidirectional_backward");
+      static const auto op = find_op<BothBackwardSignature>("lltm_ext::custom_cell_bidirectional_backward");
       c10::List<OptionalTensor> grads;
       for (const at::Tensor& x : grad_outputs) grads.push_back(if_defined(x));
       found = op.call(grads, call.input, tensors_of(d), tensors_of(call.directions[1]), saved,
@@ -194,26 +177,31 @@ struct CellFunction : Function<CellFunction> {
     }
     if (needs(0)) gradients[0] = found[0];
     for (size_t first = 1, next = 1; first < inputs.size();
-         first += kDirectionTensors, next += kParameters + 1) {
-      for (size_t i = 0; i <= kParameters; ++i) {
+         first += Direction::kTensors, next += Direction::kParameters + 1) {
+      for (size_t i = 0; i <= Direction::kParameters; ++i) {
         if (needs(first + i)) gradients[first + i] = found[next + i];
       }
-      // A tensor of its own: a user may scale a gradient in place.
-      if (needs(first + kBiasHh)) {
-        const at::Tensor& of_bias = found[next + kBias];
-        gradients[first + kBiasHh] = needs(first + kBias) ? of_bias.clone() : of_bias;
+      // It gets a tensor of its own: a user may scale a gradient in place.
+      if (needs(first + Direction::kBiasHh)) {
+        const at::Tensor& of_bias = found[next + Direction::kBias];
+        gradients[first + Direction::kBiasHh] = needs(first + Direction::kBias) ? of_bias.clone() : of_bias;
       }
     }
   }
 };
 
+// Whether autograd must see a call. A node takes no undefined tensor for a required argument: such a call
+// goes to the op, whose checks name it.
 bool records(const CellCall& call) {
-  const variable_list all = flattened(call.directions);
-  return needs_grad(call.input) ||
-         std::any_of(all.begin(), all.end(), [](const at::Tensor& x) { return needs_grad(x); });
+  bool records = needs_grad(call.input);
+  for (const Direction& d : call.directions) {
+    if (!call.input.defined() || !d.weight_ih.defined()) return false;
+    for (const at::Tensor* x : d.tensors()) records = records || needs_grad(*x);
+  }
+  return records;
 }
 
-// Whether each direction is a node: on the CPU in half types, and by oneDNN's layer.
+// Whether each direction is a node of its own: on the CPU in half types, or if oneDNN's layer runs it.
 bool runs_one_by_one(const CellOp& op, const CellCall& call) {
   return op.runs_in_float32(call.input) || OneDnnLstm::takes(op, call.with({call.directions[0]}));
 }
@@ -229,8 +217,8 @@ variable_list run_autograd(const CellCall& call) {
                                static_cast<int64_t>(c.directions.size()), c.directions[0].reverse,
                                c.batch_sizes, c.algorithm, c.program);
   };
-  // What differs from a call of kernels has been checked then.
-  if (call.input.is_cuda() && is_in_eights(call.directions[0].weight_hh)) return record(call);
+  // Kernels take such a call as it is, and their op checks it.
+  if (call.input.is_cuda() && is_multiple_of_8(call.directions[0].weight_hh)) return record(call);
   const CellOp op = op_for(call);
   check(op, call);
   if (call.directions.size() > 1 && runs_one_by_one(op, call)) {
@@ -243,77 +231,24 @@ variable_list run_autograd(const CellCall& call) {
   });
 }
 
-// ---- kernels for autograd
+// ---- autocast
 
-CellOutputs custom_cell_autograd(const at::Tensor& input, const OptionalTensor& h0,
-                                 const OptionalTensor& states, const at::Tensor& weight_ih,
-                                 const OptionalTensor& weight_hh, const OptionalTensor& bias,
-                                 const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                                 const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
-                                 bool reverse, string_view algorithm, string_view program,
-                                 const OptionalTensor& bias_hh) {
-  if (!any_needs_grad(input, h0, states, weight_ih, weight_hh, bias, parameters, bias_hh)) {
-    static const auto op = find_op<decltype(custom_cell)>("lltm_ext::custom_cell");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset, batch_sizes,
-                   reverse, algorithm, program, bias_hh);
-  }
-  const variable_list y =
-      run_autograd(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
-                             batch_sizes, reverse, algorithm, program, bias_hh));
-  return {y[0], y[1], y[2]};
-}
-
-variable_list bidirectional_autograd(const at::Tensor& input, const TensorsOfDirection& forward_direction,
-                                     const TensorsOfDirection& reverse_direction,
-                                     at::OptionalIntArrayRef batch_sizes, string_view algorithm,
-                                     string_view program) {
-  return run_autograd(
-      cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program));
-}
-
-// ---- and for autocast
-
-CellCall cast(const CellCall& call, const AutocastInputs& to) {
-  std::vector<Direction> directions = call.directions;
-  for (Direction& d : directions) {
-    for (at::Tensor* x : {&d.h0, &d.weight_ih, &d.weight_hh, &d.parameters, &d.step_inputs}) {
-      if (x->defined()) *x = to(*x);
+CellCall cast(CellCall call, const AutocastInputs& to) {
+  call.input = to(call.input);
+  for (Direction& d : call.directions) {
+    for (at::Tensor* x : d.tensors()) {
+      if (x->defined() && x != &d.reset) *x = x == &d.states ? to.cell(*x) : to(*x);
     }
-    if (d.states.defined()) d.states = to.cell(d.states);
-    d.bias = to(d.bias);
-    d.bias_hh = to(d.bias_hh);
   }
-  CellCall result = call.with(std::move(directions));
-  result.input = to(call.input);
-  return result;
+  return call;
 }
 
-CellOutputs custom_cell_autocast(const at::Tensor& input, const OptionalTensor& h0,
-                                 const OptionalTensor& states, const at::Tensor& weight_ih,
-                                 const OptionalTensor& weight_hh, const OptionalTensor& bias,
-                                 const OptionalTensor& parameters, const OptionalTensor& step_inputs,
-                                 const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
-                                 bool reverse, string_view algorithm, string_view program,
-                                 const OptionalTensor& bias_hh) {
-  const AutocastInputs to(input);
-  const variable_list y =
-      call_op(cast(cell_call(input, h0, states, weight_ih, weight_hh, bias, parameters, step_inputs, reset,
-                             batch_sizes, reverse, algorithm, program, bias_hh),
-                   to));
-  return {y[0], y[1], y[2]};
+variable_list run_autocast(const CellCall& call) {
+  const AutocastInputs to(call.input);
+  return call_op(cast(call, to));
 }
 
-variable_list bidirectional_autocast(const at::Tensor& input, const TensorsOfDirection& forward_direction,
-                                     const TensorsOfDirection& reverse_direction,
-                                     at::OptionalIntArrayRef batch_sizes, string_view algorithm,
-                                     string_view program) {
-  const AutocastInputs to(input);
-  return call_op(
-      cast(cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program), to));
-}
-
-// The algorithm for the tensors that autocast casts.
+// The algorithm for the tensors as autocast casts them.
 std::string algorithm_autocast(const at::Tensor& input, const OptionalTensor& h0,
                                const OptionalTensor& states, const at::Tensor& weight_ih,
                                const OptionalTensor& weight_hh, const OptionalTensor& bias,
@@ -348,10 +283,10 @@ at::Tensor add_biases_autograd(const at::Tensor& bias_ih, const at::Tensor& bias
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
-  implement_autograd(m, "custom_cell", custom_cell_autograd);
-  implement_autograd(m, "custom_cell_bidirectional", bidirectional_autograd);
-  implement_autocast(m, "custom_cell", custom_cell_autocast);
-  implement_autocast(m, "custom_cell_bidirectional", bidirectional_autocast);
+  implement_autograd(m, "custom_cell", Kernel<CellSignature>::of<run_autograd>);
+  implement_autograd(m, "custom_cell_bidirectional", Kernel<BothSignature>::of<run_autograd>);
+  implement_autocast(m, "custom_cell", Kernel<CellSignature>::of<run_autocast>);
+  implement_autocast(m, "custom_cell_bidirectional", Kernel<BothSignature>::of<run_autocast>);
   implement_autocast(m, "custom_cell_algorithm", algorithm_autocast);
   m.def("sum_of_biases(Tensor bias_ih, Tensor bias_hh) -> Tensor", {at::Tag::pt2_compliant_tag});
   implement<add_biases>(m, "sum_of_biases");

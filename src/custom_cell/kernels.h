@@ -1,21 +1,25 @@
-// The launches of a cell, as the tensors' code calls them (recurrence/tensors/launch.h).
+// The launches of a cell, whose kernels are compiled with the package or at run time.
 #pragma once
 
+#include "common/dispatch.h"
 #include "custom_cell/program.h"
-#include "recurrence/tensors/launch.h"
+#include "recurrence/persistent/launch.h"
+#include "recurrence/plan.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"
 #include "common/runtime/kernels.h"
-#include "recurrence/independent/launch.h"
-#include "recurrence/step/few_rows_launch.h"
-#include "recurrence/step/fused_launch.h"
+#include "recurrence/stepwise/fused_launch.h"
+#include "recurrence/stepwise/small_batch_launch.h"
+#include "recurrence/without_product/launch.h"
 #endif
 
 namespace lltm_ext {
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Of the current device (common/device.cuh).
+// Describes the current device (common/device.cuh).
 cudaError_t device_info(DeviceInfo& info);
 
 // The kernel on the current device. It is compiled at its first use.
@@ -42,7 +46,7 @@ class CellOp {
   bool has_single_step() const { return compiled_ != nullptr; }
   // Half types are only storage on the CPU: products in float32 are faster, and more exact.
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
-  static bool loads_eights(const at::Tensor& input) { return input.is_cuda(); }
+  static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
 
   // On the CPU other cells run in torch's ops (lltm_ext/_loop.py).
@@ -82,9 +86,9 @@ class CellOp {
       return run_independent_units(load_cell_kernel(program_, which), sequences.of[0], stream);
     }
     if constexpr (std::is_same_v<T, float>) {
-      if (plan.few_rows.rows > 0) {
-        which.few_rows = plan.few_rows.rows;
-        return launch_few_rows(which, sequences.of[0], plan.few_rows, stream);
+      if (plan.small_batch.rows > 0) {
+        which.small_batch = plan.small_batch.rows;
+        return launch_small_batch(which, sequences.of[0], plan.small_batch, stream);
       }
     }
     if constexpr (std::is_same_v<T, double>) {
@@ -116,12 +120,12 @@ class CellOp {
     return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
   }
 #else
-  // Not called, but code that is generic over the device names it.
+  // Never called; code that is generic over the device names it.
   template <class Sequences>
   cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
 #endif
 
-  // Without a stream: on the CPU.
+  // Without a stream, steps run on the CPU.
   template <typename T>
   void step(const StepForwardArguments<T>& step) const {
     std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
@@ -139,16 +143,16 @@ class CellOp {
   }
 
   template <class Arguments>
-  cudaError_t launch_few_rows(const CellKernel& which, const Arguments& sequence, const FewRowsTile& tile,
-                              cudaStream_t stream) const {
+  cudaError_t launch_small_batch(const CellKernel& which, const Arguments& sequence,
+                                 const SmallBatchTile& tile, cudaStream_t stream) const {
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
-    return run_few_rows_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
-                              /*programmatic=*/device.compute_capability >= 90, stream);
+    return run_small_batch_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
+                                 /*programmatic=*/device.compute_capability >= 90, stream);
   }
 
-  // May begin before the matrix product that it reads has ended.
+  // The kernel may begin before the matrix product that it reads has ended.
   template <class Step>
   cudaError_t launch_step(const CellKernel& which, const Step& step, cudaStream_t stream) const {
     if (step.batch * step.hidden == 0) return cudaSuccess;
@@ -171,7 +175,7 @@ class CellOp {
 #endif
 
   const CellProgram& program_;
-  const CompiledCell* const compiled_;  // or null: the call's kernels are compiled at run time
+  const CompiledCell* const compiled_;  // null: the call's kernels are compiled at run time
 };
 
 }  // namespace lltm_ext

@@ -1,6 +1,6 @@
 // A sequence of the LSTM on the CPU by oneDNN's layer, which torch.nn.LSTM takes there too: forward, and a
-// Function with its backward. For few small steps those of tensors/forward.h are faster. In bfloat16, on a
-// CPU that multiplies it, the cell state is float32: rounded at each step, a long memory would be lost.
+// Function with its backward. For few small steps those of forward.cpp are faster. The cell state is float32
+// also in bfloat16, on a CPU that multiplies it: rounded at each step, a long memory would be lost.
 #pragma once
 
 #include <ATen/Context.h>
@@ -20,7 +20,7 @@
 namespace lltm_ext {
 
 struct OneDnnLstm {
-  static constexpr int64_t kModeOfLstm = 2;  // of torch's RNN ops
+  static constexpr int64_t kModeOfLstm = 2;  // the number that torch's RNN ops have for it
 
   // Whether the layer runs this call of one direction, which has been checked.
   static bool takes(const CellOp& op, const CellCall& call) {
@@ -37,7 +37,7 @@ struct OneDnnLstm {
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;
   }
 
-  // A call of the layer takes some 30 us more of the host, a step of it less: on one core and on two the
+  // A call of the layer takes the host some 30 us more, and each step less: on one core and on two, our own
   // steps take 0.5 to 1.1 of the layer's time below these limits, and 0.8 to 1.8 above.
   static constexpr int64_t kLargeStep = 1 << 14;     // batch * H^2
   static constexpr int64_t kLongSequence = 1 << 11;  // T * batch * H
@@ -52,10 +52,10 @@ struct OneDnnLstm {
                       at::kFloat)),
           weight_ih(d.weight_ih.contiguous()),
           weight_hh(d.weight_hh.contiguous()),
-          bias(d.bias ? d.bias->contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
-          second_bias(d.bias_hh ? d.bias_hh->contiguous()
-                      : d.bias  ? at::zeros_like(bias)
-                                : bias) {}
+          bias(d.bias.defined() ? d.bias.contiguous() : at::zeros({weight_ih.size(0)}, weight_ih.options())),
+          second_bias(d.bias_hh.defined() ? d.bias_hh.contiguous()
+                      : d.bias.defined()  ? at::zeros_like(bias)
+                                          : bias) {}
     int64_t hidden() const { return h0.size(1); }
 
    private:
@@ -66,16 +66,16 @@ struct OneDnnLstm {
     }
   };
 
-  // (output, h_n, c_n in float32, workspace)
+  // Returns (output, h_n, c_n in float32, workspace).
   static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(const Inputs& x, bool reverse,
                                                                             bool train) {
-    const at::AutoGradMode grad_mode(train);  // by which the op decides whether to return a workspace
+    const at::AutoGradMode grad_mode(train);  // decides whether the op returns a workspace
     return at::mkldnn_rnn_layer(x.input, x.weight_ih, x.weight_hh, x.bias, x.second_bias, x.h0, x.c0, reverse,
                                 /*batch_sizes=*/{}, kModeOfLstm, x.hidden(), /*num_layers=*/1,
                                 /*has_biases=*/true, /*bidirectional=*/false, /*batch_first=*/false, train);
   }
 
-  // Of input, h0, c0, weight_ih, weight_hh and both biases, all in float32.
+  // Returns the gradients of input, h0, c0, weight_ih, weight_hh and both biases, all in float32.
   static variable_list backward(const Inputs& x, const variable_list& outputs, const at::Tensor& workspace,
                                 const variable_list& grad_outputs, bool reverse) {
     const auto contiguous = [](const at::Tensor& g) { return if_defined(contiguous_or_none(g)); };
@@ -88,22 +88,22 @@ struct OneDnnLstm {
     return {input, h0, c0, weight_ih, weight_hh, bias, second_bias};
   }
 
-  // {output, h_n, states_n} as custom_cell's.
+  // Returns {output, h_n, states_n}, as custom_cell does.
   static variable_list run(const CellCall& call) {
     const Direction& d = call.directions[0];
     const auto [output, h_n, c_n, workspace] = forward({call.input, d}, d.reverse, /*train=*/false);
     return {output, h_n, as_states(c_n, call.input, d)};
   }
 
-  // The same with gradients.
+  // Like run(), with gradients.
   static variable_list record(const CellCall& call) {
     const Direction& d = call.directions[0];
-    return Node::apply(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh, d.bias,
-                       d.bias_hh, d.reverse);
+    return Node::apply(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, d.weight_hh,
+                       if_defined(d.bias), if_defined(d.bias_hh), d.reverse);
   }
 
  private:
-  // A copy in the dtype and the sizes of the initial states.
+  // A copy of c_n in the dtype and the sizes of the initial states.
   static at::Tensor as_states(const at::Tensor& c_n, const at::Tensor& input, const Direction& d) {
     const at::Tensor copy = c_n.to(states_type(input, d), /*non_blocking=*/false, /*copy=*/true);
     return d.states.defined() ? copy.view(d.states.sizes()) : copy.unsqueeze(0);
@@ -115,15 +115,16 @@ struct OneDnnLstm {
                                  const at::Tensor& weight_ih, const at::Tensor& weight_hh,
                                  const OptionalTensor& bias, const OptionalTensor& bias_hh, bool reverse) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const Direction d =
-          direction(or_undefined(h0), or_undefined(c0), weight_ih, weight_hh, bias, bias_hh, reverse);
+      variable_list saved = {input,     or_undefined(h0),   or_undefined(c0),     weight_ih,
+                             weight_hh, or_undefined(bias), or_undefined(bias_hh)};
+      const Direction d = direction(saved, reverse);
       auto [output, h_n, c_n, workspace] = OneDnnLstm::forward({input, d}, reverse, /*train=*/true);
-      ctx->save_for_backward({input, d.h0, d.states, weight_ih, weight_hh, or_undefined(bias),
-                              or_undefined(bias_hh), output, h_n, c_n, workspace});
+      append(saved, {output, h_n, c_n, workspace});
+      ctx->save_for_backward(std::move(saved));
       ctx->set_materialize_grads(false);
       ctx->saved_data["reverse"] = reverse;
       return {output, h_n.clone(),
-              as_states(c_n, input, d)};  // what is saved must not change with a caller's
+              as_states(c_n, input, d)};  // a caller's change must not reach what is saved
     }
 
     static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grad_outputs) {
@@ -131,27 +132,21 @@ struct OneDnnLstm {
       if (!any_defined(grad_outputs)) return gradients;
       const variable_list saved = ctx->get_saved_variables(), inputs(saved.begin(), saved.begin() + 7);
       const bool reverse = ctx->saved_data["reverse"].toBool();
-      const Direction d = direction(saved[1], saved[2], saved[3], saved[4], if_defined(saved[5]),
-                                    if_defined(saved[6]), reverse);
       if (at::GradMode::is_enabled()) {
-        static const auto by_loop = find_op<decltype(custom_cell)>("lltm_ext::custom_cell_by_loop");
         gradients = differentiable_gradients(
-            [&](const variable_list& x) -> variable_list {
-              const auto [output, h_n, states_n] =
-                  by_loop.call(x[0], if_defined(x[1]), if_defined(x[2]), x[3], if_defined(x[4]),
-                               if_defined(x[5]), std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-                               reverse, "auto", "lstm", if_defined(x[6]));
-              return {output, h_n, states_n};
+            [&](const variable_list& x) {
+              return call_by_loop({x[0], {direction(x, reverse)}, std::nullopt, "auto", "lstm"});
             },
             inputs, grad_outputs);
       } else {
+        const Direction d = direction(saved, reverse);
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         const at::Tensor& of_states = grad_outputs[2];
         gradients = OneDnnLstm::backward({saved[0], d}, {saved[7], saved[8], saved[9]}, saved[10],
                                          {grad_outputs[0], grad_outputs[1],
                                           of_states.defined() ? of_states.view(saved[9].sizes()) : of_states},
                                          reverse);
-        if (inputs[6].defined()) gradients[6] = gradients[5].clone();  // oneDNN's are one tensor
+        if (inputs[6].defined()) gradients[6] = gradients[5].clone();  // oneDNN returns one tensor for both
         for (size_t i = 0; i < inputs.size(); ++i) {
           const bool needed = inputs[i].defined() && inputs[i].requires_grad();
           gradients[i] =
@@ -162,16 +157,15 @@ struct OneDnnLstm {
       return gradients;
     }
 
-    static Direction direction(const at::Tensor& h0, const at::Tensor& states, const at::Tensor& weight_ih,
-                               const at::Tensor& weight_hh, const OptionalTensor& bias,
-                               const OptionalTensor& bias_hh, bool reverse) {
-      return {.h0 = h0,
-              .states = states,
-              .weight_ih = weight_ih,
-              .weight_hh = weight_hh,
-              .bias = bias,
-              .reverse = reverse,
-              .bias_hh = bias_hh};
+    // x is {input, h0, c0, weight_ih, weight_hh, bias, bias_hh, ...}.
+    static Direction direction(at::TensorList x, bool reverse) {
+      return {.h0 = x[1],
+              .states = x[2],
+              .weight_ih = x[3],
+              .weight_hh = x[4],
+              .bias = x[5],
+              .bias_hh = x[6],
+              .reverse = reverse};
     }
   };
 };

@@ -40,16 +40,16 @@ KernelText text_of(const CellKernel& kernel) {
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
                                       kernel.fused_rows, ", ", kernel.reset.empty() ? "false" : "true", ">>");
-    return {"step/fused_hopper.cuh",
+    return {"stepwise/fused_hopper.cuh",
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
-  if (kernel.is_few_rows()) {
-    return {"step/few_rows.cuh",
+  if (kernel.is_small_batch()) {
+    return {"stepwise/small_batch.cuh",
             c10::str("const __grid_constant__ Sequence", direction,
-                     "Arguments<T> args, int step, const FewRowsTile tile"),
-            "FewRowsShape::kMostThreads, 2",
-            c10::str("run_few_rows<FewRowsKernel<FewRows", direction, "<Cell>, ", kernel.few_rows,
+                     "Arguments<T> args, int step, const SmallBatchTile tile"),
+            "SmallBatchShape::kMostThreads, 2",
+            c10::str("run_small_batch<SmallBatchKernel<SmallBatch", direction, "<Cell>, ", kernel.small_batch,
                      ">>(args, step, tile)")};
   }
   if (kernel.is_persistent()) {
@@ -63,12 +63,12 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    return {kernel.backward ? "independent/backward.cuh" : "independent/forward.cuh",
+    return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh",
             c10::str("const __grid_constant__ Sequence", direction, "Arguments<T> sequence"),
             "kIndependentThreads",
             c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
   }
-  return {"step/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
+  return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
           "run_pointwise<Cell>(step)"};
 }
 

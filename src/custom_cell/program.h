@@ -1,8 +1,8 @@
 // A cell in the text form that the dispatcher carries, so that it can be traced and exported: the name of one
-// that is compiled with the package, or the text of another one. The text's fields (common/runtime/text.h):
-// the cell's name; numbers, separated by commas; the C++ of its struct `Cell` (recurrence/cell.h). The
-// numbers are those of its CellShape but `wide`; 1 if a unit of zeros stays so, forward and backward, else 0;
-// `wide`, which programs of version 0.3 lack.
+// that is compiled with the package, or the text of another one. The text has three fields
+// (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
+// (recurrence/cell.h). The numbers are those of its CellShape except `wide`; then 1 if a unit of zeros stays
+// so, forward and backward, else 0; then `wide`, which programs of version 0.3 lack.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -16,23 +16,23 @@
 
 namespace lltm_ext {
 
-// A kernel of a cell: a persistent one of a variant, that of fused steps with tiles of some rows, that of
-// fused steps of few rows, that of independent units, or that of a pointwise step.
+// Which kernel of a cell: a persistent variant, fused steps with tiles of some rows, fused steps of few rows,
+// independent units, or else a pointwise step.
 struct CellKernel {
   at::ScalarType type;
   bool backward;
-  int variant = -1;           // of a persistent kernel
-  int fused_rows = 0;         // of fused steps
-  std::string reset = {};     // of a call with resets, their type: bool or float; the first two kinds ask
-  int independent_units = 0;  // of a thread
-  int few_rows = 0;           // most rows of a step
+  int variant = -1;           // a persistent kernel's
+  int fused_rows = 0;         // rows of a fused step's tile
+  std::string reset = {};     // the resets' type, bool or float; only the first two kinds have it
+  int independent_units = 0;  // units of a thread
+  int small_batch = 0;        // most rows of a step
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
-  bool is_few_rows() const { return few_rows > 0; }
+  bool is_small_batch() const { return small_batch > 0; }
   bool is_independent() const { return independent_units > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, few_rows);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch);
   }
 };
 

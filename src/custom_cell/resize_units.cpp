@@ -1,5 +1,5 @@
 // lltm_ext::resize_units: copies of tensors with another number of hidden units, for sequences whose hidden
-// size the fused kernels do not take (recurrence/tensors/added_units.h). Units are cut off or zeros.
+// size the fused kernels do not take (custom_cell/pad_hidden.h). Units are cut off, or added as zeros.
 #include "recurrence/resize_units.h"
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -28,7 +28,7 @@ c10::SymDimVector resized_sizes(const at::Tensor& x, int64_t units_in, int64_t f
 
 at::Tensor resized_on_cpu(const at::Tensor& x, int64_t dim, int64_t from, int64_t to) {
   const at::Tensor groups = x.unflatten(dim, {x.size(dim) / from, from});
-  std::vector<int64_t> padding(2 * (x.dim() - dim), 0);  // of the last dimension first
+  std::vector<int64_t> padding(2 * (x.dim() - dim), 0);  // begins with the last dimension
   padding.back() = to - from;
   return at::constant_pad_nd(groups, padding).flatten(dim, dim + 1);
 }

@@ -1,4 +1,4 @@
-// Copies of tensors with another number of hidden units. Units are cut off or zeros.
+// Copies of tensors with another number of hidden units: units are cut off, or added as zeros.
 #include <algorithm>
 
 #include "common/launch.cuh"

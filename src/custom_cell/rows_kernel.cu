@@ -1,5 +1,5 @@
 // What rows keep of their h, and sums of rows, for the gradients of users' cells.
-#include "recurrence/step/pointwise.cuh"
+#include "recurrence/stepwise/pointwise.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_ROWS(float)

@@ -54,7 +54,7 @@ c10::SymDimVector broadcast_sizes(const Program& program, const Tensors& operand
   return sizes;
 }
 
-// Takes the strides of the first dense operand of the result's sizes, or else the dimension order of the
+// The result takes the strides of the first dense operand of its sizes, or else the dimension order of the
 // first operand of these sizes. Real and fake tensors follow the same rule.
 at::Tensor empty_result(const Program& program, const Tensors& operands) {
   const c10::SymDimVector sizes = broadcast_sizes(program, operands);
@@ -108,8 +108,8 @@ GradMask mask_of(const Program& program, at::IntArrayRef indices) {
   return mask;
 }
 
-// The gradients of the tensors with the indices `wanted`, each of the output's sizes: the caller sums those
-// of broadcast tensors. `used` are the operands that these gradients use (Program::operands_of).
+// Returns the gradients of the tensors with the indices `wanted`, each of the output's sizes: the caller sums
+// those of broadcast tensors. `used` are the operands that these gradients use (Program::operands_of).
 Tensors elementwise_backward(const at::Tensor& grad_output, at::TensorList used, at::ArrayRef<double> scalars,
                              string_view text, at::IntArrayRef wanted) {
   const Program& program = Program::get(text);
@@ -148,7 +148,7 @@ std::string compile_binary(const std::string& text, at::ScalarType type, const s
 }
 
 #ifdef TORCH_EXTENSION_NAME
-// The dispatcher op. Called from Python, it takes half of the host time of torch.ops.
+// Calls the dispatcher op from Python in half of the host time of torch.ops.
 at::Tensor call(const Tensors& inputs, const std::vector<double>& scalars, string_view text) {
   return call_op<elementwise>("lltm_ext::elementwise", at::TensorList(inputs), at::ArrayRef<double>(scalars),
                               text);

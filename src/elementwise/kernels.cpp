@@ -14,7 +14,7 @@
 namespace lltm_ext {
 namespace {
 
-using Kernels = std::vector<cudaKernel_t>;  // by KernelVariant
+using Kernels = std::vector<cudaKernel_t>;  // indexed by KernelVariant
 
 Kernels load(const Program& program, at::ScalarType type, GradMask mask, c10::DeviceIndex device) {
   std::vector<std::string> names;
@@ -31,7 +31,7 @@ const Kernels& kernels_of(const Program& program, at::ScalarType type, GradMask 
   return loaded.get({&program, type, mask, device}, [&] { return load(program, type, mask, device); });
 }
 
-// Of a backward: all gradients, grad_output, the tensors, the output.
+// A backward has the most operands: all gradients, grad_output, the tensors, the output.
 constexpr int kMaxOperands = 2 * kMaxTensors + 2;
 
 // Outputs come before inputs. A kernel with fewer operands reads only the first rows of `strides`.

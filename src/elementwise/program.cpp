@@ -16,14 +16,14 @@ int index_of(const Strings& names, const std::string& name) {
   return static_cast<int>(std::find(names.begin(), names.end(), name) - names.begin());
 }
 
-// "<prefix>0, <prefix>1, ..."
+// Returns "<prefix>0, <prefix>1, ...".
 std::string numbered(const char* prefix, size_t count) {
   Strings parts;
   for (size_t i = 0; i < count; ++i) parts.push_back(prefix + std::to_string(i));
   return c10::Join(", ", parts);
 }
 
-// The user's body in a separate function, where only the parameters' names are visible. The #line directives
+// Puts the user's body in a separate function, where only the parameters are visible. The #line directives
 // make compiler messages count the user's lines.
 std::string define_function(const std::string& name, const Strings& parameters, const std::string& file,
                             const std::string& body) {

@@ -1,5 +1,5 @@
 // An op made at run time, in the text form that the dispatcher carries, so that it can be traced and
-// exported. The text's fields (common/runtime/text.h):
+// exported. The text has these fields (common/runtime/text.h):
 //
 //   the op's name; the names of its tensors and of its scalars, each separated by commas; the forward's body;
 //   for each gradient: the tensor's name, the names of the operands it uses (including "output"), its body.
@@ -37,9 +37,9 @@ struct Program {
   std::string text, name;
   std::vector<std::string> tensors, scalars;
   std::string forward;
-  std::vector<Gradient> gradients;  // one per tensor
+  std::vector<Gradient> gradients;  // one for each tensor
 
-  // Throws if the op does not take as many.
+  // Throws if the op does not take this many tensors.
   void check_count(size_t given) const;
 
   int output() const { return static_cast<int>(tensors.size()); }

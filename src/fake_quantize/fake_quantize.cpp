@@ -31,7 +31,7 @@ void check_parameter(const char* op, const char* name, const Tensor& x, const Te
   if (!is_number) check_same_device(op, name, x, input);
 }
 
-bool is_floating(at::ScalarType type) {  // of those that a parameter may have
+bool is_floating(at::ScalarType type) {  // `type` is one that a parameter may have
   return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
 }
 
@@ -68,7 +68,7 @@ Axis check(const char* op, const Tensor& input, const Tensor& scale, const Tenso
   TORCH_CHECK_VALUE(quant_min <= quant_max, op,
                     ": expected quant_min not above quant_max, got quant_min = ", quant_min,
                     ", quant_max = ", quant_max);
-  // Unsigned, because the signed difference may overflow.
+  // Computed as unsigned, because the signed difference may overflow.
   const uint64_t range = static_cast<uint64_t>(quant_max) - static_cast<uint64_t>(quant_min);
   TORCH_CHECK_VALUE(range < uint64_t{1} << 22, op,
                     ": expected fewer than 2^22 integers from quant_min to quant_max, got quant_min = ",
@@ -105,7 +105,7 @@ ChannelLayout layout_of(const Tensor& dense, Axis axis) {
   return {dense.numel() / (channels * inner), channels, inner};
 }
 
-// x in the memory order of `dense`, which has the same sizes.
+// Returns x in the memory order of `dense`, which has the same sizes.
 Tensor in_order_of(const Tensor& dense, const Tensor& x) {
   return x.strides() == dense.strides() ? x : at::empty_like(dense).copy_(x);
 }
@@ -152,7 +152,7 @@ OutputAndMask forward_with_mask(const Tensor& input, const Tensor& scale, const 
 
 // ---- Backward
 
-// grad_output where the mask's bit is set, else 0. `strides` are those of the forward's output.
+// Returns grad_output where the mask's bit is set, else 0. `strides` are those of the forward's output.
 Tensor mask_backward(const Tensor& grad_output, const Tensor& mask, c10::SymIntArrayRef strides) {
   constexpr const char* kOp = "fake_quantize_mask_backward";
   check_device(kOp, "grad_output", grad_output);
@@ -187,12 +187,12 @@ ReductionPlan plan_for(const Tensor& x, const ChannelLayout& layout) {
   return plan_reduction(layout);
 }
 
-// The channels' gradients in the parameter's shape, and in its dtype if that is floating.
+// Returns the channels' gradients in the parameter's shape, and in its dtype if that is floating.
 Tensor gradient_for(const Tensor& parameter, const Tensor& per_channel) {
   const at::ScalarType type =
       is_floating(parameter.scalar_type()) ? parameter.scalar_type() : per_channel.scalar_type();
   if (per_channel.is_meta()) return at::empty_symint(parameter.sym_sizes(), parameter.options().dtype(type));
-  const bool shared = parameter.numel() == 1 && per_channel.numel() != 1;  // of no channels too
+  const bool shared = parameter.numel() == 1 && per_channel.numel() != 1;  // true for no channels too
   return (shared ? per_channel.sum() : per_channel).to(parameter.device(), type).view(parameter.sizes());
 }
 
@@ -255,7 +255,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
       "fake_quantize_backward(Tensor grad_output, Tensor input, Tensor scale, Tensor zero_point, "
       "int quant_min, int quant_max, int? axis=None, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)",
       tags);
-  // Without defaults: a call of Python would leave out arguments that are equal to theirs.
+  // It has no defaults: calls from Python would leave out arguments that are equal to them.
   m.def(
       "fake_quantize_backward_composed(Tensor grad_output, Tensor input, Tensor scale, Tensor zero_point, "
       "int quant_min, int quant_max, int? axis, float grad_factor) -> (Tensor, Tensor, Tensor)",

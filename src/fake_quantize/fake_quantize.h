@@ -80,7 +80,7 @@ LLTM_HOST_DEVICE A clamp_to(A x, A low, A high) {
   return std::fmin(std::fmax(x, low), high);
 }
 
-// The parameters of one channel. 16 bytes in float32.
+// The parameters of one channel, which take 16 bytes in float32.
 template <typename A>
 struct Quantizer {
   A scale, inverse, low, high;
@@ -95,8 +95,8 @@ struct Quantizer {
   LLTM_HOST_DEVICE bool in_range(A level) const { return level == clamped(level); }
   LLTM_HOST_DEVICE A dequantize(A level) const { return clamped(level) * scale; }
 
-  // Esser et al., "Learned Step Size Quantization", 2019. As in torch and in Bhalgat et al., "LSQ+", 2020,
-  // the zero point moves only clamped values.
+  // From Esser et al., "Learned Step Size Quantization", 2019. As in torch and in Bhalgat et al., "LSQ+",
+  // 2020, the zero point moves only clamped values.
   LLTM_HOST_DEVICE ParameterGradients<A> gradients(A grad_output, A input) const {
     const A level = this->level(input);
     if (in_range(level)) return {grad_output * (level * scale - input) * inverse, A(0)};

@@ -40,7 +40,7 @@ struct MaskBackwardNode : Function<MaskBackwardNode> {
   }
 };
 
-// If only the input requires a gradient, one bit per element is saved.
+// Runs if only the input requires a gradient. It saves one bit per element.
 struct MaskNode : Function<MaskNode> {
   static constexpr const char* kOp = "lltm_ext::fake_quantize_with_mask";
 
@@ -72,7 +72,7 @@ struct MaskNode : Function<MaskNode> {
   }
 };
 
-// For a scale or zero point that requires a gradient.
+// Runs if a scale or zero point requires a gradient.
 struct LearnableNode : Function<LearnableNode> {
   static constexpr const char *kOp = "lltm_ext::fake_quantize",
                               *kBackward = "lltm_ext::fake_quantize_backward";

@@ -17,7 +17,7 @@ std::vector<Quantizer<A>> make_quantizers(const QuantizationScheme& scheme, int6
 
 }  // namespace
 
-// About 4096 elements per partial sum.
+// A partial sum covers about 4096 elements.
 ReductionPlan plan_reduction(const ChannelLayout& layout) {
   const int64_t length = std::min<int64_t>(layout.inner, 4096);
   const int64_t rows = std::clamp<int64_t>(4096 / length, 1, layout.outer);

@@ -10,13 +10,13 @@
 #include "fake_quantize/fake_quantize.h"
 
 namespace lltm_ext {
-// Not unnamed, because nvcc puts the file's path into the names of an unnamed namespace, and builds would not
-// be reproducible.
+// The namespace has a name, because nvcc puts the file's path into the names of an unnamed one, and builds
+// would not be reproducible.
 inline namespace fake_quantize_cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
-// Of the reduction kernel, which often has one channel and so one block.
+// The reduction kernel often has one channel and so one block.
 constexpr int kReductionThreads = 1024;
 // 16-byte vectors per thread, which share a quantizer.
 constexpr int kVectors = 2;
@@ -69,8 +69,8 @@ __device__ __forceinline__ void load_quantizers(Quantizer<A> (&quantizers)[V], i
   }
 }
 
-// V elements, or zeros if they do not exist. Loaded as words: for conditional loads of single elements, the
-// compiler would wait for each load before it issues the next.
+// Returns V elements, or zeros if they do not exist. It loads words: for conditional loads of single
+// elements, the compiler would wait for each load before it issues the next.
 template <int V, typename T>
 __device__ __forceinline__ Vec<T, V> load_if(bool exist, const T* x) {
   if constexpr (sizeof(Vec<T, V>) == 16) {
@@ -135,8 +135,8 @@ __device__ __forceinline__ void forward_tail(const T* input, T* output, unsigned
   if (mask) store_bits<1>(exists, mask, i, bits);
 }
 
-// Each lane quantizes kVectors vectors that are kWarp vectors apart. `same_channel`: all vectors of a warp
-// belong to one channel.
+// Each lane quantizes kVectors vectors that are kWarp vectors apart. `same_channel` says whether all vectors
+// of a warp belong to one channel.
 template <int V, bool kMask, typename T>
 __global__ void __launch_bounds__(kElementwiseThreads)
     fake_quantize_forward_kernel(const T* __restrict__ input, T* __restrict__ output,
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
   if (computes_tail<V>(n)) forward_tail(input, output, kMask ? mask : nullptr, channels, n);
 }
 
-// For vectors whose elements may belong to several channels. Each thread steps by `stride` elements, a
+// Takes vectors whose elements may belong to several channels. Each thread steps by `stride` elements, a
 // multiple of channels * inner, so that its quantizers stay the same. The stride is also a multiple of a
 // warp's elements.
 template <int V, typename T>
@@ -243,7 +243,7 @@ __device__ __forceinline__ ParameterGradients<A> warp_sum(ParameterGradients<A> 
   return x;
 }
 
-// The sum over a group's threads, returned to its first thread.
+// Returns the sum over a group's threads to its first thread.
 template <typename A>
 __device__ __forceinline__ ParameterGradients<A> group_sum(Group group, ParameterGradients<A> x) {
   x = warp_sum(x);
@@ -256,8 +256,8 @@ __device__ __forceinline__ ParameterGradients<A> group_sum(Group group, Paramete
   return threadIdx.x < kWarp ? warp_sum(x) : x;
 }
 
-// One group of threads per partial sum, which covers rows of a channel or a part of a row. Vectors begin at
-// aligned addresses; the elements before the first and after the last vector are computed one by one.
+// Each group of threads has one partial sum, which covers rows of a channel or a part of a row. Vectors begin
+// at aligned addresses; the elements before the first and after the last vector are computed one by one.
 template <int V, typename T>
 __global__ void __launch_bounds__(kThreads)
     fake_quantize_backward_rows_kernel(const T* __restrict__ grad_output, const T* __restrict__ input,
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) partial_sums[part] = sums;
 }
 
-// For short rows. Each thread steps by `period` elements, a multiple of channels * inner, so that its
+// Takes short rows. Each thread steps by `period` elements, a multiple of channels * inner, so that its
 // channels stay the same.
 template <int V, typename T>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int j = 0; j < V; ++j) partial_sums[first + j] = sums[j];
 }
 
-// One group of threads per channel.
+// Each group of threads has one channel.
 template <typename A>
 __global__ void __launch_bounds__(kReductionThreads)
     fake_quantize_reduction_kernel(const ParameterGradients<A>* __restrict__ partial_sums,

@@ -10,11 +10,11 @@
 
 #include "common/activations.h"
 #include "common/checks.h"
+#include "common/optional_tensor.h"
 
 namespace lltm_ext {
 
 using std::string_view;
-using OptionalTensor = std::optional<at::Tensor>;
 using OptionalName = std::optional<string_view>;
 
 inline Activation activation_of(const char* op, OptionalName name) {

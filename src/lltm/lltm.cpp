@@ -1,12 +1,13 @@
 // lltm, one step: tensors in, tensors out. Dispatcher op lltm_ext::lltm_cell, lltm_cell_forward and
 // lltm_cell_backward for its autograd function, and the raw bindings lltm_ext._C.lltm.forward and backward of
-// the tutorial. B is the batch, I the input size, H the hidden size; X is [old_h, input], as weights'
-// columns.
+// the tutorial. B is the batch, I the input size, H the hidden size; X is [old_h, input], in the order of the
+// weights' columns.
 #include "lltm/lltm.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
@@ -16,11 +17,15 @@
 #include "common/dispatch.h"
 #include "common/library.h"
 #include "common/matmul.h"
+#include "common/optional_tensor.h"
 #include "common/python.h"
-#include "recurrence/tensors/launch.h"
 
 namespace lltm_ext {
 namespace {
+
+using torch::autograd::variable_list;
+
+at::Tensor empty_contiguous(const at::Tensor& x) { return at::empty_like(x, at::MemoryFormat::Contiguous); }
 
 void check_cell_inputs(const char* op, const at::Tensor& input, const at::Tensor& weights,
                        const OptionalTensor& bias, const at::Tensor& old_h, const at::Tensor& old_cell) {
@@ -57,7 +62,7 @@ void launch_cell(const char* kernel, const at::Tensor& gates, const at::Tensor& 
   });
 }
 
-// (new_h, new_cell), and if `save` the activated gates [3, B, H].
+// A step's (new_h, new_cell), and if `save` the activated gates [3, B, H].
 struct CellOutputs {
   at::Tensor new_h, new_cell, gates;
 
@@ -74,11 +79,11 @@ struct CellOutputs {
             .old_states = pointer<C>(old_cell),
             .new_states = mutable_pointer<C>(new_cell),
             .h = mutable_pointer<T>(new_h),
-            .saved = Gates<T>::stacked(mutable_pointer<T>(gates), batch, hidden)};
+            .saved = Gates<T>::gate_major(mutable_pointer<T>(gates), batch, hidden)};
   }
 };
 
-// The cell of the gates' pre-activations [B, 3 * H].
+// Runs the cell on the gates' pre-activations [B, 3 * H].
 void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Tensor& old_cell) {
   if (out.new_h.numel() == 0) return;
   launch_cell("recurrence_pointwise_forward", gates, old_cell,
@@ -86,12 +91,12 @@ void run_pointwise(const CellOutputs& out, const at::Tensor& gates, const at::Te
                 using T = typename decltype(type)::type;
                 using C = typename decltype(cell_type)::type;
                 StepForwardArguments<T, C> step = out.arguments<T, C>(old_cell);
-                step.gates = Gates<const T>::in_rows(pointer<T>(gates), 3, step.hidden);
+                step.gates = Gates<const T>::row_major(pointer<T>(gates), 3, step.hidden);
                 return recurrence_step<LltmOneStepCell>(step, stream...);
               });
 }
 
-// X, for a library's products: a second product costs more than the copy.
+// Copies X together for a library's product: a second product costs more than the copy.
 at::Tensor concatenate(const at::Tensor& old_h, const at::Tensor& input) {
   return at::cat({old_h, input}, 1);
 }
@@ -100,7 +105,7 @@ at::Tensor gate_products(const at::Tensor& X, const at::Tensor& weights, const O
 }
 
 #ifdef LLTM_EXT_WITH_CUDA
-// Whether the fused kernels take this step, and are the fastest. Their offsets have 32 bits.
+// Whether the fused kernels can run this step, and are the fastest. Their offsets have 32 bits.
 bool uses_fused_cell(const at::Tensor& input, const at::Tensor& weights, const at::Tensor& old_h) {
   const auto fits = [](const at::Tensor& x) { return x.size(0) * x.stride(0) < INT_MAX && x.stride(1) == 1; };
   return input.is_cuda() && input.scalar_type() != at::kDouble && old_h.numel() > 0 &&
@@ -161,7 +166,7 @@ CellOutputs run_cell(const at::Tensor& input, const at::Tensor& weights, const O
   return out;
 }
 
-// (new_h, new_cell)
+// Returns (new_h, new_cell).
 std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tensor& weights,
                                         const OptionalTensor& bias, const at::Tensor& old_h,
                                         const at::Tensor& old_cell) {
@@ -169,7 +174,7 @@ std::tuple<at::Tensor, at::Tensor> cell(const at::Tensor& input, const at::Tenso
   return {out.new_h, out.new_cell};
 }
 
-// (new_h, new_cell, gates [3, B, H])
+// Returns (new_h, new_cell, gates [3, B, H]).
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& input,
                                                             const at::Tensor& weights,
                                                             const OptionalTensor& bias,
@@ -236,14 +241,15 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
   const auto arguments = [&](auto type, auto cell_type) {
     using T = typename decltype(type)::type;
     using C = typename decltype(cell_type)::type;
-    return StepBackwardArguments<T, C, C>{.batch = batch,
-                                          .hidden = hidden,
-                                          .saved = Gates<const T>::stacked(pointer<T>(saved), batch, hidden),
-                                          .extra = pointer<C>(cell),
-                                          .grad_output = strided_gradient<T>(grad_h),
-                                          .grad_new_states = strided_gradient<C>(grad_cell),
-                                          .grad_old_states = mutable_pointer<C>(grad_old_cell),
-                                          .grad_bias = mutable_pointer<T>(grad_bias)};
+    return StepBackwardArguments<T, C, C>{
+        .batch = batch,
+        .hidden = hidden,
+        .saved = Gates<const T>::gate_major(pointer<T>(saved), batch, hidden),
+        .extra = pointer<C>(cell),
+        .grad_output = strided_gradient<T>(grad_h),
+        .grad_new_states = strided_gradient<C>(grad_cell),
+        .grad_old_states = mutable_pointer<C>(grad_old_cell),
+        .grad_bias = mutable_pointer<T>(grad_bias)};
   };
 #ifdef LLTM_EXT_WITH_CUDA
   if (uses_fused_cell(input, weights, old_h)) {
@@ -271,7 +277,7 @@ CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& 
     launch_cell("recurrence_pointwise_backward", saved, cell, [&](auto type, auto cell_type, auto... stream) {
       using T = typename decltype(type)::type;
       auto step = arguments(type, cell_type);
-      step.grad_gates = Gates<T>::in_rows(mutable_pointer<T>(grad_gates), 3, hidden);
+      step.grad_gates = Gates<T>::row_major(mutable_pointer<T>(grad_gates), 3, hidden);
       if (!sums_bias) step.grad_bias = nullptr;
       return recurrence_step<LltmOneStepCell>(step, stream...);
     });
@@ -393,7 +399,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backward", torch::wrap_pybind_function_no_gil(raw_backward), py::arg("grad_h"), py::arg("grad_cell"),
         py::arg("new_cell"), py::arg("input_gate"), py::arg("output_gate"), py::arg("candidate_cell"),
         py::arg("X"), py::arg("gate_weights"), py::arg("weights"));
-  // The dispatcher's op: called from Python, it takes half of the host time of torch.ops.
+  // Calls the dispatcher's op from Python in half of the host time of torch.ops.
   m.def("call_lltm_cell", torch::wrap_pybind_function_no_gil(call_cell), py::arg("input"), py::arg("weights"),
         py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
 }

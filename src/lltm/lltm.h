@@ -4,7 +4,7 @@
 
 #include "common/types.h"
 #include "lltm/lltm_cell.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/step.h"
 
 namespace lltm_ext {
 
@@ -56,7 +56,7 @@ struct CellInput {
 
 template <typename T, typename C>
 struct FusedCellForwardArguments {
-  StepForwardArguments<T, C> step;  // without gates
+  StepForwardArguments<T, C> step;  // its gates are not set
   CellInput<T> X;
   const T* weights;  // [3H, H + I]
   int weights_row;
@@ -65,7 +65,7 @@ struct FusedCellForwardArguments {
 
 template <typename T, typename C>
 struct FusedCellBackwardArguments {
-  StepBackwardArguments<T, C, C> step;  // without grad_gates
+  StepBackwardArguments<T, C, C> step;  // its grad_gates are not set
   CellInput<T> X;
   const T* weights;  // [3H, H + I]
   int weights_row;
@@ -74,7 +74,7 @@ struct FusedCellBackwardArguments {
 };
 
 // Whether one kernel, with the matrix products and the cell, is the fastest. Up to these sizes it takes an
-// H200 no longer than a library's products in float32, and the host a third of their time. Not for float64.
+// H200 no longer than a library's products in float32, and the host a third of their time. It has no float64.
 constexpr bool fused_cell_pays(int64_t batch, int64_t hidden, int64_t columns) {
   return batch <= 64 && columns <= 512 && batch * 3 * hidden * columns <= int64_t{3} << 21;
 }

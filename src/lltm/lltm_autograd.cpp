@@ -5,18 +5,16 @@
 #include "common/differentiable.h"
 #include "common/function.h"
 #include "common/library.h"
+#include "common/optional_tensor.h"
 
 namespace lltm_ext {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using torch::autograd::variable_list;
 
 constexpr const char* kCell = "lltm_ext::lltm_cell";
 
-OptionalTensor if_defined(const at::Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
-// (new_h, new_cell)
+// Returns (new_h, new_cell).
 std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
                                              const OptionalTensor& bias, const at::Tensor& old_h,
                                              const at::Tensor& old_cell) {
@@ -24,7 +22,7 @@ std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::
 }
 
 struct CellFunction : Function<CellFunction> {
-  // lltm_cell_forward, lltm_cell_backward
+  // The signatures of lltm_cell_forward and lltm_cell_backward.
   using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
                                                                  const OptionalTensor&, const at::Tensor&,
                                                                  const at::Tensor&);
@@ -62,7 +60,7 @@ struct CellFunction : Function<CellFunction> {
     return {grad_input, grad_weights, grad_bias, grad_old_h, grad_old_cell};
   }
 
-  // The cell in torch's ops, which Python implements.
+  // Runs the cell in torch's ops, which Python implements.
   static variable_list composed(const variable_list& inputs) {
     static const auto op = find_composed<decltype(call_cell)>(kCell);
     const auto [new_h, new_cell] = op.call(inputs[0], inputs[1], if_defined(inputs[2]), inputs[3], inputs[4]);

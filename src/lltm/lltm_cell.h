@@ -10,7 +10,7 @@ namespace lltm_ext {
 struct LltmCell : CellDefaults {
   static constexpr int kGates = 3;   // input, output, candidate
   static constexpr int kStates = 1;  // c
-  static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z), tanh(c'); folded but for elu(z)
+  static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z), tanh(c'); all but elu(z) folded
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LltmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {
@@ -26,7 +26,7 @@ struct LltmCell : CellDefaults {
     return tanh_c * output_gate;
   }
 
-  // No forget gate: the gradient of c passes unscaled.
+  // Without a forget gate, the gradient of c passes unscaled.
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static void backward(const A (&saved)[kSaved], const CellInputs<LltmCell, A>&, A grad_h,
                                         A (&grad_states)[1], CellGradients<LltmCell, A>& grads) {

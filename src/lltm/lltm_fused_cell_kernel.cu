@@ -1,7 +1,7 @@
 // lltm on CUDA: one step of few units in one launch, with its matrix products. At these sizes each further
 // launch, and each call of a library, takes the host longer than the step takes the device.
 //
-// Latency matters most, so warps synchronise only to add their sums. Forward, a block has one unit of 16
+// Latency matters most, so warps synchronise only to add up their sums. Forward, a block has one unit of 16
 // rows; its threads split K. Backward, a lane has one column: of [old_h, input] for grad_weights, of the
 // weights for grad_old_h and grad_input. Each warp computes the gate gradients that it needs, 4 units of 8
 // rows at a time, in shared memory.
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
       for (int g = 0; g < 3; ++g) sum[g][r] += weight[g] * x;
     }
   }
-  reduce_over_lanes<kForwardRows>(sum);  // lanes 2 r and 2 r + 1 have row r's
+  reduce_over_lanes<kForwardRows>(sum);  // lanes 2 r and 2 r + 1 have the sums of row r
   __shared__ A warp_sums[kForwardWarps][3][kForwardRows];
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -64,14 +64,14 @@ union WarpScratch {
   float sums[kRows][kWarp];
 };
 
-// The gradients of the gates of kUnits units of kRows rows, 0 outside the matrix.
+// Computes the gradients of the gates of kUnits units of kRows rows, 0 outside the matrix.
 template <typename T, typename C>
 __device__ __forceinline__ void gate_gradients(const FusedCellBackwardArguments<T, C>& args,
                                                WarpScratch& shared, int unit, int row,
                                                bool stores_grad_old_c) {
   const int lane = threadIdx.x % kWarp, u = lane % kUnits, r = lane / kUnits;
   CellGradients<LltmOneStepCell, float> gradients = {};
-  __syncwarp();  // the gradients before have been read
+  __syncwarp();  // all lanes have read the previous gradients
   if (unit + u < args.X.hidden && row + r < args.step.batch) {
     step_unit<LltmOneStepCell, ExactMath>(args.step, row + r, unit + u, gradients,
                                           stores_grad_old_c ? args.step.grad_old_states : nullptr);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void gate_gradients(const FusedCellBackwardArguments<
   __syncwarp();
 }
 
-// A warp has kUnits units and 32 columns. The bias is one more column, of ones.
+// A warp has kUnits units and 32 columns. The bias adds one column, of ones.
 template <typename T, typename C>
 __device__ __forceinline__ void compute_grad_weights(const FusedCellBackwardArguments<T, C>& args,
                                                      WarpScratch& shared, int task) {

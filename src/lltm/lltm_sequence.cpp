@@ -1,8 +1,8 @@
 // lltm, a whole sequence: the table of its kernels. src/custom_cell calls them.
 #include "common/embed.h"
+#include "custom_cell/built_in_schemas.h"
 #include "lltm/lltm_cell.h"
 #include "recurrence/compiled_cell.h"
-#include "recurrence/tensors/built_in_schemas.h"
 
 LLTM_EMBED(lltm_cell_h, "lltm/lltm_cell.h");
 

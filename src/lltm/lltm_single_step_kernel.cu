@@ -1,6 +1,6 @@
 // lltm, a sequence of a single step: the products and the cell in one kernel.
 #include "lltm/lltm_cell.h"
-#include "recurrence/step/single_step.cuh"
+#include "recurrence/stepwise/single_step.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_SINGLE_STEP(LltmCell)

@@ -1,6 +1,6 @@
 // lltm on the CPU, one step and the steps of a sequence: the pointwise loops.
 #include "lltm/lltm.h"
-#include "recurrence/step/pointwise_cpu.h"
+#include "recurrence/stepwise/pointwise_cpu.h"
 
 INSTANTIATE_RECURRENCE_STEP_CPU(LltmCell)
 

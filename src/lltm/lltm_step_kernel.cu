@@ -1,6 +1,6 @@
 // lltm, one step and the steps of a sequence: the pointwise kernels.
 #include "lltm/lltm.h"
-#include "recurrence/step/pointwise.cuh"
+#include "recurrence/stepwise/pointwise.cuh"
 
 namespace lltm_ext {
 

@@ -1,5 +1,5 @@
 // lstm, a whole sequence: the dispatcher ops lltm_ext::lstm, lstm_forward and so on.
-#include "recurrence/tensors/built_in.h"
+#include "custom_cell/built_in.h"
 
 namespace lltm_ext {
 namespace {

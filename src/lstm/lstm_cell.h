@@ -10,7 +10,7 @@ namespace lltm_ext {
 struct LstmCell : CellDefaults {
   static constexpr int kGates = 4;   // input, forget, cell, output
   static constexpr int kStates = 1;  // c
-  static constexpr int kSaved = 5;   // the activated gates, folded; c, to recompute c' from
+  static constexpr int kSaved = 5;   // the activated gates, folded; and c, from which backward recomputes c'
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LstmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {

@@ -1,5 +1,5 @@
 // One step of the LSTM on the CPU.
 #include "lstm/lstm_cell.h"
-#include "recurrence/step/pointwise_cpu.h"
+#include "recurrence/stepwise/pointwise_cpu.h"
 
 INSTANTIATE_RECURRENCE_STEP_CPU(LstmCell)

@@ -1,7 +1,7 @@
 // lstm, one step of a sequence on Hopper: the product and the cell in one kernel.
 #ifdef LLTM_EXT_SM90A
 #include "lstm/lstm_cell.h"
-#include "recurrence/step/fused_hopper.cuh"
+#include "recurrence/stepwise/fused_hopper.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_FUSED_STEPS(LstmCell, __half)

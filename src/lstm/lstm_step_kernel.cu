@@ -1,6 +1,6 @@
 // lstm, one step of a sequence: the pointwise kernels for its cell.
 #include "lstm/lstm_cell.h"
-#include "recurrence/step/pointwise.cuh"
+#include "recurrence/stepwise/pointwise.cuh"
 
 namespace lltm_ext {
 INSTANTIATE_RECURRENCE_STEP(LstmCell, float)

@@ -15,35 +15,35 @@
 //                          A (&grad_states)[kStates], CellGradients<Cell, A>& grads);
 //   };
 //
-// Arrays of no elements have one that is not used.
+// An array that would have no elements has one, which is not used.
 //
 // In shapes, B is the batch, H the hidden size, N the rows of all steps (length * B if every step has the
-// whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. Of the saved values the first G
-// overwrite the gates, unless these are wide, and E are left.
+// whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. The first G saved values overwrite
+// the gates, unless these are wide; the other E have their own array.
 #pragma once
 
 #include "common/types.h"
 
 namespace lltm_ext {
 
-// What a cell is.
+// A cell's sizes and properties, as values.
 struct CellShape {
   int gates;         // pre-activations of a unit: the input's projections, and products with h
   int states;        // values of a unit that a step hands on to the next, besides h
   int saved;         // values saved for backward
-  int parameters;    // of a unit
-  int step_inputs;   // of a unit, without gradients
+  int parameters;    // parameters of a unit
+  int step_inputs;   // inputs of a unit in each step, which get no gradients
   bool recurrent;    // whether there are products with h
   bool separate;     // whether the cell sees projections and products apart, or their sums
   bool reads_h;      // whether a unit reads its own previous h
   int output_state;  // the state that is the output of a step; -1: h is
-  bool wide;         // whether half types have the projections in float32
+  bool wide;         // whether the projections of half types are in float32
 
   constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
   constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
   constexpr int extra() const { return saved - saved_in_gates(); }
-  constexpr int carried() const { return states + reads_h; }  // values that a unit keeps between steps
-  constexpr int sums() const { return gates + parameters; }   // gradients that are summed over all rows
+  constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
+  constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
   constexpr bool outputs_state() const { return output_state >= 0; }
 };
 
@@ -53,8 +53,8 @@ struct CellDefaults {
   static constexpr int kOutputState = -1;
 };
 
-// Whether a cell has kWideProjections, and it is true. A cell that decides by a comparison has: projections
-// that are rounded would take other branches than those of float32.
+// Whether a cell sets kWideProjections. A cell that decides by a comparison does: rounded projections would
+// take other branches than those of float32.
 template <class Cell, class = void>
 constexpr bool kIsWide = false;
 template <class Cell>
@@ -75,12 +75,12 @@ template <class Cell, typename A>
 struct CellInputs {
   A x[at_least_one(Cell::kGates)];                        // projections, with the products unless kSeparate
   A r[at_least_one(Cell::kSeparate ? Cell::kGates : 0)];  // products, if kSeparate
-  A h;                                                    // the previous one, if kReadsH
+  A h;                                                    // the previous h, if kReadsH
   A parameters[at_least_one(Cell::kParameters)];
   A steps[at_least_one(Cell::kStepInputs)];
 };
 
-// Of what CellInputs has.
+// The gradients of the members of CellInputs.
 template <class Cell, typename A>
 struct CellGradients {
   A x[at_least_one(Cell::kGates)];
@@ -88,7 +88,7 @@ struct CellGradients {
   A h = 0;
   A parameters[at_least_one(Cell::kParameters)];
 
-  // That of a product with h.
+  // The gradient of a product with h.
   LLTM_HOST_DEVICE A product(int gate) const { return Cell::kSeparate ? r[gate] : x[gate]; }
 };
 
@@ -115,7 +115,7 @@ struct StepOrder {
   bool reverse;               // from the last time step to the first
   const int64_t* first_rows;  // [length + 1] on the device for a packed sequence; null if all have `batch`
 
-  // No rows before the first step and after the last.
+  // Steps before the first and after the last have no rows.
   LLTM_HOST_DEVICE StepRows at(int k) const {
     if (k < 0 || k >= length) return {0, 0};
     const int t = reverse ? length - 1 - k : k;
@@ -125,36 +125,36 @@ struct StepOrder {
 };
 
 // What a row keeps of h and its states at a reset: all or nothing, or a share.
-LLTM_HOST_DEVICE bool kept_after(bool reset) { return !reset; }
+LLTM_HOST_DEVICE bool mask_of(bool reset) { return !reset; }
 template <typename A>
-LLTM_HOST_DEVICE A kept_after(A reset) {
+LLTM_HOST_DEVICE A mask_of(A reset) {
   return 1 - reset;
 }
 
 // x scaled by what a row keeps. Nothing of an infinity or NaN is left if that is 0.
 template <typename A>
-LLTM_HOST_DEVICE A keep_share(bool keep, A x) {
+LLTM_HOST_DEVICE A scale_by_mask(bool keep, A x) {
   return keep ? x : 0;
 }
 template <typename A>
-LLTM_HOST_DEVICE A keep_share(A keep, A x) {
+LLTM_HOST_DEVICE A scale_by_mask(A keep, A x) {
   return keep == 0 ? 0 : keep * x;
 }
 
-// A number for each row, what it loses of h and its states before a step.
+// The share of h and its states that each row loses before a step.
 template <typename A>
 struct Resets {
-  const void* rows;  // of bool or A; null: no row loses anything
+  const void* rows;  // bools or As; null: no row loses anything
   bool are_bools;
 
   LLTM_HOST_DEVICE Resets from(int64_t row) const {
     if (!rows) return *this;
     return {are_bools ? static_cast<const void*>(as<bool>() + row) : as<A>() + row, are_bools};
   }
-  // What the row keeps.
-  LLTM_HOST_DEVICE A kept(int64_t row) const {
+  // The share that the row keeps.
+  LLTM_HOST_DEVICE A mask(int64_t row) const {
     if (!rows) return 1;
-    return are_bools ? A(kept_after(as<bool>()[row])) : kept_after(as<A>()[row]);
+    return are_bools ? A(mask_of(as<bool>()[row])) : mask_of(as<A>()[row]);
   }
 
  private:
@@ -204,9 +204,9 @@ struct SequenceBackwardArguments {
   using A = acc_t<T>;
   StepOrder steps;
   int begin, end;
-  int64_t first_row, rows;  // of these steps
+  int64_t first_row, rows;  // the rows of these steps
   int hidden;
-  bool from_zeros;  // whether grad_h, grad_own_h and grad_states are only written, and zeros before
+  bool from_zeros;  // whether grad_h, grad_own_h and grad_states start as zeros that are not in memory
   bool reset_is_bool;
   const T* weight_t;     // [H, G * H]
   const T* parameters;   // [P, H]
@@ -216,12 +216,12 @@ struct SequenceBackwardArguments {
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
-  T* grad_projections;   // [rows, G, H] of the projections, then; else not written
+  T* grad_projections;   // [rows, G, H] of the projections, in that case; else not written
   T* grad_h;             // [B, H] after these steps; replaced by that before them
   A* grad_own_h;         // [B, H] likewise, or null
   A* grad_states;        // [S, B, H] likewise
-  A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters, a group's tiles
-                         // all in the first tile's rows; or null
+  A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters; a group adds
+                         // those of all its tiles to the first tile's rows; or null
 
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };

@@ -15,8 +15,8 @@
 #include "common/python.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
-#include "recurrence/step/single_step.h"
-#include "recurrence/step/step.h"
+#include "recurrence/stepwise/single_step.h"
+#include "recurrence/stepwise/step.h"
 
 namespace lltm_ext {
 
@@ -28,7 +28,7 @@ struct CpuLaunchers {
 };
 
 #ifdef LLTM_EXT_WITH_CUDA
-// In float64 there are steps only.
+// float64 has only the launchers of steps.
 template <typename T>
 struct CudaLaunchers {
   using Element = T;
@@ -44,7 +44,7 @@ struct CudaLaunchers {
 struct CompiledCell {
   CellShape shape;
   const char* header;  // the text of the header that declares the cell, for what is compiled at run time
-  const char* type;    // the cell's name there
+  const char* type;    // the cell's name in that header
   std::tuple<CpuLaunchers<float>, CpuLaunchers<double>, CpuLaunchers<c10::Half>, CpuLaunchers<c10::BFloat16>>
       cpu;
 #ifdef LLTM_EXT_WITH_CUDA
@@ -82,13 +82,13 @@ CompiledCell compiled_cell(const char* header, const char* type) {
   return cell;
 }
 
-// Makes a name the program of a cell, which must stay where it is.
+// Registers a cell under a name, which then is its program. The cell must not move.
 #ifdef TORCH_EXTENSION_NAME
 inline void share_compiled_cell(const char* name, const CompiledCell& cell) {
   py::module_::import("lltm_ext._C.custom_cell")
       .attr("add_compiled_cell")(name, reinterpret_cast<intptr_t>(&cell));
 }
 #endif
-bool add_compiled_cell(const std::string& name, const CompiledCell& cell);  // in the library that runs them
+bool add_compiled_cell(const std::string& name, const CompiledCell& cell);  // defined where cells run
 
 }  // namespace lltm_ext

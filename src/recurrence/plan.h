@@ -9,22 +9,22 @@
 #include "common/device.h"
 #include "common/portable.h"
 #include "recurrence/persistent/shape.h"
-#include "recurrence/step/few_rows_shape.h"
-#include "recurrence/step/fused_shape.h"
+#include "recurrence/stepwise/fused_shape.h"
+#include "recurrence/stepwise/small_batch_shape.h"
 
 namespace lltm_ext {
 
 struct Plan {
   Algorithm algorithm = Algorithm::kStepwise;
-  int variant = -1;  // of a persistent kernel, its index in kHalfVariants or kFloatVariants
+  int variant = -1;  // a persistent kernel's index in kHalfVariants or kFloatVariants
   GroupGrid grid = {};
-  FusedStepTile fused_step = {};  // of a stepwise plan
-  FewRowsTile few_rows = {};      // of a stepwise plan
-  bool independent = false;       // of a stepwise plan: one kernel runs all steps of units without a product
-  std::string why_not;            // why the requested algorithm can't run
+  FusedStepTile fused_step = {};    // for kStepwise only
+  SmallBatchTile small_batch = {};  // for kStepwise only
+  bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
+  std::string why_not;       // why the requested algorithm can't run
 
-  bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || few_rows.rows > 0; }
-  // Whether one launch does. The states are then in registers between steps.
+  bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
+  // Whether one launch runs all steps. The states then stay on the chip between them.
   bool runs_all_steps() const { return algorithm != Algorithm::kStepwise || independent; }
 };
 
@@ -34,14 +34,14 @@ struct Problem {
   bool dense;  // every step has the whole batch
   bool backward;
   int element_size;
-  int sequences = 1;          // of these sizes, run side by side in one launch
+  int sequences = 1;          // sequences of these sizes that one launch runs side by side
   bool tf32 = false;          // float32 operands may be rounded to TF32
   bool side_by_side = false;  // another such sequence runs on another stream
 };
 
 namespace plan_detail {
 
-// Those that groups can fill.
+// The multiprocessors that groups of blocks can fill.
 inline int multiprocessors(const GroupGrid& grid, const PersistentVariant& v, const DeviceInfo& device) {
   const bool clusters = v.algorithm == Algorithm::kCluster && grid.group_blocks > 1;
   return clusters ? device.cluster_multiprocessors[grid.group_blocks] : device.multiprocessors;
@@ -54,8 +54,8 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
-  if (!v.one_row && p.hidden % 8 != 0) return false;
-  if (v.one_row && shape.resident_blocks() == 0) return false;
+  if (!v.row_per_block && p.hidden % 8 != 0) return false;
+  if (v.row_per_block && shape.resident_blocks() == 0) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(ceil_div(p.hidden, units));
@@ -67,26 +67,27 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   int64_t rows = ceil_div(p.batch, resident);
   if (rows > shape.row_tile()) {
     if (cluster) {
-      rows = shape.row_tile();  // the other clusters wait for a place
+      rows = shape.row_tile();  // clusters beyond the resident ones wait for a place
     } else if (v.any_rows) {
       rows = ceil_div(rows, kRowTile) * kRowTile;
     } else {
       return false;
     }
   }
-  // What the rows of a group carry uses the shared memory that the weights leave free.
-  if (rows * units * 4 * std::max(p.cell.carried(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2) return false;
+  // The states of a group's rows must fit in the shared memory that the weights leave free.
+  if (rows * units * 4 * std::max(p.cell.live_states(), 1) > 20 * 1024 || p.batch > INT32_MAX / 2)
+    return false;
   grid.rows = static_cast<int>(rows);
   grid.groups = static_cast<int>(ceil_div(p.batch, rows));
   return shape.shared_bytes({static_cast<int>(p.hidden), grid.group_blocks, 0, grid.rows}) <=
          device.shared_bytes;
 }
 
-// Of a group, up to which a grid's steps are faster than those of other kernels.
+// The most row tiles per group with which a grid's steps are faster than those of other kernels.
 inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, bool has_fused_steps) {
   if (p.element_size > 2) {
     if (p.tf32) return p.backward ? 4 : 6;
-    // A backward step of few units and many rows is slow: a product of little work.
+    // Stepwise, backward is slow with few units and many rows: its products have little work.
     return v.chunks == 1 && p.backward ? 8 : 4;
   }
   if (!has_fused_steps) return p.backward ? 6 : 8;
@@ -100,7 +101,7 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
-  if (v.one_row) {  // blocks of several rows are faster from some rows on
+  if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
     if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
@@ -109,17 +110,17 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
   if (v.algorithm == Algorithm::kCluster) {
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
-    // In TF32 clusters of the larger blocks take over from those of the smaller ones.
+    // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
     const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
-    // Of many waves, each loads the weights again; fused steps take over where there are some. The larger
+    // Each wave loads the weights again, so fused steps, where there are any, replace many waves. The larger
     // blocks are for the hidden sizes that the smaller ones do not hold.
     const int until_fused_steps = v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
     const int several_blocks = one_wave ? 1 : fused_step.split_k == 0 ? 9 : until_fused_steps;
     const int waves = grid.group_blocks == 1 ? 9 : several_blocks;
     return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
-  if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster from there on
-  // Two sequences take a second row tile only above the sizes at which two clusters share no launch.
+  if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster with more rows
+  // Two sequences take a second row tile only at hidden sizes that are too large for clusters.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
   return grid.rows <= kRowTile * most_row_tiles_of_grid(v, p, /*has_fused_steps=*/fused_step.split_k > 0);
 }
@@ -169,27 +170,27 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
   if (!device.has_sm90a || !p.cell.recurrent) return {};
   if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // blockIdx.y has tiles
+  if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // limit of blockIdx.y
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
-// same operands, so fewer blocks read less. The warps that a block's columns leave over split K.
-inline FewRowsTile few_rows_tile(const Problem& p, const DeviceInfo& device) {
+// same operands, so fewer blocks read less. Warps beyond those that a block's columns need split K.
+inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& device) {
   if (p.element_size != 4 || !p.cell.recurrent || p.sequences > 1) return {};
-  // Tensor cores are faster from there on.
-  const int most_rows = p.tf32 ? kMostFewRows / 2 : kMostFewRows;
+  // With more rows, tensor cores are faster.
+  const int most_rows = p.tf32 ? kMostSmallBatch / 2 : kMostSmallBatch;
   if (p.batch == 0 || p.batch > most_rows || p.hidden == 0 || p.hidden % 4 != 0) return {};
-  FewRowsShape shape = {p.backward ? 1 : p.cell.gates, {}};
-  const int most_units = FewRowsShape::kMostColumns / shape.products;
+  SmallBatchShape shape = {p.backward ? 1 : p.cell.gates, {}};
+  const int most_units = SmallBatchShape::kMostColumns / shape.products;
   const int64_t k = p.backward ? p.cell.gates * p.hidden : p.hidden;
-  if (most_units == 0 || k > INT32_MAX / kMostFewRows) return {};
+  if (most_units == 0 || k > INT32_MAX / kMostSmallBatch) return {};
   const int64_t waves = ceil_div(p.hidden, int64_t{most_units} * device.multiprocessors);
-  FewRowsTile& tile = shape.tile;
-  tile.rows = *std::lower_bound(std::begin(kFewRows), std::end(kFewRows), static_cast<int>(p.batch));
+  SmallBatchTile& tile = shape.tile;
+  tile.rows = *std::lower_bound(std::begin(kSmallBatch), std::end(kSmallBatch), static_cast<int>(p.batch));
   tile.units = static_cast<int>(ceil_div(p.hidden, waves * device.multiprocessors));
-  tile.split_k = static_cast<int>(
-      std::min<int64_t>(FewRowsShape::kMostWarps / shape.column_tiles(), ceil_div(k, FewRowsShape::kDepth)));
+  tile.split_k = static_cast<int>(std::min<int64_t>(SmallBatchShape::kMostWarps / shape.column_tiles(),
+                                                    ceil_div(k, SmallBatchShape::kDepth)));
   while (tile.split_k > 1 && shape.shared_bytes() > device.shared_bytes) --tile.split_k;
   return tile;
 }
@@ -216,11 +217,11 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   Plan plan;
   const FusedStepTile fused_step = plan_detail::fused_step_tile(problem, device);
   plan.fused_step = fused_step;
-  plan.few_rows = plan_detail::few_rows_tile(problem, device);
+  plan.small_batch = plan_detail::small_batch_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (requested == Algorithm::kStepwise) return plan;
-  // The fastest variant of an algorithm requested by name is that of kAuto, if it has one.
+  // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
   const auto choose = [&](const auto& variants, bool if_it_pays) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {
       const PersistentVariant& v = variants[i];

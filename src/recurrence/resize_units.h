@@ -9,7 +9,7 @@
 
 namespace lltm_ext {
 
-// Which dimensions of a tensor count hidden units, in groups: gates of the rows of a weight, for example.
+// Which dimensions of a tensor count hidden units, in groups where a weight has rows for several gates.
 enum UnitsIn : int64_t { kLastDimension = 1, kFirstDimension = 2 };
 
 // A copy [rows, columns] of a contiguous tensor.

@@ -1,17 +1,17 @@
-// Resets to the initial states, for kernels that reset to zeros only: such a cell as a cell without resets.
+// Turns a cell with resets to the initial states into one without resets: kernels reset to zeros only.
 #pragma once
 
 #include "recurrence/cell.h"
 
 namespace lltm_ext {
 
-// Own, whose steps hand on what the row's next step starts from: their results or, where that step has a
-// reset, the initial h and states. No step has to reset what it gets, and products see the h that the next
-// step starts from.
+// The cell Own, except that a step hands on what the row's next step starts from: its results or, where that
+// step has a reset, the initial h and states. No step has to reset what it gets, and products see the h that
+// the next step starts from.
 //
-// The states: Own's; the output of the step, which no step reads; the initial h and states, which stay what
-// they are and collect their gradients. Own's inputs of a step are followed by the reset of the next step: 0,
-// 1 or the share of the initial states. Saved are Own's values.
+// The states are Own's; then the output of the step, which no step reads; then the initial h and states,
+// which do not change and collect their gradients. The step inputs are Own's and then the reset of the next
+// step: 0, 1 or the share of the initial states. The saved values are Own's.
 template <class Own>
 struct ResetsToInitial {
   static constexpr int kGates = Own::kGates, kSaved = Own::kSaved, kParameters = Own::kParameters;
@@ -34,9 +34,9 @@ struct ResetsToInitial {
     states[kOutputState] = Own::kOutputState < 0 ? h : of_own[larger(Own::kOutputState, 0)];
     const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
     for (int s = 0; s < Own::kStates; ++s) {
-      states[s] = keep_share(keep, of_own[s]) + keep_share(reset, states[kInitial + s]);
+      states[s] = scale_by_mask(keep, of_own[s]) + scale_by_mask(reset, states[kInitial + s]);
     }
-    return keep_share(keep, h) + keep_share(reset, states[kInitialH]);
+    return scale_by_mask(keep, h) + scale_by_mask(reset, states[kInitialH]);
   }
 
   template <typename Math, typename A>
@@ -46,12 +46,12 @@ struct ResetsToInitial {
     CellInputs<Own, A> own;
     copy_constants(own, in);
     const A reset = in.steps[Own::kStepInputs], keep = 1 - reset;
-    grad_states[kInitialH] += keep_share(reset, grad_h);
-    grad_h = keep_share(keep, grad_h);
+    grad_states[kInitialH] += scale_by_mask(reset, grad_h);
+    grad_h = scale_by_mask(keep, grad_h);
     A of_own[at_least_one(Own::kStates)];
     for (int s = 0; s < Own::kStates; ++s) {
-      grad_states[kInitial + s] += keep_share(reset, grad_states[s]);
-      of_own[s] = keep_share(keep, grad_states[s]);
+      grad_states[kInitial + s] += scale_by_mask(reset, grad_states[s]);
+      of_own[s] = scale_by_mask(keep, grad_states[s]);
     }
     gradient_of_output<Own>(grad_h, of_own) += grad_states[kOutputState];
     grad_states[kOutputState] = 0;
@@ -69,7 +69,7 @@ struct ResetsToInitial {
   LLTM_HOST_DEVICE static void copy(A (&to)[kTo], const A (&from)[kFrom]) {
     for (int i = 0; i < kCount; ++i) to[i] = from[i];
   }
-  // What backward gets too.
+  // Copies the inputs that backward gets too.
   template <typename A>
   LLTM_HOST_DEVICE static void copy_constants(CellInputs<Own, A>& own,
                                               const CellInputs<ResetsToInitial, A>& in) {

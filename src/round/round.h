@@ -33,7 +33,7 @@ struct Trunc {
   }
 };
 
-// NaN is not above the threshold: low.
+// NaN is not above the threshold, so it becomes low.
 template <typename T>
 struct Binarize {
   acc_t<T> threshold, low, high;
@@ -56,7 +56,7 @@ LLTM_HOST_DEVICE A tanh_slope(A x) {
   return tanh_derivative(std::tanh(x));
 }
 #ifdef __CUDACC__
-// For the half types: their rounding error is larger than that of the approximate instructions.
+// This is for the half types, whose rounding error is larger than that of the approximate instructions:
 // 4 e / (1 + e)^2 with e = e^-2|x|.
 __device__ __forceinline__ float fast_tanh_slope(float x) {
   float e, inverse;
@@ -66,7 +66,7 @@ __device__ __forceinline__ float fast_tanh_slope(float x) {
 }
 #endif
 
-// Taken as that of half * tanh((input - threshold) / half), which has slope 1 at the threshold too.
+// The same gradient, taken from half * tanh((input - threshold) / half), of slope 1 at the threshold too.
 template <typename T>
 struct BinarizeTanhBackward {
   acc_t<T> threshold, half;

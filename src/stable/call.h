@@ -1,5 +1,5 @@
-// Conversion of arguments and results for torch's stable C ABI: for calls of torch's ops by name, and for the
-// package's own ops, which torch calls.
+// Conversion of arguments and results for torch's stable C ABI, both when the package calls torch's ops by
+// name and when torch calls the package's ops.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

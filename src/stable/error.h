@@ -1,5 +1,5 @@
 // torch's error macros. A stable library can only throw standard C++ exceptions, and torch turns all of
-// them into RuntimeErrors. So other types are a prefix of the message; _portable_bindings.py removes it.
+// them into RuntimeErrors. So the message has other types as a prefix, which _portable_bindings.py removes.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

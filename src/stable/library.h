@@ -40,7 +40,7 @@ class Library {
   Namespace ops_, checks_;
 };
 
-// A function that returns a string of bytes, which the dispatcher's strings can't have: as a tensor of them.
+// Makes a function return its bytes as a tensor, because the dispatcher's strings can't hold them.
 template <auto function>
 struct AsTensor;
 template <typename... Args, std::string (*function)(Args...)>
@@ -66,7 +66,7 @@ void implement(::stable_torch::Library& m, const char* op) {
 }
 }  // namespace lltm_ext
 
-// As torch's, but in the caller's namespace.
+// Like torch's macro, but in the caller's namespace.
 #define TORCH_LIBRARY_FRAGMENT(name, m)                                                                \
   static void register_##name(::stable_torch::Library&);                                               \
   static ::stable_torch::Library& name##_library() {                                                   \

@@ -1,6 +1,6 @@
-// The stable ABI can call neither oneDNN's op, which takes a list of Scalars, nor cuBLASLt: the library must
-// not link to that of one CUDA version. torch's ops multiply, and cuBLAS where TF32 is set otherwise for
-// them.
+// The stable ABI cannot call oneDNN's op, which takes a list of Scalars. The library does not use cuBLASLt
+// either, because it must not link to that of one CUDA version. torch's ops multiply, or cuBLAS does where
+// their TF32 setting differs from ours.
 #pragma once
 
 #include "stable/ops.h"

@@ -117,7 +117,7 @@ inline Tensor mm(const Tensor& a, const Tensor& b) {
   mm_out(product, a, b);
   return product;
 }
-// Half types to float32: on CUDA without an intermediate rounding.
+// Multiplies half types into float32, on CUDA without an intermediate rounding.
 inline Tensor mm(const Tensor& a, const Tensor& b, ScalarType type) {
   if (a.is_cuda()) return call_op<Tensor>("aten::mm", "dtype", a, b, type);
   return mm(a, b).to(type);
@@ -132,7 +132,7 @@ inline void sum_out(const Tensor& out, const Tensor& x, int64_t dim) { out.copy_
 
 inline ScalarType toOpMathType(ScalarType type) { return type == kHalf || type == kBFloat16 ? kFloat : type; }
 
-// torch's settings are not on the ABI: _portable_rules.py asks for them.
+// The ABI does not have torch's settings: _portable_rules.py asks for them.
 enum class Float32Op { RNN };
 struct Context {
   bool allowTF32CuDNN(Float32Op) const { return call_op<bool>("lltm_ext::rnn_allows_tf32", ""); }
@@ -198,7 +198,7 @@ inline CaptureStatus currentStreamCaptureStatusMayInitCtx() {
 }  // namespace cuda
 #endif
 
-// Does nothing for the CPU.
+// It does nothing for the CPU.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Device& device) {
@@ -209,7 +209,7 @@ class DeviceGuard {
   std::optional<::torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Only disables gradients, which is all that the ABI offers. lltm_ext/_portable_rules.py disables autocast.
+// Disables gradients only, which is all that the ABI offers. lltm_ext/_portable_rules.py disables autocast.
 struct AutoDispatchBelowADInplaceOrView {
   AutoDispatchBelowADInplaceOrView() : enabled(aoti_torch_grad_mode_is_enabled()) {
     aoti_torch_grad_mode_set_enabled(false);
@@ -258,7 +258,7 @@ inline MemOverlapStatus get_overlap_status(const Tensor& a, const Tensor& b) {
   return a_last <= b_first || b_last <= a_first ? MemOverlapStatus::No : MemOverlapStatus::Partial;
 }
 
-// The sizes to which both can be broadcast.
+// Returns the sizes to which both can be broadcast.
 inline DimVector infer_size_symdimvector(IntArrayRef a, IntArrayRef b) {
   if (a.size() < b.size()) std::swap(a, b);
   DimVector sizes(a.begin(), a.end());
@@ -272,7 +272,7 @@ inline DimVector infer_size_symdimvector(IntArrayRef a, IntArrayRef b) {
 }
 
 namespace native {
-// Of floating-point tensors, of which those with dimensions decide.
+// The common type of floating-point tensors. Those with dimensions decide, if there are any.
 inline ScalarType result_type(TensorList tensors) {
   std::optional<ScalarType> type;
   for (const bool with_dims : {true, false}) {

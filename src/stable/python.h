@@ -1,4 +1,4 @@
-// Ctrl-C, where the library runs in some Python.
+// Handles Ctrl-C, in whichever Python the library runs.
 #pragma once
 
 #include "stable/error.h"

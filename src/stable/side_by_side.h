@@ -1,4 +1,4 @@
-// The stable ABI has no streams of a pool.
+// The stable ABI has no pool of streams, so directions run one after the other.
 #pragma once
 
 #include "stable/tensor.h"

@@ -78,7 +78,7 @@ class Tensor {
   Tensor() = default;
   explicit Tensor(::torch::stable::Tensor handle) : handle_(std::move(handle)) {}
 
-  // The result of a C function of torch, which writes a new handle to its last argument.
+  // Wraps the result of a C function of torch, which writes a new handle to its last argument.
   template <typename... Parameters, typename... Args>
   static Tensor made_by(AOTITorchError (*function)(Parameters...), Args... args) {
     AtenTensorHandle made = nullptr;
@@ -111,7 +111,7 @@ class Tensor {
   bool is_cuda() const { return handle_->is_cuda(); }
   bool is_meta() const { return device().type() == DeviceType::Meta; }
   bool is_contiguous() const { return handle_->is_contiguous(); }
-  // The ABI does not tell. Of a tensor that is written, Python asks (_portable_rules.py); the dispatcher
+  // The ABI does not tell. For a tensor that is written, Python asks (_portable_rules.py); the dispatcher
   // resolves negative and conjugate bits.
   bool is_nested() const { return false; }
   bool is_inference() const { return false; }
@@ -131,8 +131,8 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  // Views. Those of `alias` are made without the dispatcher, which takes a microsecond; autograd, which does
-  // not see them, is off in the package's ops.
+  // Views. `alias` makes them without the dispatcher, which takes a microsecond. Autograd does not see them,
+  // but it is off in the package's ops.
   Tensor t() const { return transpose(0, 1); }
   Tensor mT() const { return transpose(-2, -1); }
   Tensor transpose(int64_t a, int64_t b) const {
@@ -152,7 +152,7 @@ class Tensor {
   Tensor unsqueeze(int64_t d) const { return call("aten::unsqueeze", "", d); }
   Tensor squeeze(int64_t d) const { return call("aten::squeeze", "dim", d); }
   Tensor as_strided(IntArrayRef sizes, IntArrayRef strides) const { return alias(sizes, strides); }
-  // Of known sizes: no -1.
+  // All sizes must be known: -1 is not supported.
   Tensor view(IntArrayRef sizes) const {
     return is_contiguous() ? alias(sizes, contiguous_strides(sizes)) : call("aten::view", "", sizes);
   }
@@ -176,7 +176,7 @@ class Tensor {
                 std::optional<MemoryFormat>());
   }
   Tensor to(Device device, bool non_blocking) const { return to(device, scalar_type(), non_blocking); }
-  // Of a CPU tensor of one element.
+  // The tensor must be on the CPU and have one element.
   template <typename T>
   T item() const {
     return *to(::c10::CppTypeToScalarType<T>::value).template const_data_ptr<T>();

@@ -18,7 +18,7 @@ struct PhiloxBits {
   LLTM_HOST_DEVICE uint32_t half_word(int k) const { return words[k / 2] >> (k % 2 * 16) & 0xffff; }
 };
 
-// A 64-bit product as two words.
+// The 64-bit product of a and b, as two words.
 struct Product {
   uint32_t low, high;
   LLTM_HOST_DEVICE Product(uint32_t a, uint32_t b) {

@@ -80,7 +80,7 @@ at::Tensor forward(const at::Tensor& input, at::ScalarType dtype, const Optional
   return output;
 }
 
-// Straight-through: the gradient is the incoming one in float32.
+// The op is straight-through: its gradient is the incoming one in float32.
 struct Node : torch::autograd::Function<Node> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input, at::ScalarType dtype,
                             const OptionalGenerator& generator) {

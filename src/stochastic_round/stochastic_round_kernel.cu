@@ -6,12 +6,12 @@
 #include "stochastic_round/stochastic_round.h"
 
 namespace lltm_ext {
-// Not unnamed, because nvcc puts the file's path into the names of an unnamed namespace, and builds would not
-// be reproducible.
+// The namespace has a name, because nvcc puts the file's path into the names of an unnamed one, and builds
+// would not be reproducible.
 inline namespace stochastic_round_cuda {
 
 constexpr int kBlock = 128;
-// Groups per thread. They share the load of the generator's state, and their own loads overlap.
+// The groups of a thread share the load of the generator's state, and their own loads overlap.
 constexpr int kGroups = 2;
 
 struct Group {

@@ -1,4 +1,4 @@
-// Host side of Hopper kernels: TMA tensor maps and cluster launches.
+// The host side of Hopper kernels: TMA tensor maps and cluster launches.
 #pragma once
 
 #include <cuda.h>
@@ -34,7 +34,7 @@ using EncodeTiled = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void
                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Looked up at run time, so that nothing links to libcuda.
+// Looks the function up at run time, so that nothing links to libcuda.
 inline EncodeTiled* find_encode_tiled() {
   static EncodeTiled* const found = [] {
     void* function = nullptr;
@@ -55,7 +55,7 @@ inline constexpr CUtensorMapDataType kMapType<__nv_bfloat16> = CU_TENSOR_MAP_DAT
 template <>
 inline constexpr CUtensorMapDataType kMapType<float> = CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;  // rounds
 
-// Driver functions need a context. A thread that has made no runtime call yet has none: autograd's, for one.
+// Driver functions need a context. A thread without a runtime call so far, such as autograd's, has none.
 inline cudaError_t bind_context() {
   thread_local const cudaError_t bound = [] {
     int device;
@@ -65,7 +65,7 @@ inline cudaError_t bind_context() {
   return bound;
 }
 
-// Boxes of 128 bytes of columns by `box_rows` rows, with the 128-byte swizzle.
+// Encodes a map with boxes of `box_rows` rows by 128 bytes of columns, in the 128-byte swizzle.
 template <typename T>
 cudaError_t encode_tensor_map(CUtensorMap& map, const GlobalTensor& x, int box_rows) {
   EncodeTiled* const encode = find_encode_tiled();
@@ -84,7 +84,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const GlobalTensor& x, int box_r
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// kernel: a __global__ function or a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
+// Launches a __global__ function or a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
 inline cudaError_t launch_clusters(const void* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes,
                                    bool programmatic, cudaStream_t stream, const void** arguments) {
   cudaLaunchAttribute attributes[2] = {};

@@ -20,8 +20,8 @@ constexpr int kTileK = kTileKOf<__half>;
 
 // Tile shape, stages and operand layouts of a mainloop. kTileM: 64 rows for each consumer warpgroup.
 // A cluster computes kClusterM x kClusterN tiles of c, one a block. Blocks in the same row of the cluster
-// share a tile of a, blocks in the same column a tile of b. Each loads a part of a shared tile and multicasts
-// it.
+// share a tile of a, blocks in the same column a tile of b. Each block loads a part of a shared tile and
+// multicasts it.
 template <typename T_, int kTileM_, int kTileN_, int kStages_, bool kMnMajorA_, bool kMnMajorB_,
           int kClusterM_ = 1, int kClusterN_ = 1>
 struct Mainloop {
@@ -30,7 +30,7 @@ struct Mainloop {
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
   static constexpr int kClusterBlocks = kClusterM * kClusterN;
   static constexpr bool kMnMajorA = kMnMajorA_, kMnMajorB = kMnMajorB_;
-  static constexpr int kConsumers = kTileM / 64;  // warpgroups
+  static constexpr int kConsumers = kTileM / 64;  // consumer warpgroups
   static constexpr int kBytesA = kTileM * kSwizzleBytes, kBytesB = kTileN * kSwizzleBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBytes = kStages * kStageBytes;
@@ -38,8 +38,8 @@ struct Mainloop {
   static_assert(sizeof(T) == 2 || !kMnMajorB, "wgmma takes float operands K-major only");
   static_assert(!kMnMajorB || kTileN % 64 == 0, "MN-major operands are loaded in blocks of 64 columns");
   static constexpr bool kFromRegisters = sizeof(T) == 4 && kMnMajorA;
-  // The rows of 128 bytes that a block loads at once, of those that it shares: rows or columns of c if the
-  // operand is K-major, else slices of K.
+  // How many of a shared tile's rows of 128 bytes a block loads: they are rows or columns of c if the operand
+  // is K-major, else slices of K.
   static constexpr int kPartA = (kMnMajorA ? kTileK : kTileM) / kClusterN;
   static constexpr int kPartB = (kMnMajorB ? kTileK : kTileN) / kClusterM;
   static_assert(kPartA % 8 == 0 && kPartB % 8 == 0, "swizzled rows are in groups of 8");
@@ -72,7 +72,7 @@ class Pipeline {
 
   __device__ Pipeline(unsigned char* stages, Barriers& barriers) : stages_(stages), barriers_(barriers) {}
 
-  // By one thread.
+  // One thread calls this.
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers_.full[i], 1);
@@ -90,8 +90,8 @@ class Pipeline {
     return {to, to + Mainloop::kBytesA, &barriers_.full[i]};
   }
 
-  // The next stage, once all consumers have released it, with its barrier expecting a whole stage of bytes.
-  // By one thread.
+  // Returns the next stage, once all consumers have released it, with its barrier expecting a whole stage of
+  // bytes. One thread calls this.
   __device__ __forceinline__ Stage producer_acquire() {
     const Stage found = stage(state_.stage);
     mbarrier_wait(&barriers_.empty[state_.stage], state_.phase ^ 1);
@@ -100,7 +100,7 @@ class Pipeline {
     return found;
   }
 
-  // Loads a tile of a and one of b into the next stage. By one thread.
+  // Loads a tile of a and one of b into the next stage. One thread calls this.
   __device__ __forceinline__ void load(const CUtensorMap* a, const CUtensorMap* b, int row, int column, int k,
                                        int matrix_a, int matrix_b, uint32_t rank) {
     const Stage to = producer_acquire();
@@ -113,7 +113,7 @@ class Pipeline {
                                                                 kColumnOfBlocks << n * kClusterM);
   }
 
-  // The rows of c, of this warpgroup's 64, that a thread has after mma: this one, and kRowStep below it.
+  // After mma a thread has two rows of this warpgroup's 64 of c: this one, and the one kRowStep below it.
   static constexpr int kRowStep = Mainloop::kFromRegisters ? 16 : 8;
   static __device__ __forceinline__ int first_row() {
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
@@ -161,10 +161,10 @@ class Pipeline {
     consumer_release(last);
   }
 
-  // A block of a has 32 rows for each k, and a warp half of them: 16 from 8 (warp % 2) on, without every
-  // other 8. With g = lane / 4 a lane multiplies rows g % 4 + 16 (g / 4) of those, and 4 below: so a warp
-  // reads 32 different banks. Then lanes swap sums, and have rows g and g + 16. While one warpgroup loads,
-  // the other multiplies.
+  // A block of a has 32 rows for each k, of which a warp takes every other 8, from row 8 (warp % 2) on. With
+  // g = lane / 4 a lane multiplies rows g % 4 + 16 (g / 4) of those and 4 below, so that a warp reads 32
+  // different banks. Then lanes swap sums, and have rows g and g + 16. While one warpgroup loads, the other
+  // multiplies.
   template <int kCount>
   __device__ __forceinline__ void mma_from_registers(float (&d)[kCount], int tiles, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -178,7 +178,7 @@ class Pipeline {
       uint32_t x[kSteps][4];
 #pragma unroll
       for (int j = 0; j < 4 * kSteps; ++j) {
-        const int k = j / 4, below = j % 2, further = j / 2 % 2;  // 4 rows, 4 of K
+        const int k = j / 4, below = j % 2, further = j / 2 % 2;  // 4 rows below, 4 of K further
         x[k][j % 4] = ld_shared((a ^ (below * 16 + further * 64)) + (8 * k + further * 4) * kSwizzleBytes);
       }
       fence_accumulator(d);
@@ -204,7 +204,7 @@ class Pipeline {
     }
   }
 
-  // Loads part number `part` of a tile [kRows, 64] of an operand, which kSharers blocks of the cluster share.
+  // Loads part `part` of a tile [kRows, kTileK] of an operand, which kSharers blocks of the cluster share.
   template <bool kMnMajor, int kRows, int kSharers>
   __device__ static __forceinline__ void load_part(unsigned char* to, const CUtensorMap* map, int row, int k,
                                                    int matrix, uint64_t* full, int part, uint32_t sharers) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// Whether the phase of this parity has ended; waits for it a limited time.
+// Returns whether the phase of this parity has ended, for which it waits a limited time.
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -110,7 +110,7 @@ __device__ __forceinline__ uint32_t mapa(const void* here, uint32_t rank) {
   return there;
 }
 
-// The same place in the shared memory of another block of the cluster.
+// The address of the same place in the shared memory of another block of the cluster.
 template <typename T>
 __device__ __forceinline__ const T* in_block(const T* here, uint32_t rank) {
   const T* there;
@@ -118,7 +118,7 @@ __device__ __forceinline__ const T* in_block(const T* here, uint32_t rank) {
   return there;
 }
 
-// Stores to another block's shared memory and completes 16 bytes of its mbarrier; both addresses by mapa.
+// Stores to another block's shared memory and completes 16 bytes of its mbarrier. mapa gives both addresses.
 __device__ __forceinline__ void st_async(uint32_t to, const uint4& x, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%4], {%0, %1, %2, %3}, [%5];"
@@ -158,7 +158,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
-// To the same address, and with the same barrier, in each block of the mask.
+// Loads to the same address, and completes the same barrier, in each block of the mask.
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap* map, int column, int row,
                                                    int matrix, uint64_t* barrier, uint16_t blocks) {
   asm volatile(
@@ -270,8 +270,8 @@ __device__ __forceinline__ void fence_accumulator(float (&accumulator)[kCount]) 
 #define LLTM_F112(i) LLTM_F96(i), LLTM_F16(i + 96)
 #define LLTM_F128(i) LLTM_F64(i), LLTM_F64(i + 64)
 
-// d [64, kN] (+)= a [64, 16] @ b [16, kN]: descriptors of operands in shared memory. Operands are K-major, or
-// MN-major if kMnMajor.
+// d [64, kN] (+)= a [64, 16] @ b [16, kN], given descriptors of operands in shared memory. Operands are
+// K-major, or MN-major if kMnMajor.
 template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
 struct Wgmma;
 
@@ -300,7 +300,7 @@ struct Wgmma;
   LLTM_WGMMA(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100")      \
   LLTM_WGMMA(TYPE, NAME, 224, 112, "112", "113", "114", "115", "116") \
   LLTM_WGMMA(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
-// float32, of which the tensor cores ignore the last 13 bits; K-major only.
+// For float32, whose last 13 bits the tensor cores ignore. Operands are K-major.
 #define LLTM_WGMMA_TF32(N, COUNT, A, B, KEEP)                                                          \
   template <>                                                                                          \
   struct Wgmma<float, N, false, false> {                                                               \
@@ -316,8 +316,8 @@ struct Wgmma;
 LLTM_WGMMA_TF32(128, 64, "64", "65", "66")
 LLTM_WGMMA_TF32(256, 128, "128", "129", "130")
 
-// The same with a in registers: with g = lane / 4 and t = lane % 4, a lane of warp w holds rows 16 w + g, + 8
-// at k = t, then at t + 4. They must not be touched until wgmma_wait_group either.
+// Like that for float32, with a in registers: for g = lane / 4 and t = lane % 4, a lane of warp w holds rows
+// 16 w + g and + 8 at k = t, then at t + 4. They must not be touched until wgmma_wait_group either.
 template <int kN>
 struct WgmmaTf32Registers;
 #define LLTM_WGMMA_TF32_REGISTERS(N, COUNT, A0, A1, A2, A3, B, KEEP)                                   \

@@ -1,5 +1,5 @@
-// Split-K within a cluster on Hopper: each block puts its partial sums into its shared memory, and all blocks
-// add those of all in one order, each for its share of the tile.
+// Split-K within a cluster on Hopper: each block puts its partial sums into its shared memory. Then each
+// block adds up those of all blocks, in one order, for its share of the tile.
 #pragma once
 
 #include "common/hopper/ptx.cuh"

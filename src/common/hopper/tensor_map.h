@@ -4,7 +4,7 @@
 #ifdef __CUDACC_RTC__
 #include "common/portable.h"
 
-struct alignas(64) CUtensorMap {  // as in cuda.h, which NVRTC does not have
+struct alignas(64) CUtensorMap {  // cuda.h's type, because NVRTC does not have that header
   uint64_t opaque[16];
 };
 #else

@@ -19,7 +19,7 @@
 #include "common/runtime/cache.h"
 
 extern "C" {
-bool aoti_torch_grad_mode_is_enabled();  // of libtorch, in whose folder NVRTC is looked for
+bool aoti_torch_grad_mode_is_enabled();  // a symbol of libtorch, in whose folder we look for NVRTC
 }
 
 #endif
@@ -76,8 +76,8 @@ class Nvrtc {
     dlopen((folder_of(reinterpret_cast<void*>(version)) + name).c_str(), RTLD_NOW);
   }
 
-  // torch has usually loaded its NVRTC: of the CUDA that this is built with or, for the portable library, of
-  // the one before. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
+  // torch has usually loaded its NVRTC, that of the CUDA that we are built with or, for the portable library,
+  // of the major version before. Otherwise libcaffe2_nvrtc.so, next to libtorch, finds it.
   static void* open() {
     constexpr int kMajor = CUDART_VERSION / 1000;
     std::string error;
@@ -92,7 +92,7 @@ class Nvrtc {
     TORCH_CHECK(false, "lltm_ext: compiling an op at run time needs torch's NVRTC: ", error);
   }
 
-  // Of the library that has the function, with a slash; empty if it is unknown.
+  // The folder of the library that has the function, with a slash; empty if it is unknown.
   static std::string folder_of(void* function) {
     Dl_info library;
     if (!dladdr(function, &library)) return "";

@@ -1,4 +1,4 @@
-// Compilation of CUDA C++ at run time with NVRTC. Needs no GPU.
+// Compilation of CUDA C++ at run time with NVRTC. It needs no GPU.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace lltm_ext {
 
-// The cubin of `source` for an architecture such as "sm_90", from the disk cache or compiled. `options` are
+// The cubin of `source` for an architecture such as "sm_90", cached on disk or compiled now. `options` are
 // NVRTC's. Errors begin with `description` and contain NVRTC's messages.
 std::string compile(const std::string& description, const std::string& source,
                     const std::vector<Header>& headers, std::vector<std::string> options,

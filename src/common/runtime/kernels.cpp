@@ -15,7 +15,7 @@ class AllowDuringCapture {
   AllowDuringCapture(const AllowDuringCapture&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the mode before
 };
 
 }  // namespace

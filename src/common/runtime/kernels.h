@@ -1,4 +1,4 @@
-// Kernels of binaries compiled at run time.
+// The kernels of binaries that are compiled at run time.
 #pragma once
 
 #ifdef LLTM_EXT_WITH_CUDA

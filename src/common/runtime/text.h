@@ -14,7 +14,7 @@ namespace lltm_ext {
 
 using Strings = std::vector<std::string>;
 
-// Of a program's fields, and of their lines, so that a program is a text of one line.
+// They separate a program's fields, and the lines of a field, so that a program is a text of one line.
 constexpr char kSeparator = '\x1f', kLine = '\x17';
 
 inline Strings split(std::string_view text, char separator) {
@@ -27,7 +27,7 @@ inline Strings split(std::string_view text, char separator) {
   }
 }
 
-// The fields of a program. Those of older ones have line feeds.
+// The fields of a program. Older programs have line feeds in them.
 inline Strings fields_of(std::string_view program) {
   std::string text(program);
   std::replace(text.begin(), text.end(), kLine, '\n');

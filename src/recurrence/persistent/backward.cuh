@@ -3,7 +3,7 @@
 // gradients, because each unit's gradient of h needs all of them.
 #pragma once
 
-#include "recurrence/persistent/one_row.cuh"
+#include "recurrence/persistent/row_per_block.cuh"
 #include "recurrence/persistent/steps.cuh"
 
 namespace lltm_ext {
@@ -17,8 +17,8 @@ class PersistentBackward
     : public PersistentSteps<PersistentBackward<Config>, Config, kBackwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kSavedInGates,
-      Base::kExtra, Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
+      Base::kSavedInGates, Base::kExtra, Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
  public:
@@ -77,7 +77,7 @@ class PersistentBackward
             resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
-    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
+    if constexpr (Config::kHasResets) inputs.reset = *at.reset;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] =
@@ -87,23 +87,23 @@ class PersistentBackward
     inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
   }
 
-  using Gradients = CellGradients<Cell, float>[2];  // of a pair's units
+  using Gradients = CellGradients<Cell, float>[2];  // one for each unit of a pair
   using States = float2[at_least_one(kStates)];
 
   // ---- one row tile
 
   struct OneTilePair {
     bool exists;
-    int64_t at;  // in [B, H]
+    int64_t at;  // offset in [B, H]
     T* grad_gates;
     InputAddresses inputs;
     States grad_states;
-    float2 grad_h;  // of h but through the weights: from after the last step, then what the cell reads of h
-    Reset reset;    // of the step computed last
+    float2 grad_h;  // the gradient of h not through weights; at first, that after the last step
+    Reset reset;    // that of the step computed last
     Gradients grads;
   };
 
-  __device__ __forceinline__ const T* first_h() const { return nullptr; }  // no product at first
+  __device__ __forceinline__ const T* first_h() const { return nullptr; }  // the first step has no product
   __device__ __forceinline__ const Reset* first_reset() const { return nullptr; }
   __device__ __forceinline__ RowSource<T> begin_one_tile() {
     const int64_t first = args_.steps.at(args_.end - 1).first;
@@ -141,8 +141,8 @@ class PersistentBackward
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
-    if constexpr (Config::kKeeps) {
-      through_weights = Base::kept(p.reset, through_weights);
+    if constexpr (Config::kHasResets) {
+      through_weights = Base::masked(p.reset, through_weights);
       p.reset = inputs_[i].reset;
     }
     run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
@@ -152,7 +152,7 @@ class PersistentBackward
   // Moves on to the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if constexpr (Config::kKeeps) keep_gradients(p.reset, p.grad_states, p.grads);
+    if constexpr (Config::kHasResets) mask_gradients(p.reset, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
@@ -161,7 +161,7 @@ class PersistentBackward
     if (p.exists && left > 0) load(inputs_[i], p.inputs);
   }
 
-  // The gradients of the states before the first step.
+  // Computes and stores the gradients of the states before the first step.
   __device__ __forceinline__ void end_one_tile(const RowSource<T>& source) {
     const float* const sums = Base::multiply_tile(steps() & 1, source);
 #pragma unroll
@@ -169,7 +169,7 @@ class PersistentBackward
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
       float2 sum = Base::total(sums, 0, i);
-      if constexpr (Config::kKeeps) sum = Base::kept(p.reset, sum);
+      if constexpr (Config::kHasResets) sum = Base::masked(p.reset, sum);
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -185,9 +185,9 @@ class PersistentBackward
       States grad_states = {};
       if (!args_.from_zeros) load_grad_states(grad_states, at);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
+      for (int s = 0; s < kStates; ++s) live_states(i, b, s) = grad_states[s];
       if constexpr (Cell::kReadsH) {
-        carried(i, b, kStates) =
+        live_states(i, b, kStates) =
             args_.from_zeros ? make_float2(0, 0) : read_pair(args_.grad_own_h + at).widen();
       }
     });
@@ -197,10 +197,10 @@ class PersistentBackward
       const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
       States grad_states;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
+      for (int s = 0; s < kStates; ++s) grad_states[s] = live_states(i, b, s);
       store_grad_states(grad_states, at);
       if constexpr (Cell::kReadsH) {
-        const float2 grad_h = carried(i, b, kStates);
+        const float2 grad_h = live_states(i, b, kStates);
         write_pair(args_.grad_own_h + at, grad_h.x, grad_h.y);
       }
     });
@@ -240,8 +240,8 @@ class PersistentBackward
       } else if (!args_.from_zeros) {
         grad_h = read_pair(stored).widen();
       }
-      if constexpr (Config::kKeeps) {
-        if (b < previous.count) grad_h = Base::kept(resets()[previous.first + b], grad_h);
+      if constexpr (Config::kHasResets) {
+        if (b < previous.count) grad_h = Base::masked(resets()[previous.first + b], grad_h);
       }
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
@@ -250,13 +250,13 @@ class PersistentBackward
       Gradients grads;
       States grad_states;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states[s] = carried(i, b, s);
-      if (Cell::kReadsH) grad_h = add(grad_h, carried(i, b, kStates));
+      for (int s = 0; s < kStates; ++s) grad_states[s] = live_states(i, b, s);
+      if (Cell::kReadsH) grad_h = add(grad_h, live_states(i, b, kStates));
       run_cell(i, grad_h, grad_states, grads);
-      if constexpr (Config::kKeeps) keep_gradients(inputs_[i].reset, grad_states, grads);
+      if constexpr (Config::kHasResets) mask_gradients(inputs_[i].reset, grad_states, grads);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) carried(i, b, s) = grad_states[s];
-      if (Cell::kReadsH) carried(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
+      for (int s = 0; s < kStates; ++s) live_states(i, b, s) = grad_states[s];
+      if (Cell::kReadsH) live_states(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
       T* const to = grad_gates(current.first + b) + j;
       exchange_gates(to, grads, true, i);
       store_projections(to - args_.grad_gates, grads);
@@ -306,10 +306,10 @@ class PersistentBackward
   }
 
   // Scales what reaches the previous states by what the row kept of them.
-  __device__ __forceinline__ static void keep_gradients(Reset reset, States& grad_states, Gradients& grads) {
+  __device__ __forceinline__ static void mask_gradients(Reset reset, States& grad_states, Gradients& grads) {
     Base::keep(reset, grad_states);
 #pragma unroll
-    for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = keep_share(kept_after(reset), grads[e].h);
+    for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = scale_by_mask(mask_of(reset), grads[e].h);
   }
 
   __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {
@@ -319,7 +319,7 @@ class PersistentBackward
       Base::exchange(address + gate * hidden_, x, x, exists, i, gate);
     }
   }
-  // Those of the projections, if they are not those of the products.
+  // Stores the gradients of the projections if they are not those of the products.
   __device__ __forceinline__ void store_projections(int64_t at, const Gradients& grads) const {
     if constexpr (Cell::kSeparate) {
 #pragma unroll
@@ -359,16 +359,16 @@ class PersistentBackward
   static constexpr int kSums = Config::kShape.cell.sums();
   const Arguments& args_;
   const bool has_grad_output_ = args_.grad_output != nullptr;
-  int64_t to_next_;     // rows to the next step's
+  int64_t to_next_;     // rows from a step to the next one computed
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];
-  Inputs inputs_[kPairs];  // of the tile to come
+  Inputs inputs_[kPairs];  // what the next tile reads
   float2 sums_of_rows_[kPairs][kSums] = {};
 };
 
 template <class Config>
-using BackwardSteps =
-    typename Conditional<Config::kVariant.one_row, OneRowBackward<Config>, PersistentBackward<Config>>::type;
+using BackwardSteps = typename Conditional<Config::kVariant.row_per_block, RowPerBlockBackward<Config>,
+                                           PersistentBackward<Config>>::type;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kShape.threads(), Config::kShape.blocks())

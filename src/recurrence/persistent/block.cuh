@@ -36,8 +36,9 @@ struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
   using Projection = projection_t<Cell, T>;
-  static constexpr bool kKeeps = !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
-  using Reset = typename Conditional<kKeeps, Reset_, bool>::type;
+  static constexpr bool kHasResets =
+      !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
+  using Reset = typename Conditional<kHasResets, Reset_, bool>::type;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr bool kAnyRows = kVariant.any_rows;
@@ -46,7 +47,7 @@ struct PersistentConfig {
   static constexpr int kSavedInGates = kShape.cell.saved_in_gates(), kExtra = kShape.cell.extra();
   static constexpr int kInputs = kShape.inputs(), kOutputs = kShape.outputs();
   static constexpr ExchangeThrough kThrough = kShape.through();
-  static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // and above
+  static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // at least
 
   // Float16's functions are more exact than a product in TF32.
   using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
@@ -60,7 +61,7 @@ struct PersistentConfig {
 
   // Whether the kernel is compiled for an architecture. If not, it is never launched.
   static constexpr bool is_compiled(int architecture) {
-    if (kVariant.one_row && kShape.resident_blocks() == 0) return false;
+    if (kVariant.row_per_block && kShape.resident_blocks() == 0) return false;
     return kVariant.on_hopper_only ? kForHopper : architecture >= kArchitecture;
   }
 };
@@ -69,11 +70,11 @@ struct PersistentConfig {
 template <class Config>
 struct ThreadMap {
   using Tile = typename Config::Tile;
-  int lane, g, t;          // in the warp; in a product (product.cuh)
-  int k_slice, unit_tile;  // of the warp
-  int first_unit;          // of the block
-  int first_row, end_row;  // of the group, in the batch
-  int tiles;               // of rows, in the group
+  int lane, g, t;          // the lane in the warp, and its coordinates in a product (product.cuh)
+  int k_slice, unit_tile;  // the warp's part of the product
+  int first_unit;          // the block's first unit
+  int first_row, end_row;  // the group's rows of the batch
+  int tiles;               // row tiles in the group
   int element, vectors;    // the lane's first element of K, and its vectors below the hidden size
 
   __device__ ThreadMap(const GroupGrid& grid, int batch, int hidden) {
@@ -98,7 +99,7 @@ struct ThreadMap {
   __device__ __forceinline__ bool has_pair(int i, int hidden) const {
     return pair(i) < Tile::kPairs && first_unit + pair_unit(i) < hidden;
   }
-  // Of a block with all units, the pairs of a warp are in one row, and most groups have few rows.
+  // If a block has all units, the pairs of a warp are in one row, and most groups have few rows.
   __device__ __forceinline__ bool warp_has_pair(int i) const {
     if (Config::kThrough == ExchangeThrough::kBlock && first_row + pair_row(i) >= end_row) return false;
     return Tile::kPairs % kBlockThreads == 0 || i * kBlockThreads + (threadIdx.x & ~31u) < Tile::kPairs;
@@ -170,16 +171,16 @@ class SharedStorage {
   static constexpr PersistentShape kShape = Config::kShape;
   static constexpr int kScratch = 2 * kShape.partial_sums();
   static constexpr int kWeights = kScratch + kBlockWarps * kShape.warp_scratch();
-  static constexpr int kCarried = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kLiveStates = kWeights + kBlockWarps * kShape.warp_weights();
 
  public:
   __device__ explicit SharedStorage(float* base) : base_(base) {}
   __device__ float* sums() const { return base_; }
   __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
   __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
-  __device__ float* carried() const { return base_ + kCarried; }
+  __device__ float* live_states() const { return base_ + kLiveStates; }
   __device__ char* exchange(int rows) const {
-    return reinterpret_cast<char*>(carried() + rows * kShape.carried_per_row());
+    return reinterpret_cast<char*>(live_states() + rows * kShape.live_states_per_row());
   }
 
  private:
@@ -187,7 +188,7 @@ class SharedStorage {
 };
 
 // Prefetches into L2 what the block reads or writes kStepsAhead steps later; otherwise polling would fetch
-// these lines from memory. Done by warps without pairs, or by all if none is free.
+// these lines from memory. Warps without pairs do this, or all warps if each has some.
 constexpr int kStepsAhead = 3;
 
 template <class Config, int kPlanes>
@@ -205,8 +206,8 @@ class L2Prefetcher {
     for (int i = 0; i < kPerThread; ++i) row_[i] = 1 << 30;  // beyond all rows
   }
 
-  // Adds arrays [rows, planes, H], of which the first `used` planes are fetched, kPlanes of T in total; none
-  // of a null array.
+  // Adds arrays [rows, planes, H], whose first `used` planes are fetched: kPlanes of T in total. A null array
+  // has none.
   class Arrays {
    public:
     __device__ Arrays(L2Prefetcher& prefetcher, const ThreadMap<Config>& map, int hidden)
@@ -239,7 +240,7 @@ class L2Prefetcher {
     int hidden_, first_sector_ = 0;
   };
 
-  // Where every step has `rows` rows (fewer than 0: in reverse), addresses move from step to step.
+  // If every step has `rows` rows (negative in reverse), addresses move from step to step.
   __device__ __forceinline__ void begin(int64_t first_row, int end_row) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -267,8 +268,8 @@ class L2Prefetcher {
   }
 
  private:
-  const char* address_[kPerThread];           // of a sector, in the first tile of a step that begins at row 0
-  int row_[kPerThread], stride_[kPerThread];  // in bytes
+  const char* address_[kPerThread];           // a sector's, in the first tile of a step that begins at row 0
+  int row_[kPerThread], stride_[kPerThread];  // stride_: bytes from row to row
 };
 
 }  // namespace lltm_ext

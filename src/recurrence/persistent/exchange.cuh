@@ -25,12 +25,12 @@ struct RowSource {
   const T* row;    // in memory, at the lane's first element; further inputs are `hidden` elements apart
   int vectors;     // below the hidden size; the others are zeros
   bool exchanged;  // whether the group's blocks write the row during the kernel
-  int element;     // the lane's first
+  int element;     // the lane's first element
   int group_row;   // the row's number in the group
 };
 
-// What a block's shared memory has of a step: [kRowTile, kInputs, kWidth], rows padded. Zeros where there is
-// no row or no unit, so that reading needs no conditions, and its addresses are constants.
+// A step's values in a block's shared memory: [kRowTile, kInputs, kWidth], with padded rows. They are zeros
+// where there is no row or no unit, so reading needs no conditions and its addresses are constants.
 template <typename T, int kInputs, int kWidth>
 struct ExchangeBuffer {
   static constexpr int kInputBytes = kWidth * sizeof(T), kRowBytes = padded_row_bytes(kInputs * kInputBytes),
@@ -60,7 +60,7 @@ struct ExchangeBuffer {
       Vector x = reinterpret_cast<const Vector*>(h)[i];
       if (reset) {
         for (T& value : x.values) {
-          value = narrow<T>(keep_share(kept_after(reset[i / vectors]), float(widen(value))));
+          value = narrow<T>(scale_by_mask(mask_of(reset[i / vectors]), float(widen(value))));
         }
       }
       reinterpret_cast<Vector*>(at(i / vectors, 0))[i % vectors] = x;
@@ -68,7 +68,7 @@ struct ExchangeBuffer {
     __syncthreads();
   }
 
-  // A lane's vectors of its row, from its first `input` on.
+  // Reads a lane's vectors of its row, from `input` on.
   template <int kLoaded, int kChunks>
   __device__ __forceinline__ void read(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) const {
@@ -131,7 +131,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
     }
   }
 
-  // After start() with the same source. Takes several inputs in order, from the first.
+  // Follows start() with the same source. Calls load the inputs in order, from the first.
   template <int kLoaded>
   __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) {
@@ -193,7 +193,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
   }
 
   const int input_bytes_, sharing_warp_, k_slice_;
-  uint4* const shared_;  // the lane's
+  uint4* const shared_;  // the lane's first vector
   uint4 polled_[kInputs * kOwnChunks];
 };
 
@@ -277,7 +277,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
  private:
   using Buffer = ExchangeBuffer<T, kInputs, kWidth>;
   static constexpr int kStagingBytes = kRowTile * kInputs * kUnits * sizeof(T);
-  static constexpr int kPackets = kUnits * sizeof(T) / 16;  // of a row of one input
+  static constexpr int kPackets = kUnits * sizeof(T) / 16;  // packets of a row of one input
 
   // A phase ends with this arrival and the bytes of a step.
   __device__ __forceinline__ void expect(int buffer) const {
@@ -293,10 +293,10 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   }
 
   char* const staging_;
-  const Buffer first_;  // of two; the other follows
+  const Buffer first_;  // the first of two; the other follows it
   const Group group_;
   const unsigned hidden_bytes_, packets_, first_byte_;
-  uint64_t* const barriers_;  // of the buffers
+  uint64_t* const barriers_;  // one for each buffer
   int first_peer_;            // the packets that this thread sends, and their destination
   unsigned first_packet_, stride_;
   int step_ = 0;

@@ -2,7 +2,7 @@
 // states.
 #pragma once
 
-#include "recurrence/persistent/one_row.cuh"
+#include "recurrence/persistent/row_per_block.cuh"
 #include "recurrence/persistent/steps.cuh"
 
 namespace lltm_ext {
@@ -16,7 +16,7 @@ template <class Config>
 class PersistentForward : public PersistentSteps<PersistentForward<Config>, Config, kForwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentForward, Config, kForwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::carried, Base::has_pair, Base::kExtra,
+  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair, Base::kExtra,
       Base::kGates, Base::kPairs, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Projection, typename Base::Reset,
       typename Base::T;
@@ -40,9 +40,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
  private:
   static constexpr bool kSendsLastStep = false;
-  // Whether blocks send what the next step takes of h, and keep so of the states. The cell has nothing to
-  // scale then before it can begin. Through L2 they send the output itself.
-  static constexpr bool kSendsKept = Config::kKeeps && !Config::kAnyRows && !Exchange::kThroughL2;
+  // Whether blocks apply the next step's reset to the h that they send and the states that they keep. The
+  // cell then has nothing to scale before it can begin. Through L2 they send the output itself.
+  static constexpr bool kSendsMasked = Config::kHasResets && !Config::kAnyRows && !Exchange::kThroughL2;
 
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
@@ -57,7 +57,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   struct Inputs {
     Pair<Projection> projections[kGates];
     Pair<T> steps[kStepInputs];
-    Reset reset;  // before this step, or if kSendsKept before the next one
+    Reset reset;  // the reset before this step or, if kSendsMasked, before the next one
   };
   struct Addresses {
     Projection* gates;
@@ -78,7 +78,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
             args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
-    if constexpr (Config::kKeeps) inputs.reset = *at.reset;
+    if constexpr (Config::kHasResets) inputs.reset = *at.reset;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
     Base::load_step_inputs(inputs.steps, at.steps);
@@ -88,7 +88,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   struct OneTilePair {
     bool exists;
-    int64_t at;  // in [B, H]
+    int64_t at;  // offset in [B, H]
     Addresses to;
     States states;
     float2 h;
@@ -99,7 +99,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return args_.h0 ? args_.h0 + map_.first_row * hidden_ : nullptr;
   }
   __device__ __forceinline__ const Reset* first_reset() const {
-    return kSendsKept && steps() > 0 ? resets() + args_.steps.at(0).first + map_.first_row : nullptr;
+    return kSendsMasked && steps() > 0 ? resets() + args_.steps.at(0).first + map_.first_row : nullptr;
   }
   __device__ __forceinline__ float2 first_h(int64_t at) const {
     return args_.h0 ? read_pair(args_.h0 + at).widen() : make_float2(0, 0);
@@ -119,7 +119,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH) p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
       if (!p.exists || steps() == 0) continue;
-      if constexpr (kSendsKept) {
+      if constexpr (kSendsMasked) {
         keep_pair(p, *p.to.reset);
         if (steps() > 1) p.to.reset += to_next_;
       }
@@ -141,7 +141,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
-    const float2 sent = kSendsKept ? Base::kept(inputs_[i].reset, p.h) : p.h;
+    const float2 sent = kSendsMasked ? Base::masked(inputs_[i].reset, p.h) : p.h;
     Base::exchange(p.to.output, p.h, sent, p.exists, i, 0);
   }
 
@@ -151,7 +151,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     if (p.exists) store_state_output(p.to, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
-    if constexpr (kSendsKept) {
+    if constexpr (kSendsMasked) {
       if (left > 0) keep_pair(p, inputs_[i].reset);
       if (left == 1) p.to.reset -= to_next_;  // no step follows the next one
     }
@@ -159,7 +159,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   }
   __device__ __forceinline__ static void keep_pair(OneTilePair& p, Reset reset) {
     Base::keep(reset, p.states);
-    p.h = Base::kept(reset, p.h);
+    p.h = Base::masked(reset, p.h);
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -179,11 +179,11 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       States states;
       load_states(states, at, true);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
-      if (Cell::kReadsH) carried(i, b, kStates) = first_h(at);
+      for (int s = 0; s < kStates; ++s) live_states(i, b, s) = states[s];
+      if (Cell::kReadsH) live_states(i, b, kStates) = first_h(at);
     });
   }
-  __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last
+  __device__ __forceinline__ void store_carried() {}  // step_rows has stored each row's last states
 
   __device__ __forceinline__ void load_inputs(const StepRows& rows, int tile) {
 #pragma unroll
@@ -214,14 +214,14 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       Saved saved;
       States states;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) states[s] = carried(i, b, s);
-      const float2 old_h = Cell::kReadsH ? carried(i, b, kStates) : make_float2(0, 0);
+      for (int s = 0; s < kStates; ++s) states[s] = live_states(i, b, s);
+      const float2 old_h = Cell::kReadsH ? live_states(i, b, kStates) : make_float2(0, 0);
       const float2 h = run_cell(sums, i, states, old_h, saved);
       const Addresses to = addresses(current.first + b, j);
       Base::exchange(to.output, h, h, true, i, 0);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) carried(i, b, s) = states[s];
-      if (Cell::kReadsH) carried(i, b, kStates) = h;
+      for (int s = 0; s < kStates; ++s) live_states(i, b, s) = states[s];
+      if (Cell::kReadsH) live_states(i, b, kStates) = h;
       store_state_output(to, states);
       if (saves_) save(to, saved);
       if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
@@ -263,10 +263,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float2 products[kGates];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
-    if constexpr (Config::kKeeps && !kSendsKept) {
+    if constexpr (Config::kHasResets && !kSendsMasked) {
       Base::keep(inputs_[i].reset, products);
       Base::keep(inputs_[i].reset, states);
-      old_h = Base::kept(inputs_[i].reset, old_h);
+      old_h = Base::masked(inputs_[i].reset, old_h);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -303,16 +303,16 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   const Arguments& args_;
   const bool saves_ = args_.save;
-  int64_t to_next_;  // rows to the next step's
+  int64_t to_next_;  // rows from a step to the next one
   const T* states_;  // the lane's row of the exchanged states, and its vectors there
   int vectors_;
   OneTilePair pairs_[kPairs];
-  Inputs inputs_[kPairs];  // of the tile to come
+  Inputs inputs_[kPairs];  // what the next tile reads
 };
 
 template <class Config>
-using ForwardSteps =
-    typename Conditional<Config::kVariant.one_row, OneRowForward<Config>, PersistentForward<Config>>::type;
+using ForwardSteps = typename Conditional<Config::kVariant.row_per_block, RowPerBlockForward<Config>,
+                                          PersistentForward<Config>>::type;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kShape.threads(), Config::kShape.blocks())

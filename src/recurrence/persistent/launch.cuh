@@ -61,7 +61,8 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
     }
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (plan.few_rows.rows > 0) return launch_few_rows_steps<Cell>(sequences.of[0], plan.few_rows, stream);
+    if (plan.small_batch.rows > 0)
+      return launch_small_batch_steps<Cell>(sequences.of[0], plan.small_batch, stream);
   }
   const auto kernel = kernels.at(plan.variant);
   return launch_persistent(reinterpret_cast<const void*>(kernel), kCellShape<Cell>, sequences, plan, stream);

@@ -1,4 +1,4 @@
-// Launches of a planned sequence, as the bindings see them.
+// The launchers of a planned sequence, for host code.
 #pragma once
 
 #include "recurrence/cell.h"
@@ -21,8 +21,8 @@ template <class Cell, typename T>
 cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& plan);
 
 // Runs a fused plan: a persistent kernel for all directions, or fused steps for one sequence. First fills the
-// memory through which blocks exchange values. If the kernel does not fit (does_not_fit in tensors/launch.h),
-// nothing has run.
+// memory through which blocks exchange values. If the kernel does not fit (does_not_fit in
+// custom_cell/launch.h), nothing has run.
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, cudaStream_t stream);
@@ -31,7 +31,7 @@ cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArgument
                                      const Plan& plan, cudaStream_t stream);
 
 #ifdef LLTM_EXT_WITH_CUDA
-// The memory through which a grid's blocks exchange values: [rows, width].
+// Fills the memory [rows, width] through which a grid's blocks exchange values.
 template <typename T>
 cudaError_t fill_unwritten(T* data, int64_t rows, int64_t width, cudaStream_t stream) {
   return cudaMemsetAsync(data, kUnwrittenByte, rows * width * sizeof(T), stream);
@@ -84,7 +84,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
 }
 #endif
 
-// The fused steps (step/fused_hopper.cuh).
+// Launches the fused steps (stepwise/fused_hopper.cuh).
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
@@ -92,12 +92,12 @@ template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
 
-// The fused steps of few rows (step/few_rows.cuh).
+// Launches the fused steps of few rows (stepwise/small_batch.cuh).
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceForwardArguments<float>& sequence, const FewRowsTile& tile,
-                                  cudaStream_t stream);
+cudaError_t launch_small_batch_steps(const SequenceForwardArguments<float>& sequence,
+                                     const SmallBatchTile& tile, cudaStream_t stream);
 template <class Cell>
-cudaError_t launch_few_rows_steps(const SequenceBackwardArguments<float>& sequence, const FewRowsTile& tile,
-                                  cudaStream_t stream);
+cudaError_t launch_small_batch_steps(const SequenceBackwardArguments<float>& sequence,
+                                     const SmallBatchTile& tile, cudaStream_t stream);
 
 }  // namespace lltm_ext

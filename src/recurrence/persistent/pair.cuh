@@ -17,7 +17,7 @@ struct Pair<float> {
 };
 
 #ifdef __CUDACC_RTC__
-// NVRTC has no CUDA headers: raw bits, converted by PTX.
+// NVRTC has no CUDA headers, so PTX converts the raw bits.
 template <>
 struct Pair<__half> {
   using Word = unsigned;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_pair(T* address, float a, float b) {
   *reinterpret_cast<Pair<T>*>(address) = Pair<T>::of(a, b);
 }
 
-// A pair of the states that a caller gives or gets: of T or, unless `narrow`, of float.
+// Access a pair of the states that a caller gives or gets: of T if `narrow`, else of float.
 template <typename T>
 __device__ __forceinline__ float2 read_state_pair(const void* states, int64_t at, bool narrow) {
   if (narrow) return read_pair(static_cast<const T*>(states) + at).widen();

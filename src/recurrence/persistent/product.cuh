@@ -127,7 +127,7 @@ struct WarpProduct {
 };
 
 // Lane (g, t) sums over its quarter of K for all rows of the batch, which it reads from `scratch`. Then the
-// four lanes of a row exchange their sums. Groups of one row are common, and compute no other.
+// four lanes of a row exchange their sums. Groups of one row are common, so they compute only that row.
 template <int kOut, int kIn, int kChunks>
 struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
   static constexpr int kStride = scratch_stride(kIn * kChunks);
@@ -194,7 +194,7 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
       }
     }
   }
-  // The total of the one row. That of lanes with t > 0 belongs to no row and is not read.
+  // Adds the total of the one row. The sums of lanes with t > 0 belong to no row and are not read.
   __device__ static void exchange(float (&sum)[4], const float (&wide)[2][1], int) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

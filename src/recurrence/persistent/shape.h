@@ -10,23 +10,23 @@ namespace lltm_ext {
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kRowTile = 8;          // rows of the batch in a product
-constexpr int kChunkBytes = 64;      // of a row, a warp's step through K
-constexpr int kLanesOfUnit = 4;      // in a block of one row
-constexpr int kRegisters = 1 << 16;  // of a multiprocessor
+constexpr int kChunkBytes = 64;      // a warp's step through K, in bytes of a row
+constexpr int kLanesOfUnit = 4;      // lanes that share a unit in a block of one row
+constexpr int kRegisters = 1 << 16;  // registers of a multiprocessor
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };
 
-// A block's group, and its number in it.
+// A block's group, and the block's number in it.
 struct Group {
   int hidden;
   int blocks;
   int block;
-  int rows;  // of the batch
+  int rows;  // rows of the batch
 };
 
-// Bytes from one row to the next in shared memory. An offset of half the banks keeps the two rows that a
-// quarter of a warp reads apart.
+// Bytes from one row to the next in shared memory. An offset of half the banks puts the two rows that a
+// quarter of a warp reads into different banks.
 LLTM_HOST_DEVICE constexpr int padded_row_bytes(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 
 // Floats from one row to the next in the scratch of a product in IEEE float32. Avoids bank conflicts.
@@ -42,24 +42,24 @@ struct PersistentShape {
   constexpr bool on_tensor_cores() const { return element_size == 2 || variant.tf32; }
 
   constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
-  constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums of a unit
+  constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums that a unit needs
   constexpr int units() const { return 16 * variant.unit_tiles; }
-  constexpr int threads() const { return variant.one_row ? kLanesOfUnit * units() : kBlockThreads; }
+  constexpr int threads() const { return variant.row_per_block ? kLanesOfUnit * units() : kBlockThreads; }
   // How many blocks of one row a multiprocessor has room for: their weights are in registers.
   constexpr int resident_blocks() const {
-    const int registers = cell.gates * units() / kLanesOfUnit + 56;  // of a thread
+    const int registers = cell.gates * units() / kLanesOfUnit + 56;  // registers per thread
     return registers > 255 ? 0 : kRegisters / (threads() * registers);
   }
-  // How many it must have room for.
+  // How many blocks a multiprocessor must have room for, which limits the registers of a thread.
   constexpr int blocks() const {
-    if (!variant.one_row || threads() > 256) return 1;
+    if (!variant.row_per_block || threads() > 256) return 1;
     const int wanted = 512 / threads(), fit = resident_blocks();
     return fit < 1 ? 1 : fit < wanted ? fit : wanted;
   }
-  constexpr int row_tile() const { return variant.one_row ? 1 : kRowTile; }
+  constexpr int row_tile() const { return variant.row_per_block ? 1 : kRowTile; }
   constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
   constexpr int most_hidden() const {
-    return variant.one_row ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
+    return variant.row_per_block ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
   }
 
   constexpr ExchangeThrough through() const {
@@ -67,8 +67,8 @@ struct PersistentShape {
     return variant.algorithm == Algorithm::kCluster ? ExchangeThrough::kCluster : ExchangeThrough::kL2;
   }
 
-  // How many warps of different units share the loading of vectors that all of them need, through shared
-  // memory: in an exchange through L2, if it has room and not every tile reads weights from it.
+  // How many warps of different units share, through shared memory, the loading of vectors that all of them
+  // need. Two do in an exchange through L2, if it has room and is not read for weights in every tile.
   constexpr int sharing_warps() const {
     return through() != ExchangeThrough::kL2 || variant.unit_tiles == 1 ||
                    (variant.any_rows && variant.chunks > 4) || inputs() * variant.chunks > 24
@@ -106,7 +106,7 @@ struct PersistentShape {
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
   constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
-  constexpr int carried_per_row() const { return variant.any_rows ? cell.carried() * units() : 0; }
+  constexpr int live_states_per_row() const { return variant.any_rows ? cell.live_states() * units() : 0; }
 
   constexpr int exchange_bytes() const {
     const int tile = kRowTile * padded_row_bytes(inputs() * most_hidden() * element_size);
@@ -117,9 +117,9 @@ struct PersistentShape {
     return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
   }
   constexpr int shared_bytes(const Group& group) const {
-    if (variant.one_row) return 4 * 2 * inputs() * units();
-    const int floats =
-        2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + group.rows * carried_per_row();
+    if (variant.row_per_block) return 4 * 2 * inputs() * units();
+    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) +
+                       group.rows * live_states_per_row();
     return 4 * floats + exchange_bytes();
   }
 };

@@ -4,7 +4,7 @@
 // Rows of the batch don't depend on each other, so the grid is divided into groups of blocks that never
 // communicate: a group has some rows of the batch, and its blocks divide the hidden units. A block keeps the
 // recurrent weights of its units on the chip for the whole sequence. In every step it multiplies them by the
-// values that the group's blocks exchange (exchange.cuh), and adds its own.
+// values that the group's blocks exchange (exchange.cuh), and contributes its own.
 //
 // The blocks of a group must be resident at the same time: the launch guarantees it or fails.
 #pragma once
@@ -38,7 +38,7 @@ class PersistentSteps {
   using Prefetcher = L2Prefetcher<Config, kPrefetchedPlanes>;
   static constexpr int kGates = Config::kGates, kSavedInGates = Config::kSavedInGates,
                        kExtra = Config::kExtra;
-  static constexpr int kStates = Cell::kStates, kCarried = Config::kShape.cell.carried();
+  static constexpr int kStates = Cell::kStates, kLiveStates = Config::kShape.cell.live_states();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
 
@@ -48,7 +48,7 @@ class PersistentSteps {
         sums_(storage.sums()),
         scratch_(storage.scratch()),
         weights_(storage.weights()),
-        carried_(storage.carried()),
+        live_states_(storage.live_states()),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
 
   __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
@@ -67,8 +67,8 @@ class PersistentSteps {
 
   // What a pair in row b carries, in shared memory if a group may have several tiles: the states and, if the
   // cell reads it, h; backward their gradients.
-  __device__ __forceinline__ float2& carried(int i, int b, int value) const {
-    float* const row = carried_ + ((b - map_.first_row) * kCarried + value) * kUnits;
+  __device__ __forceinline__ float2& live_states(int i, int b, int value) const {
+    float* const row = live_states_ + ((b - map_.first_row) * kLiveStates + value) * kUnits;
     return *reinterpret_cast<float2*>(row + map_.pair_unit(i));
   }
   template <class F>
@@ -97,15 +97,15 @@ class PersistentSteps {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
   }
-  // What a reset leaves. Inputs of a step have the reset as it is in memory: a conversion where it is loaded
-  // would wait for it there.
-  __device__ __forceinline__ static float2 kept(Reset reset, float2 x) {
-    return make_float2(keep_share(kept_after(reset), x.x), keep_share(kept_after(reset), x.y));
+  // What a reset leaves of x. A step's inputs keep the reset as it is in memory: a conversion where it is
+  // loaded would wait for it there.
+  __device__ __forceinline__ static float2 masked(Reset reset, float2 x) {
+    return make_float2(scale_by_mask(mask_of(reset), x.x), scale_by_mask(mask_of(reset), x.y));
   }
   template <int N>
   __device__ __forceinline__ static void keep(Reset reset, float2 (&values)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = kept(reset, values[i]);
+    for (int i = 0; i < N; ++i) values[i] = masked(reset, values[i]);
   }
 
   // Parameters and step inputs as the cell reads them, for both units of a pair.
@@ -123,7 +123,6 @@ class PersistentSteps {
     }
   }
 
-  // The block's product of a tile, as partial sums that all threads may then read.
   __device__ __forceinline__ void multiply(float (&products)[Config::kOutputs][4],
                                            const RowSource<T>& source) {
     constexpr int kPerLoad = Config::kShape.inputs_per_load(), kPerProduct = Config::kInputsPerProduct;
@@ -141,6 +140,7 @@ class PersistentSteps {
       }
     }
   }
+  // The block's product of a tile, as partial sums that all threads may then read.
   __device__ __forceinline__ const float* multiply_tile(int buffer, const RowSource<T>& source) {
     exchange_.start(source);
     float* const sums = sums_ + buffer * Sums::kSize;
@@ -153,10 +153,10 @@ class PersistentSteps {
 
   const int hidden_;
   const ThreadMap<Config> map_;
-  float* const sums_;     // two buffers, in turn
-  float* const scratch_;  // of the warp
+  float* const sums_;     // two buffers that alternate
+  float* const scratch_;  // the warp's
   typename Config::Weights weights_;
-  float* const carried_;  // [rows of the group, kCarried, kUnits]
+  float* const live_states_;  // [rows of the group, kLiveStates, kUnits]
   Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
   Exchange exchange_;
   Prefetcher prefetcher_;
@@ -164,12 +164,12 @@ class PersistentSteps {
  private:
   __device__ __forceinline__ Derived& derived() { return static_cast<Derived&>(*this); }
 
-  // Groups of one row tile, if every step has the whole batch. A step takes about a microsecond, most of it
-  // dependent instructions. So this loop keeps all addresses and states in registers, which the loop below
+  // For groups of one row tile, if every step has the whole batch. A step takes about a microsecond, most of
+  // it dependent instructions. So this loop keeps all addresses and states in registers, which the loop below
   // can't.
   __device__ __forceinline__ void run_one_tile() {
     Derived& self = derived();
-    const int steps = self.steps();  // in a register, as all that a step needs: each load waits
+    const int steps = self.steps();  // in a register, since a step waits for each load
     RowSource<T> source = self.begin_one_tile();
     exchange_.begin(self.first_h(), self.first_reset());
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
@@ -193,7 +193,7 @@ class PersistentSteps {
     self.end_one_tile(source);
   }
 
-  // Any number of row tiles a group, and of rows in a step.
+  // For any number of row tiles a group, and of rows in a step.
   __device__ __forceinline__ void run_any_rows() {
     Derived& self = derived();
     self.load_carried();

@@ -8,18 +8,18 @@ enum class Algorithm { kAuto, kStepwise, kCluster, kGrid };
 // A persistent kernel: how its blocks exchange states, and the share of the weights that a block holds.
 struct PersistentVariant {
   Algorithm algorithm;
-  bool any_rows;   // several row tiles a group, and steps of different numbers of rows
-  int unit_tiles;  // of 16 hidden units, in a block
-  int chunks;      // of 64 bytes, that a warp multiplies of K
+  bool any_rows;   // takes several row tiles a group, and steps of different numbers of rows
+  int unit_tiles;  // tiles of 16 hidden units that a block has
+  int chunks;      // chunks of 64 bytes of K that a warp multiplies
   bool on_hopper_only = false;
-  bool tf32 = false;     // rounds float32 operands to TF32
-  bool one_row = false;  // a block has one row and all units (one_row.cuh)
+  bool tf32 = false;           // rounds float32 operands to TF32
+  bool row_per_block = false;  // a block has one row and all units (row_per_block.cuh)
 };
 
-// The planner takes the first that fits and pays off. Small blocks mean many blocks and a slow exchange,
+// The planner takes the first one that fits and pays off. Small blocks mean many blocks and a slow exchange,
 // large ones more work per step; the order is measured on Hopper (docs/design/recurrence.md). Variants that
 // another one can replace are compiled for Hopper only: for all architectures they were a fifth of the wheel.
-// In those of clusters for Hopper only, a block has all units.
+// In the half types' cluster variants for Hopper only, a block has all units.
 constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kCluster, false, 2, 0, true, false, true},
     {Algorithm::kCluster, false, 4, 0, true, false, true},
@@ -37,7 +37,7 @@ constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kGrid, true, 1, 8, true},
 };
 constexpr PersistentVariant kFloatVariants[] = {
-    // IEEE, no slower than TF32 for few units
+    // IEEE, which is no slower than TF32 for few units
     {Algorithm::kCluster, false, 2, 0, true, false, true},
     {Algorithm::kCluster, false, 4, 0, true, false, true},
     {Algorithm::kCluster, false, 6, 0, true, false, true},

@@ -1,0 +1,438 @@
+// Sequences of a cell backward, in one direction or two. The steps run in a few chunks,
+// the last steps first. A chunk computes the gradients of its gates, from which matrix products follow.
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "custom_cell/custom_cell.h"
+#include "custom_cell/launch.h"
+
+namespace lltm_ext {
+namespace {
+
+// A chunk: steps [first, last) and their rows [begin, end).
+struct Chunk {
+  size_t first, last;
+  int64_t begin, end;
+};
+
+// Four chunks keep only a quarter of all gate gradients in memory. More chunks, or smaller ones, would make
+// the products smaller, take more launches and round half-type sums more often.
+std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
+  const int64_t min_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
+  std::vector<Chunk> chunks;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    const int64_t begin = steps[k].first, end = begin + steps[k].count;
+    if (chunks.empty() || chunks.back().end - chunks.back().begin >= min_rows) {
+      chunks.push_back({k, k + 1, begin, end});
+    } else {
+      Chunk& chunk = chunks.back();
+      chunk = {chunk.first, k + 1, std::min(chunk.begin, begin), std::max(chunk.end, end)};
+    }
+  }
+  return chunks;
+}
+
+// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0 or the previous step's, less
+// what a reset took of it). Only dense sequences may lack h0, which then is zeros.
+void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
+                            const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
+                            const std::vector<RowRange>& steps, const Chunk& chunk) {
+  struct Run {
+    int64_t row;  // the first row in grad_gates
+    const at::Tensor* source;
+    int64_t source_row, rows;
+  };
+  std::vector<Run> runs;
+  const auto add = [&](int64_t row, const at::Tensor& source, int64_t source_row, int64_t rows) {
+    if (rows == 0 || !source.defined()) return;
+    if (!runs.empty() && runs.back().source == &source && runs.back().row + runs.back().rows == row &&
+        runs.back().source_row + runs.back().rows == source_row) {
+      runs.back().rows += rows;
+    } else {
+      runs.push_back({row, &source, source_row, rows});
+    }
+  };
+  const bool descending = steps[chunk.first].first != chunk.begin;
+  for (size_t i = chunk.first; i < chunk.last; ++i) {
+    const size_t k = descending ? chunk.first + chunk.last - 1 - i : i;  // steps in the order of their rows
+    const int64_t row = steps[k].first - chunk.begin;
+    const int64_t carried = k == 0 ? 0 : std::min(steps[k].count, steps[k - 1].count);
+    if (carried > 0) add(row, output, steps[k - 1].first, carried);
+    add(row + carried, h0, carried, steps[k].count - carried);
+  }
+  if (reset.defined() && !runs.empty()) {  // without h0, the rows of the first step have no run
+    const int64_t first = runs[0].row, count = runs.back().row + runs.back().rows - first;
+    const at::Tensor kept_h = at::empty({count, output.size(1)}, output.options());
+    for (const auto& [row, source, source_row, rows] : runs) {
+      mask_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
+    }
+    return matmul.add_weight_gradient(gradient, grad_gates.narrow(0, first, count), kept_h);
+  }
+  std::vector<at::Tensor> sources;
+  for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
+  // A packed sequence has more than two runs; two products are faster than a copy.
+  if (runs.size() > 2) return matmul.add_weight_gradient(gradient, grad_gates, at::cat(sources));
+  for (size_t i = 0; i < runs.size(); ++i) {
+    matmul.add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
+  }
+}
+
+// The gradients of a direction; undefined where they are not needed.
+struct Gradients {
+  at::Tensor input, h0, states, weight_ih, weight_hh, bias, parameters;
+};
+
+// What a direction's backward reads in addition to the forward's inputs.
+struct BackwardInputs {
+  OptionalTensor grad_output, grad_h_n, grad_states_n;
+  at::Tensor output, gates, extra;  // as the forward left them; output: h of every step
+};
+
+void check_backward_inputs(const CellOp& op, const CellCall& call, const Direction& d,
+                           const BackwardInputs& given) {
+  const auto& [grad_output, grad_h_n, grad_states_n, output, gates, extra] = given;
+  const at::Tensor& input = call.input;
+  const std::string full_name = op.name() + "_backward";
+  const char* name_of_op = full_name.c_str();
+  const CellShape shape = op.shape();
+  const at::ScalarType type = input.scalar_type();
+  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
+                         c10::SymIntArrayRef sizes, const char* meaning) {
+    check_same_device(name_of_op, name, x, input);
+    check_same_dtype(name_of_op, name, x, dtype);
+    check_shape(name_of_op, name, x, sizes, meaning);
+  };
+  const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
+  check("output", output, type, rows_of(hidden), "[..., hidden_size]");
+  check("gates", gates, type, rows_of(shape.saved_gates() * hidden), "[..., gates*hidden_size]");
+  check("extra", extra, type, rows_of(shape.extra() * hidden), "[..., extra*hidden_size]");
+  if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
+  if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
+  if (!grad_states_n) return;
+  const c10::SymDimVector sizes = states_sizes(shape, d, batch, hidden);
+  check("grad_states_n", *grad_states_n, states_type(input, d), sizes,
+        sizes.size() == 2 ? "[batch, hidden_size]" : "[states, batch, hidden_size]");
+}
+
+// A direction: what its backward reads, and the gradients that its chunks add to.
+struct DirectionGradients {
+  const Direction& inputs;
+  OptionalTensor grad_output;
+  at::Tensor output, gates, extra;  // [N, ...]
+  at::Tensor h0;                    // undefined for zeros before a dense sequence
+  std::vector<RowRange> steps;
+  std::vector<Chunk> chunks;
+  // The gradients after a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h;
+  // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
+  at::Tensor grad_h, grad_own_h, grad_states;
+  bool are_unset;
+  at::Tensor grad_sums;  // [B, (G + P) * H]; summed over B, those of bias and parameters; or undefined
+  at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // weights': undefined until the first chunk
+  at::Tensor parameters, step_inputs, reset;              // aligned; rows
+  at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
+
+  DirectionGradients(const CellShape& shape, const at::Tensor& input, const Direction& inputs,
+                     const BackwardInputs& given, const SequenceSizes& sizes, bool input_needs_grad,
+                     bool bias_needs_grad)
+      : inputs(inputs),
+        grad_output(given.grad_output),
+        output(flatten_rows(given.output).contiguous()),
+        gates(aligned(flatten_rows(given.gates))),
+        extra(aligned(flatten_rows(given.extra))),
+        h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
+        steps(sizes.steps(inputs.reverse)),
+        chunks(chunks_of(steps, output.size(0))),
+        parameters(aligned(inputs.parameters)),
+        step_inputs(aligned(inputs.step_inputs)),
+        reset(rows_of_reset(inputs)) {
+    if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
+    const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+    grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
+    grad_states = at::empty({shape.states, sizes.batch, sizes.hidden}, options);
+    if (shape.reads_h) grad_own_h = at::empty({sizes.batch, sizes.hidden}, options);
+    are_unset = !sizes.batch_sizes && !given.grad_h_n && !given.grad_states_n;
+    if (!are_unset) {
+      set_values(grad_h, or_undefined(given.grad_h_n));
+      if (grad_own_h.defined()) grad_own_h.zero_();
+      if (given.grad_states_n) {
+        grad_states.view(given.grad_states_n->sizes()).copy_(*given.grad_states_n);
+      } else {
+        grad_states.zero_();
+      }
+    }
+    if (bias_needs_grad || shape.parameters > 0) {
+      grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
+    }
+    if (input_needs_grad) {
+      grad_input = empty_contiguous(input);
+      if (sizes.batch * sizes.hidden == 0) grad_input.zero_();
+    }
+  }
+
+  // Steps that are computed one by one read these gradients from memory.
+  void write_zeros() {
+    if (!std::exchange(are_unset, false)) return;
+    for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
+      if (x.defined()) x.zero_();
+    }
+  }
+
+  void prepare_for_fused() {
+    if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
+    if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
+  }
+};
+
+struct DirectionChunk {
+  DirectionGradients& direction;
+  Chunk chunk;
+  at::Tensor grad_gates;        // [rows of the chunk, G * H]
+  at::Tensor grad_projections;  // likewise; is grad_gates if the cell sees only sums
+};
+
+struct Backward {
+  const CellOp& op;
+  const CellCall& call;
+  const CellShape shape = op.shape();
+  const SequenceSizes sizes{shape, call};
+
+  std::vector<Gradients> run(at::ArrayRef<BackwardInputs> given, bool input_needs_grad,
+                             bool bias_needs_grad) {
+    const at::Tensor &input = call.input, input_rows = flatten_rows(input);
+    std::vector<DirectionGradients> gradients;
+    size_t chunk_count = 0;
+    for (size_t i = 0; i < given.size(); ++i) {
+      gradients.emplace_back(shape, input, call.directions[i], given[i], sizes, input_needs_grad,
+                             bias_needs_grad);
+      chunk_count = std::max(chunk_count, gradients[i].chunks.size());
+    }
+    for (size_t from_last = 1; from_last <= chunk_count && sizes.batch * sizes.hidden > 0; ++from_last) {
+      std::vector<DirectionChunk> parts;
+      for (DirectionGradients& direction : gradients) {
+        if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
+        const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
+        const auto rows = [&] {
+          return at::empty({chunk.end - chunk.begin, shape.gates * sizes.hidden}, input.options());
+        };
+        const at::Tensor grad_gates = rows();
+        parts.push_back({direction, chunk, grad_gates, shape.separate ? rows() : grad_gates});
+      }
+      run_steps(parts);
+      for (const DirectionChunk& part : parts) add_products(part, input_rows);
+    }
+    std::vector<Gradients> results;
+    for (DirectionGradients& g : gradients) results.push_back(finished(g, bias_needs_grad));
+    return results;
+  }
+
+  // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
+  void run_steps(at::ArrayRef<DirectionChunk> parts, bool side_by_side = false) const {
+    const at::Tensor& like = parts[0].direction.gates;
+    const Plan plan = sizes.plan(op, like, /*backward=*/true, call.algorithm, parts.size(), side_by_side);
+    if (plan.is_fused() && try_run_fused(parts, plan)) return;
+    if (parts.size() == 1) return run_stepwise(parts[0]);
+    // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
+    if (sizes.plan(op, like, /*backward=*/true, call.algorithm, 1, /*side_by_side=*/true).is_fused()) {
+      for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
+    }
+    run_side_by_side(like, parts.size(),
+                     [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
+  }
+
+  // Runs a pointwise kernel and a matrix product per step.
+  void run_stepwise(const DirectionChunk& part) const {
+    const auto& [direction, chunk, grad_gates, grad_projections] = part;
+    direction.write_zeros();
+    const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
+                     &grad_states = direction.grad_states;
+    const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
+    const at::Tensor dy = direction.grad_output.value_or(at::Tensor());
+    const Matmul matmul(gates);
+    for (size_t k = chunk.last; k-- > chunk.first;) {
+      const auto [first_row, n] = direction.steps[k];
+      const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n),
+                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n);
+      launch("recurrence_pointwise_backward", gates,
+             [&, &direction = direction, first_row = first_row, n = n](auto type, auto... stream) {
+               using T = typename decltype(type)::type;
+               StridedGradient<T> grad_output = {};
+               if (dy.defined()) {
+                 const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
+                 grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
+               }
+               const auto row_major = [&](const at::Tensor& x) {
+                 return Gates<T>::row_major(mutable_pointer<T>(x), shape.gates, hidden);
+               };
+               const StepBackwardArguments<T> step = {
+                   .batch = n,
+                   .hidden = hidden,
+                   .saved = Gates<const T>::row_major(rows_from<T>(gates, first_row), shape.gates, hidden),
+                   .extra = rows_from<T>(extra, first_row),
+                   .parameters = pointer<T>(direction.parameters),
+                   .step_inputs = rows_from<T>(direction.step_inputs, first_row),
+                   .resets = resets_from<T>(direction.reset, first_row),
+                   .grad_output = grad_output,
+                   .grad_h = pointer<T>(grad_h),
+                   .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
+                   .grad_new_states = {pointer<acc_t<T>>(grad_states), hidden, 1},
+                   .grad_old_states = mutable_pointer<acc_t<T>>(grad_states),
+                   .state_stride = batch * hidden,
+                   .grad_gates = row_major(step_grad_gates),
+                   .grad_projections = row_major(step_grad_projections),
+                   .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
+               };
+               return op.step(step, stream...);
+             });
+      if (shape.recurrent) {
+        matmul(first_rows(grad_h, n), step_grad_gates, direction.inputs.weight_hh);
+      } else {
+        first_rows(grad_h, n).zero_();
+      }
+      if (!direction.reset.defined()) continue;
+      mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
+      if (!gates.is_cpu()) continue;  // on CUDA the kernel has scaled the others
+      const at::Tensor reset = direction.reset.narrow(0, first_row, n);
+      for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
+        if (x.defined()) first_rows(x, n).copy_(apply_reset(first_rows(x, n), reset));
+      }
+    }
+  }
+
+  // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
+  bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const Plan& plan) const {
+    const at::Tensor& like = parts[0].direction.gates;
+    const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
+    for (const DirectionChunk& part : parts) {
+      part.direction.prepare_for_fused();
+      if (!plan.runs_all_steps()) part.direction.write_zeros();
+    }
+    const auto arguments_of = [&](auto type, size_t i) {
+      using T = typename decltype(type)::type;
+      const auto& [direction, chunk, grad_gates, grad_projections] = parts[i];
+      return SequenceBackwardArguments<T>{
+          .steps = sizes.order(direction.inputs.reverse, first_rows),
+          .begin = static_cast<int>(chunk.first),
+          .end = static_cast<int>(chunk.last),
+          .first_row = chunk.begin,
+          .rows = chunk.end - chunk.begin,
+          .hidden = static_cast<int>(sizes.hidden),
+          .from_zeros = direction.are_unset,
+          .reset_is_bool = is_bool(direction.reset),
+          .weight_t = pointer<T>(direction.weight_hh_t),
+          .parameters = pointer<T>(direction.parameters),
+          .step_inputs = pointer<T>(direction.step_inputs),
+          .reset = pointer<void>(direction.reset),
+          .gates = pointer<T>(direction.gates),
+          .extra = pointer<T>(direction.extra),
+          .grad_output = pointer<T>(direction.dense_grad_output),
+          .grad_gates = mutable_pointer<T>(grad_gates),
+          .grad_projections = mutable_pointer<T>(grad_projections),
+          .grad_h = mutable_pointer<T>(direction.grad_h),
+          .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
+          .grad_states = mutable_pointer<acc_t<T>>(direction.grad_states),
+          .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
+      };
+    };
+    const bool ran = try_launch_fused(
+        "recurrence_backward", like, plan, call.algorithm, parts.size(), [&](auto type, auto stream) {
+          return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
+        });
+    for (const DirectionChunk& part : parts) part.direction.are_unset &= !ran;
+    return ran;
+  }
+
+  // Adds the matrix products with a chunk's gradients.
+  void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
+    const auto& [direction, chunk, grad_gates, grad_projections] = part;
+    const int64_t count = chunk.end - chunk.begin;
+    const Matmul matmul(input_rows);
+    matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
+                               input_rows.narrow(0, chunk.begin, count));
+    if (shape.recurrent) {
+      add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
+                             direction.reset, direction.steps, chunk);
+    }
+    if (!direction.grad_input.defined()) return;
+    const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
+    matmul(grad_rows, grad_projections, direction.inputs.weight_ih);
+  }
+
+  static at::Tensor or_zeros(const at::Tensor& gradient, const at::Tensor& of) {
+    return gradient.defined() || !of.defined() ? gradient : at::zeros(of.sizes(), of.options());
+  }
+
+  Gradients finished(DirectionGradients& g, bool bias_needs_grad) const {
+    const Direction& d = g.inputs;
+    g.write_zeros();  // if there were no steps
+    Gradients result = {.input = g.grad_input,
+                        .weight_ih = or_zeros(g.grad_weight_ih, d.weight_ih),
+                        .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};
+    if (d.h0.defined()) {
+      result.h0 = shape.reads_h ? (g.grad_h + g.grad_own_h).to(g.grad_h.scalar_type()) : g.grad_h;
+    }
+    if (d.states.defined()) result.states = g.grad_states.view(d.states.sizes()).to(d.states.scalar_type());
+    if (!g.grad_sums.defined()) return result;
+    const int64_t hidden = g.grad_h.size(1);
+    const auto sums = [&](int64_t first, int64_t count) {  // [count * H], in its own memory
+      return sum_of_rows(g.grad_sums.narrow(1, first * hidden, count * hidden), g.grad_h);
+    };
+    if (bias_needs_grad) result.bias = sums(0, shape.gates);
+    if (shape.parameters > 0) {
+      result.parameters = sums(shape.gates, shape.parameters).view({shape.parameters, hidden});
+    }
+    return result;
+  }
+};
+
+std::vector<Gradients> meta_backward(const CellShape& shape, const CellCall& call, bool input_needs_grad,
+                                     bool bias_needs_grad) {
+  std::vector<Gradients> results;
+  for (const Direction& d : call.directions) {
+    Gradients g = {.weight_ih = empty_contiguous(d.weight_ih)};
+    if (d.h0.defined()) g.h0 = empty_contiguous(d.h0);
+    if (d.states.defined()) g.states = empty_contiguous(d.states);
+    if (input_needs_grad) g.input = empty_contiguous(call.input);
+    if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
+    if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
+    if (shape.parameters > 0) g.parameters = empty_contiguous(d.parameters);
+    results.push_back(std::move(g));
+  }
+  return results;
+}
+
+}  // namespace
+
+variable_list run_backward(const CellOp& op, const CellCall& call, const c10::List<OptionalTensor>& grads,
+                           at::TensorList saved, bool input_needs_grad, bool bias_needs_grad) {
+  check(op, call);
+  std::vector<BackwardInputs> inputs;
+  for (size_t i = 0; i < saved.size(); i += 3) {
+    inputs.push_back(
+        {grads.get(i), grads.get(i + 1), grads.get(i + 2), saved[i], saved[i + 1], saved[i + 2]});
+    check_backward_inputs(op, call, call.directions[i / 3], inputs.back());
+  }
+  std::vector<Gradients> found;
+  if (call.input.is_meta()) {
+    found = meta_backward(op.shape(), call, input_needs_grad, bias_needs_grad);
+  } else {
+    const KernelGuard guard(call.input);
+    found = Backward{op, call}.run(inputs, input_needs_grad, bias_needs_grad);
+  }
+  variable_list gradients;
+  for (const Gradients& g : found) {
+    append(gradients, {g.input, g.h0, g.states, g.weight_ih, g.weight_hh, g.bias, g.parameters});
+  }
+  for (at::Tensor& x : gradients) {
+    if (!x.defined()) x = at::empty({0}, call.input.options());
+  }
+  return gradients;
+}
+
+}  // namespace lltm_ext

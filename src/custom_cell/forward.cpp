@@ -1,0 +1,308 @@
+// Sequences of a cell forward, in one direction or two.
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+
+#include "custom_cell/custom_cell.h"
+#include "custom_cell/launch.h"
+
+namespace lltm_ext {
+namespace {
+
+struct Outputs {
+  at::Tensor output, h_n, states_n;  // output: h of every step
+  at::Tensor state_output;           // the state that is the output instead; or undefined
+  at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
+                     // wide, what backward needs
+  at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
+};
+
+// The outputs of a direction, but gates and extra. Those that the cell lacks stay undefined.
+Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direction& d) {
+  const at::Tensor& input = call.input;
+  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  Outputs out;
+  out.output = empty_like_input(input, hidden);
+  if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
+  out.h_n = at::empty_symint({batch, hidden}, input.options());
+  out.states_n =
+      at::empty_symint(states_sizes(shape, d, batch, hidden), input.options().dtype(states_type(input, d)));
+  return out;
+}
+
+// A copy of the initial states in the type in which they accumulate: in states_n, if it has this type.
+at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
+  const at::ScalarType type = at::toOpMathType(out.h_n.scalar_type());
+  const bool has_type = out.states_n.scalar_type() == type;
+  const at::Tensor states =
+      has_type ? out.states_n : at::empty(out.states_n.sizes(), out.states_n.options().dtype(type));
+  set_values(states, d.states);
+  return states;
+}
+void finish_states(const Outputs& out, const at::Tensor& states) {
+  if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
+}
+
+struct Forward {
+  const CellOp& op;
+  const CellCall& call;
+  const bool save;
+  const CellShape shape = op.shape();
+  const int64_t gates = shape.gates, extra = shape.extra();
+  const SequenceSizes sizes{shape, call};
+  std::vector<Outputs> outs = {};  // one for each direction
+
+  void run() {
+    const at::ScalarType type = call.input.scalar_type();
+    const Matmul matmul(call.input);
+    for (const Direction& d : call.directions) {
+      Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
+      out.gates = matmul
+                      .affine(flatten_rows(call.input), d.weight_ih.t(), if_defined(d.bias),
+                              shape.wide ? at::toOpMathType(type) : type)
+                      .view_symint(sizes_like_input(call.input, gates * sizes.hidden));
+      if (save) out.extra = empty_like_input(call.input, extra * sizes.hidden);
+    }
+    if (outs[0].output.numel() > 0) return run_steps(0, outs.size());
+    for (size_t i = 0; i < outs.size(); ++i) {
+      set_values(outs[i].h_n, call.directions[i].h0);
+      set_values(outs[i].states_n, call.directions[i].states);
+    }
+  }
+
+  // Runs directions [first, first + count): in one launch if they fit, else side by side.
+  void run_steps(size_t first, size_t count, bool side_by_side = false) const {
+    const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, call.algorithm, count, side_by_side);
+    if (plan.is_fused() && try_run_fused(first, count, plan)) return;
+    if (count == 1) return run_stepwise(outs[first], call.directions[first]);
+    run_side_by_side(outs[0].output, count, [&](size_t i) { run_steps(i, 1, /*side_by_side=*/true); });
+  }
+
+  // Runs a matrix product and a pointwise kernel per step. h_n and `states` hold the current states.
+  void run_stepwise(const Outputs& out, const Direction& d) const {
+    set_values(out.h_n, d.h0);
+    const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
+    const int64_t batch = h.size(0), hidden = h.size(1);
+    const at::Tensor parameters = contiguous_or_none(d.parameters),
+                     step_inputs = contiguous_or_none(d.step_inputs), reset = rows_of_reset(d);
+    const Matmul matmul(h);
+    at::Tensor weight_hh_t, products;
+    if (shape.recurrent) {
+      // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
+      // copy. For oneDNN, in TF32, and in half types whose rows are aligned, the copy gains nothing.
+      const bool by_view = h.is_cpu() || matmul.tf32() || (h.element_size() == 2 && hidden % 8 == 0);
+      weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
+      products = at::empty({batch, gates * hidden}, states.options());
+    }
+    for (const auto& [first_row, n] : sizes.steps(d.reverse)) {
+      if (reset.defined() && h.is_cpu()) {
+        const at::Tensor of_step = reset.narrow(0, first_row, n);
+        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)})
+          x.copy_(apply_reset(x, of_step));
+      }
+      at::Tensor product;
+      if (shape.recurrent) {
+        const at::Tensor h_rows = first_rows(h, n);
+        product = onednn_product(h_rows, weight_hh_t);
+        if (!product.defined()) {
+          product = first_rows(products, n);
+          matmul(product, h_rows, weight_hh_t);
+        }
+      }
+      launch("recurrence_pointwise_forward", h, [&, first_row = first_row, n = n](auto type, auto... stream) {
+        using T = typename decltype(type)::type;
+        T* const step_gates = reinterpret_cast<T*>(mutable_pointer<char>(out.gates) +
+                                                   first_row * gates * hidden * out.gates.element_size());
+        const StepForwardArguments<T> step = {
+            .batch = n,
+            .hidden = hidden,
+            .gates = Gates<const T>::row_major(step_gates, gates, hidden),
+            .product = pointer<acc_t<T>>(product),
+            .parameters = pointer<T>(parameters),
+            .step_inputs = rows_from<T>(step_inputs, first_row),
+            .resets = resets_from<T>(reset, first_row),
+            .old_states = pointer<acc_t<T>>(states),
+            .new_states = mutable_pointer<acc_t<T>>(states),
+            .state_stride = batch * hidden,
+            .old_h = pointer<T>(h),
+            .h = mutable_pointer<T>(h),
+            .output = mutable_pointer<T>(out.output) + first_row * hidden,
+            .state_output =
+                shape.outputs_state() ? mutable_pointer<T>(out.state_output) + first_row * hidden : nullptr,
+            .saved = Gates<T>::row_major(save ? step_gates : nullptr, gates, hidden),
+            .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
+        };
+        return op.step(step, stream...);
+      });
+    }
+    finish_states(out, states);
+  }
+
+  // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
+  bool try_run_fused(size_t first, size_t count, const Plan& plan) const {
+    const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
+    std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
+    for (size_t i = first; i < first + count; ++i) {
+      const Direction& d = call.directions[i];
+      weights.push_back(aligned(d.weight_hh));
+      h0.push_back(aligned(d.h0));
+      if (plan.runs_all_steps()) {
+        states0.push_back(aligned(d.states));
+        states_n.push_back(outs[i].states_n);
+      } else {  // fused steps read all states from memory
+        if (!d.h0.defined()) h0.back() = at::zeros(outs[i].h_n.sizes(), outs[i].h_n.options());
+        states0.push_back(accumulating_states(outs[i], d));
+        states_n.push_back(states0.back());
+      }
+      parameters.push_back(aligned(d.parameters));
+      step_inputs.push_back(aligned(d.step_inputs));
+      reset.push_back(rows_of_reset(d));
+    }
+    const auto arguments_of = [&](auto type, size_t i) {
+      using T = typename decltype(type)::type;
+      const Outputs& out = outs[first + i];
+      return SequenceForwardArguments<T>{
+          .steps = sizes.order(call.directions[first + i].reverse, first_rows),
+          .hidden = static_cast<int>(sizes.hidden),
+          .save = save,
+          .narrow_states = sizeof(T) < sizeof(acc_t<T>) && states_n[i].scalar_type() == out.h_n.scalar_type(),
+          .reset_is_bool = is_bool(reset[i]),
+          .weight = pointer<T>(weights[i]),
+          .parameters = pointer<T>(parameters[i]),
+          .step_inputs = pointer<T>(step_inputs[i]),
+          .reset = pointer<void>(reset[i]),
+          .h0 = pointer<T>(h0[i]),
+          .states0 = pointer<void>(states0[i]),
+          .gates = mutable_pointer<T>(out.gates),
+          .extra = mutable_pointer<T>(out.extra),
+          .output = mutable_pointer<T>(out.output),
+          .state_output = mutable_pointer<T>(out.state_output),
+          .h_n = mutable_pointer<T>(out.h_n),
+          .states_n = mutable_pointer<void>(states_n[i]),
+      };
+    };
+    const bool ran = try_launch_fused("recurrence_forward", outs[0].output, plan, call.algorithm, count,
+                                      [&](auto type, auto stream) {
+                                        auto sequences = per_direction(type, count, arguments_of);
+                                        sequences.rows = outs[0].output.numel() / sizes.hidden;
+                                        return op.launch(sequences, plan, stream);
+                                      });
+    for (size_t i = 0; ran && i < count; ++i) finish_states(outs[first + i], states_n[i]);
+    return ran;
+  }
+};
+
+// The outputs of a trace, which knows sizes only.
+std::vector<Outputs> meta_outputs(const CellShape& shape, const CellCall& call) {
+  std::vector<Outputs> outs;
+  for (const Direction& d : call.directions) {
+    const c10::SymInt hidden = hidden_of(shape, d);
+    Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
+    out.gates = empty_like_input(call.input, shape.saved_gates() * hidden);
+    out.extra = empty_like_input(call.input, shape.extra() * hidden);
+  }
+  return outs;
+}
+
+// The call with the sum of two biases as its bias.
+CellCall with_one_bias(CellCall call) {
+  for (Direction& d : call.directions) {
+    if (d.bias_hh.defined()) d.bias = d.bias + d.bias_hh;
+  }
+  return call;
+}
+
+// ---- a single step
+
+bool steps_on_tensor_cores(const at::Tensor& input, const Direction& d) {
+#ifdef LLTM_EXT_WITH_CUDA
+  return at::cuda::getDeviceProperties(input.get_device())->major >= 8 &&
+         single_step_on_tensor_cores(input.size(1), d.h0.size(1), input.size(2),
+                                     static_cast<int>(input.element_size()), allows_tf32(input));
+#else
+  return false;
+#endif
+}
+
+// Runs a call that takes_single_step; returns what run_forward does.
+variable_list run_single_step(const CellOp& op, const CellCall& call, bool save) {
+  const at::Tensor& input = call.input;
+  const Direction& d = call.directions[0];
+  const KernelGuard guard(input);
+  const int64_t batch = input.size(1), hidden = d.h0.size(1);
+  const CellShape shape = op.shape();
+  variable_list results = {at::empty({1, batch, hidden}, input.options()),
+                           at::empty({batch, hidden}, input.options()),
+                           at::empty(d.states.sizes(), d.states.options())};
+  if (save) {
+    results.push_back(at::empty({1, batch, shape.gates * hidden}, input.options()));
+    results.push_back(at::empty({1, batch, shape.extra() * hidden}, input.options()));
+    results.push_back(empty_like_input(input, 0));
+  }
+#ifdef LLTM_EXT_WITH_CUDA
+  const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = d.states.contiguous(),
+                   weight_ih = d.weight_ih.contiguous(), weight_hh = d.weight_hh.contiguous(),
+                   bias = contiguous_or_none(d.bias), bias_hh = contiguous_or_none(d.bias_hh);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(input.get_device());
+  check_launch(
+      "recurrence_single_step", with_type(input.scalar_type(), [&](auto type) {
+        using T = typename decltype(type)::type;
+        const bool narrow = sizeof(T) < sizeof(acc_t<T>) && results[2].scalar_type() == input.scalar_type();
+        return op.launch(SingleStepArguments<T>{.batch = static_cast<int>(batch),
+                                                .hidden = static_cast<int>(hidden),
+                                                .input_size = static_cast<int>(input.size(2)),
+                                                .narrow_states = narrow,
+                                                .on_tensor_cores = steps_on_tensor_cores(input, d),
+                                                .input = pointer<T>(x),
+                                                .h0 = pointer<T>(h0),
+                                                .states0 = pointer<void>(states0),
+                                                .weight_ih = pointer<T>(weight_ih),
+                                                .weight_hh = pointer<T>(weight_hh),
+                                                .bias = pointer<T>(bias),
+                                                .bias_hh = pointer<T>(bias_hh),
+                                                .output = mutable_pointer<T>(results[0]),
+                                                .h_n = mutable_pointer<T>(results[1]),
+                                                .states_n = mutable_pointer<void>(results[2]),
+                                                .gates = save ? mutable_pointer<T>(results[3]) : nullptr,
+                                                .extra = save ? mutable_pointer<T>(results[4]) : nullptr},
+                         stream);
+      }));
+#endif
+  return results;
+}
+
+}  // namespace
+
+bool takes_single_step(const CellOp& op, const CellCall& call) {
+  const at::Tensor& input = call.input;
+  const Direction& d = call.directions[0];
+  if (call.directions.size() > 1 || call.batch_sizes || !op.has_single_step()) return false;
+  if (!input.is_cuda() || input.sym_size(0) != 1 || input.scalar_type() == at::kDouble) return false;
+  if (!d.h0.defined() || !d.states.defined() || d.reset.defined() || call.algorithm != "auto") return false;
+  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
+                          static_cast<int>(input.element_size()), steps_on_tensor_cores(input, d));
+}
+
+variable_list run_forward(const CellOp& op, const CellCall& call, bool save) {
+  if (takes_single_step(op, call)) return run_single_step(op, call, save);
+  const CellShape shape = op.shape();
+  std::vector<Outputs> outs;
+  if (call.input.is_meta()) {
+    outs = meta_outputs(shape, call);
+  } else {
+    const KernelGuard guard(call.input);
+    const CellCall given = with_one_bias(call);
+    Forward forward{op, given, save};
+    forward.run();
+    outs = std::move(forward.outs);
+  }
+  variable_list results;
+  for (const Outputs& out : outs) {
+    append(results, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
+    if (!save) continue;
+    append(results, {shape.wide ? empty_like_input(call.input, 0) : out.gates, out.extra,
+                     shape.outputs_state() ? out.output : empty_like_input(call.input, 0)});
+  }
+  return results;
+}
+
+}  // namespace lltm_ext

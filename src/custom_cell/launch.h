@@ -1,0 +1,198 @@
+// From tensors to the fused kernels: the plan, the sizes, the launch.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "common/matmul.h"
+#include "common/side_by_side.h"
+#include "custom_cell/kernels.h"
+#include "custom_cell/rows.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
+namespace lltm_ext {
+
+inline Algorithm algorithm_named(const char* op, c10::string_view name) {
+  if (name == "auto") return Algorithm::kAuto;
+  if (name == "stepwise") return Algorithm::kStepwise;
+  if (name == "cluster") return Algorithm::kCluster;
+  if (name == "grid") return Algorithm::kGrid;
+  TORCH_CHECK_VALUE(false, op, ": expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got '",
+                    name, "'");
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
+// Calls f(Type<T>{}).
+template <typename F>
+auto with_type(at::ScalarType type, F&& f) {
+  if (type == at::kHalf) return f(Type<__half>{});
+  if (type == at::kBFloat16) return f(Type<__nv_bfloat16>{});
+  if (type == at::kDouble) return f(Type<double>{});
+  return f(Type<float>{});
+}
+#endif
+
+// Plans one launch of `sequences` sequences. An algorithm that can't run a single one is an error; several
+// can still run one after the other.
+inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
+                     bool backward, c10::string_view algorithm, size_t sequences = 1,
+                     bool side_by_side = false) {
+  const std::string name = of.name();
+  const char* const op = name.c_str();
+  const Algorithm wanted = algorithm_named(op, algorithm);
+  Plan plan;
+  if (!input.is_cuda()) {
+    if (wanted == Algorithm::kCluster || wanted == Algorithm::kGrid) plan.why_not = "needs a CUDA device";
+  } else {
+#ifdef LLTM_EXT_WITH_CUDA
+    const Problem problem = {.cell = of.shape(),
+                             .hidden = hidden,
+                             .batch = batch,
+                             .dense = dense,
+                             .backward = backward,
+                             .element_size = static_cast<int>(input.element_size()),
+                             .sequences = static_cast<int>(sequences),
+                             .tf32 = allows_tf32(input),
+                             .side_by_side = side_by_side};
+    check_launch(
+        op, with_type(input.scalar_type(), [&](auto type) { return of.plan(type, problem, wanted, plan); }));
+    // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
+    if (!dense && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+      if (wanted != Algorithm::kAuto && wanted != Algorithm::kStepwise) {
+        plan.why_not = "can't be captured in a graph with a packed sequence";
+      }
+      plan.algorithm = Algorithm::kStepwise;
+      plan.small_batch = {};
+      plan.independent = false;
+    }
+#endif
+  }
+  TORCH_CHECK(plan.why_not.empty() || sequences > 1, op, ": algorithm '", algorithm, "' ", plan.why_not,
+              " (algorithm 'auto' runs everything)");
+  return plan;
+}
+
+// The sizes of a sequence, the same for all directions of a layer.
+struct SequenceSizes {
+  int64_t length, batch, hidden;
+  at::OptionalIntArrayRef batch_sizes;
+
+  SequenceSizes(const CellShape& shape, const CellCall& call)
+      : length(length_of(call.input, call.batch_sizes)),
+        batch(call.batch_sizes ? packed_batch_of(call.directions[0], *call.batch_sizes) : call.input.size(1)),
+        hidden(call.directions[0].weight_ih.size(0) / shape.gates),
+        batch_sizes(call.batch_sizes) {}
+  Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
+            size_t sequences, bool side_by_side) const {
+    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side);
+  }
+  std::vector<RowRange> steps(bool reverse) const {
+    return rows_of_steps(batch_sizes, length, batch, reverse);
+  }
+  StepOrder order(bool reverse, const at::Tensor& first_rows) const {
+    return {static_cast<int>(length), static_cast<int>(batch), reverse,
+            first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
+  }
+};
+
+// The first row of each step of a packed sequence, on the device of `like`.
+inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef batch_sizes) {
+  if (!batch_sizes) return {};
+  const int64_t length = static_cast<int64_t>(batch_sizes->size());
+  at::Tensor rows = at::empty({length + 1}, at::TensorOptions(at::kLong).pinned_memory(true));
+  int64_t* row = rows.mutable_data_ptr<int64_t>();
+  row[0] = 0;
+  for (int64_t t = 0; t < length; ++t) row[t + 1] = row[t] + (*batch_sizes)[t];
+  return rows.to(like.device(), /*non_blocking=*/true);
+}
+
+// Rows of a dense [rows, H], or of resets, from `first` on. A view would take the host as long as a launch.
+struct Rows {
+  const at::Tensor& of;
+  int64_t first = 0;
+};
+
+// `count` rows of y become what those of x keep after their resets. y may be x.
+inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
+  const int64_t hidden = x.of.size(1);
+  if (x.of.is_cpu()) {
+    const auto rows = [&](const Rows& r) { return r.of.narrow(0, r.first, count); };
+    rows(y).copy_(apply_reset(rows(x), rows(resets)));
+    return;
+  }
+#ifdef LLTM_EXT_WITH_CUDA
+  launch("mask_rows", x.of, [&](auto type, auto... stream) {
+    using T = typename decltype(type)::type;
+    if constexpr (sizeof...(stream) > 0) {
+      const MaskRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
+                                              resets_from<T>(resets.of, resets.first),
+                                              mutable_pointer<T>(y.of) + y.first * hidden};
+      return mask_rows(arguments, stream...);
+    }
+  });
+#endif
+}
+
+// The sum of the rows of x [rows, columns], in the type T of `like`.
+inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
+#ifdef LLTM_EXT_WITH_CUDA
+  if (x.is_cuda()) {
+    const at::Tensor sum = at::empty({x.size(1)}, like.options());
+    launch("sum_rows", sum, [&](auto type, auto... stream) {
+      using T = typename decltype(type)::type;
+      if constexpr (sizeof...(stream) > 0) {
+        const SumRowsArguments<T> arguments = {x.size(0), x.size(1), x.stride(0), pointer<acc_t<T>>(x),
+                                               mutable_pointer<T>(sum)};
+        return sum_rows(arguments, stream...);
+      }
+    });
+    return sum;
+  }
+#endif
+  return x.sum(0).to(like.scalar_type());
+}
+
+// Collects arguments_of(type, i) of each direction i.
+template <typename Type, typename F>
+auto per_direction(Type type, size_t count, F&& arguments_of) {
+  PerDirection<decltype(arguments_of(type, 0))> sequences = {};
+  TORCH_INTERNAL_ASSERT(count <= kMaxDirections);
+  sequences.count = static_cast<int>(count);
+  for (size_t i = 0; i < count; ++i) sequences.of[i] = arguments_of(type, i);
+  return sequences;
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
+// Whether a launch failed because the GPU has no room for its blocks. All other errors are raised.
+inline bool does_not_fit(cudaError_t error) {
+  return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorLaunchOutOfResources ||
+         error == cudaErrorInvalidClusterSize;
+}
+#endif
+
+// Launches a fused plan by f(Type<T>{}, stream). Returns false, having run nothing, if it does not fit and
+// there is a fallback: fewer sequences at once, or unfused steps.
+template <typename F>
+bool try_launch_fused(const char* kernel, const at::Tensor& like, const Plan& plan,
+                      c10::string_view algorithm, size_t sequences, F&& f) {
+#ifdef LLTM_EXT_WITH_CUDA
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(like.get_device());
+  const cudaError_t error = with_type(like.scalar_type(), [&](auto type) { return f(type, stream); });
+  const bool has_other_way = algorithm == "auto" || sequences > 1 || plan.algorithm == Algorithm::kStepwise;
+  if (does_not_fit(error) && has_other_way) {
+    cudaGetLastError();  // clears the error, which the next launch would else report
+    return false;
+  }
+  check_launch(kernel, error);
+#endif
+  return true;
+}
+
+}  // namespace lltm_ext

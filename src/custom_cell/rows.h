@@ -1,0 +1,116 @@
+// The rows of a sequence: which ones belong to a step, and how kernels get them.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "common/dispatch.h"
+#include "custom_cell/call.h"
+#include "recurrence/cell.h"
+
+namespace lltm_ext {
+
+struct RowRange {
+  int64_t first, count;
+};
+
+// The rows of each step, in the order in which the steps are computed.
+inline std::vector<RowRange> rows_of_steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch,
+                                           bool reverse) {
+  std::vector<RowRange> steps;
+  int64_t first = 0;
+  for (int64_t t = 0; t < length; ++t) {
+    steps.push_back({first, batch_sizes ? (*batch_sizes)[t] : batch});
+    first += steps.back().count;
+  }
+  if (reverse) std::reverse(steps.begin(), steps.end());
+  return steps;
+}
+
+inline int64_t length_of(const at::Tensor& input, at::OptionalIntArrayRef batch_sizes) {
+  return batch_sizes ? static_cast<int64_t>(batch_sizes->size()) : input.size(0);
+}
+
+inline int64_t packed_batch_of(const Direction& d, at::IntArrayRef batch_sizes) {
+  return d.h0.defined() ? d.h0.size(0) : batch_sizes.empty() ? 0 : batch_sizes[0];
+}
+
+inline at::Tensor flatten_rows(const at::Tensor& x) {
+  return x.dim() == 3 ? x.reshape({x.size(0) * x.size(1), x.size(2)}) : x.contiguous();
+}
+
+// The first `rows` rows of [..., rows, columns]: x itself if that is all of them, to save a view.
+inline at::Tensor first_rows(const at::Tensor& x, int64_t rows) {
+  return rows == x.size(-2) ? x : x.narrow(-2, 0, rows);
+}
+
+// The input's shape, dense or packed, with another last dimension.
+inline c10::SymDimVector sizes_like_input(const at::Tensor& input, const c10::SymInt& width) {
+  c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+  sizes.back() = width;
+  return sizes;
+}
+
+inline at::Tensor empty_like_input(const at::Tensor& input, const c10::SymInt& width) {
+  return at::empty_symint(sizes_like_input(input, width), input.options());
+}
+
+inline at::Tensor empty_contiguous(const at::Tensor& x) {
+  return at::empty_like(x, at::MemoryFormat::Contiguous);
+}
+
+// x, contiguous and at a multiple of 16 bytes; undefined if x is.
+inline at::Tensor aligned(const at::Tensor& x) {
+  if (!x.defined()) return x;
+  const at::Tensor contiguous = x.contiguous();
+  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
+}
+
+// A pointer to rows from `row` on of x, contiguous [..., width] of T; null if x is undefined.
+template <typename T>
+const T* rows_from(const at::Tensor& x, int64_t row) {
+  return x.defined() ? pointer<T>(x) + row * x.size(-1) : nullptr;
+}
+
+inline bool is_bool(const at::Tensor& x) { return x.defined() && x.scalar_type() == at::kBool; }
+
+// The resets from `row` on, for kernels; the CPU's kernels take none.
+template <typename T>
+Resets<acc_t<T>> resets_from(const at::Tensor& reset, int64_t row) {
+  if (!reset.defined() || reset.is_cpu()) return {};
+  return Resets<acc_t<T>>{pointer<void>(reset), is_bool(reset)}.from(row);
+}
+
+// What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. A row that keeps nothing
+// becomes 0, even if it has an infinity or NaN.
+inline at::Tensor apply_reset(const at::Tensor& x, const at::Tensor& reset) {
+  const at::Tensor lost = reset.unsqueeze(-1);
+  if (is_bool(reset)) return at::where(lost, at::zeros({}, x.options()), x);
+  const at::Tensor share = at::ones({}, reset.options()) - lost;
+  return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, reset.options()));
+}
+
+inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
+
+inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ? x.contiguous() : x; }
+
+// values = x, or zeros if x is undefined.
+inline void set_values(const at::Tensor& values, const at::Tensor& x) {
+  x.defined() ? values.copy_(x) : values.zero_();
+}
+
+// The resets of all rows, contiguous; on the CPU [N].
+inline at::Tensor rows_of_reset(const Direction& d) {
+  const at::Tensor rows = contiguous_or_none(d.reset);
+  return rows.defined() && rows.is_cpu() ? rows.view({rows.numel()}) : rows;
+}
+
+}  // namespace lltm_ext

@@ -1,7 +1,0 @@
-// lstm, one step of a sequence of few rows: the product and the cell in one kernel.
-#include "lstm/lstm_cell.h"
-#include "recurrence/step/few_rows.cuh"
-
-namespace lltm_ext {
-INSTANTIATE_FEW_ROWS_STEPS(LstmCell)
-}  // namespace lltm_ext

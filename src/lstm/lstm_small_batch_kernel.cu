@@ -1,0 +1,7 @@
+// lstm, one step of a sequence of few rows: the product and the cell in one kernel.
+#include "lstm/lstm_cell.h"
+#include "recurrence/stepwise/small_batch.cuh"
+
+namespace lltm_ext {
+INSTANTIATE_FEW_ROWS_STEPS(LstmCell)
+}  // namespace lltm_ext
