@@ -1,10 +1,16 @@
 """Recurrent cells, some whose output is a state, without a product or given as text, and random arguments."""
 
+import functools
+
 import torch
-from op_suite import Call
+from op_suite import DOUBLE, Call, Make
+from sequence_suite import assert_values_and_gradients
 
 import lltm_ext
 from lltm_ext import cells
+from lltm_ext._arguments import SequenceCall
+from lltm_ext._loop import run_loop
+from lltm_ext.recurrence import run
 
 
 @lltm_ext.recurrence(
@@ -25,6 +31,17 @@ def smoothed_lstm(x, h, s, u):
     c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
     y = 0.25 * s.y + torch.sigmoid(o) * torch.tanh(c)
     return u.mask * y + (1 - u.mask) * h, (c, y)
+
+
+@lltm_ext.recurrence(
+    gates=2, separate=True, states=("c", "n"), parameters={"a": None, "b": 0.5}, inputs=("gap", "mask")
+)
+def everything(u, p, s, r, x, h):
+    """Every value, in an order of its own."""
+    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
+    n = torch.sigmoid(p[1] * s[0]) + 0.5 * s.n
+    c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
+    return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
 
 
 WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
@@ -59,12 +76,12 @@ CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | W
 SIDES = {"rnn_relu": (8,), "indrnn": (8,), "slstm": (6, -6, 0, 0)}
 
 
-def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
+def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
     """A Call of input, states, weight_ih, weight_hh, bias, parameters. `steps`: [T, B], or [N] if packed."""
     rows = cell.gates * hidden
     states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
     weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5)
-    weight_hh = make(rows, hidden, scale=0.5 * hidden**-0.5) if cell.recurrent else None
+    weight_hh = make(rows, hidden // heads, scale=0.5 * max(hidden, 1) ** -0.5) if cell.recurrent else None
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
@@ -72,6 +89,15 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True):
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
     parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
+
+
+def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
+    """A Call of a cell with its arguments, except the inputs of its steps."""
+    input, states, *weights, parameters = arguments_of(
+        cell, make, (length, batch), batch, hidden, input_size, heads=heads
+    ).args
+    hx = tuple(states) if cell.states else states[0]
+    return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
 
 
 # Some of these cells, given as text.
@@ -163,3 +189,57 @@ TEXTS = {
         """,
     ),
 }
+
+
+class Example:
+    """A cell, or the text of one, and random arguments. `reset`: the dtype of its resets; True: bool."""
+
+    def __init__(
+        self,
+        cell,
+        dtype=DOUBLE,
+        length=5,
+        batch=3,
+        hidden=6,
+        input_size=4,
+        sizes=None,
+        bias=True,
+        reset=None,
+        reset_to="zeros",
+        device="cpu",
+    ):
+        self.cell, self.dtype, self.sizes, self.reset_to = cell, dtype, sizes, reset_to
+        self.of_function = CELLS[cell.__name__] if cell.function is None else cell
+        batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
+        self.call = arguments_of(cell, Make(dtype, device), steps, batch, hidden, input_size, bias)
+        shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
+        self.inputs = [torch.rand(shapes[i % 2], device=device) for i in range(len(cell.inputs))]
+        self.reset = None
+        if reset:
+            at = torch.rand(steps, device=device) < 0.4
+            is_bool = reset in (True, torch.bool)
+            self.reset = at if is_bool else (at * torch.rand(steps, device=device)).to(reset)
+
+    def ours(self, *tensors, algorithm="auto", reverse=False):
+        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
+        output, final = run(self.cell, call, algorithm, self.reset_to)
+        return [output, *final]
+
+    def loop(self, *tensors, reverse=False):
+        inputs = [u.to(self.dtype) for u in self.inputs]  # as the kernels read them
+        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
+        output, final = run_loop(self.of_function, call, to_initial=self.reset_to == "initial")
+        return [output, *final]
+
+    def check(self, call=None, algorithm="auto", reverse=False):
+        """Values and gradients against the loop in float64."""
+        call = call or self.call
+        outputs, gradients = assert_values_and_gradients(
+            functools.partial(self.ours, algorithm=algorithm, reverse=reverse),
+            functools.partial(self.loop, reverse=reverse),
+            call,
+            self.dtype,
+            zeros_for_unused=not self.cell.recurrent and not self.cell.derived.reads_h,
+        )
+        assert [y.dtype for y in outputs] == [self.dtype, *(x.dtype for x in call.args[1])]
+        assert [g.dtype for g in gradients] == [x.dtype for x in call.tensors]

@@ -17,7 +17,7 @@ from lltm_ext import _portable
 
 # torch's structured trace: pages of empty lines with every failure of a test that compiled something.
 logging.getLogger("torch.__trace").addFilter(lambda record: False)
-pytest.register_assert_rewrite("op_suite", "sequence_suite")
+pytest.register_assert_rewrite("op_suite", "sequence_suite", "cell_examples")
 
 # pytest-xdist's workers share the cores. Two threads each remain, so that parallel code runs as such.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))

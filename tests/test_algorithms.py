@@ -1,11 +1,9 @@
 """Each algorithm of lltm and lstm by name: values at every size, hazards of blocks that wait for others."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 import hypothesis
@@ -19,28 +17,23 @@ from op_suite import (
     FORWARD,
     Call,
     Make,
+    OpSuite,
     added_units,
     assert_all_near,
     assert_near,
     assert_same_bits,
     cotangents,
-    expanded,
     forward_and_gradients,
     kernels_of,
     misaligned,
     needs_cuda,
-    negated_view,
     packed,
-    stepped,
-    transposed,
 )
-from sequence_suite import single_gradients
+from sequence_suite import OPS, LoopOverSteps, relative_errors, single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lltm_ext
 from lltm_ext import _portable
-from lltm_ext.lltm import lltm_reference
-from lltm_ext.lstm import lstm_reference
 
 ALGORITHMS = ("stepwise", "cluster", "grid")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,83 +41,6 @@ BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: t
 BITS[torch.bfloat16] = torch.int16
 
 
-@dataclasses.dataclass(frozen=True)
-class Recurrence:
-    name: str
-    gates: int
-    function: Callable
-    algorithm_of: Callable
-    reference: Callable
-
-    def __call__(self, *tensors, sizes=None, reverse=False, algorithm="auto"):
-        """(output, h_n, c_n) of (input, h0, c0, weight_ih, weight_hh, bias)."""
-        return getattr(torch.ops.lltm_ext, self.name)(*tensors, sizes, reverse, algorithm)
-
-    def bidirectional(self, input, forward, reverse, sizes=None, algorithm="auto"):
-        """The op of a layer's two directions: (output, h_n, c_n) of each."""
-        op = getattr(torch.ops.lltm_ext, f"{self.name}_bidirectional")
-        return op(input, forward, reverse, sizes, algorithm)
-
-    def one_by_one(self, input, forward, reverse, sizes=None, algorithm="auto"):
-        """As bidirectional, by two calls."""
-        return [
-            *self(input, *forward, sizes=sizes, algorithm=algorithm),
-            *self(input, *reverse, sizes=sizes, reverse=True, algorithm=algorithm),
-        ]
-
-    def bidirectional_loop(self, input, forward, reverse, sizes=None):
-        """As bidirectional, by the reference."""
-        return [
-            *self.loop(input, *forward, sizes=sizes),
-            *self.loop(input, *reverse, sizes=sizes, reverse=True),
-        ]
-
-    def bidirectional_call(self, make, length, batch, hidden, input_size=20, sizes=None):
-        (input, *forward), (_, *reverse) = (
-            self.call(make, length, batch, hidden, input_size, sizes=sizes).args for _ in range(2)
-        )
-        return Call(input, forward, reverse, sizes)
-
-    def plan(self, *tensors, sizes=None, algorithm="auto", backward=False):
-        return getattr(torch.ops.lltm_ext, f"{self.name}_algorithm")(*tensors, sizes, algorithm, backward)
-
-    def loop(self, input, h, c, *weights, sizes=None, reverse=False):
-        """As the op, by the reference, which takes no packed rows and no reverse direction."""
-        if sizes is None:
-            output, (h, c) = self.reference(input.flip(0) if reverse else input, (h, c), *weights)
-            return output.flip(0) if reverse else output, h, c
-        outputs = []
-        steps = input.split(sizes)
-        for x in reversed(steps) if reverse else steps:
-            n = len(x)
-            output, (new_h, new_c) = self.reference(x[None], (h[:n], c[:n]), *weights)
-            outputs.append(output[0])
-            h, c = torch.cat([new_h, h[n:]]), torch.cat([new_c, c[n:]])
-        return torch.cat(outputs[::-1] if reverse else outputs), h, c
-
-    def weights(self, make, hidden, input_size=20, bias=True):
-        rows = self.gates * hidden
-        return (
-            make(rows, input_size, scale=input_size**-0.5),
-            make(rows, hidden, scale=0.5 * hidden**-0.5),
-            make(rows) if bias else None,
-        )
-
-    def call_with(self, make, length, batch, weights, sizes=None):
-        """Random input and states for these weights. `sizes` are the rows of each step of packed input."""
-        weight_ih, weight_hh, _ = weights
-        input_size, hidden = weight_ih.shape[1], weight_hh.shape[1]
-        input = make(length, batch, input_size) if sizes is None else make(sum(sizes), input_size)
-        return Call(input, make(batch, hidden, scale=0.5), make(batch, hidden), *weights)
-
-    def call(self, make, length, batch, hidden, input_size=20, bias=True, sizes=None):
-        return self.call_with(make, length, batch, self.weights(make, hidden, input_size, bias), sizes)
-
-
-OPS = {
-    "lltm": Recurrence("lltm", 3, lltm_ext.lltm, lltm_ext.lltm_algorithm, lltm_reference),
-    "lstm": Recurrence("lstm", 4, lltm_ext.lstm, lltm_ext.lstm_algorithm, lstm_reference),
-}
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 types = pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -241,10 +157,14 @@ def results_of(function, reference, call, grad_outputs=None):
     )
 
 
+def results(op, call, algorithm="auto", grad_outputs=None, **options):
+    f, loop = functools.partial(op, algorithm=algorithm, **options), functools.partial(op.loop, **options)
+    return results_of(f, loop, call, grad_outputs)
+
+
 def assert_equals_loop(op, call, algorithm, what="", **options):
     assert op.plan(*call.args, algorithm=algorithm, sizes=options.get("sizes")) == algorithm
-    f, loop = functools.partial(op, algorithm=algorithm, **options), functools.partial(op.loop, **options)
-    results_of(f, loop, call).assert_near(call.args[0].dtype, what)
+    results(op, call, algorithm, **options).assert_near(call.args[0].dtype, what)
 
 
 # ---- Sizes -----------------------------------------------------------------------------------------------
@@ -332,13 +252,12 @@ def test_hidden_sizes_that_are_no_multiple_of_8(op, dtype, algorithm, sizes, hid
         pytest.skip(f"{algorithm} does not take this size")
     planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm)
     assert planned in ((algorithm,) if algorithm != "auto" else ("cluster", "grid"))
-    f = functools.partial(op, algorithm=algorithm, sizes=sizes)
-    loop = functools.partial(op.loop, sizes=sizes)
-    results_of(f, loop, call).assert_near(dtype)
+    found = results(op, call, algorithm, sizes=sizes)
+    found.assert_near(dtype)
     with torch.inference_mode():
-        outputs = call.run(f)
+        outputs = call.run(functools.partial(op, algorithm=algorithm, sizes=sizes))
     assert all(x.is_contiguous() for x in outputs)
-    assert_all_near(outputs, call.map(torch.Tensor.double).run(loop), FORWARD[dtype])
+    assert_all_near(outputs, found.exact, FORWARD[dtype])
 
 
 @needs_cuda
@@ -358,7 +277,7 @@ def test_small_layers_of_any_hidden_size_run_in_one_launch(op, dtype, hidden, le
     call = op.call(Make(dtype, "cuda"), length, 5, hidden)
     if CAPABILITY == (9, 0):
         assert op.plan(*call.args) == ("cluster" if length > 1 else "stepwise")
-    results_of(op, op.loop, call).assert_near(dtype)
+    results(op, call).assert_near(dtype)
 
 
 @needs_cuda
@@ -366,7 +285,7 @@ def test_small_layers_of_any_hidden_size_run_in_one_launch(op, dtype, hidden, le
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_long_sums_over_unaligned_rows(op, dtype):
     call = op.call(Make(dtype, "cuda"), 300, 40, 50, input_size=13)
-    results_of(op, op.loop, call).assert_near(dtype)
+    results(op, call).assert_near(dtype)
 
 
 @needs_cuda
@@ -498,21 +417,13 @@ def test_float32_is_rounded_to_tf32_only_where_torch_allows_it(op, sizes, algori
 
 @needs_cuda
 @ops
-def test_five_runs_in_tf32_give_the_same_bits(op, tf32):
-    for batch, hidden in ((67, 128), (40, 512), (9, 1024)):
-        call = op.call(Make(torch.float32, "cuda"), 30, batch, hidden)
-        assert_same_bits_five_times(op, call)
-
-
-@needs_cuda
-@ops
 def test_nan_in_tf32_appears_where_the_reference_has_it(op, tf32):
     for where, index in ((0, (2, 1)), (1, (1,)), (2, (1,)), (4, (3,))):
         call = op.call(Make(torch.float32, "cuda"), 6, 9, 64)
         call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
-        results = results_of(op, op.loop, call)
-        assert results.exact[0].isnan().any()
-        results.assert_same_nans(NAMES[where])
+        found = results(op, call)
+        assert found.exact[0].isnan().any()
+        found.assert_same_nans(NAMES[where])
 
 
 @ops
@@ -531,10 +442,6 @@ def long_results(name, dtype, device):
         exact = call.map(torch.Tensor.double).run(op.loop)
         composed = call.run(op.loop)
     return call, exact, relative_errors(composed, exact)
-
-
-def relative_errors(found, exact):
-    return [((y.double() - e).norm() / e.norm()).item() for y, e in zip(found, exact, strict=True)]
 
 
 LONG_RUNS = [("cpu", torch.float32, "stepwise")] + [
@@ -571,32 +478,29 @@ def test_the_reverse_direction_equals_the_reference(op, dtype, device, algorithm
 @ops
 @types
 @runs
-def test_both_directions_at_once_have_the_same_bits_as_one_by_one(op, dtype, device, algorithm):
-    shapes = ((1, 3, 8), (17, 9, 64), (50, 40, 128), (5, 16, 120)) if device == "cuda" else ((6, 9, 24),)
-    for shape in shapes:
-        call = op.bidirectional_call(Make(dtype, device), *shape)
-        found, expected = (
-            forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
-            for f in (op.bidirectional, op.one_by_one)
-        )
-        assert_same_bits([*found[0], *found[1]], [*expected[0], *expected[1]])
-        assert_same_bits(call.run(functools.partial(op.bidirectional, algorithm=algorithm)), expected[0])
-
-
-@ops
-@types
-@runs_of_packed
-def test_both_directions_of_packed_rows_equal_one_by_one(op, dtype, device, algorithm):
-    for sizes in ([5, 4, 3, 2, 1], [40, 40, 8, 1], [16] * 4):
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_both_directions_at_once_have_the_same_bits_as_one_by_one(op, dtype, device, algorithm, is_packed):
+    if is_packed and algorithm == "cluster":
+        pytest.skip("cluster takes no packed sequences")
+    if is_packed:
         hidden = 136 if device == "cuda" else 24
-        call = op.bidirectional_call(Make(dtype, device), None, sizes[0], hidden, sizes=sizes)
-        found, expected = (
-            forward_and_gradients(functools.partial(f, algorithm=algorithm), call)
-            for f in (op.bidirectional, op.one_by_one)
+        shapes = [(None, sizes[0], hidden, sizes) for sizes in ([5, 4, 3, 2, 1], [40, 40, 8, 1], [16] * 4)]
+    elif device == "cuda":
+        shapes = [(1, 3, 8, None), (17, 9, 64, None), (50, 40, 128, None), (5, 16, 120, None)]
+    else:
+        shapes = [(6, 9, 24, None)]
+    for length, batch, hidden, sizes in shapes:
+        call = op.bidirectional_call(Make(dtype, device), length, batch, hidden, sizes=sizes)
+        both, one_by_one = (
+            functools.partial(f, algorithm=algorithm) for f in (op.bidirectional, op.one_by_one)
         )
-        assert_same_bits(found[0], expected[0])
-        # A group with several tiles of rows sums the bias's gradient in another order.
-        assert_all_near(found[1], expected[1], BACKWARD[dtype])
+        (outputs, gradients), (expected, exact) = (forward_and_gradients(f, call) for f in (both, one_by_one))
+        assert_same_bits(outputs, expected)
+        assert_same_bits(call.run(both), expected)
+        if is_packed:  # a group with several tiles of rows sums the bias's gradient in another order
+            assert_all_near(gradients, exact, BACKWARD[dtype])
+        else:
+            assert_same_bits(gradients, exact)
 
 
 @needs_cuda
@@ -607,8 +511,8 @@ def test_both_directions_at_every_size(op, dtype):
     for hidden in (64, 256, 512, 600, 1024, 2048):
         for length, batch in ((9, 1), (6, 16), (5, 32), (4, 64), (3, 130)) if hidden < 2048 else ((2, 3),):
             call = op.bidirectional_call(Make(dtype, "cuda"), length, batch, hidden)
-            results = results_of(op.bidirectional, op.bidirectional_loop, call)
-            results.assert_near(dtype, f"length {length}, batch {batch}, hidden {hidden},")
+            found = results_of(op.bidirectional, op.bidirectional_loop, call)
+            found.assert_near(dtype, f"length {length}, batch {batch}, hidden {hidden},")
 
 
 @needs_cuda
@@ -655,25 +559,18 @@ def test_packed_rows(op, dtype, device, algorithm, reverse):
 
 @ops
 @types
-@runs_of_packed
-def test_packed_rows_of_many_steps(op, dtype, device, algorithm):
+@runs
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_many_steps(op, dtype, device, algorithm, is_packed):
     """More rows than one chunk of the backward: each chunk's kernel continues where the last one ended."""
-    length, batch = 100, 200
-    sizes = [batch - t * (batch - 1) // length for t in range(length)]
-    assert sum(sizes) > 8192
-    call = op.call(Make(dtype, device), None, batch, 8, input_size=3, sizes=sizes)
+    if is_packed and algorithm == "cluster":
+        pytest.skip("cluster takes no packed sequences")
+    batch, hidden = (200, 8) if is_packed else (90, 24)
+    sizes = [batch - t * (batch - 1) // 100 for t in range(100)] if is_packed else None
+    assert (sum(sizes) if is_packed else 100 * batch) > 8192
+    call = op.call(Make(dtype, device), 100, batch, hidden, input_size=3, sizes=sizes)
     for reverse in (False, True):
         assert_equals_loop(op, call, algorithm, sizes=sizes, reverse=reverse)
-
-
-@ops
-@types
-@runs
-def test_dense_rows_of_many_steps(op, dtype, device, algorithm):
-    call = op.call(Make(dtype, device), 100, 90, 24, input_size=3)
-    assert 100 * 90 > 8192
-    for reverse in (False, True):
-        assert_equals_loop(op, call, algorithm, reverse=reverse)
 
 
 @ops
@@ -785,11 +682,11 @@ def test_the_public_function_takes_the_algorithm(op, device, algorithm):
 def test_nan_appears_where_the_reference_has_it(op, dtype, device, algorithm):
     call = op.call(Make(dtype, device), 6, 9, 64)
     call.args[0][2, 1, 0] = torch.nan
-    results = results_of(functools.partial(op, algorithm=algorithm), op.loop, call)
-    outputs, gradients, exact, exact_gradients = results
+    found = results(op, call, algorithm)
+    outputs, gradients, exact, exact_gradients = found
     assert outputs[0].isnan().any()
     assert not outputs[0].isnan().all()
-    results.assert_same_nans()
+    found.assert_same_nans()
     others = [b for b in range(9) if b != 1]
     assert_near(outputs[0][:, others], exact[0][:, others], FORWARD[dtype])
     assert_near(gradients[0][:, others], exact_gradients[0][:, others], BACKWARD[dtype])
@@ -829,9 +726,9 @@ def test_a_nan_of_all_ones_is_a_nan_like_any_other(op, dtype, device, algorithm,
     call = op.call(Make(dtype, device), 6, 9, 64)
     index = {0: (2, 1), 1: (1,), 2: (1,)}.get(where, (3,))
     call = Call(*(with_all_ones(x, index) if i == where else x for i, x in enumerate(call.args)))
-    results = results_of(functools.partial(op, algorithm=algorithm), op.loop, call)
-    assert results.exact[0].isnan().any()
-    results.assert_same_nans()
+    found = results(op, call, algorithm)
+    assert found.exact[0].isnan().any()
+    found.assert_same_nans()
 
 
 @ops
@@ -842,12 +739,10 @@ def test_nans_of_all_ones_in_packed_rows(op, dtype, device, algorithm):
     call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes)
     call = Call(with_all_ones(call.args[0], (10,)), with_all_ones(call.args[1], (7,)), *call.args[2:])
     for reverse in (False, True):
-        options = {"sizes": sizes, "reverse": reverse}
-        f, loop = functools.partial(op, algorithm=algorithm, **options), functools.partial(op.loop, **options)
-        results = results_of(f, loop, call)
-        assert results.outputs[0].isnan().any()
-        assert not results.outputs[0].isnan().all()
-        results.assert_same_nans()
+        found = results(op, call, algorithm, sizes=sizes, reverse=reverse)
+        assert found.outputs[0].isnan().any()
+        assert not found.outputs[0].isnan().all()
+        found.assert_same_nans()
 
 
 @ops
@@ -856,13 +751,12 @@ def test_nans_of_all_ones_in_packed_rows(op, dtype, device, algorithm):
 @pytest.mark.parametrize("where", range(3), ids=["output", "h_n", "c_n"])
 def test_a_nan_of_all_ones_in_an_incoming_gradient(op, dtype, device, algorithm, where):
     call = op.call(Make(dtype, device), 6, 9, 64)
-    f = functools.partial(op, algorithm=algorithm)
-    grad_outputs = cotangents(call.run(f))
+    grad_outputs = cotangents(call.run(functools.partial(op, algorithm=algorithm)))
     grad_outputs[where] = with_all_ones(grad_outputs[where], (3, 1) if where == 0 else (1,))
-    results = results_of(f, op.loop, call, grad_outputs)
-    assert results.gradients[0].isnan().any()
-    assert not results.gradients[0].isnan().all()
-    results.assert_same_nans()
+    found = results(op, call, algorithm, grad_outputs)
+    assert found.gradients[0].isnan().any()
+    assert not found.gradients[0].isnan().all()
+    found.assert_same_nans()
 
 
 # ---- The same bits each time -----------------------------------------------------------------------------
@@ -894,10 +788,20 @@ def test_five_runs_give_the_same_bits(op, dtype, device, algorithm):
 
 @needs_cuda
 @ops
-@pytest.mark.parametrize("batch,hidden", [(64, 2048), (128, 2048), (200, 768)])
-def test_five_runs_of_steps_with_large_weights_give_the_same_bits(op, batch, hidden):
-    call = op.call(Make(torch.float16, "cuda"), 20, batch, hidden)
-    assert_same_bits_five_times(functools.partial(op, algorithm="stepwise"), call)
+@pytest.mark.parametrize(
+    "dtype,algorithm,allowed,sizes",
+    [
+        (torch.float16, "stepwise", False, [(20, 64, 2048), (20, 128, 2048), (20, 200, 768)]),
+        (torch.float32, "stepwise", False, [(30, 1, 1536), (30, 4, 2048), (30, 9, 772), (30, 16, 1024)]),
+        (torch.float32, "auto", True, [(30, 67, 128), (30, 40, 512), (30, 9, 1024)]),
+    ],
+    ids=["large weights", "few rows", "tf32"],
+)
+def test_five_runs_of_other_kernels_give_the_same_bits(op, dtype, algorithm, allowed, sizes):
+    with tf32_allowed(allowed):
+        for length, batch, hidden in sizes:
+            call = op.call(Make(dtype, "cuda"), length, batch, hidden)
+            assert_same_bits_five_times(functools.partial(op, algorithm=algorithm), call)
 
 
 @ops
@@ -973,34 +877,24 @@ def replay(graph, call, new, found):
 @ops
 @types
 @algorithms
-def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm):
-    call, f = sequence(op, algorithm, dtype, length=9, batch=40)
-    outputs, _ = forward_and_gradients(f, call)
-    grad_outputs = cotangents(outputs)
-    graph, found = captured(f, call, grad_outputs)
-    for seed in (1, 2):
-        new, _ = sequence(op, algorithm, dtype, length=9, batch=40, seed=seed)
-        replay(graph, call, new, found)
-        expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
-        assert_all_near(found[:3], expected, FORWARD[dtype], f"replay {seed}, output")
-        assert_all_near(found[3:], expected_gradients, BACKWARD[dtype], f"replay {seed}, gradient")
-        if algorithm != "stepwise":  # in a graph cuBLAS may choose other kernels
-            assert_same_bits(found[:3], expected)
-
-
-@needs_cuda
-@ops
-@types
-@algorithms
-def test_a_captured_graph_of_both_directions_replays_on_changed_input(op, dtype, algorithm):
-    call, new = (op.bidirectional_call(Make(dtype, "cuda", seed), 9, 16, 64) for seed in (0, 1))
-    f = functools.partial(op.bidirectional, algorithm=algorithm)
+@pytest.mark.parametrize("both", [False, True], ids=["one direction", "both directions"])
+def test_a_captured_graph_replays_on_changed_input(op, dtype, algorithm, both):
+    makers = [Make(dtype, "cuda", seed) for seed in range(3)]
+    if both:
+        f, n = functools.partial(op.bidirectional, algorithm=algorithm), 6
+        call, *changed = (op.bidirectional_call(make, 9, 16, 64) for make in makers)
+    else:
+        f, n = functools.partial(op, algorithm=algorithm), 3
+        call, *changed = (op.call(make, 9, 40, 128) for make in makers)
     grad_outputs = cotangents(forward_and_gradients(f, call)[0])
     graph, found = captured(f, call, grad_outputs)
-    replay(graph, call, new, found)
-    expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
-    assert_all_near(found[:6], expected, FORWARD[dtype], "output")
-    assert_all_near(found[6:], expected_gradients, BACKWARD[dtype], "gradient")
+    for new in changed:
+        replay(graph, call, new, found)
+        expected, expected_gradients = forward_and_gradients(f, new, grad_outputs)
+        assert_all_near(found[:n], expected, FORWARD[dtype], "output")
+        assert_all_near(found[n:], expected_gradients, BACKWARD[dtype], "gradient")
+        if algorithm != "stepwise" and not both:  # in a graph cuBLAS may choose other kernels
+            assert_same_bits(found[:n], expected)
 
 
 @needs_cuda
@@ -1174,20 +1068,6 @@ def test_a_grid_with_too_many_rows_in_a_group_is_refused(op):
 
 
 @ops
-def test_algorithm_checks_its_arguments_like_a_call(op, device):
-    input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 64).args
-    for bad, message in (
-        ((input[0], (h0, c0), weight_ih, weight_hh), "input of shape"),
-        ((input, (h0[:1], c0), weight_ih, weight_hh), "h0 of shape"),
-        ((input, (h0, c0), weight_ih.half(), weight_hh), "weight_ih of dtype float32, got float16"),
-        ((input, (h0, c0), weight_ih, weight_hh[1:]), "weight_hh of shape"),
-        ((input, (h0, c0), weight_ih, weight_hh, bias[1:]), "bias of shape"),
-    ):
-        with pytest.raises((TypeError, RuntimeError), match=f"^{op.name}: expected {message}"):
-            op.algorithm_of(*bad)
-
-
-@ops
 def test_algorithm_under_autocast_is_that_of_the_cast_tensors(op, device):
     input, h0, c0, weight_ih, weight_hh, bias = op.call(Make(device=device), 3, 9, 256).args
     mixed = (input.bfloat16(), (h0, c0), weight_ih, weight_hh, bias)
@@ -1279,7 +1159,7 @@ def test_a_single_step_with_states_is_one_launch_of_everything(
     assert op.plan(*call.args) == "stepwise"
     with tf32_allowed(allowed):
         is_rounded = allowed and dtype == torch.float32
-        results_of(op, op.loop, call).assert_near(LIKE_TF32 if is_rounded else dtype)
+        results(op, call).assert_near(LIKE_TF32 if is_rounded else dtype)
         (kernels,) = kernels_of([forward_and_backward(op, call)["forward"]])
     assert recurrence_kernels(kernels) == ["recurrence_single_step_kernel"]
     assert len(kernels) == 1
@@ -1356,14 +1236,6 @@ def test_steps_of_small_batch_equal_the_loop(op, hidden, reverse, sizes):
 
 @needs_cuda
 @ops
-@pytest.mark.parametrize("batch,hidden", [(1, 1536), (4, 2048), (9, 772), (16, 1024)])
-def test_five_runs_of_steps_of_small_batch_give_the_same_bits(op, batch, hidden):
-    call = op.call(Make(torch.float32, "cuda"), 30, batch, hidden)
-    assert_same_bits_five_times(functools.partial(op, algorithm="stepwise"), call)
-
-
-@needs_cuda
-@ops
 @pytest.mark.parametrize("batch,hidden,few", [(16, 1536, True), (17, 1536, False), (3, 1538, False)])
 def test_steps_of_small_batch_are_one_kernel(op, batch, hidden, few, profiler_sees_kernels):
     call = op.call(Make(torch.float32, "cuda"), 3, batch, hidden)
@@ -1389,42 +1261,12 @@ def test_both_directions_are_one_launch(op, dtype, profiler_sees_kernels):
 # ---- Layers ----------------------------------------------------------------------------------------------
 
 
-def layer_by_loops(op, layer, sequences, hx, parameters):
-    """(outputs, h_n, c_n) that a layer must give for sequences [length, input_size], computed one by one."""
-    directions = ("", "_reverse") if layer.bidirectional else ("",)
-    outputs, states = [], []
-    for b, x in enumerate(sequences):
-        final = []
-        for k in range(layer.num_layers):
-            found = []
-            for suffix in directions:
-                end = f"_l{k}{suffix}"
-                biases = [
-                    v for name, v in parameters.items() if name.startswith("bias") and name.endswith(end)
-                ]
-                h, c = (s[len(final), b : b + 1] for s in hx)
-                output, h, c = op.loop(
-                    x[:, None],
-                    h,
-                    c,
-                    parameters["weight_ih" + end],
-                    parameters["weight_hh" + end],
-                    sum(biases) if biases else None,
-                    reverse=suffix != "",
-                )
-                found.append(output[:, 0])
-                final.append((h, c))
-            x = torch.cat(found, -1)
-        outputs.append(x)
-        states.append(final)
-    h_n, c_n = (
-        torch.stack([torch.cat([f[s][i] for f in states]) for s in range(len(states[0]))]) for i in (0, 1)
-    )
-    return outputs, h_n, c_n
-
-
-def check_layer(op, layer_type, device, data):
-    """Any layer on dense or packed input, against loops over each sequence in float64."""
+@pytest.mark.parametrize("name", ["LLTM", "LSTM"])
+@hypothesis.settings(EXAMPLES, max_examples=25)
+@hypothesis.given(data=st.data())
+def test_any_layer_equals_loops_over_its_sequences(data, name, device):
+    """On dense or packed input, against loops over each sequence in float64."""
+    op, layer_type = OPS[name.lower()], getattr(lltm_ext, name)
     length, batch = data.draw(st.integers(1, 12), label="length"), data.draw(st.integers(1, 6), label="batch")
     input_size = data.draw(st.integers(1, 9), label="input_size")
     hidden = data.draw(st.sampled_from([1, 5, 8, 16, 24, 40]), label="hidden_size")
@@ -1452,26 +1294,16 @@ def check_layer(op, layer_type, device, data):
     gradients = torch.autograd.grad(ours, [values, *hx, *layer.parameters()], cotangents(ours))
 
     x, *exact_hx = (v.detach().double().requires_grad_() for v in (values, *hx))
-    parameters = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
-    sequences = [x[:n, b] for b, n in enumerate(lengths or [length] * batch)]
-    exact_outputs, *final = layer_by_loops(op, layer, sequences, exact_hx, parameters)
-    exact = [*exact_outputs, *final]
+    loop, exact, final = LoopOverSteps(layer, op.step), [], []
+    for b, n in enumerate(lengths or [length] * batch):
+        output, states = loop(x[:n, b : b + 1], [s[:, b : b + 1] for s in exact_hx])
+        exact.append(output[:, 0])
+        final.append(states)
+    exact += [torch.cat(states, 1) for states in zip(*final, strict=True)]
     grad_outputs = [g.double() for g in cotangents(ours)]
-    exact_gradients = torch.autograd.grad(exact, [x, *exact_hx, *parameters.values()], grad_outputs)
+    exact_gradients = torch.autograd.grad(exact, [x, *exact_hx, *loop.parameters()], grad_outputs)
     assert_all_near(ours, exact, FORWARD[torch.float32], "output")
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32], "gradient")
-
-
-@hypothesis.settings(EXAMPLES, max_examples=25)
-@hypothesis.given(data=st.data())
-def test_any_lltm_layer_equals_loops_over_its_sequences(data, device):
-    check_layer(OPS["lltm"], lltm_ext.LLTM, device, data)
-
-
-@hypothesis.settings(EXAMPLES, max_examples=25)
-@hypothesis.given(data=st.data())
-def test_any_lstm_layer_equals_loops_over_its_sequences(data, device):
-    check_layer(OPS["lstm"], lltm_ext.LSTM, device, data)
 
 
 # ---- Strides and alignment -------------------------------------------------------------------------------
@@ -1484,9 +1316,7 @@ def misaligned_transposed(x):
     return misaligned(x.mT.contiguous()).mT if x.dim() > 1 else misaligned(x)
 
 
-LAYOUTS = {
-    f.__name__: f for f in (transposed, stepped, expanded, negated_view, misaligned, misaligned_transposed)
-}
+LAYOUTS = OpSuite.layouts | {"misaligned_transposed": misaligned_transposed}
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -1498,8 +1328,8 @@ def test_strides_of_one_argument_and_of_all(op, dtype, device, algorithm, layout
     call = op.call(Make(dtype, device), 3, 9, 64)
     for which in (*({i} for i in range(len(NAMES))), set(range(len(NAMES)))):
         changed = Call(*(layout(x) if i in which else x for i, x in enumerate(call.args)))
-        results = results_of(functools.partial(op, algorithm=algorithm), op.loop, changed)
-        results.assert_near(dtype, f"{[NAMES[i] for i in sorted(which)]}:")
+        what = f"{[NAMES[i] for i in sorted(which)]}:"
+        results(op, changed, algorithm).assert_near(dtype, what)
 
 
 @ops
@@ -1509,7 +1339,7 @@ def test_strides_of_products_large_enough_for_onednn(op, layout, onednn):
     """The CPU multiplies only dense float32 matrices of this size by oneDNN, if torch allows it."""
     call = op.call(Make(), 2, 16, 256, input_size=300).map(layout)
     with torch.backends.mkldnn.flags(enabled=onednn):
-        results_of(op, op.loop, call).assert_near(torch.float32)
+        results(op, call).assert_near(torch.float32)
 
 
 @ops
@@ -1518,18 +1348,17 @@ def test_strides_of_products_large_enough_for_onednn(op, layout, onednn):
 @layouts
 def test_strides_of_incoming_gradients(op, dtype, device, algorithm, layout):
     call = op.call(Make(dtype, device), 3, 9, 64)
-    f = functools.partial(op, algorithm=algorithm)
-    grad_outputs = [layout(g) for g in cotangents(call.run(f))]
-    results_of(f, op.loop, call, grad_outputs).assert_near(dtype)
+    grad_outputs = [layout(g) for g in cotangents(call.run(functools.partial(op, algorithm=algorithm)))]
+    results(op, call, algorithm, grad_outputs).assert_near(dtype)
 
 
 @ops
 @types
 @runs_of_packed
-@pytest.mark.parametrize("layout", [transposed, stepped, misaligned, misaligned_transposed])
+@layouts
 def test_strides_of_packed_rows_and_their_gradients(op, dtype, device, algorithm, layout):
     sizes = [9, 5, 2]
     call = op.call(Make(dtype, device), None, 9, 64, sizes=sizes).map(layout)
     f = functools.partial(op, algorithm=algorithm, sizes=sizes)
     grad_outputs = [layout(g) for g in cotangents(call.run(f))]
-    results_of(f, functools.partial(op.loop, sizes=sizes), call, grad_outputs).assert_near(dtype)
+    results(op, call, algorithm, grad_outputs, sizes=sizes).assert_near(dtype)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from op_suite import DOUBLE, Call, Make, assert_all_near, assert_same_bits, cotangents
-from sequence_suite import INPUT, KINDS, kinds
+from sequence_suite import INPUT, KINDS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -87,11 +87,13 @@ def trained(model, optimizer, steps, input):
 # ---- values ----------------------------------------------------------------------------------------------
 
 
-@layers
-@kinds
+OPTIONS = KINDS | {"batch_first": {"batch_first": True}, "relu": {"nonlinearity": "relu"}}
+
+
+@pytest.mark.parametrize("Layer,kind", [(L, k) for L in OURS for k in OPTIONS if k != "relu" or L is nn.RNN])
 @pytest.mark.parametrize("form", FORMS)
 def test_results_are_the_same_before_and_after_and_back(Layer, kind, form, device):
-    layer, input = Layer(INPUT, HIDDEN, **KINDS[kind], device=device, dtype=DOUBLE), input_of(form, device)
+    layer, input = Layer(INPUT, HIDDEN, **OPTIONS[kind], device=device, dtype=DOUBLE), input_of(form, device)
     expected, text = results(layer, input), repr(layer)
     assert lltm_ext.from_torch(layer) is layer
     assert (type(layer), repr(layer)) == (OURS[Layer], text)
@@ -99,21 +101,6 @@ def test_results_are_the_same_before_and_after_and_back(Layer, kind, form, devic
     assert lltm_ext.to_torch(layer) is layer
     assert (type(layer), repr(layer)) == (Layer, text)
     assert_same_bits(results(layer, input)[0], expected[0])
-
-
-@layers
-def test_a_batch_first_layer_stays_so(Layer, device):
-    layer = Layer(INPUT, HIDDEN, batch_first=True, device=device, dtype=DOUBLE)
-    input = values(3, 6, INPUT, device=device)
-    expected = results(layer, input)
-    assert_same_results(results(lltm_ext.from_torch(layer), input), expected)
-
-
-def test_an_rnn_keeps_its_nonlinearity(device):
-    layer = nn.RNN(INPUT, HIDDEN, nonlinearity="relu", device=device, dtype=DOUBLE)
-    input = values(6, 3, INPUT, device=device)
-    expected = results(layer, input)
-    assert_same_results(results(lltm_ext.from_torch(layer), input), expected)
 
 
 def test_the_kernels_here_run_a_converted_layer():

@@ -1,12 +1,11 @@
 """Own cells on CUDA: their kernels against the loop of torch's ops, by every algorithm."""
 
 import functools
-import itertools
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, arguments_of
+from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -23,11 +22,8 @@ from op_suite import (
 
 import lltm_ext
 from lltm_ext import _portable, cells
-from lltm_ext._arguments import SequenceCall
 from lltm_ext._C import custom_cell as _C
 from lltm_ext._formula.text import LINE
-from lltm_ext._loop import run_loop
-from lltm_ext.recurrence import run
 
 pytestmark = pytest.mark.compiles
 
@@ -40,64 +36,18 @@ RESETS = {"": {}, "to zeros": {"reset": True}, "to initial": {"reset": True, "re
 with_resets = pytest.mark.parametrize("resets", RESETS.values(), ids=RESETS)
 
 
-class Example:
-    """A cell, or the text of it, and random arguments for it."""
+def example_of(name, dtype, length, batch, hidden, input_size=24, **options):
+    """Of the cell or of the text of one."""
+    cell = CELLS[name] if isinstance(name, str) else name
+    return Example(cell, dtype, length, batch, hidden, input_size, device="cuda", **options)
 
-    def __init__(
-        self,
-        name,
-        dtype,
-        length,
-        batch,
-        hidden,
-        input_size=24,
-        sizes=None,
-        reset=False,
-        reset_to="zeros",
-        text=False,
-    ):
-        self.of_function, self.reset_to = CELLS[name], reset_to
-        cell = self.of_function
-        self.cell = TEXTS[name] if text else cell
-        self.sizes, steps = sizes, (length, batch) if sizes is None else (sum(sizes),)
-        self.call = arguments_of(cell, Make(dtype, "cuda"), steps, batch, hidden, input_size)
-        self.inputs = [torch.rand(*steps, hidden, device="cuda") for _ in cell.inputs]
-        self.reset = torch.rand(*steps, device="cuda") < 0.3 if reset else None
 
-    def ours(self, *tensors, algorithm="auto", reverse=False):
-        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
-        output, final = run(self.cell, call, algorithm, self.reset_to)
-        return [output, *final]
-
-    def loop(self, *tensors, reverse=False):
-        inputs = [u.to(self.call.args[0].dtype) for u in self.inputs]  # as the kernels read them
-        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
-        output, final = run_loop(self.of_function, call, to_initial=self.reset_to == "initial")
-        return [output, *final]
-
-    def algorithm(self, algorithm="auto", backward=False):
-        input, states, *weights, parameters = self.call.args
-        named = dict(zip(self.cell.parameters, parameters, strict=True))
-        named |= dict(zip(self.cell.inputs, self.inputs, strict=True))
-        hx = tuple(states) if self.cell.states else states[0]
-        named |= {"reset": self.reset, "reset_to": self.reset_to}
-        return self.cell.algorithm(input, hx, *weights, **named, algorithm=algorithm, backward=backward)
-
-    def check(self, dtype, **how):
-        """Values and gradients against the loop in float64."""
-        reverse = how.get("reverse", False)
-        ignores_h = not self.cell.recurrent and not self.cell.derived.reads_h
-        outputs, gradients = forward_and_gradients(
-            functools.partial(self.ours, **how), self.call, zeros_for_unused=ignores_h
-        )
-        exact, exact_gradients = forward_and_gradients(
-            functools.partial(self.loop, reverse=reverse),
-            self.call.map(torch.Tensor.double),
-            cotangents(outputs),
-            zeros_for_unused=ignores_h,
-        )
-        assert_all_near(outputs, exact, FORWARD[dtype], "output")
-        assert_all_near(gradients, exact_gradients, BACKWARD[dtype], "gradient")
+def algorithm_of(example, algorithm="auto"):
+    input, states, *weights, parameters = example.call.args
+    cell, reset = example.cell, {"reset": example.reset, "reset_to": example.reset_to}
+    named = zip((*cell.parameters, *cell.inputs), (*parameters, *example.inputs), strict=True)
+    hx = tuple(states) if cell.states else states[0]
+    return cell.algorithm(input, hx, *weights, **dict(named), **reset, algorithm=algorithm)
 
 
 def skip_unless_possible(example, algorithm):
@@ -116,10 +66,10 @@ def skip_unless_possible(example, algorithm):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_algorithm_equals_the_loop(name, algorithm, dtype):
     hidden = 64 if dtype == torch.float32 else 136
-    example = Example(name, dtype, 7, 5, hidden)
+    example = example_of(name, dtype, 7, 5, hidden)
     skip_unless_possible(example, algorithm)
-    assert example.algorithm(algorithm) == algorithm
-    example.check(dtype, algorithm=algorithm)
+    assert algorithm_of(example, algorithm) == algorithm
+    example.check(algorithm=algorithm)
 
 
 @needs_cuda
@@ -129,19 +79,19 @@ def test_every_algorithm_equals_the_loop(name, algorithm, dtype):
 def test_steps_of_small_batch_and_of_more_equal_the_loop(name, reset_to, sizes):
     for batch, hidden in ((1, 260), (5, 100), (11, 68), (17, 68)) if sizes is None else ((11, 132),):
         for reset in (False, True):
-            example = Example(
+            example = example_of(
                 name, torch.float32, 5, batch, hidden, sizes=sizes, reset=reset, reset_to=reset_to
             )
-            example.check(torch.float32, algorithm="stepwise")
+            example.check(algorithm="stepwise")
 
 
 @needs_cuda
 @every_cell
 def test_float64_and_odd_sizes_run_stepwise(name):
     for length, batch, hidden in ((1, 1, 1), (3, 5, 63), (4, 21, 7)):
-        example = Example(name, DOUBLE, length, batch, hidden, input_size=5)
-        assert example.algorithm() == "stepwise"
-        example.check(DOUBLE)
+        example = example_of(name, DOUBLE, length, batch, hidden, input_size=5)
+        assert algorithm_of(example) == "stepwise"
+        example.check()
 
 
 @needs_cuda
@@ -155,13 +105,13 @@ def test_hidden_sizes_that_are_no_multiple_of_8(name, reset_to, sizes):
     """
     for hidden in (5, 100):
         for reset in (False, True):
-            example = Example(
+            example = example_of(
                 name, torch.float16, 11, 20, hidden, sizes=sizes, reset=reset, reset_to=reset_to
             )
             if example.cell.recurrent and sizes is None:
                 runs_steps = hidden == 100 and (_portable.in_use or not example.cell.derived.zeros_stay)
-                assert (example.algorithm() == "stepwise") == runs_steps
-            example.check(torch.float16)
+                assert (algorithm_of(example) == "stepwise") == runs_steps
+            example.check()
 
 
 # Not IndRNN in float32: of so many values some round to the other side of relu's kink.
@@ -180,7 +130,7 @@ def test_sequences_of_independent_units(name, dtype, reverse):
     """Shorter and longer than the steps that a thread loads ahead; several chunks of the backward."""
     for length, batch, hidden in ((1, 1, 1), (7, 5, 63), (7, 16, 512), (300, 3, 17), (300, 33, 66)):
         for resets in RESETS.values():
-            Example(name, dtype, length, batch, hidden, **resets).check(dtype, reverse=reverse)
+            example_of(name, dtype, length, batch, hidden, **resets).check(reverse=reverse)
 
 
 @needs_cuda
@@ -190,13 +140,13 @@ def test_packed_rows_of_independent_units(name, dtype, reset):
     sizes = [300] * 20 + [299] * 9 + [40] * 30 + [1] * 10
     for hidden in (7, 64):
         for reverse in (False, True):
-            example = Example(name, dtype, len(sizes), 300, hidden, sizes=sizes, reset=reset)
-            example.check(dtype, reverse=reverse)
+            example = example_of(name, dtype, len(sizes), 300, hidden, sizes=sizes, reset=reset)
+            example.check(reverse=reverse)
 
 
 @needs_cuda
 def test_all_steps_of_independent_units_are_one_kernel(profiler_sees_kernels):
-    example = Example("indrnn", torch.bfloat16, 9, 5, 64, reset=True)
+    example = example_of("indrnn", torch.bfloat16, 9, 5, 64, reset=True)
     call = example.call.leaves()
     outputs = call.run(example.ours)
     backward = functools.partial(
@@ -212,9 +162,9 @@ def test_all_steps_of_independent_units_are_one_kernel(profiler_sees_kernels):
 @pytest.mark.parametrize("algorithm", ["stepwise", "grid"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_packed_rows(name, algorithm, reverse):
-    example = Example(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1])
+    example = example_of(name, torch.float16, 6, 20, 64, sizes=[20, 20, 13, 9, 2, 1])
     skip_unless_possible(example, algorithm)
-    example.check(torch.float16, algorithm=algorithm, reverse=reverse)
+    example.check(algorithm=algorithm, reverse=reverse)
 
 
 @needs_cuda
@@ -222,10 +172,10 @@ def test_packed_rows(name, algorithm, reverse):
 @every_algorithm
 @both_resets
 def test_resets(name, algorithm, reset_to):
-    example = Example(name, torch.bfloat16, 9, 6, 64, reset=True, reset_to=reset_to)
+    example = example_of(name, torch.bfloat16, 9, 6, 64, reset=True, reset_to=reset_to)
     skip_unless_possible(example, algorithm)
-    assert example.algorithm(algorithm) == algorithm
-    example.check(torch.bfloat16, algorithm=algorithm)
+    assert algorithm_of(example, algorithm) == algorithm
+    example.check(algorithm=algorithm)
 
 
 @needs_cuda
@@ -234,8 +184,8 @@ def test_resets(name, algorithm, reset_to):
 @both_resets
 def test_resets_of_packed_rows_in_reverse(name, algorithm, reset_to):
     sizes = [20, 20, 13, 9, 2, 1]
-    example = Example(name, torch.float16, 6, 20, 64, sizes=sizes, reset=True, reset_to=reset_to)
-    example.check(torch.float16, algorithm=algorithm, reverse=True)
+    example = example_of(name, torch.float16, 6, 20, 64, sizes=sizes, reset=True, reset_to=reset_to)
+    example.check(algorithm=algorithm, reverse=True)
 
 
 @needs_cuda
@@ -244,17 +194,17 @@ def test_resets_of_packed_rows_in_reverse(name, algorithm, reset_to):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @with_resets
 def test_a_cell_given_as_text_equals_the_loop(name, algorithm, dtype, resets):
-    example = Example(name, dtype, 7, 5, 64, **resets, text=True)
+    example = example_of(TEXTS[name], dtype, 7, 5, 64, **resets)
     skip_unless_possible(example, algorithm)
-    assert example.algorithm(algorithm) == algorithm
-    example.check(dtype, algorithm=algorithm)
+    assert algorithm_of(example, algorithm) == algorithm
+    example.check(algorithm=algorithm)
 
 
 @needs_cuda
 @every_text
 def test_a_cell_given_as_text_runs_in_float64_and_in_large_tiles(name):
-    Example(name, DOUBLE, 3, 5, 63, input_size=5, text=True).check(DOUBLE)
-    Example(name, torch.bfloat16, 5, 256, 1032, text=True).check(torch.bfloat16, algorithm="stepwise")
+    example_of(TEXTS[name], DOUBLE, 3, 5, 63, input_size=5).check()
+    example_of(TEXTS[name], torch.bfloat16, 5, 256, 1032).check(algorithm="stepwise")
 
 
 @needs_cuda
@@ -309,7 +259,7 @@ def test_a_text_without_backward_needs_no_gradient():
 
 @needs_cuda
 def test_a_text_has_no_second_derivatives():
-    example = Example("gru", DOUBLE, 2, 2, 3, input_size=2, text=True)
+    example = example_of(TEXTS["gru"], DOUBLE, 2, 2, 3, input_size=2)
     call = example.call.leaves()
     with pytest.raises(RuntimeError, match=r"gru: its gradient cannot be differentiated again"):
         torch.autograd.grad(call.run(example.ours)[0].sum(), call.tensors, create_graph=True)
@@ -321,7 +271,7 @@ def test_a_text_has_no_second_derivatives():
 def test_many_rows_and_units(name, dtype):
     """Several row tiles a group, many blocks, and several chunks of the backward."""
     for length, batch, hidden in ((20, 200, 256), (70, 64, 512), (300, 33, 128)):
-        Example(name, dtype, length, batch, hidden).check(dtype)
+        example_of(name, dtype, length, batch, hidden).check()
 
 
 @needs_cuda
@@ -330,11 +280,11 @@ def test_many_rows_and_units(name, dtype):
 def test_half_types_keep_a_long_memory(name, algorithm):
     """With a forget gate near 1: rounded to bfloat16, 0.993 would be 0.992 or 0.996."""
     for dtype in (torch.float16, torch.bfloat16):
-        example = Example(name, dtype, 400, 5, 64)
+        example = example_of(name, dtype, 400, 5, 64)
         skip_unless_possible(example, algorithm)
         forget = 0 if name == "cifg" else 1
         example.call.args[4].view(-1, 64)[forget] += 5
-        example.check(dtype, algorithm=algorithm)
+        example.check(algorithm=algorithm)
 
 
 @needs_cuda
@@ -346,14 +296,14 @@ def test_half_types_keep_a_long_memory(name, algorithm):
 def test_steps_of_large_tiles(name, batch, hidden, resets):
     """Fused on Hopper, where the plan has tiles of 64 and of 128 rows, and partial tiles."""
     for dtype in (torch.float16, torch.bfloat16):
-        Example(name, dtype, 5, batch, hidden, **resets).check(dtype, algorithm="stepwise")
+        example_of(name, dtype, 5, batch, hidden, **resets).check(algorithm="stepwise")
 
 
 @needs_cuda
 @every_cell
 @both_resets
 def test_second_derivatives(name, reset_to):
-    example = Example(name, DOUBLE, 2, 2, 3, input_size=2, reset=True, reset_to=reset_to)
+    example = example_of(name, DOUBLE, 2, 2, 3, input_size=2, reset=True, reset_to=reset_to)
     call = example.call.leaves()
     assert torch.autograd.gradgradcheck(
         lambda *tensors: call.with_tensors(tensors).run(example.ours), call.tensors
@@ -362,22 +312,17 @@ def test_second_derivatives(name, reset_to):
 
 @needs_cuda
 def test_block_diagonal_weights_are_those_of_a_dense_matrix_with_zeros():
-    example = Example("slstm", torch.float16, 5, 4, 64)
+    example = example_of("slstm", torch.float16, 5, 4, 64)
     input, states, weight_ih, _, bias, parameters = example.call.args
     blocks = Make(torch.float16, "cuda", seed=5)(4 * 64, 16, scale=0.2)
     call = Call(input, states, weight_ih, blocks, bias, parameters)
-    outputs, gradients = forward_and_gradients(example.ours, call)
-    exact, exact_gradients = forward_and_gradients(
-        example.loop, call.map(torch.Tensor.double), cotangents(outputs)
-    )
-    assert_all_near(outputs, exact, FORWARD[torch.float16])
-    assert_all_near(gradients, exact_gradients, BACKWARD[torch.float16])
+    example.check(call)
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", ["gru", "indrnn"])
 def test_the_same_call_twice_gives_the_same_bits(name):
-    example = Example(name, torch.bfloat16, 50, 40, 256)
+    example = example_of(name, torch.bfloat16, 50, 40, 256)
     first = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
     again = [x for found in forward_and_gradients(example.ours, example.call) for x in found]
     assert_same_bits(first, again)
@@ -400,7 +345,7 @@ def test_a_captured_graph_repeats_the_call():
 
 @needs_cuda
 def test_a_cell_is_compiled_once_a_kernel():
-    example = Example("janet", torch.float16, 5, 4, 64)
+    example = example_of("janet", torch.float16, 5, 4, 64)
     forward_and_gradients(example.ours, example.call)
     count = _C.compilations()
     forward_and_gradients(example.ours, example.call)
@@ -410,7 +355,7 @@ def test_a_cell_is_compiled_once_a_kernel():
 @needs_cuda
 @with_resets
 def test_a_call_after_compile_compiles_nothing(resets):
-    example = Example("zoneout_lstm", torch.bfloat16, 5, 6, 72, **resets)
+    example = example_of("zoneout_lstm", torch.bfloat16, 5, 6, 72, **resets)
     example.cell.compile(torch.bfloat16, 72, 6, **resets)
     count = _C.compilations()
     forward_and_gradients(example.ours, example.call)
@@ -456,10 +401,20 @@ def test_torch_compile_traces_a_layer_as_one_op(fresh_dynamo):
 
 # ---- without a GPU
 
+passes = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+def binary(program, dtype, backward, variant=-1, architecture="sm_90", rows=0, reset="", **sizes):
+    """A kernel that compiles. Fused steps, those of so many rows, need Hopper's instructions."""
+    architecture = "sm_90a" if rows else architecture
+    found = _C.compile(program, dtype, backward, variant, architecture, rows, reset, **sizes)
+    assert len(found) > 1000
+    return found
+
 
 @every_cell
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_every_kind_of_kernel_compiles(name, architecture, backward):
     cell = CELLS[name]
     kinds = [(torch.float16, -1), (torch.float64, -1)]
@@ -467,21 +422,18 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         kinds += [(torch.bfloat16, 8), (torch.float32, 19)]  # of several row tiles
         kinds += [(torch.bfloat16, 0), (torch.bfloat16, 2)] if architecture == "sm_90" else []  # in a cluster
     for dtype, variant in kinds:
-        assert len(_C.compile(cell.program, dtype, backward, variant, architecture)) > 1000
+        binary(cell.program, dtype, backward, variant, architecture)
 
 
 @every_text
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_of_a_text_compile(name, backward):
     program = TEXTS[name].program
-    for dtype, variant, architecture, rows in (
-        (torch.float16, -1, "sm_75", 0),
-        (torch.float64, -1, "sm_80", 0),
-        (torch.float32, 19, "sm_90", 0),
-        (torch.bfloat16, 0, "sm_90", 0),
-        (torch.bfloat16, -1, "sm_90a", 64),
-    ):
-        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
+    binary(program, torch.float16, backward, -1, "sm_75")
+    binary(program, torch.float64, backward, -1, "sm_80")
+    binary(program, torch.float32, backward, 19)
+    binary(program, torch.bfloat16, backward, 0)
+    binary(program, torch.bfloat16, backward, rows=64)
 
 
 def test_a_text_may_call_the_functions_of_every_math():
@@ -491,7 +443,7 @@ def test_a_text_may_call_the_functions_of_every_math():
     two = " + ".join(f"{f}(x[0], h)" for f in ("logaddexp", "pow", "maximum", "minimum", "max", "fmin"))
     cell = lltm_ext.recurrence(name="all", gates=1, forward=f"new_h = {one} + {two} + fabs(h) + erfc(h);")
     for dtype in (*TYPES, DOUBLE):
-        assert len(_C.compile(cell.program, dtype, False, -1, "sm_90")) > 1000
+        binary(cell.program, dtype, False)
 
 
 @pytest.mark.parametrize(
@@ -519,13 +471,12 @@ def test_a_compile_error_shows_the_line_of_the_text(options, what, where):
 
 
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_that_take_resets_compile(name, backward):
     program = CELLS[name].program
     for dtype, variant, rows in ((torch.float32, 17, 0), (torch.float16, 8, 0), (torch.float16, -1, 64)):
-        architecture = "sm_90a" if rows else "sm_90"
         plain, of_bools, of_numbers = (
-            _C.compile(program, dtype, backward, variant, architecture, rows, reset)
+            binary(program, dtype, backward, variant, rows=rows, reset=reset)
             for reset in ("", "bool", "float")
         )
         assert plain != of_bools
@@ -533,52 +484,44 @@ def test_kernels_that_take_resets_compile(name, backward):
 
 
 @pytest.mark.parametrize("cell", [*map(CELLS.get, ["gru", "slstm", "lstm", *WITH_OUTPUT]), TEXTS["gru"]])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@passes
 def test_kernels_that_reset_to_the_initial_states_compile(cell, backward):
-    program = cell.to_initial.program
     for dtype, variant, rows in ((torch.float32, 19, 0), (torch.float16, 2, 0), (torch.float16, -1, 64)):
-        architecture = "sm_90a" if rows else "sm_90"
-        assert len(_C.compile(program, dtype, backward, variant, architecture, rows)) > 1000
+        binary(cell.to_initial.program, dtype, backward, variant, rows=rows)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])
-def test_other_architectures(architecture):
-    for backward in (False, True):
-        assert _C.compile(cells.gru.program, torch.float16, backward, -1, architecture)
-        assert _C.compile(cells.gru.program, torch.float64, backward, -1, architecture)
+@passes
+def test_other_architectures(architecture, backward):
+    for dtype in (torch.float16, torch.float64):
+        binary(cells.gru.program, dtype, backward, -1, architecture)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["indrnn", *WITHOUT_PRODUCT])
-def test_kernels_of_independent_units_compile(name, architecture):
-    program = CELLS[name].program
+@passes
+def test_kernels_of_independent_units_compile(name, architecture, backward):
     for dtype in (*TYPES, DOUBLE):
-        for backward in (False, True):
-            one, pair = (
-                _C.compile(program, dtype, backward, -1, architecture, independent_units=units)
-                for units in (1, 2)
-            )
-            assert one != pair
+        one, pair = (
+            binary(CELLS[name].program, dtype, backward, -1, architecture, independent_units=units)
+            for units in (1, 2)
+        )
+        assert one != pair
 
 
 @every_cell
 def test_fused_steps_compile_for_hopper(name):
     cell = CELLS[name]
-    kinds = [(False, 64), (True, 64), (True, 128)]
-    if cell.gates <= 3:
-        kinds.append((False, 128))
-    for backward, rows in kinds:
-        assert len(_C.compile(cell.program, torch.bfloat16, backward, -1, "sm_90a", rows)) > 1000
+    for backward, rows in [(False, 64), (True, 64), (True, 128)] + [(False, 128)] * (cell.gates <= 3):
+        binary(cell.program, torch.bfloat16, backward, rows=rows)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
-def test_steps_of_small_batch_compile(name, architecture):
-    for backward, rows in itertools.product((False, True), (1, 4, 8, 16)):
-        assert (
-            len(_C.compile(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows))
-            > 1000
-        )
+@passes
+def test_steps_of_small_batch_compile(name, architecture, backward):
+    for rows in (1, 4, 8, 16):
+        binary(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows)
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])
@@ -587,7 +530,7 @@ def test_fused_steps_of_many_gates_compile(gates):
     def wide(x):
         return torch.tanh(sum(x))
 
-    assert len(_C.compile(wide.program, torch.bfloat16, False, -1, "sm_90a", 64)) > 1000
+    binary(wide.program, torch.bfloat16, False, rows=64)
 
 
 def test_a_program_is_one_line_and_older_ones_with_lines_mean_the_same():

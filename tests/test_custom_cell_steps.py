@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import TEXTS, WITH_OUTPUT, arguments_of, without_product
+from cell_examples import TEXTS, WITH_OUTPUT, Example, everything, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -25,12 +25,12 @@ from op_suite import (
     OpSuite,
     added_units,
     assert_all_near,
-    assert_near,
     assert_same_bits,
     cotangents,
     forward_and_gradients,
     sum_of_squares,
 )
+from sequence_suite import no_tensor, of_dtype, of_shape
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,11 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lltm_ext
 from lltm_ext import _custom_cell, cells
 from lltm_ext._arguments import SequenceCall
-from lltm_ext._custom_cell import CustomCellFunction, op_arguments, run_kernels
+from lltm_ext._custom_cell import CustomCellFunction, op_arguments
 from lltm_ext._formula.text import LINE, SEPARATOR
-from lltm_ext._loop import compute_dtype, run_loop
+from lltm_ext._loop import compute_dtype
 from lltm_ext._program import program_for
-from lltm_ext._to_initial import resets_as_inputs
 
 pytestmark = pytest.mark.compiles
 
@@ -50,14 +49,6 @@ SOURCES = Path(__file__).parents[1] / "src"
 PACKED = [20, 20, 13, 9, 2, 1]
 
 # ---- cells of every shape
-
-
-@lltm_ext.recurrence(gates=2, separate=True, states=("c", "n"), parameters=("a", "b"), inputs=("gap", "mask"))
-def everything(x, r, h, s, p, u):
-    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
-    n = torch.sigmoid(p.b * s.c) + 0.5 * s.n
-    c = gate * s.c + (1 - gate) * torch.tanh(x[1] + r[1] * p.b + h)
-    return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
 
 
 @lltm_ext.recurrence(gates=3, states=("c",))
@@ -87,9 +78,15 @@ COMPILED = [*CELLS.values(), unread_output]
 FEW = [cells.gru, cells.slstm, *OWN]
 WITH_EPISODES = [cells.rnn_tanh, *FEW]  # that are compiled with resets to initial states
 COMPILED += [cell.to_initial for cell in (*WITH_EPISODES, *TEXTS.values())]
+EVERY_RESET = [(cell, "zeros") for cell in CELLS.values()] + [(cell, "initial") for cell in WITH_EPISODES]
+MANY_RESETS = [(cell, reset_to) for cell in FEW for reset_to in ("zeros", "initial")]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 of_many_shapes, with_episodes = (
     pytest.mark.parametrize("cell", chosen, ids=lambda c: c.__name__) for chosen in (FEW, WITH_EPISODES)
+)
+with_every_reset, with_many_resets = (
+    pytest.mark.parametrize("cell,reset_to", chosen, ids=lambda x: getattr(x, "__name__", x))
+    for chosen in (EVERY_RESET, MANY_RESETS)
 )
 
 # ---- the ops on the CPU
@@ -240,67 +237,21 @@ def compiled(tmp_path_factory):
     yield torch.ops.lltm_ext_on_cpu
 
 
+recurrence = importlib.import_module("lltm_ext.recurrence")
+
+
 @pytest.fixture(autouse=True)
 def ops(compiled, monkeypatch):
+    """Kernels run the calls, as on CUDA."""
     monkeypatch.setattr(_custom_cell, "ops", compiled)
+    monkeypatch.setattr(recurrence, "by_loop", lambda *_: False)
     return compiled
 
 
-class Example:
-    """A cell and random arguments for it. `reset`: the dtype of the resets; `to_initial`: where they lead."""
-
-    def __init__(
-        self,
-        cell,
-        dtype=DOUBLE,
-        length=5,
-        batch=3,
-        hidden=6,
-        input_size=4,
-        sizes=None,
-        reset=None,
-        bias=True,
-        to_initial=False,
-    ):
-        self.cell, self.dtype, self.sizes, self.to_initial = cell, dtype, sizes, to_initial
-        batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
-        self.call = arguments_of(cell, Make(dtype), steps, batch, hidden, input_size, bias)
-        shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
-        self.inputs = [torch.rand(shapes[i % 2]) for i in range(len(cell.inputs))]
-        self.reset = None
-        if reset is not None:
-            at = torch.rand(steps) < 0.4
-            self.reset = at if reset == torch.bool else (at * torch.rand(steps)).to(reset)
-
-    def ours(self, *tensors, reverse=False):
-        call = SequenceCall(*tensors, self.inputs, self.reset, self.sizes, reverse)
-        cell, call = resets_as_inputs(self.cell, call) if self.to_initial else (self.cell, call)
-        output, final = run_kernels(cell, call, "auto", self.dtype)
-        return [output, *final[: len(tensors[1])]]
-
-    def loop(self, *tensors, reverse=False):
-        inputs = [u.to(self.dtype) for u in self.inputs]  # as the kernels read them
-        call = SequenceCall(*tensors, inputs, self.reset, self.sizes, reverse)
-        output, final = run_loop(self.cell, call, self.to_initial)
-        return [output, *final]
-
-    def check(self, call=None, **how):
-        """Values and gradients against the loop in float64."""
-        call = call or self.call
-        outputs, gradients = forward_and_gradients(functools.partial(self.ours, **how), call)
-        exact, exact_gradients = forward_and_gradients(
-            functools.partial(self.loop, **how), call.map(torch.Tensor.double), cotangents(outputs)
-        )
-        states = call.args[1]
-        assert [y.dtype for y in outputs] == [self.dtype, *(x.dtype for x in states)]
-        assert [g.dtype for g in gradients] == [x.dtype for x in call.tensors]
-        assert_all_near(outputs, exact, FORWARD[self.dtype], "output")
-        assert_all_near(gradients, exact_gradients, BACKWARD[self.dtype], "gradient")
-
-    def arguments(self):
-        """Those of lltm_ext_on_cpu::custom_cell."""
-        tensors = op_arguments(self.cell, SequenceCall(*self.call.args, self.inputs, self.reset))
-        return Call(*tensors, self.sizes, False, "auto", program_for(self.cell, self.dtype))
+def op_arguments_of(example):
+    """Those of lltm_ext_on_cpu::custom_cell."""
+    tensors = op_arguments(example.cell, SequenceCall(*example.call.args, example.inputs, example.reset))
+    return Call(*tensors, example.sizes, False, "auto", program_for(example.cell, example.dtype))
 
 
 reverse = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -319,17 +270,22 @@ def test_packed_rows(cell, dtype, reverse):
     Example(cell, dtype, hidden=9, sizes=PACKED).check(reverse=reverse)
 
 
-@every_cell
+@with_every_reset
 @reverse
 @pytest.mark.parametrize("reset", [torch.bool, torch.int64, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
-def test_resets(cell, sizes, reset, reverse):
-    Example(cell, length=6, sizes=sizes, reset=reset).check(reverse=reverse)
+def test_resets(cell, reset_to, sizes, reset, reverse):
+    Example(cell, length=6, sizes=sizes, reset=reset, reset_to=reset_to).check(reverse=reverse)
 
 
-@every_cell
-def test_resets_in_half_types(cell, dtype):
-    Example(cell, dtype, length=9, batch=6, hidden=16, reset=torch.float32).check()
+@with_every_reset
+def test_resets_in_every_dtype(cell, reset_to, dtype):
+    for reset in (torch.bool, torch.float32) if reset_to == "initial" else (torch.float32,):
+        example = Example(cell, dtype, length=9, batch=6, hidden=16, reset=reset, reset_to=reset_to)
+        example.check()
+        input, (h0, *states), *others = example.call.args
+        if states and reset_to == "initial":
+            example.check(Call(input, [h0, *(x.to(compute_dtype(dtype)) for x in states)], *others))
 
 
 class HiddenSizes(TorchDispatchMode):
@@ -380,7 +336,7 @@ def test_units_of_zeros_change_nothing(cell, sizes, reset, reverse):
 @added_units
 @with_episodes
 def test_units_of_zeros_change_nothing_with_resets_to_the_initial_states(cell):
-    Example(cell, torch.float32, 9, hidden=5, reset=torch.bool, to_initial=True).check()
+    Example(cell, torch.float32, 9, hidden=5, reset=torch.bool, reset_to="initial").check()
 
 
 @every_cell
@@ -437,26 +393,28 @@ def test_block_diagonal_weights(cell):
     example.check(Call(input, states, weight_ih, blocks, bias, parameters))
 
 
-@every_cell
-@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (0, 0)])
-def test_no_steps_or_rows(cell, length, batch):
-    Example(cell, length=length, batch=batch).check()
+@with_every_reset
+@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (0, 0), (1, 2)])
+def test_no_steps_or_rows(cell, reset_to, length, batch):
+    Example(cell, length=length, batch=batch, reset=reset_to == "initial", reset_to=reset_to).check()
 
 
-@of_many_shapes
-def test_no_packed_rows(cell):
-    example = Example(cell, length=0, batch=4)
+@with_many_resets
+@reverse
+def test_no_packed_rows(cell, reset_to, reverse):
+    example = Example(cell, length=0, batch=4, reset=reset_to == "initial", reset_to=reset_to)
     input, *others = example.call.args
     example.sizes, example.inputs = [], [u.flatten(0, 1) for u in example.inputs]
-    example.check(Call(input[:, 0], *others))
+    example.reset = None if example.reset is None else example.reset.flatten()
+    example.check(Call(input[:, 0], *others), reverse=reverse)
 
 
-@of_many_shapes
+@with_many_resets
 @pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("differentiable", [False, True], ids=["once", "twice"])
-def test_a_reset_clears_nan(cell, reset, differentiable):
+def test_a_reset_clears_nan(cell, reset_to, reset, differentiable):
     """From the values, and from the gradients, also from those that can be differentiated again."""
-    example = Example(cell)
+    example = Example(cell, reset_to=reset_to)
     example.reset = torch.zeros(5, 3, dtype=reset)
     example.reset[2] = 1
     input, *others = example.call.args
@@ -476,73 +434,10 @@ def test_a_reset_clears_nan(cell, reset, differentiable):
 # ---- resets to the initial states
 
 
-@with_episodes
-@reverse
-@pytest.mark.parametrize("reset", [torch.bool, torch.int64, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
-def test_resets_to_the_initial_states(cell, sizes, reset, reverse):
-    Example(cell, length=6, sizes=sizes, reset=reset, to_initial=True).check(reverse=reverse)
-
-
-@with_episodes
-@pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
-def test_resets_to_the_initial_states_in_half_types(cell, reset, dtype):
-    example = Example(cell, dtype, length=9, batch=6, hidden=16, reset=reset, to_initial=True)
-    example.check()
-    input, (h0, *states), *others = example.call.args
-    example.check(Call(input, [h0, *(x.to(compute_dtype(dtype)) for x in states)], *others))
-
-
-@with_episodes
-@pytest.mark.parametrize("length, batch", [(0, 3), (5, 0), (1, 2)])
-def test_episodes_without_steps_or_rows(cell, length, batch):
-    Example(cell, length=length, batch=batch, reset=torch.bool, to_initial=True).check()
-
-
-@of_many_shapes
-@reverse
-def test_no_packed_rows_of_episodes(cell, reverse):
-    example = Example(cell, length=0, batch=4, reset=torch.bool, to_initial=True)
-    input, *others = example.call.args
-    example.sizes, example.inputs = [], [u.flatten(0, 1) for u in example.inputs]
-    example.reset = example.reset.flatten()
-    example.check(Call(input[:, 0], *others), reverse=reverse)
-
-
-@of_many_shapes
-@pytest.mark.parametrize("reset", [torch.bool, torch.float32], ids=str)
-@pytest.mark.parametrize("differentiable", [False, True], ids=["once", "twice"])
-def test_an_episode_sees_no_nan_of_the_one_before(cell, reset, differentiable):
-    example = Example(cell, to_initial=True)
-    example.reset = torch.zeros(5, 3, dtype=reset)
-    example.reset[2] = 1
-    input, *others = example.call.args
-    broken = input.clone()
-    broken[1] = torch.nan
-    found = []
-    for first in (input[:2], broken[:2]):
-        rest = input[2:].clone().requires_grad_()
-        output, *final = example.ours(torch.cat([first, rest]), *others)
-        found.append([output[2:], *final])
-        found[-1] += torch.autograd.grad(sum_of_squares(found[-1]), rest, create_graph=differentiable)
-    assert output[1].isnan().any()
-    assert_same_bits(*found)
-
-
-@of_many_shapes
-@reverse
-def test_second_derivatives_of_episodes(cell, reverse):
-    example = Example(cell, length=3, batch=2, hidden=2, input_size=2, reset=torch.float64, to_initial=True)
-    call = example.call.leaves()
-    assert torch.autograd.gradgradcheck(
-        call.bind(functools.partial(example.ours, reverse=reverse)), call.tensors
-    )
-
-
 @of_many_shapes
 def test_vmap_of_episodes(cell):
     """Over inputs and resets."""
-    examples = [Example(cell, reset=torch.bool, to_initial=True) for _ in range(3)]
+    examples = [Example(cell, reset=torch.bool, reset_to="initial") for _ in range(3)]
     example, resets = examples[0], torch.stack([e.reset for e in examples])
     inputs = torch.stack([e.call.args[0] for e in examples])
     _, *others = example.call.args
@@ -557,31 +452,12 @@ def test_vmap_of_episodes(cell):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_episodes_of_a_text_are_those_of_its_function(name):
-    by_name = {cell.__name__: cell for cell in CELLS.values()}
-    example = Example(by_name[name], reset=torch.float32, to_initial=True)
-    exact, exact_gradients = forward_and_gradients(example.loop, example.call)
-    example.cell = TEXTS[name]
-    outputs, gradients = forward_and_gradients(example.ours, example.call)
-    assert_all_near(outputs, exact, FORWARD[DOUBLE], "output")
-    assert_all_near(gradients, exact_gradients, BACKWARD[DOUBLE], "gradient")
+def test_episodes_of_a_text_are_those_of_its_function(name, monkeypatch):
+    monkeypatch.setattr(recurrence, "check_call", lambda *_: None)  # which refuses the CPU
+    Example(TEXTS[name], reset=torch.float32, reset_to="initial").check()
 
 
 # ---- which gradients
-
-
-@every_cell
-def test_an_output_not_used_has_no_part_in_the_gradient(cell):
-    example = Example(cell, reset=torch.bool)
-    call = example.call.leaves()
-    for i in range(len(call.run(example.ours))):
-        gradients, expected = (
-            torch.autograd.grad(
-                sum_of_squares(call.run(f)[i]), call.tensors, allow_unused=True, materialize_grads=True
-            )
-            for f in (example.ours, example.loop)
-        )
-        assert_all_near(gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument")
 
 
 @reverse
@@ -598,16 +474,28 @@ def test_an_output_that_no_step_reads(sizes, reverse):
     assert_all_near(*found, BACKWARD[DOUBLE])
 
 
+class OpOfCell(OpSuite):
+    """The tests that every op must pass, of the call of an example."""
+
+    def __init__(self, example):
+        self.example, self.function, self.reference = example, example.ours, example.loop
+
+    def call(self, *_):
+        return self.example.call
+
+
 @every_cell
-def test_each_gradient_alone_equals_all_together(cell):
-    example = Example(cell)
-    _, together = forward_and_gradients(example.ours, example.call)
-    for i, expected in enumerate(together):
-        tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(example.call.tensors)]
-        outputs = example.call.with_tensors(tensors).run(example.ours)
-        used = [(y, g) for y, g in zip(outputs, cotangents(outputs), strict=True) if y.requires_grad]
-        (single,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
-        assert_near(single, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
+@pytest.mark.parametrize(
+    "test",
+    [
+        OpSuite.test_an_output_not_used_has_no_part_in_the_gradient,
+        OpSuite.test_each_gradient_alone_equals_all_together,
+        OpSuite.test_backward_runs_twice_on_a_retained_graph,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_gradients_like_those_of_every_op(cell, test):
+    test(OpOfCell(Example(cell, reset=torch.bool)), "cpu")
 
 
 @every_cell
@@ -641,13 +529,20 @@ def test_second_derivatives(cell):
     assert torch.autograd.gradgradcheck(call.bind(example.ours), call.tensors)
 
 
+OF_SECOND_DERIVATIVES = {
+    "packed rows": ({"sizes": [2, 1]}, True),
+    "episodes": ({"length": 3, "batch": 1, "reset_to": "initial"}, False),
+    "episodes in reverse": ({"length": 3, "batch": 1, "reset_to": "initial"}, True),
+}
+
+
 @of_many_shapes
-def test_second_derivatives_of_packed_rows_in_reverse(cell):
-    example = Example(cell, hidden=2, input_size=2, sizes=[2, 1], reset=torch.float64)
+@pytest.mark.parametrize("options,reverse", OF_SECOND_DERIVATIVES.values(), ids=OF_SECOND_DERIVATIVES)
+def test_second_derivatives_with_resets(cell, options, reverse):
+    example = Example(cell, hidden=2, input_size=2, reset=torch.float64, **options)
     call = example.call.leaves()
-    assert torch.autograd.gradgradcheck(
-        call.bind(functools.partial(example.ours, reverse=True)), call.tensors
-    )
+    function = call.bind(functools.partial(example.ours, reverse=reverse))
+    assert torch.autograd.gradgradcheck(function, call.tensors)
 
 
 @of_many_shapes
@@ -692,7 +587,7 @@ def differentiable(arguments):
 def test_other_layouts_of_the_ops_arguments_and_gradients(cell, layout, sizes):
     """Of the arguments that Python stacks, too."""
     example = Example(cell, sizes=sizes, reset=torch.float32)
-    changed = example.arguments().map(layout)
+    changed = op_arguments_of(example).map(layout)
     call, function = differentiable(changed)
     plain_call, plain_function = differentiable(changed.map(torch.Tensor.contiguous))
     grads = [layout(g) for g in cotangents(call.run(function))]
@@ -718,9 +613,9 @@ def test_a_gradient_of_one_number_expanded(cell):
 @of_many_shapes
 def test_arguments_are_left_as_they_came(cell):
     example = Example(cell, reset=torch.bool)
-    before = example.arguments().map(torch.clone)
+    before = op_arguments_of(example).map(torch.clone)
     forward_and_gradients(example.ours, example.call)
-    assert_same_bits(example.arguments().tensors, before.tensors)
+    assert_same_bits(op_arguments_of(example).tensors, before.tensors)
 
 
 @of_many_shapes
@@ -728,7 +623,7 @@ def test_arguments_are_left_as_they_came(cell):
 @pytest.mark.parametrize("sizes", [None, PACKED], ids=["padded", "packed"])
 def test_opcheck(cell, dtype, sizes, ops):
     """Tracing sees the shapes, dtypes and strides of the outputs."""
-    arguments = Example(cell, dtype, sizes=sizes, reset=torch.bool).arguments()
+    arguments = op_arguments_of(Example(cell, dtype, sizes=sizes, reset=torch.bool))
     outputs = ops.custom_cell_forward(*arguments.args)
     h = outputs[0 if cell.output == "h" else 5]
     everything_needed = (*outputs[:3], h, *outputs[3:5], *arguments.args, True, True)
@@ -742,93 +637,52 @@ def test_opcheck(cell, dtype, sizes, ops):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", *slow))
 
 
-def replaced(example, position, value):
-    """The op on the arguments of an example, one of which is another one."""
-    args = list(example.arguments().args)
-    args[position] = value(args[position]) if callable(value) else value
-    return args
-
-
+ARGUMENTS = (
+    "input h0 states weight_ih weight_hh bias parameters step_inputs reset batch_sizes is_reverse algorithm"
+)
+ARGUMENTS = [*ARGUMENTS.split(), "program"]
+ROWS, OF_INPUTS = "rows of all steps, input_size", "..., step inputs * hidden_size"
 WRONG = {
-    "input": (0, lambda x: x[0], r"everything: expected input of shape \[length, batch, input_size\], got"),
-    "dtype": (0, torch.Tensor.long, "everything: expected input of dtype float16, bfloat16, float32 or"),
-    "h0": (
-        1,
-        lambda x: x[:2],
-        r"everything: expected h0 of shape \[batch, hidden_size\] = \[3, 6\], got \[2",
+    "states": of_shape("states", lambda x: x[:1], "states, batch, hidden_size", [1, 3, 6], [2, 3, 6]),
+    "states of another dtype": of_dtype("states", torch.Tensor.float, "float32", "float64"),
+    "no weight_hh": no_tensor("weight_hh", None, "None"),
+    "parameters": of_shape("parameters", lambda x: x[:1], "parameters, hidden_size", [1, 6], [2, 6]),
+    "no parameters": no_tensor("parameters", None, "None"),
+    "step_inputs": of_shape("step_inputs", lambda x: x[..., :6], OF_INPUTS, [5, 3, 6], [5, 3, 12]),
+    "no step_inputs": no_tensor("step_inputs", None, "None"),
+    "reset": of_shape("reset", lambda x: x[1:], "length, batch", [4, 3], [5, 3]),
+    "reset of another dtype": of_dtype("reset", torch.Tensor.int, "int32", "float64"),
+    "batch_sizes": ("batch_sizes", lambda _: [3, 2], RuntimeError, f"input of shape [{ROWS}], got"),
+    "algorithm": (
+        "algorithm",
+        lambda _: "fast",
+        ValueError,
+        "algorithm to be 'auto', 'stepwise', 'cluster' or",
     ),
-    "states": (
-        2,
-        lambda x: x[:1],
-        r"everything: expected states of shape \[states, batch, hidden_size\] = \[2, 3, 6\], got \[1, 3, 6\]",
+    "program": (
+        "program",
+        lambda _: "everything",
+        Exception,
+        "a program as lltm_ext.recurrence writes it, got 1",
     ),
-    "states of another dtype": (
-        2,
-        torch.Tensor.float,
-        "everything: expected states of dtype float64, got fl",
-    ),
-    "weight_ih": (
-        3,
-        lambda x: x[:, 1:],
-        r"everything: expected weight_ih of shape \[2\*hidden_size, input_size\] = \[12, 4\], got \[12, 3\]",
-    ),
-    "weight_hh": (
-        4,
-        lambda x: x[1:],
-        r"everything: expected weight_hh of shape \[2\*hidden_size, hidden_size\] = \[12, 6\], got \[11, 6\]",
-    ),
-    "no weight_hh": (4, None, "everything: expected weight_hh to be a Tensor, got None"),
-    "bias": (
-        5,
-        lambda x: x[1:],
-        r"everything: expected bias of shape \[2\*hidden_size\] = \[12\], got \[11\]",
-    ),
-    "parameters": (
-        6,
-        lambda x: x[:1],
-        r"everything: expected parameters of shape \[parameters, hidden_size\] = \[2, 6\], got \[1, 6\]",
-    ),
-    "no parameters": (6, None, "everything: expected parameters to be a Tensor, got None"),
-    "step_inputs": (
-        7,
-        lambda x: x[..., :6],
-        r"everything: expected step_inputs of shape \[..., step inputs \* hidden_size\] = \[5, 3, 12\], got",
-    ),
-    "no step_inputs": (7, None, "everything: expected step_inputs to be a Tensor, got None"),
-    "reset": (
-        8,
-        lambda x: x[1:],
-        r"everything: expected reset of shape \[length, batch\] = \[5, 3\], got \[4, 3",
-    ),
-    "reset of another dtype": (8, torch.Tensor.int, "everything: expected reset of dtype float64, got int32"),
-    "batch_sizes": (9, [3, 2], r"everything: expected input of shape \[rows of all steps, input_size\], got"),
-    "algorithm": (11, "fast", "everything: expected algorithm to be 'auto', 'stepwise', 'cluster' or 'grid'"),
-    "grid": (11, "grid", "everything: algorithm 'grid' needs a CUDA device"),
-    "program": (12, "everything", "custom_cell: expected a program as lltm_ext.recurrence writes it, got 1"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_arguments_are_named(wrong, ops):
-    position, value, message = WRONG[wrong]
-    args = replaced(Example(everything, reset=torch.bool), position, value)
+    """Of those that only own cells have. Those of lltm and lstm too are in sequence_suite.py."""
+    argument, change, exception, message = WRONG[wrong]
+    args = dict(zip(ARGUMENTS, op_arguments_of(Example(everything, reset=torch.bool)).args, strict=True))
+    args[argument] = change(args[argument])
+    name = "custom_cell" if wrong == "program" else "everything"
     for op in (ops.custom_cell, ops.custom_cell_forward):
-        with pytest.raises((RuntimeError, TypeError, ValueError), match="^" + message):
-            op(*args)
-
-
-@pytest.mark.parametrize(
-    "sizes", [[20, 21, 12, 9, 2, 1], [20, 20, 13], [20, 20, 13, 9, 3, 0], [19, 19, 19, 8]]
-)
-def test_wrong_batch_sizes_are_named(sizes, ops):
-    args = replaced(Example(everything, sizes=PACKED), 9, sizes)
-    with pytest.raises(RuntimeError, match=r"^everything: expected batch_sizes to "):
-        ops.custom_cell(*args)
+        with pytest.raises(exception, match="^" + re.escape(f"{name}: expected {message}")):
+            op(*args.values())
 
 
 @pytest.mark.parametrize("name", ["grad_output", "grad_h_n", "grad_states_n", "output", "gates", "extra"])
 def test_wrong_gradients_are_named(name, ops):
-    arguments = Example(everything).arguments().args
+    arguments = op_arguments_of(Example(everything)).args
     output, h_n, states_n, gates, extra, _ = ops.custom_cell_forward(*arguments)
     given = {"grad_output": output, "grad_h_n": h_n, "grad_states_n": states_n}
     given |= {"output": output, "gates": gates, "extra": extra}
@@ -839,24 +693,17 @@ def test_wrong_gradients_are_named(name, ops):
 
 @every_cell
 def test_the_cpu_runs_every_call_stepwise(cell, ops):
-    arguments = Example(cell).arguments().args
+    arguments = op_arguments_of(Example(cell)).args
     for backward in (False, True):
         assert ops.custom_cell_algorithm(*arguments, backward) == "stepwise"
 
 
 def test_the_ops_for_cuda_refuse_the_cpu():
     with pytest.raises(RuntimeError, match=re.escape("gru: expected input on a CUDA device, got cpu")):
-        torch.ops.lltm_ext.custom_cell(*Example(cells.gru).arguments().args)
+        torch.ops.lltm_ext.custom_cell(*op_arguments_of(Example(cells.gru)).args)
 
 
 # ---- layers
-
-
-def as_on_cuda(monkeypatch):
-    """Calls run by kernels from here on."""
-    recurrence = importlib.import_module("lltm_ext.recurrence")
-    monkeypatch.setattr(recurrence, "by_loop", lambda *_: False)
-    monkeypatch.delattr(recurrence, "run_loop")
 
 
 @of_many_shapes
@@ -885,14 +732,15 @@ def test_layers_equal_those_of_the_loop(cell, reset_to, monkeypatch):
             found += [*outputs, *torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))]
         return found
 
-    expected = outputs_and_gradients()
-    as_on_cuda(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrence, "by_loop", lambda *_: True)
+        expected = outputs_and_gradients()
+    monkeypatch.delattr(recurrence, "run_loop")
     assert_all_near(outputs_and_gradients(), expected, BACKWARD[DOUBLE])
 
 
 @pytest.mark.parametrize("reset_to", ["zeros", "initial"])
-def test_a_layer_compiles_into_one_graph_before_its_first_call(reset_to, monkeypatch, fresh_dynamo):
-    as_on_cuda(monkeypatch)
+def test_a_layer_compiles_into_one_graph_before_its_first_call(reset_to, fresh_dynamo):
     layer = lltm_ext.Recurrent(cells.gru, 4, 6, bidirectional=True, dtype=DOUBLE)
     input, reset = torch.randn(5, 3, 4, dtype=DOUBLE), torch.rand(5, 3) < 0.4
     run = functools.partial(layer, reset=reset, reset_to=reset_to)

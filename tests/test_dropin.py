@@ -3,46 +3,50 @@
 import inspect
 import io
 import pickle
+import re
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
-from op_suite import Make, assert_all_near, assert_near, sum_of_squares
+from op_suite import (
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_near,
+    assert_same_bits,
+    sum_of_squares,
+)
+from sequence_suite import INPUT, KINDS, forms, kinds, results_of_layer, tensors_of
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_map
 
 import lltm_ext
 
-INPUT, HIDDEN = 7, 8
-NAMES = ["LSTM", "GRU", "RNN"]
-names = pytest.mark.parametrize("name", NAMES)
+HIDDEN = 8
+LAYERS = {"LSTM": {}, "GRU": {}, "RNN": {}, "RNN of relu": {"nonlinearity": "relu"}}
+names = pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+layers = pytest.mark.parametrize("name", LAYERS)
 
 
 def pair(name, input_size=INPUT, hidden_size=HIDDEN, device="cpu", dtype=torch.float32, **options):
-    """Torch's layer and ours, with the same parameters."""
-    torch.manual_seed(0)
-    theirs, ours = (
-        getattr(module, name)(input_size, hidden_size, device=device, dtype=dtype, **options)
-        for module in (nn, lltm_ext)
-    )
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    """Torch's layer and ours, initialized with the same parameters."""
+    both = []
+    for module in (nn, lltm_ext):
+        torch.manual_seed(0)
+        Layer, options = getattr(module, name.split()[0]), {**LAYERS[name], **options}
+        both.append(Layer(input_size, hidden_size, device=device, dtype=dtype, **options))
+    return both
 
 
-def tensors_of(result):
-    """Output and states as one list."""
-    output, states = result
-    states = states if isinstance(states, tuple) else (states,)
-    return [output.data if isinstance(output, PackedSequence) else output, *states]
-
-
-def states_of(layer, *batch, dtype=torch.float32):
+def states_of(layer, *batch, make=torch.randn):
     """An hx of random values."""
     shape = (layer.num_layers * (2 if layer.bidirectional else 1), *batch, layer.hidden_size)
-    h0, c0 = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    h0, c0 = make(*shape), make(*shape)
     return (h0, c0) if layer.mode == "LSTM" else h0
 
 
@@ -67,6 +71,89 @@ def taggers(name, Model=Tagger, **options):
     theirs, ours = (Model(layer) for layer in pair(name, **options))
     ours.load_state_dict(theirs.state_dict())
     return theirs.eval(), ours.eval()
+
+
+# ---- Values, gradients, parameters -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name,dtype", [*((name, DOUBLE) for name in LAYERS), ("LSTM", torch.float32)], ids=str
+)
+@kinds
+@pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
+@forms
+@pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
+def test_values_and_gradients_equal_those_of_torch(name, dtype, kind, batch_first, form, given, device):
+    theirs, ours = pair(name, device=device, dtype=dtype, batch_first=batch_first, **KINDS[kind])
+    make = Make(dtype, device)
+    call, batch = Call(make(6, 4, INPUT)), () if form == "unbatched" else (4,)
+    call = Call(*call.args, states_of(ours, *batch, make=make)) if given else call
+    output, outputs, gradients = results_of_layer(ours, form, call)
+    exact, expected, exact_gradients = results_of_layer(theirs.double(), form, call.map(torch.Tensor.double))
+    assert all(y.dtype == dtype for y in (*outputs, *gradients))
+    assert_all_near(outputs, expected, 1e-10 if dtype == DOUBLE else 1e-5, "output")
+    assert_all_near(gradients, exact_gradients, 1e-10 if dtype == DOUBLE else 5e-5, "gradient")
+    if isinstance(exact, PackedSequence):
+        for x, y in zip(output[1:], exact[1:], strict=True):
+            assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "LSTM"])
+@kinds
+def test_values_in_every_dtype(name, kind, dtype, device):
+    theirs, ours = pair(name, device=device, dtype=dtype, **KINDS[kind])
+    make = Make(dtype, device)
+    call = Call(make(6, 4, INPUT), states_of(ours, 4, make=make))
+    outputs = call.run(ours)
+    assert all(y.dtype == dtype for y in outputs)
+    assert_all_near(outputs, call.map(torch.Tensor.double).run(theirs.double()), FORWARD[dtype])
+
+
+@layers
+@kinds
+@pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
+def test_parameters_state_dicts_and_text_are_those_of_torch(name, kind, batch_first, device):
+    options = {"device": device, "dtype": DOUBLE, "batch_first": batch_first}
+    theirs, ours = pair(name, **options, **KINDS[kind])
+    assert repr(ours) == repr(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    assert_same_bits(list(ours.parameters()), list(theirs.parameters()))
+    call = Call(Make(DOUBLE, device)(6, 4, INPUT))
+    for source, target in ((ours, theirs), (theirs, ours)):
+        with torch.no_grad():
+            for p in source.parameters():
+                p.mul_(1.5)
+        file = io.BytesIO()
+        torch.save(source.state_dict(), file)
+        file.seek(0)
+        target.load_state_dict(torch.load(file, weights_only=True))
+        assert_same_bits(list(target.parameters()), list(source.parameters()))
+        assert_all_near(call.run(ours), call.run(theirs), 1e-10)
+
+
+@layers
+@forms
+def test_dropout_does_nothing_in_eval(name, form, device):
+    options = {"num_layers": 3, "bidirectional": True, "dropout": 0.5, "device": device, "dtype": DOUBLE}
+    theirs, ours = (layer.eval() for layer in pair(name, **options))
+    call = Call(Make(DOUBLE, device)(6, 4, INPUT))
+    with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward in eval
+        _, expected, exact_gradients = results_of_layer(theirs, form, call)
+    _, outputs, gradients = results_of_layer(ours, form, call)
+    assert_all_near(outputs, expected, 1e-10)
+    assert_all_near(gradients, exact_gradients, 1e-10)
+
+
+@layers
+def test_dropout_in_training_is_random_and_seeded(name):
+    _, layer = pair(name, num_layers=2, dropout=0.5)
+    input, outputs = torch.randn(6, 4, INPUT), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(layer(input)[0])
+    assert torch.equal(outputs[1], outputs[0])
+    assert not torch.equal(outputs[2], outputs[0])
 
 
 # ---- What torch tests its modules with -------------------------------------------------------------------
@@ -431,34 +518,32 @@ def test_an_exporter_to_onnx_sees_torchs_ops(name, monkeypatch):
     assert found[1] == found[0]
 
 
+def run_by_onnx(model, input, dynamo, file):
+    """The outputs of the exported model. Needs `pip install onnx onnxscript onnxruntime`."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(y) for y in session.run(None, {"x": input.numpy()})]
+
+
 @names
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_an_onnx_model_gives_the_same_numbers(name, dynamo, tmp_path):
-    """Needs `pip install onnx onnxscript onnxruntime`."""
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
     _, ours = taggers(name, num_layers=2, bidirectional=True)
-    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "model.onnx")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(ours, (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    assert_near(torch.from_numpy(session.run(None, {"x": input.numpy()})[0]), ours(input), 1e-5)
+    input = torch.randn(6, 4, INPUT)
+    found = run_by_onnx(ours, input, dynamo, str(tmp_path / "model.onnx"))
+    assert_all_near(found, [ours(input)], 1e-5)
 
 
-@names
-@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("name,dynamo", [("LSTM", False), ("GRU", False), ("RNN", False), ("LSTM", True)])
 def test_a_layer_that_is_the_whole_onnx_model(name, dynamo, tmp_path):
-    """The exporter passes all defaults of forward, and those by position. Needs what the test above needs."""
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
+    """The exporter passes all defaults of forward, and those by position."""
     _, ours = pair(name)
-    input, file = torch.randn(6, 4, INPUT), str(tmp_path / "layer.onnx")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(ours.eval(), (input,), file, dynamo=dynamo, input_names=["x"], verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    found = [torch.from_numpy(y) for y in session.run(None, {"x": input.numpy()})]
+    input = torch.randn(6, 4, INPUT)
+    found = run_by_onnx(ours.eval(), input, dynamo, str(tmp_path / "layer.onnx"))
     assert_all_near(found, tensors_of(ours(input)), 1e-5)
 
 
@@ -516,19 +601,25 @@ def zeros(*shape, dtype=torch.float32):
 
 
 BAD_INPUTS = {
-    "1-D": lambda: torch.zeros(INPUT),
-    "4-D": lambda: torch.zeros(1, 6, 4, INPUT),
-    "another size": lambda: torch.zeros(6, 4, INPUT - 1),
-    "unbatched of another size": lambda: torch.zeros(6, INPUT - 1),
-    "integers": lambda: torch.zeros(6, 4, INPUT, dtype=torch.long),
-    "float64": lambda: torch.zeros(6, 4, INPUT).double(),
-    "float16": lambda: torch.zeros(6, 4, INPUT).half(),
+    "1-D": (lambda: torch.zeros(INPUT), r"of 2 or 3 dimensions, got \[7\]"),
+    "4-D": (lambda: torch.zeros(1, 6, 4, INPUT), r"of 2 or 3 dimensions, got \[1, 6, 4, 7\]"),
+    "another size": (lambda: torch.zeros(6, 4, INPUT - 1), "of input_size = 7 features"),
+    "unbatched of another size": (lambda: torch.zeros(6, INPUT - 1), "of input_size = 7 features"),
+    "integers": (lambda: torch.zeros(6, 4, INPUT).long(), "of dtype"),
+    "float64": (
+        lambda: torch.zeros(6, 4, INPUT).double(),
+        "of dtype float32, as the weights have, got float64",
+    ),
+    "float16": (
+        lambda: torch.zeros(6, 4, INPUT).half(),
+        "of dtype float32, as the weights have, got float16",
+    ),
 }
 BAD_STATES = {
-    "2-D": lambda: zeros(4),
-    "another batch": lambda: zeros(1, 3),
-    "another number of layers": lambda: zeros(2, 4),
-    "float64": lambda: zeros(1, 4, dtype=torch.float64),
+    "2-D": (lambda: zeros(4), r"of shape \[1, 4, 8\], got \[4, 8\]"),
+    "another batch": (lambda: zeros(1, 3), r"of shape \[1, 4, 8\], got \[1, 3, 8\]"),
+    "another number of layers": (lambda: zeros(2, 4), r"of shape \[1, 4, 8\], got \[2, 4, 8\]"),
+    "float64": (lambda: zeros(1, 4, dtype=torch.float64), "of dtype float32, got float64"),
 }
 
 
@@ -538,12 +629,17 @@ def error_of(layer, *arguments):
     return found.value
 
 
+def assert_raises_what_torch_raises(layers, arguments, message):
+    theirs, ours = (error_of(layer, *arguments) for layer in layers)
+    assert isinstance(ours, type(theirs))
+    assert re.match(message, str(ours))
+
+
 @names
 @pytest.mark.parametrize("bad", BAD_INPUTS)
 def test_a_bad_input_raises_what_torch_raises(name, bad):
-    theirs, ours = (error_of(layer, BAD_INPUTS[bad]()) for layer in pair(name))
-    assert isinstance(ours, type(theirs))
-    assert str(ours).startswith(f"{name}: expected ")
+    make, message = BAD_INPUTS[bad]
+    assert_raises_what_torch_raises(pair(name), [make()], f"{name}: expected input {message}")
 
 
 @names
@@ -558,18 +654,24 @@ def test_packed_input_of_another_size_is_refused(name):
 @names
 @pytest.mark.parametrize("bad", BAD_STATES)
 def test_bad_states_raise_what_torch_raises(name, bad):
-    state = BAD_STATES[bad]()
-    hx = (state, state) if name == "LSTM" else state
-    theirs, ours = (error_of(layer, torch.zeros(6, 4, INPUT), hx) for layer in pair(name))
-    assert isinstance(ours, type(theirs))
-    assert str(ours).startswith(f"{name}: expected h0 ")
+    make, message = BAD_STATES[bad]
+    hx = (make(), make()) if name == "LSTM" else make()
+    arguments = torch.zeros(6, 4, INPUT), hx
+    assert_raises_what_torch_raises(pair(name), arguments, f"{name}: expected h0 {message}")
+
+
+@pytest.mark.parametrize("name", ["GRU", "RNN"])
+def test_a_tuple_of_h0_and_a_proj_size_are_refused(name):
+    error = error_of(pair(name)[1], torch.zeros(6, 4, INPUT), (zeros(1, 4),))
+    assert isinstance(error, TypeError)
+    assert str(error).startswith(f"{name}: expected hx to be a Tensor, h0, got tuple of 1")
+    with pytest.raises(ValueError, match="proj_size"):
+        pair(name, proj_size=3)
 
 
 def test_three_states_raise_what_torch_raises():
-    errors = (error_of(layer, torch.zeros(6, 4, INPUT), (zeros(1, 4),) * 3) for layer in pair("LSTM"))
-    theirs, ours = errors
-    assert isinstance(ours, type(theirs))
-    assert isinstance(ours, TypeError)
+    arguments = torch.zeros(6, 4, INPUT), (zeros(1, 4),) * 3
+    assert_raises_what_torch_raises(pair("LSTM"), arguments, "LSTM: expected hx to be a pair")
 
 
 @names
@@ -635,8 +737,7 @@ def test_torch_compile_compiles_a_model_no_more_often_than_with_torchs_layer(nam
 @names
 def test_a_missing_bias_raises_what_torch_raises(name):
     """A bias that is set to None."""
-    theirs, ours = pair(name)
-    for layer in (theirs, ours):
+    both = pair(name)
+    for layer in both:
         layer.bias_ih_l0 = None
-    theirs, ours = (error_of(layer, torch.zeros(6, 4, INPUT)) for layer in (theirs, ours))
-    assert isinstance(ours, type(theirs))
+    assert_raises_what_torch_raises(both, [torch.zeros(6, 4, INPUT)], "")

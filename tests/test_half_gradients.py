@@ -214,19 +214,6 @@ def test_gradients_are_as_good_as_those_of_a_loop_that_keeps_float32(name, regim
     check(lambda *arguments: run(*arguments, "auto"), LONG[name], dtype, regime)
 
 
-@needs_cuda
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("name", ["lstm", "lltm"])
-def test_gradients_of_the_package_s_own_sequences_are_too(name, regime, dtype):
-    op = getattr(lltm_ext, name)
-
-    def of_op(cell, call):
-        return op(call.input, tuple(call.states), call.weight_ih, call.weight_hh, call.bias)
-
-    check(of_op, getattr(cells, name), dtype, regime)
-
-
 @lltm_ext.recurrence(gates=1, parameters=("w",), recurrent=False)
 def leaky_relu_rnn(x, h, p):
     return F.leaky_relu(x[0] + torch.tanh(p.w) * h)

@@ -302,23 +302,27 @@ def test_fused_steps_have_a_tile_that_is_compiled_and_split_k_less_for_more_rows
     assert large.fused_step == (0, 0)  # A block would have too much of the product.
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"size": 4},
-        {"size": 8},
-        {"hidden": 68},
-        {"dense": False},
-        {"chip": A100},
-        {"recurrent": False},
-        {"gates": 9},  # wgmma has no tile of so many columns
-    ],
-    ids=str,
-)
-def test_other_steps_are_not_fused(plan, more):
-    fused, found = (plan({"hidden": 1024, "batch": 64, "algorithm": "stepwise", **m})[0] for m in ({}, more))
-    assert fused.fused_step != (0, 0)
-    assert found.fused_step == (0, 0)
+FUSED, FEW_ROWS = {"hidden": 1024, "batch": 64}, {"hidden": 1024, "batch": 8, "size": 4}
+OTHERS = [
+    *(("fused_step", FUSED, more) for more in ({"size": 4}, {"size": 8}, {"hidden": 68}, {"dense": False})),
+    *(("fused_step", FUSED, more) for more in ({"chip": A100}, {"recurrent": False})),
+    ("fused_step", FUSED, {"gates": 9}),  # wgmma has no tile of so many columns
+    *(
+        ("small_batch", FEW_ROWS, more)
+        for more in ({"size": 2}, {"size": 8}, {"hidden": 1022}, {"batch": 17})
+    ),
+    *(
+        ("small_batch", FEW_ROWS, more)
+        for more in ({"batch": 9, "tf32": True}, {"batch": 0}, {"recurrent": False})
+    ),
+]
+
+
+@pytest.mark.parametrize("kernel,problem,more", OTHERS, ids=str)
+def test_other_steps_have_no_such_kernel(plan, kernel, problem, more):
+    usual, other = (plan({**problem, "algorithm": "stepwise", **m})[0] for m in ({}, more))
+    assert any(getattr(usual, kernel))
+    assert not any(getattr(other, kernel))
 
 
 @pytest.mark.parametrize("chip", [H200, A100, L4, T4], ids=["H200", "A100", "L4", "T4"])
@@ -358,26 +362,6 @@ def test_steps_of_small_batch_cover_all_units_and_fit_a_block(plan, backward):
         warps = -(-units * (1 if backward else problem["gates"]) // 8) * split_k
         assert rows == 8 and 1 <= warps <= 8, problem
         assert split_k * 12 << 10 <= problem["chip"][3], problem
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"size": 2},
-        {"size": 8},
-        {"hidden": 1022},
-        {"batch": 17},
-        {"batch": 9, "tf32": True},
-        {"batch": 0},
-        {"recurrent": False},
-    ],
-    ids=str,
-)
-def test_other_steps_are_not_of_small_batch(plan, more):
-    problem = {"hidden": 1024, "batch": 8, "size": 4, "algorithm": "stepwise"}
-    few, found = (plan({**problem, **m})[0] for m in ({}, more))
-    assert few.small_batch != (0, 0, 0)
-    assert found.small_batch == (0, 0, 0)
 
 
 def test_only_stepwise_plans_have_a_fused_step(plan):

@@ -3,25 +3,27 @@
 import copy
 import functools
 import pickle
+import re
 import sys
 
 import pytest
 import torch
-from cell_examples import WITH_OUTPUT, gru_with_recurrent_dropout
+from cell_examples import WITH_OUTPUT, call_of, everything, gru_with_recurrent_dropout, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
+    FLOATING,
     FORWARD,
     Call,
     Make,
     assert_all_near,
-    assert_near,
     assert_same_bits,
     cotangents,
     forward_and_gradients,
     needs_cuda,
     sum_of_squares,
 )
+from sequence_suite import assert_values_and_gradients, no_tensor, of_dtype, of_shape
 from torch.nn import functional as F
 
 import lltm_ext
@@ -33,22 +35,6 @@ from lltm_ext.cells import gru
 @lltm_ext.recurrence(gates=1)
 def plain(x):
     return torch.tanh(x[0])
-
-
-@lltm_ext.recurrence(
-    gates=2, separate=True, states=("c", "n"), parameters={"a": None, "b": 0.5}, inputs=("gap",)
-)
-def everything(u, p, s, r, x, h):
-    """Every value, in an order of its own."""
-    gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
-    n = s.n + torch.sigmoid(p[1] * s[0])
-    c = gate * s.c + (1 - gate) * torch.tanh(x[1] * r[1] + 0.5 * h)
-    return h + torch.tanh(c) / (1 + n * n), (c, n)
-
-
-@lltm_ext.recurrence(gates=1, parameters=("w",), recurrent=False)
-def without_product(x, h, p):
-    return torch.tanh(x[0] + p.w * h)
 
 
 @lltm_ext.recurrence(gates=1, states=("total",))
@@ -63,20 +49,11 @@ cells = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 with_product = pytest.mark.parametrize("cell", [c for c in CELLS.values() if c.recurrent], ids=repr)
 
 
-def arguments(cell, make, length=5, batch=3, input_size=4, hidden=6, heads=1, wide=False):
+def arguments(cell, make, wide=False, length=5, batch=3, hidden=6, **sizes):
     """A call of the cell. `wide`: the inputs of the steps differ from unit to unit."""
-    rows = cell.gates * hidden
-    states = [make(batch, hidden, scale=0.5) for _ in cell.state_names]
+    call = call_of(cell, make, length, batch, hidden, **sizes)
     step = (length, batch, hidden) if wide else (length, batch)
-    return Call(
-        make(length, batch, input_size),
-        tuple(states) if cell.states else states[0],
-        make(rows, input_size, scale=0.5),
-        make(rows, hidden // heads, scale=0.5) if cell.recurrent else None,
-        make(rows),
-        **{p: make(hidden) for p in cell.parameters},
-        **{u: make(*step).detach() for u in cell.inputs},
-    )
+    return Call(*call.args, **call.kwargs, **{u: make(*step) for u in cell.inputs})
 
 
 def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **named):
@@ -132,55 +109,42 @@ OPTIONS = {
     "a head a unit": {"heads": 6},
     "inputs of each unit": {"wide": True},
     "one step": {"length": 1, "batch": 1},
+    "reset by bool": {"length": 8, "reset": lambda at: at},
+    "reset by int": {"length": 8, "reset": torch.Tensor.int},
+    "a part is reset": {"length": 8, "reset": lambda at: 0.25 * at.double()},
 }
 
 
 @cells
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_equal_a_loop_over_units(cell, options, device):
-    call = arguments(cell, Make(DOUBLE, device), **options)
-    function, exact, call = without_gradients_of_steps(cell, call)
-    outputs, gradients = forward_and_gradients(function, call)
-    expected, expected_gradients = forward_and_gradients(exact, call)
-    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
-    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
+    options = dict(options)
+    to_reset = options.pop("reset", None)
+    function, exact, call = without_gradients_of_steps(cell, arguments(cell, Make(DOUBLE, device), **options))
+    if to_reset:
+        at = torch.rand(8, 3, generator=torch.Generator().manual_seed(3)) < 0.4
+        assert at.any() and not at.all()
+        reset = to_reset(at.to(device))
+        function, exact = (
+            functools.partial(f, reset=r) for f, r in ((function, reset), (exact, reset.double()))
+        )
+    assert_values_and_gradients(function, exact, call)
 
 
-def test_the_output_may_be_a_state_and_the_product_sees_h(device):
-    """Against a GRU written out, whose product sees the masked output."""
-    cell, make = gru_with_recurrent_dropout, Make(DOUBLE, device)
-    call, mask = arguments(cell, make), make(5, 3, 6).detach()
-
-    def written_out(input, hx, weight_ih, weight_hh, bias, *, b_hn):
-        seen, y = hx
-        outputs = []
-        for x, m in zip(input @ weight_ih.t() + bias, mask, strict=True):
-            x_r, x_z, x_n = x.chunk(3, 1)
-            h_r, h_z, h_n = (seen @ weight_hh.t()).chunk(3, 1)
-            z = torch.sigmoid(x_z + h_z)
-            y = (1 - z) * torch.tanh(x_n + torch.sigmoid(x_r + h_r) * (h_n + b_hn)) + z * y
-            seen = m * y
-            outputs.append(y)
-        return torch.stack(outputs), (seen, y)
-
-    call = Call(*call.args, b_hn=call.kwargs["b_hn"])
-    outputs, gradients = forward_and_gradients(functools.partial(cell, mask=mask), call)
-    expected, expected_gradients = forward_and_gradients(written_out, call)
-    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
-    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
-    assert_same_bits([outputs[0][-1]], [outputs[2]])  # y of the last step
+@pytest.mark.parametrize("cell", WITH_OUTPUT.values(), ids=WITH_OUTPUT)
+def test_the_output_may_be_a_state(cell, device):
+    output, final = cell(*(call := arguments(cell, Make(DOUBLE, device))).args, **call.kwargs)
+    assert_same_bits([output[-1]], [final[cell.state_names.index(f"{cell.output}0")]])
+    assert not torch.equal(output[-1], final[0])
 
 
 @cells
 def test_values_and_gradients_in_every_dtype(cell, dtype, device):
     call = arguments(cell, Make(dtype, device), heads=2)
     function, _, free = without_gradients_of_steps(cell, call)
-    in_double, _, free_in_double = without_gradients_of_steps(cell, call.map(torch.Tensor.double))
-    outputs, gradients = forward_and_gradients(function, free)
-    exact, exact_gradients = forward_and_gradients(in_double, free_in_double, cotangents(outputs))
+    in_double, _, _ = without_gradients_of_steps(cell, call.map(torch.Tensor.double))
+    outputs, gradients = assert_values_and_gradients(function, in_double, free, dtype)
     assert all(x.dtype == dtype for x in (*outputs, *gradients))
-    assert_all_near(outputs, exact, FORWARD[dtype], "output")
-    assert_all_near(gradients, exact_gradients, BACKWARD[dtype], "gradient")
 
 
 @cells
@@ -231,60 +195,7 @@ def test_no_steps_rows_or_units(cell, length, batch, hidden, device):
     assert all(g is not None for g in torch.autograd.grad(call.run(function)[0].sum(), weights))
 
 
-# ---- resets and heads ------------------------------------------------------------------------------------
-
-
-def random_resets(device="cpu", length=8, batch=3):
-    reset = torch.rand(length, batch, generator=torch.Generator().manual_seed(3)) < 0.4
-    assert reset.any() and not reset.all()
-    return reset.to(device)
-
-
-@cells
-def test_a_reset_splits_the_sequence(cell, device):
-    """Each episode by a call of its own, row by row."""
-    make = Make(DOUBLE, device)
-    call, reset = arguments(cell, make, length=8), random_resets(device)
-    input, hx, *weights = call.args
-    output, final = cell(*call.args, **call.kwargs, reset=reset)
-    for b in range(3):
-        starts = [0, *(t for t in range(1, 8) if reset[t, b])]
-        hx_of_row = tuple(x[b : b + 1] for x in hx) if cell.states else hx[b : b + 1]
-        for start, end in zip(starts, [*starts[1:], 8], strict=True):
-            if reset[start, b]:
-                zeros = torch.zeros(1, 6, dtype=DOUBLE, device=device)
-                hx_of_row = (zeros,) * len(cell.state_names) if cell.states else zeros
-            named = {p: call.kwargs[p] for p in cell.parameters}
-            named |= {u: call.kwargs[u][start:end, b : b + 1] for u in cell.inputs}
-            episode, last = cell(input[start:end, b : b + 1], hx_of_row, *weights, **named)
-            assert_near(output[start:end, b : b + 1], episode, FORWARD[DOUBLE])
-        ends = zip(final if cell.states else (final,), last if cell.states else (last,), strict=True)
-        for ours, expected in ends:
-            assert_near(ours[b : b + 1], expected, FORWARD[DOUBLE])
-
-
-@cells
-@pytest.mark.parametrize("kind", ["bool", "int", "partial"])
-def test_values_and_gradients_of_resets_equal_a_loop_over_units(cell, kind, device):
-    call, reset = arguments(cell, Make(DOUBLE, device), length=8), random_resets(device)
-    given = {"bool": reset, "int": reset.int(), "partial": 0.25 * reset.double()}[kind]
-    function, exact, call = without_gradients_of_steps(cell, call)
-    outputs, gradients = forward_and_gradients(functools.partial(function, reset=given), call)
-    by_numbers = functools.partial(exact, reset=given.double())
-    expected, expected_gradients = forward_and_gradients(by_numbers, call)
-    assert_all_near(outputs, expected, FORWARD[DOUBLE], "output")
-    assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE], "gradient")
-
-
-def test_a_reset_by_bool_also_clears_nan():
-    call = arguments(everything, Make(DOUBLE))
-    reset = torch.zeros(5, 3, dtype=torch.bool)
-    reset[2] = True
-    expected, _ = everything(*call.args, **call.kwargs, reset=reset)
-    call.args[0][1] = torch.nan
-    output, _ = everything(*call.args, **call.kwargs, reset=reset)
-    assert output[1].isnan().all()
-    assert_same_bits([output[2:]], [expected[2:]])
+# ---- heads -----------------------------------------------------------------------------------------------
 
 
 @with_product
@@ -378,9 +289,8 @@ def test_autocast_lowers_all_but_the_states(cell):
     states = [torch.float32] * len(cell.states)
     assert [y.dtype for y in outputs] == [torch.bfloat16, torch.bfloat16, *states]
     assert all(g.dtype == torch.float32 for g in gradients)
-    exact, exact_gradients = forward_and_gradients(
-        function, call.map(lambda x: x.bfloat16().float()), cotangents(outputs)
-    )
+    rounded = call.map(lambda x: x.bfloat16().float())
+    exact, exact_gradients = forward_and_gradients(function, rounded, cotangents(outputs))
     assert_all_near(outputs, exact, FORWARD[torch.bfloat16])
     assert_all_near(gradients, exact_gradients, BACKWARD[torch.bfloat16])
     with torch.autocast("cpu", torch.bfloat16):
@@ -440,16 +350,19 @@ def test_the_derivative_of_softplus_at_0_is_a_half():
 def test_a_cell_says_what_it_is():
     assert repr(everything).startswith(
         "<lltm_ext.recurrence everything(u, p, s, r, x, h), 2 gates, separate products, states: c, n, "
-        "parameters: a, b, inputs: gap, saved for backward: "
+        "parameters: a, b, inputs: gap, mask, saved for backward: "
     )
     assert repr(without_product) == (
-        "<lltm_ext.recurrence without_product(x, h, p), 1 gate, no recurrent product, states: none, "
-        "parameters: w, inputs: none, saved for backward: "
+        "<lltm_ext.recurrence without_product(x, h, s, p, u), 2 gates, no recurrent product, "
+        "states: fast, slow, parameters: rate, inputs: gap, saved for backward: "
         f"{', '.join(without_product.derived.saved_names)}>"
+    )
+    assert repr(plain).startswith(
+        "<lltm_ext.recurrence plain(x), 1 gate, states: none, parameters: none, inputs: none, saved for "
     )
     assert repr(gru_with_recurrent_dropout).endswith(", output: y>")
     assert (gru.output, gru_with_recurrent_dropout.output) == ("h", "y")
-    assert (everything.__name__, everything.__module__) == ("everything", __name__)
+    assert (everything.__name__, everything.__module__) == ("everything", "cell_examples")
     assert everything.__doc__ == "Every value, in an order of its own."
     assert isinstance(everything, lltm_ext.RecurrentCell)
 
@@ -507,12 +420,6 @@ def test_declarations_that_do_not_fit_are_refused(options, exception, message):
 def test_functions_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match=r"^recurrence: expected a function, got int"):
         lltm_ext.recurrence(gates=1)(3)
-    with pytest.raises(
-        TypeError, match=r"expected a function of any of x, r, h, s, p, u, got the argument y"
-    ):
-        lltm_ext.recurrence(gates=1)(lambda x, y: x[0])
-    with pytest.raises(ValueError, match=r"the argument r needs separate=True"):
-        lltm_ext.recurrence(gates=1)(lambda x, r: x[0] + r[0])
 
 
 @pytest.mark.parametrize(
@@ -549,113 +456,66 @@ def changed(**changes):
     }
 
 
+NO_GRADIENT = (
+    "gap without a gradient, which no input of a step has, got one that requires it (gap.detach() does"
+)
+NO_ALGORITHM = "algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got 'fastest'"
+SPARSE = "of layout torch.strided, got torch.sparse_coo"
+
+
+def to_meta(x):
+    return x.to("meta")
+
+
+def of_state(index, change, exception, message):
+    def changed_states(hx):
+        return (*hx[:index], change(hx[index]), *hx[index + 1 :])
+
+    return "hx", changed_states, exception, message
+
+
+BATCH, STEPS, ROWS = "batch, hidden_size", "length, batch", "2*hidden_size"
 BAD_CALLS = {
-    "no input": ({"input": lambda x: None}, TypeError, "input to be a Tensor, got NoneType"),
-    "2-D input": (
-        {"input": lambda x: x[0]},
-        RuntimeError,
-        r"input of shape \[length, batch, input_size\], got \[",
+    "no input": no_tensor("input", None, "NoneType"),
+    "input of 2-D": of_shape("input", lambda x: x[0], "length, batch, input_size", [3, 4]),
+    "input of 1-D": of_shape("input", lambda x: x[0, 0], "length, batch, input_size", [4]),
+    "sparse input": ("input", torch.Tensor.to_sparse, RuntimeError, "input of layout torch.strided, got"),
+    "integers": of_dtype("input", torch.Tensor.long, "int64", FLOATING),
+    "weight_ih of 1-D": of_shape("weight_ih", lambda x: x[0], f"{ROWS}, input_size", [4], [12, 4]),
+    "one state": ("hx", lambda x: x[0], TypeError, "hx to be a tuple (h0, c0, n0), got Tensor"),
+    "two states": ("hx", lambda x: x[:2], TypeError, "hx to be a tuple (h0, c0, n0), got tuple of 2"),
+    "n0 a number": of_state(2, *no_tensor("n0", 1, "int")[1:]),
+    "n0 in float64": of_state(2, *of_dtype("n0", torch.Tensor.double, "float64")[1:]),
+    "h0 of 3-D": of_state(0, *of_shape("h0", lambda x: x[None], BATCH, [1, 3, 6])[1:]),
+    "c0 of another batch": of_state(1, *of_shape("c0", lambda x: x[1:], BATCH, [2, 6], [3, 6])[1:]),
+    "no weight_hh": no_tensor("weight_hh", None, "NoneType"),
+    "weight_hh of no heads": of_shape(
+        "weight_hh", lambda x: x[:, :4], f"{ROWS}, hidden_size (or / heads)", [12, 4], [12, 6]
     ),
-    "sparse input": ({"input": torch.Tensor.to_sparse}, RuntimeError, "input of layout torch.strided, got"),
-    "sparse input of a step": (
-        {"gap": torch.Tensor.to_sparse},
-        RuntimeError,
-        "gap of layout torch.strided, got torch.sparse_coo",
-    ),
-    "integers": ({"input": torch.Tensor.long}, TypeError, "input of dtype float16, .* or float64, got int64"),
-    "2-D weight_ih": (
-        {"weight_ih": lambda x: x[0]},
-        RuntimeError,
-        r"weight_ih of shape \[2\*hidden_size, input_size\] = \[12, 4\], got \[4\]",
-    ),
-    "input of 1-D": (
-        {"input": lambda x: x[0, 0]},
-        RuntimeError,
-        r"input of shape \[length, batch, input_size\], got \[4\]",
-    ),
-    "one state": ({"hx": lambda x: x[0]}, TypeError, r"hx to be a tuple \(h0, c0, n0\), got Tensor"),
-    "two states": ({"hx": lambda x: x[:2]}, TypeError, r"hx to be a tuple \(h0, c0, n0\), got tuple of 2"),
-    "n0 a number": ({"hx": lambda x: (*x[:2], 1)}, TypeError, "n0 to be a Tensor, got int"),
-    "n0 in float64": (
-        {"hx": lambda x: (*x[:2], x[2].double())},
-        TypeError,
-        "n0 of dtype float32, got float64",
-    ),
-    "h0 of 3-D": (
-        {"hx": lambda x: (x[0][None], *x[1:])},
-        RuntimeError,
-        r"h0 of shape \[batch, hidden_size\], got \[1, 3, 6\]",
-    ),
-    "c0 of another batch": (
-        {"hx": lambda x: (x[0], x[1][1:], x[2])},
-        RuntimeError,
-        r"c0 of shape \[batch, hidden_size\] = \[3, 6\], got \[2, 6\]",
-    ),
-    "no weight_hh": ({"weight_hh": lambda x: None}, TypeError, "weight_hh to be a Tensor, got NoneType"),
-    "weight_hh of no heads": (
-        {"weight_hh": lambda x: x[:, :4]},
-        RuntimeError,
-        r"weight_hh of shape \[2\*hidden_size, hidden_size \(or / heads\)\] = \[12, 6\], got \[12, 4\]",
-    ),
-    "weight_hh in float64": (
-        {"weight_hh": torch.Tensor.double},
-        TypeError,
-        "weight_hh of dtype float32, got float64",
-    ),
-    "sparse weight_hh": (
-        {"weight_hh": torch.Tensor.to_sparse},
-        RuntimeError,
-        "weight_hh of layout torch.strided, got torch.sparse_coo",
-    ),
-    "weight_hh elsewhere": (
-        {"weight_hh": lambda x: x.to("meta")},
-        RuntimeError,
-        "weight_hh on cpu, got meta",
-    ),
-    "bias of one row": (
-        {"bias": lambda x: x[None]},
-        RuntimeError,
-        r"bias of shape \[2\*hidden_size\] = \[12\], got \[1, 12\]",
-    ),
-    "a of a row a unit": (
-        {"a": lambda x: x[:, None]},
-        RuntimeError,
-        r"a of shape \[hidden_size\] = \[6\], got \[6, 1\]",
-    ),
-    "a in float16": ({"a": torch.Tensor.half}, TypeError, "a of dtype float32, got float16"),
-    "gap None": ({"gap": lambda x: None}, TypeError, "gap to be a Tensor, got NoneType"),
-    "gap transposed": (
-        {"gap": lambda x: x.t()},
-        RuntimeError,
-        r"gap of shape \[length, batch\] = \[5, 3\] or, for each unit, \[5, 3, 6\], got \[3, 5\]",
-    ),
-    "gap complex": ({"gap": lambda x: x + 0j}, TypeError, "gap of a real dtype, got complex64"),
-    "gap elsewhere": ({"gap": lambda x: x.to("meta")}, RuntimeError, "gap on cpu, got meta"),
-    "gap with a gradient": (
-        {"gap": lambda x: x.requires_grad_()},
-        RuntimeError,
-        r"gap without a gradient, .*gap.detach\(\)",
-    ),
-    "reset of each unit": (
-        {"reset": lambda x: torch.zeros(5, 3, 6)},
-        RuntimeError,
-        r"reset of shape \[length, batch\] = \[5, 3\], got \[5, 3, 6\]",
-    ),
-    "unknown": ({"gaps": lambda x: 1}, TypeError, "only the names a, b, gap, got gaps"),
-    "algorithm": (
-        {"algorithm": lambda x: "fastest"},
-        ValueError,
-        "algorithm to be 'auto', .*, got 'fastest'",
-    ),
+    "weight_hh in float64": of_dtype("weight_hh", torch.Tensor.double, "float64"),
+    "sparse weight_hh": ("weight_hh", torch.Tensor.to_sparse, RuntimeError, f"weight_hh {SPARSE}"),
+    "weight_hh elsewhere": ("weight_hh", to_meta, RuntimeError, "weight_hh on cpu, got meta"),
+    "bias of one row": of_shape("bias", lambda x: x[None], ROWS, [1, 12], [12]),
+    "a of a row a unit": of_shape("a", lambda x: x[:, None], "hidden_size", [6, 1], [6]),
+    "a in float16": of_dtype("a", torch.Tensor.half, "float16"),
+    "gap None": no_tensor("gap", None, "NoneType"),
+    "gap transposed": of_shape("gap", torch.t, STEPS, [3, 5], "[5, 3] or, for each unit, [5, 3, 6]"),
+    "gap complex": ("gap", lambda x: x + 0j, TypeError, "gap of a real dtype, got complex64"),
+    "gap elsewhere": ("gap", to_meta, RuntimeError, "gap on cpu, got meta"),
+    "gap with a gradient": ("gap", lambda x: x.requires_grad_(), RuntimeError, NO_GRADIENT),
+    "sparse gap": ("gap", torch.Tensor.to_sparse, RuntimeError, f"gap {SPARSE}"),
+    "reset of each unit": of_shape("reset", lambda x: torch.zeros(5, 3, 6), STEPS, [5, 3, 6], [5, 3]),
+    "unknown": ("gaps", lambda x: 1, TypeError, "only the names a, b, gap, mask, got gaps"),
+    "algorithm": ("algorithm", lambda x: "fastest", ValueError, NO_ALGORITHM),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_CALLS)
 def test_bad_calls_are_named(bad):
-    changes, exception, message = BAD_CALLS[bad]
+    name, change, exception, message = BAD_CALLS[bad]
     for function in (everything, everything.algorithm):
-        with pytest.raises(exception, match=f"^everything: expected {message}"):
-            function(**changed(**changes))
+        with pytest.raises(exception, match="^" + re.escape(f"everything: expected {message}")):
+            function(**changed(**{name: change}))
 
 
 def test_missing_and_superfluous_arguments_are_named():

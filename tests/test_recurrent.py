@@ -1,10 +1,9 @@
-"""lltm_ext.Recurrent: a user's cell as a layer, called like nn.LSTM."""
+"""lltm_ext.Recurrent: a user's cell as a layer. (Its manners, those of every CellLayer: test_lltm.py.)"""
 
 import pytest
 import torch
-from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_near, assert_same_bits
-from sequence_suite import INPUT, KINDS, LayerSuite, kinds, layer_bad_calls, layer_modules
-from torch import nn
+from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits
+from sequence_suite import INPUT, KINDS, kinds
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lltm_ext
@@ -21,48 +20,6 @@ def timed(x, r, h, s, p, u):
 
 
 HIDDEN = 6
-
-
-class CellLSTM(lltm_ext.Recurrent):
-    def __init__(self, *args, **options):
-        super().__init__(cells.lstm, *args, **options)
-
-
-class TorchLSTM(nn.Module):
-    """A CellLSTM's parameters in torch.lstm, in float64."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.options = layer.bias, layer.num_layers, 0.0, True, layer.bidirectional, False
-        self.layer_shape = layer.num_layers * (1 + layer.bidirectional), layer.hidden_size
-        for name, p in layer.named_parameters():
-            self.register_parameter(name, nn.Parameter(p.detach().double()))
-
-    def forward(self, input, hx=None):
-        if hx is None:
-            slices, hidden = self.layer_shape
-            hx = (input.new_zeros(slices, input.shape[1], hidden),) * 2
-        weights = []
-        for name, p in self.named_parameters():
-            weights += [p, torch.zeros_like(p)] if name.startswith("bias") else [p]
-        output, h_n, c_n = torch.lstm(input, hx, weights, *self.options)
-        return output, (h_n, c_n)
-
-
-class TestManners(LayerSuite):
-    """Those of nn.LSTM, by the LSTM as a user's cell."""
-
-    Layer = CellLSTM
-    hidden = HIDDEN
-    near = (1e-10, 1e-10)
-    modules = layer_modules(Layer, hidden)
-
-    def peer(self, layer):
-        return TorchLSTM(layer)
-
-    @pytest.mark.parametrize("arguments, exception, pattern", layer_bad_calls("CellLSTM", hidden))
-    def test_bad_input_is_named_and_the_next_call_is_right(self, arguments, exception, pattern):
-        self.assert_refused(arguments, exception, pattern)
 
 
 # ---- parameters ------------------------------------------------------------------------------------------
@@ -121,7 +78,11 @@ def test_options_that_do_not_fit_are_refused():
         ({"heads": 0}, ValueError, "heads to be positive, got 0"),
         ({"heads": 2.0}, TypeError, "heads to be an int, got float"),
         ({"cell": cells.indrnn, "heads": 2}, ValueError, "heads to be 1 without a recurrent product, got 2"),
+        ({"input_size": -1}, ValueError, "input_size to be positive, got -1"),
+        ({"hidden_size": 0}, ValueError, "hidden_size to be positive, got 0"),
         ({"num_layers": 0}, ValueError, "num_layers to be positive, got 0"),
+        ({"num_layers": 1.5}, TypeError, "num_layers to be an int, got float"),
+        ({"dropout": True}, ValueError, r"dropout to be a probability in \[0, 1\], got True"),
         ({"dropout": 2}, ValueError, r"dropout to be a probability in \[0, 1\], got 2"),
     ):
         with pytest.raises(exception, match=f"^Recurrent: expected {message}"):
@@ -178,21 +139,6 @@ def test_resets_and_inputs_go_to_all_layers_and_directions(kind):
     ours = Call(input, hx, **values).run(layer)
     expected = Call(layer, input, hx, **values).run(by_function)
     assert_all_near(ours, expected, FORWARD[DOUBLE])
-
-
-@pytest.mark.parametrize("kind", LAYERED)
-def test_resets_split_a_layer_at_the_starts_of_episodes(kind):
-    """In the reverse direction too: each episode by a call of its own."""
-    layer, input = build(kind), Make(DOUBLE)(9, 1, INPUT)
-    values = values_of_steps(9, 1)
-    values["reset"] = torch.zeros(9, 1, dtype=torch.bool)
-    values["reset"][[0, 3, 7]] = True
-    output, _ = layer(input, **values)
-    parts = []
-    for start, end in ((0, 3), (3, 7), (7, 9)):
-        inputs = {name: values[name][start:end] for name in ("gap", "mask")}
-        parts.append(layer(input[start:end], **inputs)[0])
-    assert_near(output, torch.cat(parts), FORWARD[DOUBLE])
 
 
 def test_batch_first_and_unbatched_values_have_the_layout_of_the_input():
@@ -295,8 +241,8 @@ def test_autocast_leaves_the_states_in_float32():
 
 
 def test_it_compiles_with_resets_and_inputs_into_one_graph(fresh_dynamo):
-    layer, values = build("three bidirectional layers"), values_of_steps()
-    call = Call(Make(DOUBLE)(6, 4, INPUT), **values)
+    layer, values = build("bidirectional"), values_of_steps(3, 2)  # short: it is unrolled
+    call = Call(Make(DOUBLE)(3, 2, INPUT), **values)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert_all_near(call.run(compiled), call.run(layer), FORWARD[DOUBLE])
 

@@ -1,17 +1,14 @@
 """Own cells given as C++ text, without a GPU: their structs by a C++ compiler, and what is refused."""
 
-import ctypes
 import pickle
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import CELLS, TEXTS, arguments_of
+from cell_examples import CELLS, TEXTS, call_of
 from op_suite import DOUBLE, Make, assert_all_near
-from test_derive import EXPORT, HARNESS, SOURCES
+from test_derive import library_of, run_in_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lltm_ext
@@ -52,29 +49,15 @@ STRUCTS |= {f"function_{name}": CELLS[name] for name in TEXTS} | {"text_crowded"
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """All structs as one library of C functions."""
-    if not shutil.which("g++"):
-        pytest.skip("needs g++ to compile the cells for the host")
-    folder = tmp_path_factory.mktemp("texts")
-    texts = [EXPORT.format(name=name, source=cell.source) for name, cell in STRUCTS.items()]
-    (folder / "cells.cpp").write_text(HARNESS + "".join(texts) + "}\n")
-    options = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{SOURCES}"]
-    command = ["g++", *options, "cells.cpp", "-o", "cells.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "cells.so"))
+    sources = {name: cell.source for name, cell in STRUCTS.items()}
+    return library_of(sources, tmp_path_factory.mktemp("texts"))
 
 
 def run(compiled, name, cell, rows, kind="double"):
     """The new h and states, and all gradients, in columns."""
-    states, parameters = len(cell.states), len(cell.parameters)
-    planes = cell.gates * (1 + cell.separate)
-    assert rows.shape[1] == planes + 2 + 2 * states + parameters + len(cell.inputs)
-    results = torch.empty(len(rows), planes + 2 + 2 * states + parameters, dtype=DOUBLE)
-    getattr(compiled, f"{name}_{kind}")(
-        ctypes.c_long(len(rows)), ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(results.data_ptr())
-    )
-    return list(results.unbind(1))
+    results = cell.gates * (1 + cell.separate) + 2 + 2 * len(cell.states) + len(cell.parameters)
+    assert rows.shape[1] == results + len(cell.inputs)
+    return run_in_library(compiled, f"{name}_{kind}", rows, results)
 
 
 @pytest.mark.parametrize("kind", ["double", "float"])
@@ -142,68 +125,52 @@ def test_the_text_of_the_page_is_that_of_a_cell():
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    "options, exception, message",
-    [
-        ({"name": None}, ValueError, "recurrence: expected name to be an identifier, got ''"),
-        ({"name": "my cell"}, ValueError, "recurrence: expected name to be an identifier, got 'my cell'"),
-        ({"forward": None}, TypeError, "recurrence: expected forward with name, backward and saved, but it"),
-        ({"forward": len}, TypeError, "ugrnn: expected forward to be C\\+\\+ text, got <built-in"),
-        ({"backward": 0}, TypeError, "ugrnn: expected backward to be C\\+\\+ text, got 0"),
-        (
-            {"backward": "a\x1fb"},
-            ValueError,
-            "ugrnn: expected backward to be C\\+\\+, got a text with the control",
-        ),
-        (
-            {"forward": "new_h = x[0];" + " " * 65536},
-            ValueError,
-            "ugrnn: expected forward of at most 65536 characters, got 65549",
-        ),
-        ({"gates": 0}, ValueError, "ugrnn: expected gates to be a positive int, got 0"),
-        (
-            {"forward": "T g, z;"},
-            ValueError,
-            "ugrnn: expected forward to assign new_h, which it does not name",
-        ),
-        ({"states": ("c",)}, ValueError, "ugrnn: expected forward to assign new_c, which"),
-        ({"saved": ("g", "z", "h", "q")}, ValueError, "ugrnn: expected forward to assign q, which"),
-        ({"saved": ("g", "g")}, ValueError, "ugrnn: expected saved without the name 'g', which is taken"),
-        ({"saved": ("x",)}, ValueError, "ugrnn: expected saved without the name 'x', which is taken"),
-        ({"saved": "g"}, TypeError, "ugrnn: expected saved to be a sequence of names, got 'g'"),
-        ({"saved": ("x[0]",)}, ValueError, "ugrnn: expected the names of saved to be identifiers, got 'x"),
-        ({"backward": None}, ValueError, "ugrnn: expected saved to be empty without a backward, got"),
-        ({"backward": "grad_h = 0;"}, ValueError, "ugrnn: expected backward to assign grad_x, which"),
-        ({"backward": "grad_x[0] = 0; // grad_h"}, ValueError, "ugrnn: expected backward to assign grad_h"),
-        ({"separate": True}, ValueError, "ugrnn: expected backward to assign grad_r, which it does not name"),
-        ({"parameters": ("w",)}, ValueError, "ugrnn: expected backward to assign grad_w, which"),
-        ({"parameters": ("x",)}, ValueError, "ugrnn: expected parameters without the name 'x', which is"),
-        ({"inputs": ("Math",)}, ValueError, "ugrnn: expected inputs without the name 'Math', which is"),
-        ({"parameters": ("T",)}, ValueError, "ugrnn: expected parameters without the name 'T', which is"),
-        ({"inputs": ("new_h",)}, ValueError, "ugrnn: expected inputs without the name 'new_h', which is"),
-        ({"inputs": ("grad_x",)}, ValueError, "ugrnn: expected inputs without the name 'grad_x', which is"),
-        ({"parameters": ("g",)}, ValueError, "ugrnn: expected saved without the name 'g', which is taken"),
-    ],
-)
-def test_declarations_that_do_not_fit_are_refused(options, exception, message):
-    with pytest.raises(exception, match=f"^{message}"):
+LONG = "new_h = x[0];" + " " * 65536
+TEXT, TAKEN = "to be C++ text, got", "which is taken"
+REFUSALS = [
+    ({"name": None}, ValueError, "recurrence", "name to be an identifier, got ''"),
+    ({"name": "my cell"}, ValueError, "recurrence", "name to be an identifier, got 'my cell'"),
+    ({"forward": None}, TypeError, "recurrence", "forward with name, backward and saved, but it"),
+    ({"forward": len}, TypeError, "ugrnn", f"forward {TEXT} <built-in"),
+    ({"backward": 0}, TypeError, "ugrnn", f"backward {TEXT} 0"),
+    ({"backward": "a\x1fb"}, ValueError, "ugrnn", "backward to be C++, got a text with the control"),
+    ({"forward": LONG}, ValueError, "ugrnn", "forward of at most 65536 characters, got 65549"),
+    ({"gates": 0}, ValueError, "ugrnn", "gates to be a positive int, got 0"),
+    ({"forward": "T g, z;"}, ValueError, "ugrnn", "forward to assign new_h, which it does not name"),
+    ({"states": ("c",)}, ValueError, "ugrnn", "forward to assign new_c, which"),
+    ({"saved": ("g", "z", "h", "q")}, ValueError, "ugrnn", "forward to assign q, which"),
+    ({"saved": ("g", "g")}, ValueError, "ugrnn", f"saved without the name 'g', {TAKEN}"),
+    ({"saved": ("x",)}, ValueError, "ugrnn", f"saved without the name 'x', {TAKEN}"),
+    ({"saved": "g"}, TypeError, "ugrnn", "saved to be a sequence of names, got 'g'"),
+    ({"saved": ("x[0]",)}, ValueError, "ugrnn", "the names of saved to be identifiers, got 'x"),
+    ({"backward": None}, ValueError, "ugrnn", "saved to be empty without a backward, got"),
+    ({"backward": "grad_h = 0;"}, ValueError, "ugrnn", "backward to assign grad_x, which"),
+    ({"backward": "grad_x[0] = 0; // grad_h"}, ValueError, "ugrnn", "backward to assign grad_h"),
+    ({"separate": True}, ValueError, "ugrnn", "backward to assign grad_r, which it does not name"),
+    ({"parameters": ("w",)}, ValueError, "ugrnn", "backward to assign grad_w, which"),
+    ({"parameters": ("x",)}, ValueError, "ugrnn", f"parameters without the name 'x', {TAKEN}"),
+    ({"inputs": ("Math",)}, ValueError, "ugrnn", f"inputs without the name 'Math', {TAKEN}"),
+    ({"parameters": ("T",)}, ValueError, "ugrnn", f"parameters without the name 'T', {TAKEN}"),
+    ({"inputs": ("new_h",)}, ValueError, "ugrnn", f"inputs without the name 'new_h', {TAKEN}"),
+    ({"inputs": ("grad_x",)}, ValueError, "ugrnn", f"inputs without the name 'grad_x', {TAKEN}"),
+    ({"parameters": ("g",)}, ValueError, "ugrnn", f"saved without the name 'g', {TAKEN}"),
+]
+
+
+@pytest.mark.parametrize("options, exception, name, message", REFUSALS)
+def test_declarations_that_do_not_fit_are_refused(options, exception, name, message):
+    with pytest.raises(exception, match="^" + re.escape(f"{name}: expected {message}")):
         lltm_ext.recurrence(**{**UGRNN, **options})
 
 
-def call_of(cell):
-    input, states, *weights, parameters = arguments_of(cell, Make(DOUBLE), (3, 2), 2, 4, 3).args
-    hx = tuple(states) if cell.states else states[0]
-    return (input, hx, *weights), dict(zip(cell.parameters, parameters, strict=True))
-
-
 def test_a_text_cell_refuses_the_cpu():
-    args, named = call_of(TEXTS["peephole_lstm"])
+    call = call_of(TEXTS["peephole_lstm"], Make(DOUBLE))
     message = (
         r"^peephole_lstm: expected input on a CUDA device, got cpu \(a cell given as text runs on CUDA only"
     )
     for function in (TEXTS["peephole_lstm"], TEXTS["peephole_lstm"].algorithm):
         with pytest.raises(RuntimeError, match=message):
-            function(*args, **named)
+            call.run(function)
     with pytest.raises(RuntimeError, match=r"^ugrnn: expected input on a CUDA device, got cpu"):
         lltm_ext.Recurrent(ugrnn, 3, 4)(torch.randn(5, 2, 3))
     with pytest.raises(RuntimeError, match=r"^ugrnn: expected input on a CUDA device, got cpu"):

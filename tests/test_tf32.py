@@ -6,13 +6,12 @@ import functools
 import pytest
 import torch
 from op_suite import BACKWARD, FORWARD, Call, Make, forward_and_gradients, needs_cuda
+from sequence_suite import OPS, relative_errors
 from torch import nn
 from torch.backends import cudnn
 
 import lltm_ext
 from lltm_ext import _portable, cells
-from lltm_ext.lltm import lltm_reference
-from lltm_ext.lstm import lstm_reference
 
 pytestmark = needs_cuda
 
@@ -34,7 +33,6 @@ if not _portable.in_use:  # it lacks their kernels
 # Length, batch, units: kernels of every kind (recurrence/persistent/variants.h).
 SIZES = [(20, 300, 64), (20, 16, 128), (20, 100, 128), (20, 300, 128)]
 SIZES += [(50, 32, 256), (20, 64, 512), (20, 16, 1024), (4, 256, 1024)]
-OPS = {"lltm": (3, lltm_reference), "lstm": (4, lstm_reference)}
 ops = pytest.mark.parametrize("op", OPS)
 algorithms = pytest.mark.parametrize("algorithm", ["stepwise", pytest.param("grid", marks=HOPPER)])
 
@@ -63,31 +61,8 @@ def exact_of(call, function):
     return forward_and_gradients(function, call.map(torch.Tensor.double))
 
 
-def errors(found, exact):
-    return [((y.double() - e).norm() / e.norm()).item() for y, e in zip(found, exact, strict=True)]
-
-
-def call_of(op, length, batch, size, bias=True, make=None):
-    """Of (input, h0, c0, weight_ih, weight_hh, bias)."""
-    make, rows = make or Make(torch.float32, "cuda"), OPS[op][0] * size
-    return Call(
-        make(length, batch, size),
-        make(batch, size, scale=0.5),
-        make(batch, size),
-        make(rows, size, scale=size**-0.5),
-        make(rows, size, scale=0.5 * size**-0.5),
-        *([make(rows)] if bias else []),
-    )
-
-
-def run(op, algorithm, input, h0, c0, *weights):
-    output, (h_n, c_n) = getattr(lltm_ext, op)(input, (h0, c0), *weights, algorithm=algorithm)
-    return output, h_n, c_n
-
-
-def loop(op, input, h0, c0, *weights):
-    output, (h_n, c_n) = OPS[op][1](input, (h0, c0), *weights)
-    return output, h_n, c_n
+def call_of(op, length, batch, size, bias=True):
+    return OPS[op].call(Make(torch.float32, "cuda"), length, batch, size, input_size=size, bias=bias)
 
 
 # ---- which switch ------------------------------------------------------------------------------------------
@@ -112,7 +87,7 @@ def test_layers_use_tf32_where_nn_lstm_may(kind, allow, matmul):
     for allowed in (False, True):
         allow(allowed)
         found, gradients = outputs_and_gradients(layer, input)
-        of_outputs, of_gradients = errors(found, exact), errors(gradients, exact_gradients)
+        of_outputs, of_gradients = relative_errors(found, exact), relative_errors(gradients, exact_gradients)
         if allowed:
             assert min(of_outputs + of_gradients) > FORWARD[torch.float32]
         else:
@@ -125,7 +100,7 @@ def test_torchs_own_switch_is_on_by_default():
     cudnn.allow_tf32 = True  # as torch sets it at first; conftest.py turns it off
     layer, input = lltm_ext.LSTM(64, 64, device="cuda"), Make(torch.float32, "cuda")(4, 8, 64)
     exact, _ = outputs_and_gradients(copy.deepcopy(layer).double(), input.double())
-    assert errors(outputs_and_gradients(layer, input)[0], exact)[0] > FORWARD[torch.float32]
+    assert relative_errors(outputs_and_gradients(layer, input)[0], exact)[0] > FORWARD[torch.float32]
 
 
 @TF32
@@ -134,7 +109,7 @@ def test_a_sequence_leaves_torchs_switches_as_they_were():
     for matmul, rnn in ((False, True), (True, False)):
         torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32 = matmul, rnn
         before = x @ x
-        forward_and_gradients(functools.partial(run, "lltm", "stepwise"), call_of("lltm", 3, 8, 64))
+        forward_and_gradients(functools.partial(OPS["lltm"], algorithm="stepwise"), call_of("lltm", 3, 8, 64))
         assert (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32) == (matmul, rnn)
         assert torch.equal(x @ x, before)
 
@@ -154,10 +129,10 @@ def test_the_input_projection(op, bias, matmul, width):
     call.args[1].zero_()
     input, weight_ih = call.args[0][..., :width].contiguous(), call.args[3][:, :width].contiguous()
     call = Call(input, *call.args[1:3], weight_ih, *call.args[4:])
-    exact = call.map(torch.Tensor.double).run(functools.partial(loop, op))
+    exact = call.map(torch.Tensor.double).run(OPS[op].loop)
     for allowed in (False, True):
         cudnn.allow_tf32 = allowed
-        found = errors(call.run(functools.partial(run, op, "stepwise")), exact)
+        found = relative_errors(call.run(functools.partial(OPS[op], algorithm="stepwise")), exact)
         if not allowed:
             assert max(found) < IEEE_ERROR
         elif width % 4 == 0:  # for others cuBLAS may have no kernel in TF32
@@ -172,12 +147,12 @@ def test_the_products_of_the_backward(op, algorithm, matmul):
     """One step whose inputs have 8 bits, which TF32 does not round: only the gates' gradients are rounded."""
     torch.backends.cuda.matmul.allow_tf32 = matmul
     call = call_of(op, 1, 64, 256).map(lambda x: x.bfloat16().float())
-    exact, exact_gradients = exact_of(call, functools.partial(loop, op))
+    exact, exact_gradients = exact_of(call, OPS[op].loop)
     for allowed in (False, True):
         cudnn.allow_tf32 = allowed
-        found, gradients = forward_and_gradients(functools.partial(run, op, algorithm), call)
-        assert max(errors(found, exact)) < IEEE_ERROR
-        input, h0, c0, weight_ih, weight_hh, bias = errors(gradients, exact_gradients)
+        found, gradients = forward_and_gradients(functools.partial(OPS[op], algorithm=algorithm), call)
+        assert max(relative_errors(found, exact)) < IEEE_ERROR
+        input, h0, c0, weight_ih, weight_hh, bias = relative_errors(gradients, exact_gradients)
         assert max(c0, bias) < IEEE_ERROR
         of_products = (input, h0, weight_ih, weight_hh)
         assert min(of_products) > TF32_ERROR if allowed else max(of_products) < IEEE_ERROR
@@ -195,7 +170,7 @@ def test_errors_are_at_most_those_of_nn_lstm(length, batch, size):
     input = Make(torch.float32, "cuda")(length, batch, size)
     exact = outputs_and_gradients(copy.deepcopy(layer).double(), input.double())
     ours, theirs = (
-        errors([*found, *gradients], [*exact[0], *exact[1]])
+        relative_errors([*found, *gradients], [*exact[0], *exact[1]])
         for found, gradients in (outputs_and_gradients(layer, input), outputs_and_gradients(peer, input))
     )
     names = ("output", "input", *(name for name, _ in peer.named_parameters()))
@@ -212,8 +187,8 @@ def test_rounding_has_no_bias(op, algorithm, length):
     cudnn.allow_tf32 = True
     input, h0, c0, weight_ih, weight_hh, bias = (x.abs() for x in call_of(op, length, 40, 256).args)
     call = Call(input, h0, c0, weight_ih / 16, weight_hh / 16, bias)
-    exact = call.map(torch.Tensor.double).run(functools.partial(loop, op))
-    found = call.run(functools.partial(run, op, algorithm))
+    exact = call.map(torch.Tensor.double).run(OPS[op].loop)
+    found = call.run(functools.partial(OPS[op], algorithm=algorithm))
     error = found[0].double() - exact[0]
     assert error.std() > 1e-6  # that of IEEE float32 is 1e-7
     assert error.mean().abs() < 0.5 * error.std()
