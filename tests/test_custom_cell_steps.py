@@ -36,11 +36,11 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lltm_ext
-from lltm_ext import _custom_cell, cells
+from lltm_ext import _custom_cell, _layers, cells
 from lltm_ext._arguments import SequenceCall
 from lltm_ext._custom_cell import CustomCellFunction, op_arguments
 from lltm_ext._formula.text import LINE, SEPARATOR
-from lltm_ext._loop import compute_dtype
+from lltm_ext._loop import compute_dtype, run_loop
 from lltm_ext._program import program_for
 
 pytestmark = pytest.mark.compiles
@@ -181,6 +181,7 @@ class CellOp {
 OPS = """
 #define lltm_ext lltm_ext_on_cpu  // the namespace of the functions, and of the ops
 #undef TORCH_EXTENSION_NAME       // no Python module
+#include "custom_cell/formula.cpp"
 #include "custom_cell/program.cpp"
 #include "custom_cell/check.cpp"
 #include "custom_cell/forward.cpp"
@@ -198,8 +199,8 @@ static_assert(shape.reads_h == {7} && shape.output_state == {8});
 """
 
 
-def text_of(number, program):
-    _, numbers, source = program.replace(LINE, "\n").split(SEPARATOR)
+def text_of(number, struct):
+    numbers, source = (text.replace(LINE, "\n") for text in struct)
     return CELL.format(*numbers.split(","), number=number, source=source)
 
 
@@ -213,8 +214,9 @@ def compiled(tmp_path_factory):
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
     files = [SOURCES / f"custom_cell/{name}.cpp" for name in ("custom_cell", "custom_cell_autograd")]
     ops = "\n".join(file.read_text() for file in files).replace('"lltm_ext::', '"lltm_ext_on_cpu::')
-    programs = dict.fromkeys(x for cell in COMPILED for x in (cell.program, cell.half_program))
-    (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*x) for x in enumerate(programs)))
+    programs = (x.split(SEPARATOR) for cell in COMPILED for x in cell.programs.values())
+    sources = dict.fromkeys((numbers, source) for _, numbers, source, *_ in programs)
+    (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*x) for x in enumerate(sources)))
     start = time.perf_counter()
     cpp_extension.load(
         "lltm_ext_on_cpu",
@@ -240,11 +242,19 @@ def compiled(tmp_path_factory):
 recurrence = importlib.import_module("lltm_ext.recurrence")
 
 
+def by_loop(cell, call, algorithm, reset_to):
+    """As recurrence.run, in the loop of torch's ops."""
+    return run_loop(cell, recurrence.with_states(cell, call), reset_to == "initial")
+
+
+def both_by_loop(cell, calls, reset_to):
+    return [by_loop(cell, call, "auto", reset_to) for call in calls]
+
+
 @pytest.fixture(autouse=True)
 def ops(compiled, monkeypatch):
     """Kernels run the calls, as on CUDA."""
     monkeypatch.setattr(_custom_cell, "ops", compiled)
-    monkeypatch.setattr(recurrence, "by_loop", lambda *_: False)
     return compiled
 
 
@@ -698,9 +708,12 @@ def test_the_cpu_runs_every_call_stepwise(cell, ops):
         assert ops.custom_cell_algorithm(*arguments, backward) == "stepwise"
 
 
-def test_the_ops_for_cuda_refuse_the_cpu():
+def test_a_program_without_formulas_refuses_the_cpu():
+    """Exported files of version 0.3 have such programs."""
+    *arguments, program = op_arguments_of(Example(cells.gru)).args
+    without = SEPARATOR.join(program.split(SEPARATOR)[:3])
     with pytest.raises(RuntimeError, match=re.escape("gru: expected input on a CUDA device, got cpu")):
-        torch.ops.lltm_ext.custom_cell(*op_arguments_of(Example(cells.gru)).args)
+        torch.ops.lltm_ext.custom_cell(*arguments, without)
 
 
 # ---- layers
@@ -733,9 +746,9 @@ def test_layers_equal_those_of_the_loop(cell, reset_to, monkeypatch):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(recurrence, "by_loop", lambda *_: True)
+        patch.setattr(_layers, "run", by_loop)
+        patch.setattr(_layers, "run_both", both_by_loop)
         expected = outputs_and_gradients()
-    monkeypatch.delattr(recurrence, "run_loop")
     assert_all_near(outputs_and_gradients(), expected, BACKWARD[DOUBLE])
 
 

@@ -553,7 +553,6 @@ def kernels_fail(monkeypatch):
         raise KernelsFailed
 
     module = sys.modules["lltm_ext.recurrence"]
-    monkeypatch.setattr(module, "by_loop", lambda *_: False)
     monkeypatch.setattr(module, "kernels_check", lambda *_: True)
     monkeypatch.setattr(module, "run_kernels", run_kernels)
 
