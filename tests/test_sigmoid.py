@@ -6,7 +6,7 @@ from op_suite import (
     ElementwiseSuite,
     FormsSuite,
     ModuleSuite,
-    RawBindingSuite,
+    RawBackwardSuite,
     SmoothSuite,
     elementwise_bad_calls,
 )
@@ -18,7 +18,7 @@ from lltm_ext.sigmoid import sigmoid_reference
 COMPLEX = FLOATING.replace(" or float64", ", float64, complex64 or complex128")
 
 
-class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
+class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBackwardSuite, ModuleSuite):
     op = "sigmoid"
     function = staticmethod(lltm_ext.sigmoid)
     in_place = staticmethod(lltm_ext.sigmoid_)
