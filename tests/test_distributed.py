@@ -31,21 +31,14 @@ def backend(request):
 
 def start(processes, out, backend, *options, steps=STEPS):
     options = ("--out", out, "--device", DEVICE[backend], "--steps", str(steps), *SMALL, *options)
-    torchrun = (
+    torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
         str(processes),
-    )
-    return subprocess.Popen(
-        [*torchrun, EXAMPLE, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*torchrun, EXAMPLE, *options], env=env, **pipes)
 
 
 def end_of(run):
@@ -101,9 +94,8 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def test_a_dtensor_is_refused_by_the_name_of_the_op(op, distributed):
-    with pytest.raises(
-        (NotImplementedError, RuntimeError), match=rf"lltm_ext\.{op}.*(DTensor|sharding strategy)"
-    ):
+    message = rf"lltm_ext\.{op}.*(DTensor|sharding strategy)"
+    with pytest.raises((NotImplementedError, RuntimeError), match=message):
         CALLS[op](distributed)
 
 

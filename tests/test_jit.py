@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tooling import write
 
 from lltm_ext import jit
 from lltm_ext._install import build_native, build_record, probe, toolchain
@@ -44,15 +45,13 @@ class Installed:
         env = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
         env |= {"PYTHONPATH": str(self.package.parent), "TORCH_EXTENSIONS_DIR": str(self.cache)}
         env |= {"LLTM_EXT_CUDA": "0"} | variables
-        return subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=self.folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
+        return subprocess.Popen([sys.executable, "-c", program], cwd=self.folder, env=env, **pipes)
 
     def run(self, program, fails=False, **variables):
         """What the program writes to stdout and to stderr."""
@@ -70,10 +69,6 @@ def unfit(tmp_path):
     return Installed(tmp_path, build_native.source_folder())
 
 
-def no_sources(installed):
-    shutil.rmtree(installed.package / "_src")
-
-
 @pytest.mark.parametrize(
     "break_it,variables,message",
     [
@@ -82,9 +77,13 @@ def no_sources(installed):
         (
             lambda it: it.cache.touch(),
             {},
-            ".*/cache/lltm_ext cannot be written .* Run: export TORCH_EXTENSIONS_DIR=",
+            ".*/cache/lltm_ext cannot be written .*: export TORCH_EXTENSIONS_DIR=",
         ),
-        (no_sources, {}, "there are no sources in .*/src. Run: python -m pip install --force-reinstall"),
+        (
+            lambda it: shutil.rmtree(it.package / "_src"),
+            {},
+            "there are no sources in .*/src. Run: python -m pip install --force-reinstall",
+        ),
     ],
     ids=["no compiler", "no such choice", "no cache", "no sources"],
 )
@@ -97,10 +96,8 @@ def test_what_stops_a_build_is_reported_with_the_fix(unfit, break_it, variables,
 
 def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path):
     program = "import sys, lltm_ext; print('lltm_ext.jit' in sys.modules)"
-    env = os.environ | {"LLTM_EXT_JIT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    command, env = [sys.executable, "-c", program], os.environ | {"LLTM_EXT_JIT": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 
 
@@ -115,13 +112,7 @@ def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path):
         pytest.param("13.0", {}, [], (False, []), id="no GPU"),
         pytest.param("13.0", {"LLTM_EXT_CUDA": "0"}, ["9.0"], (False, []), id="the CPU asked for"),
         pytest.param("13.0", {"LLTM_EXT_CUDA": "1"}, [], (True, []), id="CUDA asked for, no GPU"),
-        pytest.param(
-            "13.0",
-            {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"},
-            [],
-            (True, ["8.0", "9.0+PTX"]),
-            id="architectures",
-        ),
+        pytest.param("13.0", {"TORCH_CUDA_ARCH_LIST": "8.0"}, [], (True, ["8.0"]), id="architectures"),
     ],
 )
 def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
@@ -150,9 +141,8 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(nvcc, gpus, compiled):
 
 
 def test_a_gpu_too_old_is_reported_with_the_fix(nvcc):
-    with pytest.raises(
-        toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
-    ):
+    message = r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
+    with pytest.raises(toolchain.ToolchainError, match=message):
         toolchain.architectures_of(["7.0"], nvcc)
 
 
@@ -199,19 +189,17 @@ class Tiny(Installed):
     """The package with one tiny op, and a compiler that counts the files it compiles, each in `seconds`."""
 
     def __init__(self, folder):
-        (folder / "src/tiny").mkdir(parents=True)
-        (folder / "src/tiny/tiny.cpp").write_text(TINY)
+        write(folder / "src/tiny/tiny.cpp", TINY)
         super().__init__(folder, folder / "src")
-        (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build lacks
-        (self.package / "_install/selftest.py").write_text(TRIAL)
+        write(self.package / "__init__.py")  # ours needs modules that the tiny build lacks
+        write(self.package / "_install/selftest.py", TRIAL)
         self.source = self.package / "_src/tiny/tiny.cpp"
 
     def compiler(self, seconds=0, answer="42"):
         file = self.folder / f"c++-{len(list(self.folder.glob('c++-*')))}"  # another may be running
         count = f'case "$*" in *" -c "*) echo >> {self.folder}/compiled; sleep {seconds};; esac'
-        file.write_text(f'#!/bin/sh\n{count}\nexec c++ "-DANSWER={answer}" "$@"\n')
-        file.chmod(0o755)
-        return str(file)
+        script = f'#!/bin/sh\n{count}\nexec c++ "-DANSWER={answer}" "$@"\n'
+        return str(write(file, script, executable=True))
 
     @property
     def compiled(self):
@@ -227,15 +215,6 @@ class Tiny(Installed):
 @pytest.fixture
 def tiny(tmp_path):
     yield Tiny(tmp_path)
-
-
-def test_a_second_call_builds_nothing_and_needs_no_compiler(tiny):
-    module, progress = tiny.run(BUILD, CXX=tiny.compiler())
-    assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
-    assert "1 of 1 modules, tiny" in progress
-    again, progress = tiny.run(BUILD, CXX="/nowhere/c++")
-    assert again == module
-    assert "lltm_ext" not in progress
 
 
 def test_an_edited_source_has_another_build(tmp_path, monkeypatch):
@@ -269,9 +248,8 @@ def test_kernels_are_built_for_the_architectures_named(tiny):
 @pytest.mark.parametrize("file", ["_C/tiny.so", "_build_record.json"])
 @pytest.mark.parametrize("damage", ["none", "cut short", "altered", "gone"])
 def test_a_changed_build_is_not_complete(tmp_path, file, damage):
-    (tmp_path / "_C").mkdir()
-    (tmp_path / "_C/tiny.so").write_bytes(b"a module")
-    (tmp_path / "_build_record.json").write_text("{}")
+    write(tmp_path / "_C/tiny.so", "a module")
+    write(tmp_path / "_build_record.json", "{}")
     jit._add_digests(tmp_path)
     content = (tmp_path / file).read_bytes()
     changed = {"none": content, "cut short": content[:-4], "altered": content.replace(b"modul", b"nodul")}
@@ -282,14 +260,19 @@ def test_a_changed_build_is_not_complete(tmp_path, file, damage):
     assert jit._is_complete(tmp_path) is (damage == "none")
 
 
-def test_two_processes_at_once_make_one_build(tiny):
+def test_two_processes_at_once_make_one_build_which_later_ones_use_without_a_compiler(tiny):
     both = [tiny.start(BUILD, CXX=tiny.compiler(seconds=4)) for _ in range(2)]
     outputs = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0]
-    assert tiny.compiled == 1
+    module, progress = outputs[0][0], "".join(errors for _, errors in outputs)
+    assert outputs[1][0] == module
+    assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
+    assert tiny.compiled == progress.count("1 of 1 modules, tiny") == 1
     waited = ["another process is building the modules; waiting for it" in errors for _, errors in outputs]
     assert sorted(waited) == [False, True]
+    again, progress = tiny.run(BUILD, CXX="/nowhere/c++")
+    assert again == module
+    assert "lltm_ext" not in progress
 
 
 def test_a_killed_build_is_repeated(tiny):
@@ -328,17 +311,12 @@ def test_a_compiler_error_names_the_log(tiny):
     assert tiny.kept == ["lock", "log"]
 
 
-@pytest.mark.parametrize(
-    "answer,how",
-    [
-        pytest.param("*(volatile long*)nullptr", "it kills the process (signal 11)", id="crash"),
-        pytest.param("41", "RuntimeError: answer: expected 42, got 41", id="wrong result"),
-    ],
-)
-def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(tiny, answer, how):
-    broken = tiny.compiler(answer=answer)
-    for _ in range(2):  # the second uses nothing of the first
-        last = tiny.run(BUILD, fails=True, CXX=broken)[1].splitlines()[-1]
+def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(tiny):
+    for answer, how in (
+        ("*(volatile long*)nullptr", "it kills the process (signal 11)"),
+        ("41", "RuntimeError: answer: expected 42, got 41"),  # which uses nothing of the first
+    ):
+        last = tiny.run(BUILD, fails=True, CXX=tiny.compiler(answer=answer))[1].splitlines()[-1]
         assert f"but fail when they are tried: tiny: {how}. Run: export CXX=g++" in last
         assert tiny.kept == ["lock", "log"]
     assert tiny.compiled == 2
