@@ -340,44 +340,38 @@ class TestLikeTorch:
         zero_point = torch.randint(*RANGE, (channels or 1,), generator=make.generator, dtype=torch.int32)
         return x, scale.to(device), zero_point.to(device)
 
-    def assert_same_bits(self, ours, torchs, x, in_float32):
-        """`in_float32`: torch computes in float32 what is given in float64."""
-        outputs, gradients = forward_and_gradients(ours, Call(x))
-        expected, expected_gradients = forward_and_gradients(torchs, Call(packed(x)))
-        if in_float32:
-            outputs, expected = [outputs[0].float()], [expected[0].float()]
-        assert_same_bits([*outputs, *gradients], [*expected, *unsigned_zeros(expected_gradients)])
+    def compare(self, x, scale, zero_point, axis=None, in_float32=None):
+        """`in_float32`: whether torch computes in float32 what is given in float64."""
+
+        def torchs(x):
+            if axis is None:
+                return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *RANGE)
+            return torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis % x.dim(), *RANGE)
+
+        def ours(x):
+            return lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis)
+
+        (output,), (gradient,) = forward_and_gradients(ours, Call(x))
+        (expected,), (expected_gradient,) = forward_and_gradients(torchs, Call(packed(x)))
+        if x.dtype == DOUBLE if in_float32 is None else in_float32:
+            output, expected = output.float(), expected.float()
+        assert_same_bits([output, gradient], [expected, *unsigned_zeros([expected_gradient])])
 
     @pytest.mark.parametrize("number", [True, False])
     def test_per_tensor(self, number, dtype, device):
         x, scale, zero_point = self.arguments(dtype, device)
         if number:
             scale, zero_point = scale.item(), zero_point.item()
-        self.assert_same_bits(
-            lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE),
-            lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *RANGE),
-            x,
-            in_float32=dtype == DOUBLE,
-        )
+        self.compare(x, scale, zero_point)
 
     @pytest.mark.parametrize("axis", [0, 1, 2])
     def test_per_channel(self, axis, dtype, device):
         x, scale, zero_point = self.arguments(dtype, device, channels=(6, 5, 33)[axis])
-        self.assert_same_bits(
-            lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis - 3),
-            lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, *RANGE),
-            x,
-            in_float32=dtype == DOUBLE,
-        )
+        self.compare(x, scale, zero_point, axis - 3)
 
     def test_special_values(self, dtype, device):
         x = torch.tensor([torch.nan, torch.inf, -torch.inf, 6e4, -6e4, -0.0, 0.125, 0.375], device=device)
-        self.assert_same_bits(
-            lambda x: lltm_ext.fake_quantize(x, 0.25, 1, *RANGE),
-            lambda x: torch.fake_quantize_per_tensor_affine(x, 0.25, 1, *RANGE),
-            x.to(dtype),
-            in_float32=dtype == DOUBLE,
-        )
+        self.compare(x.to(dtype), 0.25, 1)
         y = lltm_ext.fake_quantize(x.to(dtype), 0.25, 0, *RANGE)
         assert not y[5].signbit(), "the zero of an integer has no sign"
 
@@ -407,12 +401,8 @@ class TestLikeTorch:
         axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
         x, scale, zero_point = self.arguments(dtype, device, [n * step for n in shape], shape[order[axis]])
         x = x[tuple(slice(None, None, step) for _ in shape)].permute(order)
-        self.assert_same_bits(
-            lambda x: lltm_ext.fake_quantize(x, scale, zero_point, *RANGE, axis=axis),
-            lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, *RANGE),
-            x,
-            in_float32=dtype == DOUBLE and (device == "cuda" or shape[order[axis]] == 1),
-        )
+        in_float32 = dtype == DOUBLE and (device == "cuda" or shape[order[axis]] == 1)
+        self.compare(x, scale, zero_point, axis, in_float32)
 
     @pytest.mark.parametrize("axis", [None, 0, 1, 2])
     @pytest.mark.parametrize("fraction", [0.0, 0.25])
