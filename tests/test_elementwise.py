@@ -142,7 +142,7 @@ def test_the_error_shows_a_signature_that_does_not_parse(signature):
         (
             "T f(T x)",
             {"backward": {"x": "\x1f"}},
-            r"expected backward of x to be C\+\+, got .* control character",
+            r"expected backward of x to be C\+\+, .* control character",
         ),
     ],
 )
@@ -219,12 +219,8 @@ assert "lltm_ext" not in sys.modules and x.grad.shape == x.shape
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_a_binary_has_four_kernels(architecture, dtype, cache):
-    for op, name, wanted in (
-        (blend, "blend", ()),
-        (blend, "blend_backward", (0,)),
-        (blend, "blend_backward", (0, 1)),
-        (relu, "relu", ()),
-    ):
+    backwards = [(blend, "blend_backward", (0,)), (blend, "blend_backward", (0, 1))]
+    for op, name, wanted in [(blend, "blend", ()), *backwards, (relu, "relu", ())]:
         binary = compiled(op, dtype, architecture, wanted)
         assert binary.startswith(b"\x7fELF")
         for form in ("flat", "scalar", "strided", "strided64"):
@@ -265,9 +261,8 @@ def test_a_compile_error_shows_the_line_of_the_forward(body, where, what, cache)
 
 @needs_nvrtc
 def test_a_compile_error_shows_the_signature_and_the_line_of_the_backward(cache):
-    op = lltm_ext.elementwise(
-        "T f(T x, T y)", "return x;", backward={"x": "return grad;", "y": "\nreturn g;"}
-    )
+    backward = {"x": "return grad;", "y": "\nreturn g;"}
+    op = lltm_ext.elementwise("T f(T x, T y)", "return x;", backward=backward)
     compiled(op)
     compiled(op, wanted=(0,))
     message = r"^f: backward of y does not compile:\nbackward of y\(2\): error: "
@@ -297,18 +292,12 @@ def test_a_second_compilation_is_read_from_disk(cache):
 
 @needs_nvrtc
 def test_each_source_dtype_architecture_and_gradient_has_its_entry(cache):
-    calls = [
-        lambda: compiled(softsign),
-        lambda: compiled(op_of("return x;")),
-        lambda: compiled(op_of("return x ;")),
-        lambda: compiled(softsign, torch.float16),
-        lambda: compiled(softsign, architecture="sm_90"),
-        lambda: compiled(softsign, wanted=(0,)),
-    ]
     for _ in range(2):
-        for call in calls:
-            call()
-    assert len(list(cache.iterdir())) == len(calls)
+        for op in (softsign, op_of("return x;"), op_of("return x ;")):
+            compiled(op)
+        for changed in ({"dtype": torch.float16}, {"architecture": "sm_90"}, {"wanted": (0,)}):
+            compiled(softsign, **changed)
+    assert len(list(cache.iterdir())) == 6
 
 
 DAMAGE = {
@@ -395,9 +384,8 @@ def test_a_full_disk_leaves_no_entry(tmp_path):
     """As on one, a write stops in the middle: here at the largest size of a file."""
     folder = tmp_path / "cache"
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
-    assert_not_cached(
-        f"cannot write a compiled op to the cache {folder}: File too large", folder, before=full
-    )
+    reason = f"cannot write a compiled op to the cache {folder}: File too large"
+    assert_not_cached(reason, folder, before=full)
 
 
 @needs_nvrtc
@@ -500,10 +488,7 @@ def test_the_error_names_a_bad_tensor(x, y, exception, message):
 
 
 def test_a_gradient_without_a_formula_is_refused_and_not_dropped():
-    x, message = (
-        meta(3, requires_grad=True),
-        r"^f: a gradient with respect to x is required, but its backward",
-    )
+    x, message = meta(3, requires_grad=True), r"^f: a gradient with respect to x is required, but its back"
     with pytest.raises(RuntimeError, match=message):
         op_of("return x;")(x)
     with pytest.raises(RuntimeError, match=message):
@@ -530,14 +515,14 @@ def test_a_second_derivative_is_refused_and_not_zero():
 
 @pytest.mark.parametrize("grad_mode", [True, False])
 def test_tangents_have_the_layout_of_the_output(grad_mode):
+    x, y = meta(3, 1), meta(3, 4)
     with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
-        dual = torch.autograd.forward_ad.make_dual(meta(3, 1), meta(3, 1))
-        primal, tangent = torch.autograd.forward_ad.unpack_dual(blend(dual, meta(3, 4)))
-        assert primal.shape == tangent.shape == (3, 4)
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        primal, tangent = torch.autograd.forward_ad.unpack_dual(blend(dual, y))
         with pytest.raises(RuntimeError, match=r"^f: a jvp with respect to x is required"):
             op_of("return x;")(dual)
-    _, tangent = torch.func.jvp(blend, (meta(3, 1), meta(4)), (meta(3, 1), meta(4)))
-    assert tangent.shape == (3, 4)
+    _, other = torch.func.jvp(blend, (x, y[0]), (x, y[0]))
+    assert primal.shape == tangent.shape == other.shape == (3, 4)
 
 
 PAIRS = {
@@ -754,11 +739,9 @@ class TestOnCuda:
 
     def test_eight_tensors_and_their_gradients(self):
         names = [f"x{i}" for i in range(8)]
-        op = lltm_ext.elementwise(
-            f"T f({', '.join('T ' + n for n in names)})",
-            f"return {' * '.join(names)};",
-            backward={n: f"return grad * {' * '.join(m for m in names if m != n)};" for n in names},
-        )
+        backward = {n: f"return grad * {' * '.join(m for m in names if m != n)};" for n in names}
+        signature = f"T f({', '.join('T ' + n for n in names)})"
+        op = lltm_ext.elementwise(signature, f"return {' * '.join(names)};", backward=backward)
         assert op.gradcheck()
         tensors = [Make(DOUBLE, "cuda", seed)(3, 1 + seed % 2 * 3) for seed in range(8)]
         assert op.gradcheck(*tensors)
@@ -884,10 +867,8 @@ except KeyboardInterrupt:
     import os
     os._exit(0)
 """
-    environment = dict(os.environ, LLTM_EXT_CACHE=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
-    )
+    how = {"env": os.environ | {"LLTM_EXT_CACHE": str(tmp_path)}, "cwd": tmp_path, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **how)
     try:
         assert process.stdout.readline() == "compiles\n"
         time.sleep(1)

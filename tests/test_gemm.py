@@ -73,6 +73,13 @@ def broadcast(name, **options):
     return lambda make: Call(make(*a, scale=a[-1] ** -0.5), make(*b), bias=make(b[-1]), **options)
 
 
+GRADCHECKED = {
+    **{f"{name} of 2-D": with_bias(3, 4, 2, activation=name) for name in ACTIVATIONS},
+    **{f"{name} of 3-D": with_bias(3, 4, 2, 2, activation=name) for name in ACTIVATIONS},
+    **{f"broadcast {name}": broadcast(name, activation="gelu") for name in BROADCASTS},
+}
+
+
 def bad(a=None, b=None, bias=lambda x: None, **options):
     """Operands [4, 3] and [3, 5] and a bias [5], changed by functions."""
 
@@ -167,16 +174,9 @@ class TestGemm(SmoothSuite):
             yield torch.ops.lltm_ext.gemm_activation_backward.default, arguments
             yield torch.ops.lltm_ext.gemm_activation_bias_backward.default, arguments
 
-    @activations
-    @pytest.mark.parametrize("batch", [(), (2,)], ids=["2-D", "3-D"])
-    def test_gradcheck_of_activations(self, activation, batch, device):
-        call = with_bias(3, 4, 2, *batch, activation=activation)(Make(DOUBLE, device)).leaves()
-        assert torch.autograd.gradcheck(call.bind(self.function), call.tensors)
-        assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
-
-    @pytest.mark.parametrize("name", BROADCASTS)
-    def test_gradcheck_of_broadcasts(self, name, device):
-        call = broadcast(name, activation="gelu")(Make(DOUBLE, device)).leaves()
+    @pytest.mark.parametrize("sample", GRADCHECKED)
+    def test_gradcheck_of_activations_and_broadcasts(self, sample, device):
+        call = GRADCHECKED[sample](Make(DOUBLE, device)).leaves()
         assert torch.autograd.gradcheck(call.bind(self.function), call.tensors)
         assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
 
@@ -242,23 +242,25 @@ class TestGemm(SmoothSuite):
         assert whole[:, 1::2].isnan().all()
 
     def test_out_may_be_an_operand(self, device):
-        for name in ("a", "b"):
-            a, b = operands(Make(device=device), 6, 6, 6)
-            expected = lltm_ext.gemm(a, b)
-            out = {"a": a, "b": b}[name]
-            lltm_ext.gemm(a, b, out=out)
-            assert_same_bits([out], [expected])
+        for i in range(2):
+            both = operands(Make(device=device), 6, 6, 6)
+            expected = lltm_ext.gemm(*both)
+            lltm_ext.gemm(*both, out=both[i])
+            assert_same_bits([both[i]], [expected])
 
-    def test_autograd_and_out(self, device):
+    @pytest.mark.parametrize("way", ["out=", "raw binding"])
+    def test_autograd_learns_what_was_written(self, way, device):
         a, b = operands(Make(device=device), 4, 3, 4)
-        c = torch.ones(4, 4, device=device)
-        with pytest.raises(RuntimeError, match=r"^gemm: with out= there is no gradient, but"):
-            lltm_ext.gemm(a.clone().requires_grad_(), b, out=c)
-        x = torch.ones(4, 4, device=device, requires_grad=True)
+        x, c = torch.ones(4, 4, device=device, requires_grad=True), torch.ones(4, 4, device=device)
         product = x * c
-        lltm_ext.gemm(a, b, out=c)
+        _C.gemm.gemm(c, a, b) if way == "raw binding" else lltm_ext.gemm(a, b, out=c)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
+
+    def test_out_and_a_gradient_are_refused(self, device):
+        a, b = operands(Make(device=device), 4, 3, 4)
+        with pytest.raises(RuntimeError, match=r"^gemm: with out= there is no gradient, but"):
+            lltm_ext.gemm(a.requires_grad_(), b, out=torch.ones(4, 4, device=device))
 
     @pytest.mark.parametrize(
         "out, exception, message",
@@ -340,8 +342,7 @@ class TestGemm(SmoothSuite):
     def test_a_bias_with_strides_in_products_large_enough_for_onednn(self, half, activation):
         a, b = operands(Make(half), 128, 128, 128)
         bias = Make(half)(128, 2)[:, 0]
-        expected = gemm_reference(a.double(), b.double(), bias=bias.double(), activation=activation)
-        assert_near(lltm_ext.gemm(a, b, bias=bias, activation=activation), expected, FORWARD[half])
+        assert_gemm_is_accurate(a, b, bias, activation)
 
     @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("activation", [None, "silu"])
@@ -514,6 +515,21 @@ SHAPES = {
 layouts = pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 
 
+def stored(layout, make, *sizes):
+    """Operands in that layout, and a bias."""
+    a, b = operands(make, *sizes)
+    bias = make(sizes[2])
+    return *in_layout(layout, a, b), bias
+
+
+def assert_gemm_is_accurate(a, b, bias=None, activation=None):
+    """And gives the same bits twice."""
+    found, again = (lltm_ext.gemm(a, b, bias=bias, activation=activation) for _ in range(2))
+    exact_bias = None if bias is None else bias.double()
+    assert_near(found, gemm_reference(a.double(), b.double(), exact_bias, activation), FORWARD[a.dtype])
+    assert_same_bits([again], [found])
+
+
 def of_sizes(text):
     """Sizes as text: m x k x n, or k x n."""
     sizes = {name: tuple(map(int, name.split("x"))) for name in text.split()}
@@ -525,14 +541,7 @@ def of_sizes(text):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, DOUBLE])
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 def test_every_kernel_in_every_layout(sizes, dtype, layout):
-    make = Make(dtype, "cuda")
-    a, b = operands(make, *sizes)
-    bias = make(sizes[2])
-    a, b = in_layout(layout, a, b)
-    found = lltm_ext.gemm(a, b, bias=bias, activation="gelu")
-    exact = gemm_reference(a.double(), b.double(), bias.double(), "gelu")
-    assert_near(found, exact, FORWARD[dtype])
-    assert_same_bits([lltm_ext.gemm(a, b, bias=bias, activation="gelu")], [found])
+    assert_gemm_is_accurate(*stored(layout, Make(dtype, "cuda"), *sizes), "gelu")
 
 
 @needs_cuda
@@ -542,11 +551,10 @@ def test_every_kernel_in_every_layout(sizes, dtype, layout):
     "2000x9x1001 705x6000x9 3x5x7 301x999x205 4x5001x3"
 )
 def test_every_kernel_supports_batches(sizes, dtype):
-    make = Make(dtype, "cuda")
-    a, b = operands(make, *sizes, 3)
+    a, b = operands(Make(dtype, "cuda"), *sizes, 3)
     for left, right in ((a, b), (a[:1], b), (a, b[0]), (a[0], b)):
         before = [x.clone() for x in (left, right)]
-        assert_near(lltm_ext.gemm(left, right), left.double() @ right.double(), FORWARD[dtype])
+        assert_gemm_is_accurate(left, right)
         assert_same_bits([left, right], before)
 
 
@@ -555,22 +563,15 @@ def test_every_kernel_supports_batches(sizes, dtype):
 @layouts
 @of_sizes("32x32x32 24x40x8 40x96x24 8x200x48 20x24x36 23x90x31 45x17x33 300x40x77")
 def test_batches_of_small_matrices(sizes, layout, dtype):
-    make = Make(dtype, "cuda")
-    a, b = operands(make, *sizes, 1000)
-    bias = make(b.shape[-1])
-    a, b = in_layout(layout, a, b)
+    a, b, bias = stored(layout, Make(dtype, "cuda"), *sizes, 1000)
     for activation in (None, "gelu"):
-        found = lltm_ext.gemm(a, b, bias=bias, activation=activation)
-        exact = gemm_reference(a.double(), b.double(), bias.double(), activation)
-        assert_near(found, exact, FORWARD[dtype])
+        assert_gemm_is_accurate(a, b, bias, activation)
 
 
 @needs_cuda
 @layouts
 def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
-    make = Make(DOUBLE, "cuda")
-    a, b = operands(make, 2047, 34, 1023, 2)
-    a, b = in_layout(layout, a, b)
+    a, b, _ = stored(layout, Make(DOUBLE, "cuda"), 2047, 34, 1023, 2)
     wide_a, wide_b = (x.repeat_interleave(2, -1)[..., ::2] for x in (a, b))  # no stride is 1
     exact = a @ b
     for left, right in ((a, b), (wide_a, b), (a, wide_b), (a[:, 1:], b), (a, b[:, :, 1:])):
@@ -656,15 +657,9 @@ def test_it_may_be_the_first_cuda_call_of_a_thread():
     "512x512x512 500x200x511 512x72x520 1024x96x1024 1000x77x1030 2048x64x2048 2040x37x2004 2047x4x2051"
 )
 def test_float32_in_tiles_of_every_size(sizes, layout):
-    make = Make(torch.float32, "cuda")
-    a, b = operands(make, *sizes)
-    bias = make(sizes[2])
-    a, b = in_layout(layout, a, b)
+    a, b, bias = stored(layout, Make(torch.float32, "cuda"), *sizes)
     for _ in range(2):
-        c = lltm_ext.gemm(a, b, bias=bias, activation="relu")
-        exact = gemm_reference(a.double(), b.double(), bias=bias.double(), activation="relu")
-        assert_near(c, exact, FORWARD[torch.float32])
-        assert_same_bits([lltm_ext.gemm(a, b, bias=bias, activation="relu")], [c])
+        assert_gemm_is_accurate(a, b, bias, "relu")
         a, b = a[:, ::2], b[::2]  # again, with every other k
 
 
@@ -702,9 +697,7 @@ def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, dev
 @layouts
 @of_sizes("1024x1024x1024 2048x32x2048 1x1x1000")
 def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
-    make = Make(torch.float32, "cuda")
-    a, b = operands(make, *sizes)
-    a, b = in_layout(layout, a, b)
+    a, b, _ = stored(layout, Make(torch.float32, "cuda"), *sizes)
     exact = a.double() @ b.double()
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -730,8 +723,7 @@ def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
 def test_tf32_multiplies_small_integers_exactly(sizes, layout, device):
     m, k, n = sizes
     k = k if device == "cuda" else k // 8  # the sizes are those of a GPU's kernels
-    integers = functools.partial(torch.randint, -4, 5, device=device)
-    a, b, bias = (integers(shape).float() for shape in ((m, k), (k, n), (n,)))
+    a, b, bias = (torch.randint(-4, 5, shape, device=device).float() for shape in ((m, k), (k, n), (n,)))
     a, b = in_layout(layout, a, b)
     for _ in range(2):
         c = lltm_ext.gemm(a, b, bias=bias, activation="relu", precision="tf32")
@@ -838,9 +830,7 @@ def test_few_rows_support_batches_and_views(rows, dtype, device):
     cases = [(x, weight), (x[:1], weight), (x, weight[0]), (x[0], weight)]
     cases += [(x[..., some], weight[..., some]) for some in (slice(1001), slice(1, None), slice(8, None))]
     for left, right in cases:
-        found = lltm_ext.gemm(left, right.mT)
-        assert_near(found, left.double() @ right.mT.double(), FORWARD[dtype])
-        assert_same_bits([lltm_ext.gemm(left, right.mT)], [found])
+        assert_gemm_is_accurate(left, right.mT)
 
 
 @devices
@@ -1040,14 +1030,6 @@ class TestRawBindings:
         a, message = Make(device=device)(3, 3), r"^gemm\.forward: expected a to be materialized, got a lazily"
         with pytest.raises(RuntimeError, match=message):
             _C.gemm.forward(torch._neg_view(a), a)
-
-    def test_autograd_learns_that_c_has_changed(self, device):
-        a, b = operands(Make(device=device), 4, 3, 4)
-        x, c = torch.ones(4, 4, device=device, requires_grad=True), torch.ones(4, 4, device=device)
-        product = x * c
-        _C.gemm.gemm(c, a, b)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.sum().backward()
 
     def test_forward_and_backward(self, dtype, device):
         a, b = operands(Make(dtype, device), 63, 65, 67)

@@ -1,9 +1,9 @@
 // Runs CUDA kernels on the CPU, so that they can be tested without a GPU.
 //
-// Every CUDA thread is a fiber: a stack of its own, and a context that <ucontext.h> switches to. All fibers
-// of all blocks run in one thread of the process, in turn. A fiber runs until it waits for others: at a
-// barrier, in an exchange with its warp, or after a poll of memory. So a kernel gives the same result every
-// time.
+// Every CUDA thread is a fiber: a stack of its own, on which <ucontext.h> starts it and longjmp continues
+// it. All fibers of all blocks run in one thread of the process, in turn. A fiber runs until it waits for
+// others: at a barrier, in an exchange with its warp, or after a poll of memory. So a kernel gives the same
+// result every time.
 //
 // What is emulated: threadIdx and blockIdx, barriers of a block, of some of its warps, of a warp and of a
 // cluster, shuffles and votes, shared memory, also that of other blocks in the cluster. The headers in
