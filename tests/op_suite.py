@@ -372,19 +372,11 @@ class OpSuite:
 
     # Tracing
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda call: call,
-            lambda call: call.leaves(),
-            lambda call: call.map(transposed).leaves(),
-            lambda call: call.map(stepped).leaves(),
-        ],
-        ids=["plain", "with gradients", "transposed", "stepped"],
-    )
-    def test_opcheck(self, change, small_call):
+    @pytest.mark.parametrize("kind", ["plain", "with gradients", "transposed", "stepped"])
+    def test_opcheck(self, kind, small_call):
+        layout = self.layouts.get(kind, lambda x: x)
         for op, arguments in self.dispatcher_calls(small_call):
-            arguments = change(arguments)
+            arguments = arguments if kind == "plain" else arguments.map(layout).leaves()
             torch.library.opcheck(op, arguments.args, arguments.kwargs)
 
     def test_fake_tensors_have_the_layout_of_the_outputs(self, layout, dtype, device):
@@ -494,13 +486,10 @@ class OpSuite:
 
     def test_jacobians_match_the_reference(self, small_call):
         call, argnums = small_call, tuple(range(len(small_call.tensors)))
+        functions = [(torch.func.jacfwd, self.function), (torch.func.jacrev, self.function)]
         forward, reverse, expected = (
             pytree.tree_leaves(jacobian(call.bind(f), argnums)(*call.tensors))
-            for jacobian, f in (
-                (torch.func.jacfwd, self.function),
-                (torch.func.jacrev, self.function),
-                (torch.func.jacrev, self.reference),
-            )
+            for jacobian, f in (*functions, (torch.func.jacrev, self.reference))
         )
         assert_all_near(reverse, expected, BACKWARD[DOUBLE], "jacobian")
         assert_all_near(forward, reverse, BACKWARD[DOUBLE], "jacobian by forward mode")
@@ -510,10 +499,8 @@ class OpSuite:
 
         def second(function):
             first = torch.func.grad(lambda *tensors: sum_of_squares(call.bind(function)(*tensors)))
-            of_first = torch.func.grad(
-                lambda *tensors: sum_of_squares(first(*tensors)), tuple(range(len(call.tensors)))
-            )
-            return of_first(*call.tensors)
+            argnums = tuple(range(len(call.tensors)))
+            return torch.func.grad(lambda *tensors: sum_of_squares(first(*tensors)), argnums)(*call.tensors)
 
         assert_all_near(second(self.function), second(self.reference), 10 * BACKWARD[DOUBLE])
 
@@ -627,9 +614,8 @@ class OpSuite:
             assert_same_bits([*outputs, *gradients], results(self.function, call))
             return
         assert outputs[0].dtype == low
-        exact, exact_gradients = forward_and_gradients(
-            self.reference, call.map(lambda x: x.to(low).double()), cotangents(outputs)
-        )
+        lowered = call.map(lambda x: x.to(low).double())
+        exact, exact_gradients = forward_and_gradients(self.reference, lowered, cotangents(outputs))
         assert_all_near(outputs, exact, FORWARD[low])
         assert_all_near(gradients, exact_gradients, BACKWARD[low])
 
@@ -711,10 +697,8 @@ class OpSuite:
     def test_cpu_and_cuda_agree(self, case, dtype):
         call = self.call(case, dtype)
         outputs, gradients = forward_and_gradients(self.function, call)
-        on_cuda = call.map(torch.Tensor.cuda)
-        cuda_outputs, cuda_gradients = forward_and_gradients(
-            self.function, on_cuda, [g.cuda() for g in cotangents(outputs)]
-        )
+        on_cuda, grad_outputs = call.map(torch.Tensor.cuda), [g.cuda() for g in cotangents(outputs)]
+        cuda_outputs, cuda_gradients = forward_and_gradients(self.function, on_cuda, grad_outputs)
         assert_all_near(cuda_outputs, outputs, 2 * FORWARD[dtype], "output")
         assert_all_near(cuda_gradients, gradients, 2 * BACKWARD[dtype], "gradient")
 
@@ -763,10 +747,11 @@ class OpSuite:
         outputs, gradients = forward_and_gradients(self.function, call)
         assert torch.cuda.current_device() == 0
         assert all(x.device == torch.device("cuda:1") for x in outputs + gradients)
-        at_home = call.map(lambda x: x.to("cuda:0"))
-        expected, expected_gradients = forward_and_gradients(
-            self.function, at_home, [g.to("cuda:0") for g in cotangents(outputs)]
+        at_home, grad_outputs = (
+            call.map(lambda x: x.to("cuda:0")),
+            [g.to("cuda:0") for g in cotangents(outputs)],
         )
+        expected, expected_gradients = forward_and_gradients(self.function, at_home, grad_outputs)
         assert_all_near(outputs, expected, FORWARD[dtype])
         assert_all_near(gradients, expected_gradients, BACKWARD[dtype])
 
@@ -787,9 +772,8 @@ class SmoothSuite(OpSuite):
             leaves = small_call.leaves()
             gradients = leaves.run(function)
             for _ in range(3):
-                gradients = torch.autograd.grad(
-                    sum_of_squares(gradients), leaves.tensors, create_graph=True, materialize_grads=True
-                )
+                how = {"create_graph": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(sum_of_squares(gradients), leaves.tensors, **how)
             return gradients
 
         assert_all_near(third(getattr(self, way)), third(self.reference), 100 * BACKWARD[DOUBLE])
@@ -813,9 +797,7 @@ def elementwise_bad_calls(op, types=FLOATING):
         "input to be a Tensor, got NoneType": lambda make: Call(None),
         "input to be a Tensor, got list": lambda make: Call([1.0]),
         f"input of dtype {types}, got int64": lambda make: Call(make(3).long()),
-        f"input of dtype {types}, got complex32": lambda make: Call(
-            torch.zeros(3, dtype=torch.complex32, device=make.device)
-        ),
+        f"input of dtype {types}, got complex32": lambda make: Call(make(3).to(torch.complex32)),
     }
     sparse = {"input of layout torch.strided, got Sparse": lambda make: Call(make(3).to_sparse())}
     return expected_by(op, {TypeError: type_errors, RuntimeError: sparse})
@@ -841,9 +823,8 @@ class ElementwiseSuite(OpSuite):
 
     def test_special_values_are_those_of_the_reference(self, dtype, device):
         x = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).to(device)
-        found, expected = (
-            [f(x), *forward_and_gradients(f, Call(x))[1]] for f in (self.function, self.reference)
-        )
+        functions = (self.function, self.reference)
+        found, expected = ([f(x), *forward_and_gradients(f, Call(x))[1]] for f in functions)
         torch.testing.assert_close(found, expected, equal_nan=True)
 
     def test_a_nan_changes_no_neighbour(self, dtype, device):

@@ -51,10 +51,10 @@ def with_defaults(function):
     return call
 
 
-def parameters(make, channels):
-    """(scales, powers of two; zero points, integers)"""
-    scale = 2.0 ** torch.randint(-2, 1, (channels,), generator=make.generator)
-    zero_point = torch.randint(*RANGE, (channels,), generator=make.generator)
+def parameters(make, scales, zero_points=None):
+    """(scales, powers of two; as many zero points, or another number of them, integers)"""
+    scale = 2.0 ** torch.randint(-2, 1, (scales,), generator=make.generator)
+    zero_point = torch.randint(*RANGE, (zero_points or scales,), generator=make.generator)
     return [x.to(make.dtype).to(make.device) for x in (scale, zero_point)]
 
 
@@ -185,11 +185,8 @@ class TestFakeQuantize(ElementwiseSuite):
             with pytest.raises(exception, match=f"^fake_quantize_mask_backward: expected mask of {pattern}"):
                 ops.fake_quantize_mask_backward(g, mask, [1])
         mask = torch.zeros(2, dtype=torch.uint8, device=device)
-        for strides, expected in (
-            ([1, 1], "a stride for each dimension"),
-            ([2], "strides of a dense tensor"),
-        ):
-            with pytest.raises(RuntimeError, match=f"expected {expected}"):
+        for strides, what in (([1, 1], "a stride for each dimension"), ([2], "strides of a dense tensor")):
+            with pytest.raises(RuntimeError, match=f"expected {what}"):
                 ops.fake_quantize_mask_backward(g, mask, strides)
 
 
@@ -197,13 +194,6 @@ def learnable(make, *shape, axis=None, scale=3, **options):
     channels = 1 if axis is None else shape[axis]
     x = make(*shape, scale=scale)
     return Call(x, *parameters(make, channels), *RANGE, axis=axis, **options)
-
-
-def one_of_two(make, single):
-    """Parameters of three channels, one of which has only one element."""
-    return parameters(make, 1 if single == "scale" else 3)[0], parameters(
-        make, 3 if single == "scale" else 1
-    )[1]
 
 
 BAD_TENSORS = {
@@ -216,6 +206,11 @@ BAD_TENSORS = {
         )
     },
 }
+
+
+# Shapes for each way that the kernels traverse memory.
+OF_AXIS_0 = ((3, 9001), (3, 1024), (4096, 27))
+OF_AXIS_1 = ((64, 8, 49), (64, 8, 1024), (600, 33, 5), (1000, 3), (2048, 256), (300, 7, 3, 3))
 
 
 class TestLearnable(OpSuite):
@@ -234,8 +229,8 @@ class TestLearnable(OpSuite):
         "last axis": lambda make: learnable(make, 300, 5, axis=-1),
         "short rows": lambda make: learnable(make, 300, 5, 3, axis=1),
         "long rows": lambda make: learnable(make, 2, 3, 20_000, axis=1),
-        "one zero point": lambda make: Call(make(4, 3), *one_of_two(make, "zero point"), *RANGE, axis=1),
-        "one scale": lambda make: Call(make(4, 3), *one_of_two(make, "scale"), *RANGE, axis=1),
+        "one zero point": lambda make: Call(make(4, 3), *parameters(make, 3, 1), *RANGE, axis=1),
+        "one scale": lambda make: Call(make(4, 3), *parameters(make, 1, 3), *RANGE, axis=1),
     }
     empty_samples = {
         "no elements": lambda make: learnable(make, 0),
@@ -284,13 +279,8 @@ class TestLearnable(OpSuite):
         finally:
             torch.set_num_threads(threads)
 
-    # Shapes for each way that the kernels traverse memory.
     @pytest.mark.parametrize(
-        "shape, axis",
-        [
-            *[((70_001,), None), ((3, 9001), 0), ((3, 1024), 0), ((4096, 27), 0), ((64, 8, 49), 1)],
-            *[((64, 8, 1024), 1), ((600, 33, 5), 1), ((1000, 3), 1), ((2048, 256), 1), ((300, 7, 3, 3), 1)],
-        ],
+        "shape,axis", [((70_001,), None), *((x, 0) for x in OF_AXIS_0), *((x, 1) for x in OF_AXIS_1)]
     )
     @pytest.mark.parametrize("order", ["contiguous", "channels_last", "misaligned"])
     def test_all_shapes_match_the_reference(self, shape, axis, order, dtype, device):

@@ -73,6 +73,7 @@ def broadcast(name, **options):
     return lambda make: Call(make(*a, scale=a[-1] ** -0.5), make(*b), bias=make(b[-1]), **options)
 
 
+SHAPES_OF_GRADIENTS = [(1, 1), (7, 5), (300, 64), (130, 1000), (2, 65, 33), (5000, 8), (3, 0, 4), (3, 4, 0)]
 GRADCHECKED = {
     **{f"{name} of 2-D": with_bias(3, 4, 2, activation=name) for name in ACTIVATIONS},
     **{f"{name} of 3-D": with_bias(3, 4, 2, 2, activation=name) for name in ACTIVATIONS},
@@ -181,11 +182,7 @@ class TestGemm(SmoothSuite):
         assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
 
     @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-    @pytest.mark.parametrize(
-        "shape",
-        [(1, 1), (7, 5), (300, 64), (130, 1000), (2, 65, 33), (5000, 8), (3, 0, 4), (3, 4, 0)],
-        ids=str,
-    )
+    @pytest.mark.parametrize("shape", SHAPES_OF_GRADIENTS, ids=str)
     def test_backward_of_activation_and_bias(self, shape, activation, dtype, device):
         backward = torch.ops.lltm_ext.gemm_activation_bias_backward
         grad_output, saved = Make(dtype, device)(*shape), Make(dtype, device, seed=1)(*shape).sigmoid()
@@ -229,11 +226,8 @@ class TestGemm(SmoothSuite):
         a, b = operands(Make(dtype, device), 7, 5, 9, 2)
         expected = lltm_ext.gemm(a, b, activation="silu")
         whole = torch.full((4, 14, 9), torch.nan, dtype=dtype, device=device)
-        for out in (
-            torch.full_like(expected, torch.nan),
-            torch.full_like(expected.mT, torch.nan).mT,
-            whole[::2, ::2],
-        ):
+        unwritten = torch.full_like(expected, torch.nan)
+        for out in (unwritten, transposed(unwritten), whole[::2, ::2]):
             address = out.data_ptr()
             assert lltm_ext.gemm(a, b, activation="silu", out=out) is out
             assert out.data_ptr() == address
@@ -324,11 +318,9 @@ class TestGemm(SmoothSuite):
 
     @pytest.mark.skipif(_portable.in_use, reason="the portable library does not call oneDNN")
     def test_onednn_multiplies_half_types_for_which_the_cpu_has_instructions(self):
-        supported = {
-            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-        }
-        for half, expected in supported.items():
+        onednn = torch.ops.mkldnn
+        supported = (onednn._is_mkldnn_bf16_supported(), onednn._is_mkldnn_fp16_supported())
+        for half, expected in zip((torch.bfloat16, torch.float16), supported, strict=True):
             a, b = operands(Make(half), 128, 128, 128)
             with torch.profiler.profile() as profiler:
                 for rows in (a, a[:8]):
@@ -878,17 +870,16 @@ def saved_by_a_subclass_of_nn_linear(layer):
     return b"\x80\x02clltm_ext.gemm\n" + name + b"\n)\x81" + pickle.dumps(layer.__dict__, 2)[2:-1] + b"b."
 
 
+def linear(*rows, **options):
+    """A layer and a call, as ModuleSuite takes them."""
+    return lambda **where: lltm_ext.Linear(5, 3, **options, **where), lambda make: Call(make(*rows, 5))
+
+
 class TestLinear(ModuleSuite):
     modules = {
-        "Linear": (lambda **where: lltm_ext.Linear(5, 3, **where), lambda make: Call(make(4, 5))),
-        "with activation": (
-            lambda **where: lltm_ext.Linear(5, 3, activation="gelu", **where),
-            lambda make: Call(make(2, 4, 5)),
-        ),
-        "without bias": (
-            lambda **where: lltm_ext.Linear(5, 3, bias=False, activation="relu", **where),
-            lambda make: Call(make(5)),
-        ),
+        "Linear": linear(4),
+        "with activation": linear(2, 4, activation="gelu"),
+        "without bias": linear(bias=False, activation="relu"),
     }
 
     @activations

@@ -29,13 +29,8 @@ from lltm_ext.lltm import _CellFunction, lltm_cell_reference
 
 def cell_arguments(make, batch, input_size, hidden_size, bias=True):
     weights = make(3 * hidden_size, hidden_size + input_size, scale=(hidden_size + input_size) ** -0.5)
-    return [
-        make(batch, input_size),
-        weights,
-        make(3 * hidden_size) if bias else None,
-        make(batch, hidden_size, scale=0.5),
-        make(batch, hidden_size),
-    ]
+    input, bias = make(batch, input_size), make(3 * hidden_size) if bias else None
+    return [input, weights, bias, make(batch, hidden_size, scale=0.5), make(batch, hidden_size)]
 
 
 def sample(*sizes, **options):

@@ -1,6 +1,5 @@
 """What a build finds and reports, what it makes, and every way to install it."""
 
-import email
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tooling import ROOT, load, run, write
+from tooling import RECORD, ROOT, load, purelib, run, write
 
 import lltm_ext
 from lltm_ext import _portable
@@ -285,14 +284,6 @@ def torch_of(version, cuda):
     return f"__version__ = {version!r}\nclass version: cuda = {cuda!r}\n"
 
 
-RECORD = {
-    "version": "0.1.0+cu130torch2.11",
-    "torch": "2.11.0+cu130",
-    "cuda": "13.0",
-    "python": sysconfig.get_config_var("SOABI"),
-}
-
-
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """A record of a build for torch 2.11 and CUDA 13.0, to edit; `check` reads what `save` wrote."""
@@ -414,9 +405,7 @@ class Target:
         for entry in site.iterdir():
             if not entry.name.startswith(("lltm_ext", "__editable__")):
                 (linked / entry.name).symlink_to(entry)
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        purelib = run(self.python, "-c", ask, cwd=self.folder).stdout.strip()
-        Path(purelib, "linked.pth").write_text(f"{linked}\n")
+        (purelib(self.python) / "linked.pth").write_text(f"{linked}\n")
         ninja = shutil.which("ninja", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
         if ninja:
             (self.python.parent / "ninja").symlink_to(ninja)
@@ -495,12 +484,6 @@ def sdist(target):
     return built
 
 
-def metadata(wheel):
-    archive = zipfile.ZipFile(wheel)
-    (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    return email.message_from_bytes(archive.read(file))
-
-
 @pytest.mark.packaging
 class TestWheel:
     def test_it_passes_the_check_that_guards_every_upload(self, wheel):
@@ -539,9 +522,7 @@ class TestSdist:
     def test_its_version_is_of_no_torch(self, sdist):
         assert sdist.name == f"lltm_ext-{BASE_VERSION}.tar.gz"
         with tarfile.open(sdist) as archive:
-            file = archive.extractfile(f"lltm_ext-{BASE_VERSION}/PKG-INFO")
-            assert file is not None
-            lines = file.read().decode().splitlines()
+            lines = archive.extractfile(f"lltm_ext-{BASE_VERSION}/PKG-INFO").read().decode().splitlines()
         found = {line for line in lines if line.startswith(("Version: ", "Requires-Dist: torch"))}
         assert found == {f"Version: {BASE_VERSION}", "Requires-Dist: torch>=2.11"}
 
@@ -590,7 +571,6 @@ def with_portable(target, portable_wheel):
 class TestPortable:
     def test_it_is_for_every_python_and_passes_the_check(self, portable_wheel):
         assert portable_wheel.name.startswith(f"lltm_ext-{BASE_VERSION}-py3-none-")
-        assert "torch>=2.10" in metadata(portable_wheel).get_all("Requires-Dist", [])
         assert CHECK.problems(portable_wheel) == []
 
     def test_its_selftest_passes(self, with_portable):
@@ -617,17 +597,14 @@ class TestInstall:
         installed = target.inspect()
         assert installed["version"] == f"{BASE_VERSION}+cpu"
         record = installed["record"]
-        assert isinstance(record, dict) and record["torch"] == torch.__version__
+        assert record["torch"] == torch.__version__
         assert (record["cuda"], record["architectures"], record["compiler"]["nvcc"]) == (None, [], None)
         return installed
 
-    def test_pip_install_without_isolation(self, clean_target):
-        installed = self.install(clean_target, "-m", "pip", "install", "--no-build-isolation", ".")
-        assert installed["place"] != clean_target.checkout
-
-    def test_pip_install_editable(self, clean_target):
-        installed = self.install(clean_target, "-m", "pip", "install", "--no-build-isolation", "-e", ".")
-        assert installed["place"] == clean_target.checkout
+    @pytest.mark.parametrize("where", [["."], ["-e", "."]], ids=["copied", "editable"])
+    def test_pip_install_without_isolation(self, clean_target, where):
+        installed = self.install(clean_target, "-m", "pip", "install", "--no-build-isolation", *where)
+        assert (installed["place"] == clean_target.checkout) is ("-e" in where)
 
     @pytest.mark.parametrize("setuptools", ["<80", ">=80,<82"])
     def test_develop_uses_the_torch_that_is_installed(self, clean_target, setuptools):
@@ -639,10 +616,8 @@ class TestInstall:
     def test_pip_install_of_a_wheel_made_in_isolation(self, clean_target, wheel):
         clean_target.run("-m", "pip", "install", "-q", "--no-deps", wheel)
         installed = clean_target.inspect()
-        assert installed["version"] == BUILT_VERSION
+        assert (installed["version"], installed["record"]["torch"]) == (BUILT_VERSION, torch.__version__)
         assert installed["place"] != clean_target.checkout
-        record = installed["record"]
-        assert isinstance(record, dict) and record["torch"] == torch.__version__
 
 
 @pytest.mark.packaging

@@ -10,6 +10,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from tooling import CONSOLE_SCRIPT
 
 import lltm_ext
 from lltm_ext import __main__
@@ -42,9 +43,7 @@ def only(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "python",
-    [["-m", "lltm_ext"], ["-c", "import sys, lltm_ext_cli; sys.exit(lltm_ext_cli.main())"]],
-    ids=["module", "console script"],
+    "python", [["-m", "lltm_ext"], ["-c", CONSOLE_SCRIPT]], ids=["module", "console script"]
 )
 def test_this_installation_passes(python, tmp_path):
     done = subprocess.run([sys.executable, *python, "selftest"], cwd=tmp_path, capture_output=True, text=True)

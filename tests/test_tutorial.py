@@ -4,16 +4,7 @@ import math
 
 import pytest
 import torch
-from op_suite import (
-    BACKWARD,
-    DOUBLE,
-    FORWARD,
-    Call,
-    Make,
-    assert_accurate,
-    assert_all_near,
-    assert_same_bits,
-)
+from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_accurate, assert_all_near, assert_same_bits
 
 import lltm_ext
 from lltm_ext import _C, LLTMFunction

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tooling import ROOT, load, run, write
+from tooling import ROOT, load, purelib, run, write
 
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -66,8 +66,7 @@ class User:
     def __init__(self, folder):
         self.python = folder / "bin/python"
         run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        self.site = Path(run(self.python, "-c", ask, cwd=folder).stdout.strip())
+        self.site = purelib(self.python)
 
     def has_torch(self, version):
         info = self.site / f"torch-{version}.dist-info"

@@ -4,9 +4,22 @@ import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SOABI = sysconfig.get_config_var("SOABI")
+CONSOLE_SCRIPT = "import sys, lltm_ext_cli; sys.exit(lltm_ext_cli.main())"
+# Of a build that the tests make up.
+RECORD = {
+    "version": "0.1.0+cu130torch2.11",
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "architectures": ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0+PTX"],
+    "compiler": {"cxx": "c++ 12.2.0", "nvcc": "13.0.88"},
+    "python": SOABI,
+    "source": "0" * 40,
+}
 CONTROLLING = ("CUDA_HOME", "CUDA_PATH", "LLTM_EXT_", "TORCH_CUDA_ARCH_LIST", "PYTHON", "MAX_JOBS")
 
 
@@ -25,6 +38,12 @@ def run(*command, cwd, fails=False, **variables):
     output = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert (done.returncode != 0) == fails, output
     return done
+
+
+def purelib(python):
+    """The folder that an interpreter's packages are in."""
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(run(python, "-c", ask, cwd=Path(python).parent).stdout.strip())
 
 
 def write(file, text="", executable=False):
