@@ -46,6 +46,7 @@ EXAMPLES = hypothesis.settings(
 
 DOUBLE = torch.float64
 FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtypes that every op takes
+AUTOCAST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 def assert_near(actual, expected, bound, what="result"):
@@ -135,12 +136,14 @@ class Call:
 
 def assert_checkpointing_frees(function, call):
     """Its recomputation ends by an exception, which a node must survive without a tensor that holds it."""
+    gc.freeze()  # so that the collection visits only what is made from here on
     call = call.leaves()
     outputs = torch.utils.checkpoint.checkpoint(call.bind(function), *call.tensors, use_reentrant=False)
     torch.autograd.backward(pytree.tree_leaves(outputs), cotangents(pytree.tree_leaves(outputs)))
     inputs = [weakref.ref(x) for x in call.tensors]  # a node that stays holds them
     del call, outputs
     gc.collect()
+    gc.unfreeze()
     assert [x() for x in inputs] == [None] * len(inputs)
 
 
@@ -172,9 +175,48 @@ def forward_and_gradients(function, call, grad_outputs=None, zeros_for_unused=Fa
     )
 
 
+def results(function, call, grad_outputs=None):
+    """The outputs and then the gradients, in one list."""
+    outputs, gradients = forward_and_gradients(function, call, grad_outputs)
+    return [*outputs, *gradients]
+
+
+def assert_agree(function, other, call, other_call=None, dtype=DOUBLE, what="", factor=1):
+    """Outputs and gradients are those of the other function, or of another call, up to rounding."""
+    outputs, gradients = forward_and_gradients(function, call)
+    expected, expected_gradients = forward_and_gradients(other, other_call or call, cotangents(outputs))
+    assert_all_near(outputs, expected, factor * FORWARD[dtype], f"{what} output")
+    assert_all_near(gradients, expected_gradients, factor * BACKWARD[dtype], f"{what} gradient of argument")
+    return outputs, gradients
+
+
+def assert_accurate(function, reference, call, dtype, **how):
+    """Outputs and gradients are those of the reference in float64."""
+    return assert_agree(function, reference, call, call.map(torch.Tensor.double), dtype, **how)
+
+
 def sum_of_squares(outputs):
-    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-    return sum((y * y).sum() for y in outputs)
+    return sum((y * y).sum() for y in pytree.tree_leaves(outputs))
+
+
+def stacked(rows):
+    """Of rows of tensors, each column in one tensor."""
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def tensors_saved_by(function):
+    """What autograd saves in a call."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        function()
+    return saved
+
+
+def unfit_for_bindings(x):
+    """In place of a matrix x what CHECK_INPUT refuses: (value, exception, end of the message)."""
+    yield transposed(x), RuntimeError, r"to be contiguous, got strides \[1, \d+\]"
+    yield x.long(), TypeError, f"of dtype {FLOATING}, got int64"
+    yield x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"
 
 
 # Other memory layouts of the same values. The gaps are NaN, so that a read of them shows.
@@ -238,6 +280,14 @@ class OpSuite:
     def call(self, case, dtype=torch.float32, device="cpu", seed=0):
         return self.samples[case](Make(dtype, device, seed))
 
+    @pytest.fixture
+    def small_call(self, device):
+        return self.call(self.small, DOUBLE, device)
+
+    @pytest.fixture
+    def call_of_63(self, device):
+        return self.call("63", DOUBLE, device)
+
     # Values and gradients
 
     def test_values_match_the_reference_and_float64(self, case, dtype, device):
@@ -250,22 +300,15 @@ class OpSuite:
 
     def test_gradients_match_the_reference_in_float64(self, case, dtype, device):
         call = self.call(case, dtype, device)
-        outputs, gradients = forward_and_gradients(self.function, call)
+        _, gradients = assert_accurate(self.function, self.reference, call, dtype)
         for g, x in zip(gradients, call.tensors, strict=True):
             assert (g.shape, g.dtype, g.device) == (x.shape, x.dtype, x.device)
-        exact = call.map(torch.Tensor.double)
-        _, expected = forward_and_gradients(self.reference, exact, cotangents(outputs))
-        assert_all_near(gradients, expected, BACKWARD[dtype], "gradient of argument")
 
-    def test_the_function_class_equals_the_function(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        ours, ours_gradients = forward_and_gradients(self.apply, call)
-        outputs, gradients = forward_and_gradients(self.function, call)
-        assert_all_near(ours, outputs, FORWARD[DOUBLE])
-        assert_all_near(ours_gradients, gradients, BACKWARD[DOUBLE])
+    def test_the_function_class_equals_the_function(self, small_call):
+        assert_agree(self.apply, self.function, small_call)
 
-    def test_each_gradient_alone_equals_all_together(self, device):
-        call = self.call(self.small, DOUBLE, device)
+    def test_each_gradient_alone_equals_all_together(self, small_call):
+        call = small_call
         outputs, together = forward_and_gradients(self.function, call)
         for i, expected in enumerate(together):
             tensors = [x.detach().requires_grad_(i == j) for j, x in enumerate(call.tensors)]
@@ -274,50 +317,41 @@ class OpSuite:
             (single,) = torch.autograd.grad([y for y, _ in used], tensors[i], [g for _, g in used])
             assert_near(single, expected, BACKWARD[DOUBLE], f"gradient of argument {i}")
 
-    def test_an_output_not_used_has_no_part_in_the_gradient(self, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
-        exact = call.leaves()
+    def test_an_output_not_used_has_no_part_in_the_gradient(self, small_call):
+        call = small_call.leaves()
         for i in range(len(call.run(self.function))):
             gradients, expected = (
-                torch.autograd.grad(
-                    sum_of_squares(c.run(f)[i]), c.tensors, allow_unused=True, materialize_grads=True
-                )
-                for f, c in ((self.function, call), (self.reference, exact))
+                torch.autograd.grad(sum_of_squares(call.run(f)[i]), call.tensors, materialize_grads=True)
+                for f in (self.function, self.reference)
             )
-            assert_all_near(
-                gradients, expected, BACKWARD[DOUBLE], f"from output {i} only, gradient of argument"
-            )
+            assert_all_near(gradients, expected, BACKWARD[DOUBLE], f"from output {i}, gradient of argument")
 
-    def test_backward_runs_twice_on_a_retained_graph(self, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
+    def test_backward_runs_twice_on_a_retained_graph(self, small_call):
+        call = small_call.leaves()
         outputs = call.run(self.function)
-        grad_outputs = cotangents(outputs)
-        first = torch.autograd.grad(outputs, call.tensors, grad_outputs, retain_graph=True)
-        second = torch.autograd.grad(outputs, call.tensors, grad_outputs)
+        first, second = (
+            torch.autograd.grad(outputs, call.tensors, cotangents(outputs), retain_graph=retain)
+            for retain in (True, False)
+        )
         assert_same_bits(second, first)
 
-    def test_activation_checkpointing_changes_nothing(self, device):
-        call = self.call(self.small, DOUBLE, device)
+    def test_activation_checkpointing_changes_nothing(self, small_call):
         for function in (self.function, self.apply):
             checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
-            outputs, gradients = forward_and_gradients(checkpointed, call)
-            plain, plain_gradients = forward_and_gradients(function, call)
-            assert_same_bits(outputs + gradients, plain + plain_gradients)
+            assert_same_bits(results(checkpointed, small_call), results(function, small_call))
 
     def test_activation_checkpointing_frees_what_it_recomputes(self, case, device):
         assert_checkpointing_frees(self.function, self.call(case, DOUBLE, device))
 
-    def test_saved_tensors_may_be_kept_elsewhere(self, device):
+    def test_saved_tensors_may_be_kept_elsewhere(self, small_call, device):
         """As save_on_cpu does: the backward gets other tensors of the same values."""
-        call = self.call(self.small, DOUBLE, device)
         for function in (self.function, self.apply):
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu().clone(), lambda x: x.to(device)):
-                outputs, gradients = forward_and_gradients(function, call)
-            plain, plain_gradients = forward_and_gradients(function, call)
-            assert_same_bits(outputs + gradients, plain + plain_gradients)
+                found = results(function, small_call)
+            assert_same_bits(found, results(function, small_call))
 
-    def test_no_graph_is_recorded_without_need(self, device):
-        call = self.call(self.small, DOUBLE, device)
+    def test_no_graph_is_recorded_without_need(self, small_call):
+        call = small_call
         assert not any(y.requires_grad for y in call.run(self.function))
         with torch.no_grad():
             assert not any(y.requires_grad for y in call.leaves().run(self.function))
@@ -327,50 +361,33 @@ class OpSuite:
 
     def test_the_same_call_twice_gives_the_same_bits(self, dtype, device):
         call = self.call("500", dtype, device)
-        outputs, gradients = forward_and_gradients(self.function, call)
+        expected = results(self.function, call)
         for _ in range(3):
-            again, gradients_again = forward_and_gradients(self.function, call)
-            assert_same_bits(again, outputs)
-            assert_same_bits(gradients_again, gradients)
+            assert_same_bits(results(self.function, call), expected)
 
-    def test_arguments_are_left_as_they_came(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        before = call.map(torch.clone)
-        forward_and_gradients(self.function, call)
-        assert_same_bits(call.tensors, before.tensors)
+    def test_arguments_are_left_as_they_came(self, small_call):
+        before = small_call.map(torch.clone)
+        forward_and_gradients(self.function, small_call)
+        assert_same_bits(small_call.tensors, before.tensors)
 
     # Tracing
 
-    def test_opcheck(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        for op, arguments in self.dispatcher_calls(call):
+    @pytest.mark.parametrize("kind", ["plain", "with gradients", "transposed", "stepped"])
+    def test_opcheck(self, kind, small_call):
+        layout = self.layouts.get(kind, lambda x: x)
+        for op, arguments in self.dispatcher_calls(small_call):
+            arguments = arguments if kind == "plain" else arguments.map(layout).leaves()
             torch.library.opcheck(op, arguments.args, arguments.kwargs)
-
-    def test_opcheck_with_gradients(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        for op, arguments in self.dispatcher_calls(call):
-            arguments = arguments.leaves()
-            torch.library.opcheck(op, arguments.args, arguments.kwargs)
-
-    def test_opcheck_of_strided_arguments(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        for layout in (transposed, stepped):
-            for op, arguments in self.dispatcher_calls(call.map(layout)):
-                arguments = arguments.map(layout).leaves()
-                torch.library.opcheck(op, arguments.args, arguments.kwargs)
 
     def test_fake_tensors_have_the_layout_of_the_outputs(self, layout, dtype, device):
         call = self.call(self.small, dtype, device).map(self.layouts[layout])
         with FakeTensorMode() as mode:
             fakes = call.map(mode.from_tensor).run(self.function)
-        outputs = call.run(self.function)
-        for fake, y in zip(fakes, outputs, strict=True):
-            assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
-                y.shape,
-                y.stride(),
-                y.dtype,
-                y.device,
-            )
+        described = [
+            [(y.shape, y.stride(), y.dtype, y.device) for y in outputs]
+            for outputs in (fakes, call.run(self.function))
+        ]
+        assert described[0] == described[1]
 
     def test_meta_tensors_give_meta_tensors(self):
         call = self.call(self.small)
@@ -385,34 +402,25 @@ class OpSuite:
             with pytest.raises(exception, match=pattern):
                 call.run(self.function)
 
-    def test_compiles_into_one_graph(self, device, fresh_dynamo):
-        call = self.call("63", DOUBLE, device)
+    def test_compiles_into_one_graph(self, call_of_63, fresh_dynamo):
         compiled = torch.compile(self.function, fullgraph=True, dynamic=False, backend="aot_eager")
-        self.assert_same_as_eager(compiled, call)
+        assert_agree(compiled, self.function, call_of_63)
 
     def test_compiles_once_for_all_sizes(self, device, fresh_dynamo):
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(self.function, fullgraph=True, dynamic=True, backend=counter)
-        first, second = self.resized
-        self.assert_same_as_eager(compiled, self.call(first, DOUBLE, device))
-        frames = counter.frame_count
-        assert frames > 0
-        self.assert_same_as_eager(compiled, self.call(second, DOUBLE, device))
-        assert counter.frame_count == frames
+        frames = []
+        for case in self.resized:
+            assert_agree(compiled, self.function, self.call(case, DOUBLE, device))
+            frames.append(counter.frame_count)
+        assert 0 < frames[0] == frames[1]
 
-    def test_compiles_with_inductor(self, device, fresh_dynamo):
-        compiled = torch.compile(self.function, fullgraph=True)
-        self.assert_same_as_eager(compiled, self.call("63", DOUBLE, device).map(transposed))
-
-    def assert_same_as_eager(self, compiled, call):
-        outputs, gradients = forward_and_gradients(self.function, call)
-        compiled_outputs, compiled_gradients = forward_and_gradients(compiled, call)
-        assert_all_near(compiled_outputs, outputs, FORWARD[DOUBLE])
-        assert_all_near(compiled_gradients, gradients, BACKWARD[DOUBLE])
+    def test_compiles_with_inductor(self, call_of_63, fresh_dynamo):
+        assert_agree(torch.compile(self.function, fullgraph=True), self.function, call_of_63.map(transposed))
 
     @pytest.mark.parametrize("strict", [False, True])
-    def test_exports(self, strict, device):
-        call = self.call("63", DOUBLE, device)
+    def test_exports(self, strict, call_of_63, device):
+        call = call_of_63
         exported = torch.export.export(Module(self.function), call.args, call.kwargs, strict=strict)
         targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
         assert any(target.startswith(f"lltm_ext.{self.exports_as or self.op}") for target in targets), targets
@@ -444,37 +452,25 @@ class OpSuite:
                 for i, x in enumerate(calls[0].tensors)
             ]
             in_dims = tuple(dim if i in batched else None for i in range(count))
-            outputs = torch.vmap(calls[0].bind(self.function), in_dims)(*tensors)
-            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-            expected = [torch.stack(ys) for ys in zip(*(s.run(self.function) for s in singles), strict=True)]
+            outputs = pytree.tree_leaves(torch.vmap(calls[0].bind(self.function), in_dims)(*tensors))
+            expected = stacked(s.run(self.function) for s in singles)
             assert_all_near(outputs, expected, FORWARD[DOUBLE], f"vmap over {in_dims}, output")
 
     def test_vmap_of_vmap(self, device):
         calls = [[self.call(self.small, DOUBLE, device, 3 * i + j) for j in range(3)] for i in range(2)]
-        tensors = [
-            torch.stack([torch.stack([c.tensors[k] for c in row]) for row in calls])
-            for k in range(len(calls[0][0].tensors))
-        ]
-        outputs = torch.vmap(torch.vmap(calls[0][0].bind(self.function)))(*tensors)
-        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        tensors = stacked(stacked(c.tensors for c in row) for row in calls)
+        outputs = pytree.tree_leaves(torch.vmap(torch.vmap(calls[0][0].bind(self.function)))(*tensors))
         for i, row in enumerate(calls):
             for j, call in enumerate(row):
                 assert_all_near([y[i, j] for y in outputs], call.run(self.reference), FORWARD[DOUBLE])
 
     def test_vmap_of_the_dispatcher_ops(self, device):
-        for index in range(len(list(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))):
-            pairs = [
-                list(self.dispatcher_calls(self.call(self.small, DOUBLE, device, seed)))[index]
-                for seed in range(3)
-            ]
-            calls = [call for _, call in pairs]
-            stacked = [torch.stack(xs) for xs in zip(*(c.tensors for c in calls), strict=True)]
-            outputs = torch.vmap(calls[0].bind(pairs[0][0]))(*stacked)
-            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-            expected = [
-                torch.stack(ys) for ys in zip(*(op_call.run(op) for op, op_call in pairs), strict=True)
-            ]
-            assert_all_near(outputs, expected, FORWARD[DOUBLE], str(pairs[0][0]))
+        of_seeds = [self.dispatcher_calls(self.call(self.small, DOUBLE, device, seed)) for seed in range(3)]
+        for pairs in zip(*of_seeds, strict=True):
+            op, calls = pairs[0][0], [call for _, call in pairs]
+            outputs = torch.vmap(calls[0].bind(op))(*stacked(c.tensors for c in calls))
+            expected = stacked(call.run(op) for call in calls)
+            assert_all_near(pytree.tree_leaves(outputs), expected, FORWARD[DOUBLE], str(op))
 
     def test_vmap_of_grad_gives_each_samples_gradient(self, device):
         calls = [self.call(self.small, DOUBLE, device, seed) for seed in range(3)]
@@ -483,45 +479,42 @@ class OpSuite:
         def loss(function):
             return lambda *tensors: sum_of_squares(calls[0].bind(function)(*tensors))
 
-        stacked = [torch.stack(xs) for xs in zip(*(c.tensors for c in calls), strict=True)]
-        gradients = torch.vmap(torch.func.grad(loss(self.function), argnums))(*stacked)
+        vectorized = torch.vmap(torch.func.grad(loss(self.function), argnums))
+        gradients = vectorized(*stacked(c.tensors for c in calls))
         singles = [torch.func.grad(loss(self.reference), argnums)(*c.tensors) for c in calls]
-        assert_all_near(gradients, [torch.stack(gs) for gs in zip(*singles, strict=True)], BACKWARD[DOUBLE])
+        assert_all_near(gradients, stacked(singles), BACKWARD[DOUBLE])
 
-    def test_jacrev_matches_the_reference(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        argnums = tuple(range(len(call.tensors)))
-        ours, expected = (
-            pytree.tree_leaves(torch.func.jacrev(call.bind(f), argnums)(*call.tensors))
-            for f in (self.function, self.reference)
+    def test_jacobians_match_the_reference(self, small_call):
+        call, argnums = small_call, tuple(range(len(small_call.tensors)))
+        functions = [(torch.func.jacfwd, self.function), (torch.func.jacrev, self.function)]
+        forward, reverse, expected = (
+            pytree.tree_leaves(jacobian(call.bind(f), argnums)(*call.tensors))
+            for jacobian, f in (*functions, (torch.func.jacrev, self.reference))
         )
-        assert_all_near(ours, expected, BACKWARD[DOUBLE], "jacobian")
+        assert_all_near(reverse, expected, BACKWARD[DOUBLE], "jacobian")
+        assert_all_near(forward, reverse, BACKWARD[DOUBLE], "jacobian by forward mode")
 
-    def test_vjp_of_vjp_matches_the_reference(self, device):
-        call = self.call(self.small, DOUBLE, device)
+    def test_vjp_of_vjp_matches_the_reference(self, small_call):
+        call = small_call
 
         def second(function):
-            def first(*tensors):
-                return sum_of_squares(
-                    torch.func.grad(lambda *t: sum_of_squares(call.bind(function)(*t)))(*tensors)
-                )
-
-            return torch.func.grad(first, tuple(range(len(call.tensors))))(*call.tensors)
+            first = torch.func.grad(lambda *tensors: sum_of_squares(call.bind(function)(*tensors)))
+            argnums = tuple(range(len(call.tensors)))
+            return torch.func.grad(lambda *tensors: sum_of_squares(first(*tensors)), argnums)(*call.tensors)
 
         assert_all_near(second(self.function), second(self.reference), 10 * BACKWARD[DOUBLE])
 
-    def test_gradients_of_a_batch_of_cotangents(self, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
+    def test_gradients_of_a_batch_of_cotangents(self, small_call):
+        call = small_call.leaves()
         outputs = call.run(self.function)
-        first = cotangents(outputs)
-        batch = [torch.stack([g, 2 * g, g.cos()]) for g in first]
+        batch = [torch.stack([g, 2 * g, g.cos()]) for g in cotangents(outputs)]
         together = torch.autograd.grad(outputs, call.tensors, batch, is_grads_batched=True, retain_graph=True)
         for i in range(3):
             single = torch.autograd.grad(outputs, call.tensors, [g[i] for g in batch], retain_graph=True)
             assert_all_near([g[i] for g in together], single, BACKWARD[DOUBLE], "gradient of argument")
 
-    def test_transforms_of_the_dispatcher_op(self, device):
-        op, call = next(iter(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))
+    def test_transforms_of_the_dispatcher_op(self, small_call):
+        op, call = next(iter(self.dispatcher_calls(small_call)))
         argnums, leaves = tuple(range(len(call.tensors))), call.leaves()
 
         def loss(*tensors):
@@ -529,27 +522,26 @@ class OpSuite:
 
         expected = torch.autograd.grad(loss(*leaves.tensors), leaves.tensors)
         assert_all_near(torch.func.grad(loss, argnums)(*call.tensors), expected, BACKWARD[DOUBLE])
-        stacked = [torch.stack([x, x]) for x in call.tensors]
-        together = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
-        assert_all_near(together, [torch.stack([g, g]) for g in expected], BACKWARD[DOUBLE])
+        together = torch.vmap(torch.func.grad(loss, argnums))(*stacked([call.tensors] * 2))
+        assert_all_near(together, stacked([expected] * 2), BACKWARD[DOUBLE])
 
-    def test_transforms_compile(self, device, fresh_dynamo):
-        call = self.call("63", DOUBLE, device)
-        argnums, stacked = tuple(range(len(call.tensors))), [torch.stack([x, x]) for x in call.tensors]
+    def test_transforms_compile(self, call_of_63, fresh_dynamo):
+        call = call_of_63
+        argnums, twice = tuple(range(len(call.tensors))), stacked([call.tensors] * 2)
 
         def gradients(*tensors):
             return torch.func.grad(lambda *t: sum_of_squares(call.bind(self.function)(*t)), argnums)(*tensors)
 
         for transformed in (torch.vmap(call.bind(self.function)), torch.vmap(gradients)):
             compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
-            found, expected = (pytree.tree_leaves(f(*stacked)) for f in (compiled, transformed))
+            found, expected = (pytree.tree_leaves(f(*twice)) for f in (compiled, transformed))
             assert_all_near(found, expected, BACKWARD[DOUBLE])
 
     # Forward-mode AD
 
     @pytest.mark.parametrize("grad_mode", [True, False])
-    def test_tangents_match_the_reference(self, grad_mode, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
+    def test_tangents_match_the_reference(self, grad_mode, small_call):
+        call = small_call.leaves()
         with torch.autograd.forward_ad.dual_level():
             duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, x.detach().cos()))
             with torch.set_grad_enabled(grad_mode):
@@ -560,8 +552,8 @@ class OpSuite:
             )
         assert_all_near(found, expected, BACKWARD[DOUBLE], "tangent of output")
 
-    def test_a_tangent_of_one_argument(self, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
+    def test_a_tangent_of_one_argument(self, small_call):
+        call = small_call.leaves()
 
         def tangents(function, i):
             with torch.autograd.forward_ad.dual_level():
@@ -574,19 +566,8 @@ class OpSuite:
             found, expected = tangents(self.function, i), tangents(self.reference, i)
             assert_all_near(found, expected, BACKWARD[DOUBLE], f"along argument {i}, tangent of output")
 
-    def test_jacfwd_equals_jacrev(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        argnums = tuple(range(len(call.tensors)))
-        forward, reverse = (
-            pytree.tree_leaves(jacobian(call.bind(self.function), argnums)(*call.tensors))
-            for jacobian in (torch.func.jacfwd, torch.func.jacrev)
-        )
-        assert_all_near(forward, reverse, BACKWARD[DOUBLE], "jacobian")
-
-    def test_tangents_are_differentiable(self, device):
-        call = self.call(self.small, DOUBLE, device)
-        argnums = tuple(range(len(call.tensors)))
-
+    def test_tangents_are_differentiable(self, small_call):
+        call, argnums = small_call, tuple(range(len(small_call.tensors)))
         along = tuple(x.cos() for x in call.tensors)
 
         def by_jvp(*tensors):
@@ -600,8 +581,8 @@ class OpSuite:
 
     @pytest.mark.skipif(_portable.in_use, reason="the portable library's op has tangents")
     @pytest.mark.parametrize("grad_mode", [True, False])
-    def test_forward_mode_of_the_dispatcher_op_is_refused_and_not_dropped(self, grad_mode, device):
-        op, call = next(iter(self.dispatcher_calls(self.call(self.small, DOUBLE, device))))
+    def test_forward_mode_of_the_dispatcher_op_is_refused_and_not_dropped(self, grad_mode, small_call):
+        op, call = next(iter(self.dispatcher_calls(small_call)))
         with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
             duals = call.map(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
             with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
@@ -611,60 +592,50 @@ class OpSuite:
 
     def test_the_default_device_and_dtype_change_nothing(self, device):
         call = self.call(self.small, torch.float32, device)
-        outputs, gradients = forward_and_gradients(self.function, call)
-        grad_outputs = cotangents(outputs)
+        grad_outputs = cotangents(call.run(self.function))
+        expected = results(self.function, call, grad_outputs)
         with torch.device("meta"):
-            assert_same_bits(forward_and_gradients(self.function, call, grad_outputs)[1], gradients)
+            assert_same_bits(results(self.function, call, grad_outputs), expected)
         torch.set_default_dtype(DOUBLE)
         try:
-            again, gradients_again = forward_and_gradients(self.function, call, grad_outputs)
+            assert_same_bits(results(self.function, call, grad_outputs), expected)
         finally:
             torch.set_default_dtype(torch.float32)
-        assert_same_bits([*again, *gradients_again], [*outputs, *gradients])
 
     # Autocast
 
     def test_autocast(self, device):
-        call = self.call("63", torch.float32, device)
-        low = torch.float16 if device == "cuda" else torch.bfloat16
+        call, low = self.call("63", torch.float32, device), AUTOCAST_DTYPE[device]
         with torch.autocast(device, low):
             outputs, gradients = forward_and_gradients(self.function, call)
         assert all(g.dtype == torch.float32 for g in gradients)
         if not self.lowered_by_autocast:
-            plain, plain_gradients = forward_and_gradients(self.function, call)
             assert outputs[0].dtype == torch.float32
-            assert_same_bits(outputs + gradients, plain + plain_gradients)
+            assert_same_bits([*outputs, *gradients], results(self.function, call))
             return
         assert outputs[0].dtype == low
-        exact, exact_gradients = forward_and_gradients(
-            self.reference, call.map(lambda x: x.to(low).double()), cotangents(outputs)
-        )
+        lowered = call.map(lambda x: x.to(low).double())
+        exact, exact_gradients = forward_and_gradients(self.reference, lowered, cotangents(outputs))
         assert_all_near(outputs, exact, FORWARD[low])
         assert_all_near(gradients, exact_gradients, BACKWARD[low])
 
     def test_autocast_leaves_float64_and_disabled_regions_alone(self, device):
-        low = torch.float16 if device == "cuda" else torch.bfloat16
         for dtype, enabled in ((DOUBLE, True), (torch.float32, False)):
             call = self.call("63", dtype, device)
-            plain = call.run(self.function)
-            with torch.autocast(device, low, enabled=enabled):
+            with torch.autocast(device, AUTOCAST_DTYPE[device], enabled=enabled):
                 outputs = call.run(self.function)
-            assert_same_bits(outputs, plain)
+            assert_same_bits(outputs, call.run(self.function))
 
     def test_autocast_under_compile(self, device, fresh_dynamo):
-        call = self.call("63", torch.float32, device)
-        low = torch.float16 if device == "cuda" else torch.bfloat16
+        call, low = self.call("63", torch.float32, device), AUTOCAST_DTYPE[device]
 
         def within_autocast(*args, **kwargs):
             with torch.autocast(device, low):
                 return self.function(*args, **kwargs)
 
-        outputs, gradients = forward_and_gradients(within_autocast, call)
         compiled = torch.compile(within_autocast, fullgraph=True, backend="aot_eager")
-        compiled_outputs, compiled_gradients = forward_and_gradients(compiled, call)
-        assert [y.dtype for y in compiled_outputs] == [y.dtype for y in outputs]
-        assert_all_near(compiled_outputs, outputs, FORWARD[low])
-        assert_all_near(compiled_gradients, gradients, BACKWARD[low])
+        outputs, _ = assert_agree(compiled, within_autocast, call, dtype=low)
+        assert [y.dtype for y in outputs] == [y.dtype for y in call.run(within_autocast)]
 
     # Sizes, strides, bad input
 
@@ -684,20 +655,14 @@ class OpSuite:
 
     def test_strides_do_not_change_the_values(self, case, layout, device):
         call = self.call(case, DOUBLE, device).map(self.layouts[layout])
-        outputs, gradients = forward_and_gradients(self.function, call)
-        plain, plain_gradients = forward_and_gradients(self.function, call.map(packed))
-        assert_all_near(outputs, plain, FORWARD[DOUBLE], f"{layout} output")
-        assert_all_near(gradients, plain_gradients, BACKWARD[DOUBLE], f"{layout} gradient")
+        assert_agree(self.function, self.function, call, call.map(packed))
 
-    def test_strides_of_one_argument_alone(self, layout, device):
-        call = self.call(self.small, DOUBLE, device)
-        for i in range(len(call.tensors)):
-            changed = [self.layouts[layout](x) if i == j else x for j, x in enumerate(call.tensors)]
-            changed = call.with_tensors(changed)
-            outputs, gradients = forward_and_gradients(self.function, changed)
-            plain, plain_gradients = forward_and_gradients(self.function, changed.map(packed))
-            assert_all_near(outputs, plain, FORWARD[DOUBLE], f"{layout} argument {i}: output")
-            assert_all_near(gradients, plain_gradients, BACKWARD[DOUBLE], f"{layout} argument {i}: gradient")
+    def test_strides_of_one_argument_alone(self, layout, small_call):
+        tensors = small_call.tensors
+        for i in range(len(tensors)):
+            changed = [self.layouts[layout](x) if i == j else x for j, x in enumerate(tensors)]
+            call = small_call.with_tensors(changed)
+            assert_agree(self.function, self.function, call, call.map(packed), what=f"argument {i}:")
 
     def test_strides_of_incoming_gradients(self, layout, dtype, device):
         call = self.call(self.small, dtype, device)
@@ -716,8 +681,8 @@ class OpSuite:
         good = self.call("63", torch.float32, device)
         assert_all_near(good.run(self.function), good.run(self.reference), FORWARD[torch.float32])
 
-    def test_an_edit_before_backward_is_noticed(self, device):
-        call = self.call(self.small, DOUBLE, device).leaves().map(lambda x: x * 1)
+    def test_an_edit_before_backward_is_noticed(self, small_call):
+        call = small_call.leaves().map(lambda x: x * 1)
         outputs = call.run(self.function)
         edited = outputs[0] if self.saved == "output" else call.tensors[self.saved]
         loss = sum_of_squares([y.clone() for y in outputs])
@@ -732,10 +697,8 @@ class OpSuite:
     def test_cpu_and_cuda_agree(self, case, dtype):
         call = self.call(case, dtype)
         outputs, gradients = forward_and_gradients(self.function, call)
-        on_cuda = call.map(torch.Tensor.cuda)
-        cuda_outputs, cuda_gradients = forward_and_gradients(
-            self.function, on_cuda, [g.cuda() for g in cotangents(outputs)]
-        )
+        on_cuda, grad_outputs = call.map(torch.Tensor.cuda), [g.cuda() for g in cotangents(outputs)]
+        cuda_outputs, cuda_gradients = forward_and_gradients(self.function, on_cuda, grad_outputs)
         assert_all_near(cuda_outputs, outputs, 2 * FORWARD[dtype], "output")
         assert_all_near(cuda_gradients, gradients, 2 * BACKWARD[dtype], "gradient")
 
@@ -753,7 +716,7 @@ class OpSuite:
             outputs, gradients = forward_and_gradients(self.function, late, grad_outputs)
             assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
         torch.cuda.synchronize()
-        assert_same_bits(outputs + gradients, expected + expected_gradients)
+        assert_same_bits([*outputs, *gradients], [*expected, *expected_gradients])
 
     @needs_cuda
     def test_a_captured_graph_replays_on_new_values(self):
@@ -784,10 +747,11 @@ class OpSuite:
         outputs, gradients = forward_and_gradients(self.function, call)
         assert torch.cuda.current_device() == 0
         assert all(x.device == torch.device("cuda:1") for x in outputs + gradients)
-        at_home = call.map(lambda x: x.to("cuda:0"))
-        expected, expected_gradients = forward_and_gradients(
-            self.function, at_home, [g.to("cuda:0") for g in cotangents(outputs)]
+        at_home, grad_outputs = (
+            call.map(lambda x: x.to("cuda:0")),
+            [g.to("cuda:0") for g in cotangents(outputs)],
         )
+        expected, expected_gradients = forward_and_gradients(self.function, at_home, grad_outputs)
         assert_all_near(outputs, expected, FORWARD[dtype])
         assert_all_near(gradients, expected_gradients, BACKWARD[dtype])
 
@@ -796,71 +760,47 @@ class SmoothSuite(OpSuite):
     """For an op whose gradient is its derivative: finite differences must agree, to the second order."""
 
     @pytest.mark.parametrize("way", ["function", "apply"])
-    def test_gradcheck(self, way, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
-        assert torch.autograd.gradcheck(call.bind(getattr(self, way)), call.tensors, nondet_tol=0)
+    def test_gradcheck(self, way, small_call):
+        call = small_call.leaves()
+        function = call.bind(getattr(self, way))
+        assert torch.autograd.gradcheck(function, call.tensors, nondet_tol=0)
+        assert torch.autograd.gradgradcheck(function, call.tensors)
 
     @pytest.mark.parametrize("way", ["function", "apply"])
-    def test_gradgradcheck(self, way, device):
-        call = self.call(self.small, DOUBLE, device).leaves()
-        assert torch.autograd.gradgradcheck(call.bind(getattr(self, way)), call.tensors)
-
-    @pytest.mark.parametrize("way", ["function", "apply"])
-    def test_third_derivative(self, way, device):
-        call = self.call(self.small, DOUBLE, device)
-
+    def test_third_derivative(self, way, small_call):
         def third(function):
-            leaves = call.leaves()
+            leaves = small_call.leaves()
             gradients = leaves.run(function)
             for _ in range(3):
-                gradients = torch.autograd.grad(
-                    sum_of_squares(gradients), leaves.tensors, create_graph=True, materialize_grads=True
-                )
+                how = {"create_graph": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(sum_of_squares(gradients), leaves.tensors, **how)
             return gradients
 
         assert_all_near(third(getattr(self, way)), third(self.reference), 100 * BACKWARD[DOUBLE])
 
 
-SPECIAL = [
-    0.0,
-    -0.0,
-    0.5,
-    -0.5,
-    1.5,
-    2.5,
-    -2.5,
-    1e-30,
-    -1e-30,
-    88.8,
-    -88.8,
-    1e4,
-    -1e4,
-    torch.inf,
-    -torch.inf,
-    torch.nan,
-]
+SIZES = (0.0, 0.5, 1.5, 2.5, 1e-30, 88.8, 1e4, torch.inf)
+SPECIAL = [*SIZES, *(-x for x in SIZES), torch.nan]
+
+
+def expected_by(op, calls):
+    """Bad calls, by their exception and by what the message says that the op expected."""
+    return {
+        expectation: (make_call, exception, f"^{op}: expected {expectation}")
+        for exception, table in calls.items()
+        for expectation, make_call in table.items()
+    }
 
 
 def elementwise_bad_calls(op, types=FLOATING):
-    return {
-        "None": (lambda make: Call(None), TypeError, f"^{op}: expected input to be a Tensor, got NoneType"),
-        "list": (lambda make: Call([1.0]), TypeError, f"^{op}: expected input to be a Tensor, got list"),
-        "integers": (
-            lambda make: Call(torch.arange(3, device=make.device)),
-            TypeError,
-            f"^{op}: expected input of dtype {types}, got int64",
-        ),
-        "half complex": (
-            lambda make: Call(torch.zeros(3, dtype=torch.complex32, device=make.device)),
-            TypeError,
-            f"^{op}: expected input of dtype {types}, got complex32",
-        ),
-        "sparse": (
-            lambda make: Call(torch.eye(3, device=make.device).to_sparse()),
-            RuntimeError,
-            f"^{op}: expected input of layout torch.strided, got Sparse",
-        ),
+    type_errors = {
+        "input to be a Tensor, got NoneType": lambda make: Call(None),
+        "input to be a Tensor, got list": lambda make: Call([1.0]),
+        f"input of dtype {types}, got int64": lambda make: Call(make(3).long()),
+        f"input of dtype {types}, got complex32": lambda make: Call(make(3).to(torch.complex32)),
     }
+    sparse = {"input of layout torch.strided, got Sparse": lambda make: Call(make(3).to_sparse())}
+    return expected_by(op, {TypeError: type_errors, RuntimeError: sparse})
 
 
 class ElementwiseSuite(OpSuite):
@@ -883,10 +823,9 @@ class ElementwiseSuite(OpSuite):
 
     def test_special_values_are_those_of_the_reference(self, dtype, device):
         x = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).to(device)
-        torch.testing.assert_close(self.function(x), self.reference(x), equal_nan=True)
-        _, (ours,) = forward_and_gradients(self.function, Call(x))
-        _, (expected,) = forward_and_gradients(self.reference, Call(x))
-        torch.testing.assert_close(ours, expected, equal_nan=True)
+        functions = (self.function, self.reference)
+        found, expected = ([f(x), *forward_and_gradients(f, Call(x))[1]] for f in functions)
+        torch.testing.assert_close(found, expected, equal_nan=True)
 
     def test_a_nan_changes_no_neighbour(self, dtype, device):
         for i in range(20):
@@ -897,14 +836,12 @@ class ElementwiseSuite(OpSuite):
     def test_every_length_and_offset(self, dtype, device):
         """Heads and tails of vectors: each piece has the same bits as in the whole."""
         x, grad_output = Make(dtype, device)(64, scale=3), Make(dtype, device, seed=1)(64)
-        (whole,), (gradient,) = forward_and_gradients(self.function, Call(x), [grad_output])
-        assert_near(whole, self.reference(x.double()), FORWARD[dtype])
+        whole = results(self.function, Call(x), [grad_output])
+        assert_near(whole[0], self.reference(x.double()), FORWARD[dtype])
         for start in range(9):
             for end in range(start + 1, start + 40, 3):
-                (piece,), (piece_gradient,) = forward_and_gradients(
-                    self.function, Call(x[start:end]), [grad_output[start:end]]
-                )
-                assert_same_bits([piece, piece_gradient], [whole[start:end], gradient[start:end]])
+                piece = results(self.function, Call(x[start:end]), [grad_output[start:end]])
+                assert_same_bits(piece, [y[start:end] for y in whole])
 
     @pytest.mark.parametrize("order", ["transposed", "channels_last", "permuted"])
     def test_memory_format_is_kept(self, order, device):
@@ -914,11 +851,8 @@ class ElementwiseSuite(OpSuite):
             "channels_last": x.contiguous(memory_format=torch.channels_last),
             "permuted": x.permute(3, 1, 0, 2),
         }[order]
-        outputs, gradients = forward_and_gradients(self.function, Call(x))
+        outputs, _ = assert_agree(self.function, self.reference, Call(x), Call(packed(x)))
         assert outputs[0].stride() == x.stride()
-        exact, exact_gradients = forward_and_gradients(self.reference, Call(packed(x)))
-        assert_all_near(outputs, exact, FORWARD[DOUBLE])
-        assert_all_near(gradients, exact_gradients, BACKWARD[DOUBLE])
 
     @EXAMPLES
     @hypothesis.given(data=st.data())
@@ -931,16 +865,13 @@ class ElementwiseSuite(OpSuite):
         x = Make(dtype, device)(*whole, scale=3)
         x = x[tuple(slice(start, None, step) for start, step in cuts)].permute(order)
         assert list(x.shape) == [shape[i] for i in order]
-        outputs, gradients = forward_and_gradients(self.function, Call(x))
-        plain, plain_gradients = forward_and_gradients(self.function, Call(packed(x)))
-        assert_same_bits(outputs + gradients, plain + plain_gradients)
-        assert_near(outputs[0], self.reference(x.double()), FORWARD[dtype])
+        found = results(self.function, Call(x))
+        assert_same_bits(found, results(self.function, Call(packed(x))))
+        assert_near(found[0], self.reference(x.double()), FORWARD[dtype])
 
     def test_backward_saves_the_least_that_serves(self, device):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            self.function(Make(DOUBLE, device)(5).requires_grad_())
-        assert len(saved) == self.saved_tensors
+        x = Make(DOUBLE, device)(5).requires_grad_()
+        assert len(tensors_saved_by(lambda: self.function(x))) == self.saved_tensors
 
 
 class FormsSuite:
@@ -972,32 +903,22 @@ class FormsSuite:
 
     def test_in_place_has_the_same_gradient(self, case, dtype, device):
         call = self.call(case, dtype, device)
-        outputs, gradients = forward_and_gradients(self.function, call)
-        leaves = call.leaves()
-        ours = leaves.map(lambda x: x * 1).run(self.in_place)
-        ours_gradients = torch.autograd.grad(ours, leaves.tensors, cotangents(ours))
-        assert_same_bits([*ours, *ours_gradients], [*outputs, *gradients])
+        of_a_copy = results(lambda x, *args, **kwargs: self.in_place(x * 1, *args, **kwargs), call)
+        assert_same_bits(of_a_copy, results(self.function, call))
 
-    def test_in_place_compiles(self, device, fresh_dynamo):
-        call = self.call("63", DOUBLE, device)
-        expected, expected_gradients = forward_and_gradients(self.function, call)
+    def test_in_place_compiles(self, call_of_63, fresh_dynamo):
+        compiled = torch.compile(lambda x: self.in_place(x * 1) * 1, fullgraph=True, backend="aot_eager")
+        assert_same_bits(results(compiled, call_of_63), results(self.function, call_of_63))
 
-        def in_place(x):
-            return self.in_place(x * 1) * 1
-
-        compiled = torch.compile(in_place, fullgraph=True, backend="aot_eager")
-        outputs, gradients = forward_and_gradients(compiled, call)
-        assert_same_bits([*outputs, *gradients], [*expected, *expected_gradients])
-
-    def test_in_place_takes_no_leaf_that_requires_a_gradient(self, device):
-        call = self.call("63", DOUBLE, device).leaves()
+    def test_in_place_takes_no_leaf_that_requires_a_gradient(self, call_of_63):
+        call = call_of_63.leaves()
         before = call.tensors[0].detach().clone()
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
             self.in_place(*call.args, **call.kwargs)
         assert_same_bits([call.tensors[0].detach()], [before])
 
-    def test_in_place_is_noticed_by_a_backward_that_needs_what_was_there(self, device):
-        call = self.call("63", DOUBLE, device).leaves().map(lambda x: x * 1)
+    def test_in_place_is_noticed_by_a_backward_that_needs_what_was_there(self, call_of_63):
+        call = call_of_63.leaves().map(lambda x: x * 1)
         (x,) = call.tensors
         needs_x = x * x
         self.in_place(*call.args, **call.kwargs)
@@ -1032,28 +953,20 @@ class FormsSuite:
         assert (out.data_ptr(), out.stride()) == where
         assert_same_bits([out], [expected])
 
-    def test_out_is_resized(self, device):
-        call = self.call("63", DOUBLE, device)
-        out = torch.empty(0, dtype=DOUBLE, device=device)
-        self.function(*call.args, **call.kwargs, out=out)
-        assert_same_bits([out], call.run(self.function))
+    def test_out_is_resized_and_may_be_the_input(self, call_of_63):
+        expected = call_of_63.run(self.function)
+        for out in (call_of_63.tensors[0].new_empty(0), call_of_63.tensors[0]):
+            self.function(*call_of_63.args, **call_of_63.kwargs, out=out)
+            assert_same_bits([out], expected)
 
-    def test_out_may_be_the_input(self, device):
-        call = self.call("63", DOUBLE, device)
-        expected = call.run(self.function)
-        self.function(*call.args, **call.kwargs, out=call.tensors[0])
-        assert_same_bits(call.tensors, expected)
-
-    def test_out_compiles(self, device, fresh_dynamo):
-        call = self.call("63", DOUBLE, device)
-
+    def test_out_compiles(self, call_of_63, fresh_dynamo):
         def with_out(x):
             out = torch.empty_like(x)
             self.function(x, out=out)
             return out * 1
 
         compiled = torch.compile(with_out, fullgraph=True, backend="aot_eager")
-        assert_same_bits(call.run(compiled), call.run(self.function))
+        assert_same_bits(call_of_63.run(compiled), call_of_63.run(self.function))
 
     def test_out_is_refused_where_it_does_not_fit(self, device):
         x = Make(device=device)(6)
@@ -1072,11 +985,33 @@ class FormsSuite:
 
 
 class RawBindingSuite:
-    """For ops with `_C.<op>.forward(input)` and `.backward(grad_output, output)` on contiguous tensors."""
+    """For ops with bindings of contiguous tensors, lltm_ext._C.<op>."""
 
     op: str
     function = None
-    bindings = None  # lltm_ext._C.<op>
+    bindings = None
+    tensors_of_bindings = {"forward": ["input"], "backward": ["grad_output", "output"]}
+
+    def test_raw_bindings_refuse_what_check_input_names(self, device):
+        good = Make(device=device)(3, 5)
+        for value, exception, pattern in unfit_for_bindings(good):
+            for binding, names in self.tensors_of_bindings.items():
+                for name in names:
+                    arguments = dict.fromkeys(names, good) | {name: value}
+                    with pytest.raises(exception, match=f"^{self.op}.{binding}: expected {name} {pattern}"):
+                        getattr(self.bindings, binding)(*arguments.values())
+        assert_same_bits([self.bindings.forward(good)], [self.function(good)])
+
+    def test_raw_bindings_refuse_what_is_no_tensor(self):
+        for binding, names in self.tensors_of_bindings.items():
+            good = [torch.zeros(3)] * (len(names) - 1)
+            for arguments in ((), (*good, None), (*good, "tensor")):
+                with pytest.raises(TypeError, match=rf"{binding}\(\): incompatible function arguments"):
+                    getattr(self.bindings, binding)(*arguments)
+
+
+class RawBackwardSuite(RawBindingSuite):
+    """For ops whose binding `backward(grad_output, output)` needs the output."""
 
     def test_raw_bindings_compute_forward_and_backward(self, dtype, device):
         make = Make(dtype, device)
@@ -1087,46 +1022,20 @@ class RawBindingSuite:
         assert_same_bits([self.bindings.backward(grad_output, output)], gradients)
         assert_same_bits([self.bindings.backward(output=output, grad_output=grad_output)], gradients)
 
-    def test_raw_bindings_refuse_what_check_input_names(self, device):
-        good = Make(device=device)(3, 5)
-        refusals = (
-            (Make(device=device)(5, 3).T, RuntimeError, r"to be contiguous, got strides \[1, 3\]"),
-            (good.long(), TypeError, "of dtype float16, bfloat16, float32.*, got int64"),
-            (good.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
-        )
-        for value, exception, pattern in refusals:
-            for binding, names in (("forward", ["input"]), ("backward", ["grad_output", "output"])):
-                for i, name in enumerate(names):
-                    arguments = [value if i == j else good for j in range(len(names))]
-                    with pytest.raises(exception, match=f"^{self.op}.{binding}: expected {name} {pattern}"):
-                        getattr(self.bindings, binding)(*arguments)
-        assert_same_bits([self.bindings.forward(good)], [self.function(good)])
-
-    def test_raw_bindings_refuse_what_is_no_tensor(self):
-        for arguments in ((), (None,), ("tensor",)):
-            with pytest.raises(TypeError, match=r"forward\(\): incompatible function arguments"):
-                self.bindings.forward(*arguments)
-        with pytest.raises(TypeError, match=r"backward\(\): incompatible function arguments"):
-            self.bindings.backward(torch.zeros(3), None)
-
     def test_raw_backward_refuses_tensors_that_do_not_belong_together(self, device):
         x = Make(device=device)(3, 5)
-        with pytest.raises(
-            RuntimeError, match=rf"^{self.op}.*: expected grad_output of shape .*\[3, 5\], got \[3, 4\]"
+        for grad_output, exception, message in (
+            (x[:, :4].contiguous(), RuntimeError, r"of shape .*\[3, 5\], got \[3, 4\]"),
+            (x.double(), TypeError, "of dtype float32, got float64"),
         ):
-            self.bindings.backward(x[:, :4].contiguous(), x)
-        with pytest.raises(
-            TypeError, match=f"^{self.op}.*: expected grad_output of dtype float32, got float64"
-        ):
-            self.bindings.backward(x.double(), x)
+            with pytest.raises(exception, match=rf"^{self.op}.*: expected grad_output {message}"):
+                self.bindings.backward(grad_output, x)
 
     @pytest.mark.parametrize("requires_grad", [False, True])
     def test_the_backward_op_does_not_broadcast(self, requires_grad, device):
-        output, grad_output = Make(device=device)(3), Make(device=device)(1)
+        output, grad_output = Make(device=device)(3).requires_grad_(requires_grad), Make(device=device)(1)
         with pytest.raises(RuntimeError, match=rf"^{self.op}_backward: expected grad_output of shape"):
-            getattr(torch.ops.lltm_ext, f"{self.op}_backward")(
-                grad_output, output.requires_grad_(requires_grad)
-            )
+            getattr(torch.ops.lltm_ext, f"{self.op}_backward")(grad_output, output)
 
     @needs_cuda
     def test_raw_backward_refuses_two_devices(self):
@@ -1180,20 +1089,15 @@ class ModuleSuite:
 
     def test_modules_compile_and_export(self, module, device, fresh_dynamo):
         built, call = self.module_and_call(module, DOUBLE, device)
-        expected, expected_gradients = forward_and_gradients(built, call)
-        compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
-        outputs, gradients = forward_and_gradients(compiled, call)
-        assert_all_near(outputs, expected, FORWARD[DOUBLE])
-        assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE])
+        assert_agree(torch.compile(built, fullgraph=True, backend="aot_eager"), built, call)
         exported = torch.export.export(built, call.args, call.kwargs).module()
-        assert_all_near(call.run(exported), expected, FORWARD[DOUBLE])
+        assert_all_near(call.run(exported), call.run(built), FORWARD[DOUBLE])
 
     def test_modules_gradients_reach_every_parameter(self, module, device):
         built, call = self.module_and_call(module, DOUBLE, device)
-        call = call.leaves()
-        for gradient in torch.autograd.grad(
-            sum_of_squares(call.run(built)), [*built.parameters(), *call.tensors]
-        ):
+        leaves = call.leaves()
+        loss = sum_of_squares(leaves.run(built))
+        for gradient in torch.autograd.grad(loss, [*built.parameters(), *leaves.tensors]):
             assert gradient.isfinite().all()
             assert gradient.norm() > 0
 

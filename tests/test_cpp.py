@@ -1,19 +1,16 @@
 """Use without the Python package: the C++ library that CMake builds, and exported models."""
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import tooling
 import torch
+from tooling import ROOT, load, write
 
 import lltm_ext
 from lltm_ext._install import build_record, toolchain
@@ -21,42 +18,28 @@ from lltm_ext.lltm import lltm_reference
 
 pytestmark = pytest.mark.compiles
 
-ROOT = Path(__file__).resolve().parent.parent
 TORCH = Path(torch.__file__).parent
 
 
-def run(*command: str | Path, cwd: Path, fails: bool = False, **variables: str) -> str:
-    """The output of a command, without a GPU and without the variables that control a build."""
-    controlling = {"CUDA_HOME", "CUDA_PATH", "LLTM_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONSAFEPATH"}
-    env = {name: value for name, value in os.environ.items() if name not in controlling}
-    env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])
-    env |= {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": str(cwd / "inductor")} | variables
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
-    output = f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    assert (done.returncode != 0) == fails, output
+def run(*command, cwd, fails=False, **variables):
+    """The output of a command, without a GPU."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    quiet = {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": str(cwd / "inductor")}
+    done = tooling.run(*command, cwd=cwd, fails=fails, **(quiet | variables))
     return done.stdout + done.stderr if fails else done.stdout
 
 
-def configure(source: Path, build: Path, *options: str, fails: bool = False) -> str:
+def configure(source, build, *options, fails=False):
     quick = "-O0 --param=ggc-min-heapsize=2000000"  # as conftest's quick_cxx
     options = (f"-DCMAKE_CXX_FLAGS_RELEASE={quick}", "-DCMAKE_BUILD_TYPE=Release", *options)
     return run("cmake", "-G", "Ninja", "-S", source, "-B", build, *options, cwd=build.parent, fails=fails)
 
 
-def build(folder: Path) -> None:
+def build(folder):
     run("cmake", "--build", folder, "-j", str(toolchain.jobs()), cwd=folder)
 
 
 # ---- the choice of a compiler ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cmake_toolchain() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cmake_toolchain", ROOT / "cmake/toolchain.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -71,17 +54,9 @@ def cmake_toolchain() -> ModuleType:
         ("", "native", "native"),
     ],
 )
-def test_code_for_9_0_is_compiled_as_9_0a(
-    cmake_toolchain: ModuleType,
-    nvcc: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    listed: str,
-    chosen: str,
-    compiled: str,
-) -> None:
+def test_code_for_9_0_is_compiled_as_9_0a(nvcc, monkeypatch, capsys, listed, chosen, compiled):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    cmake_toolchain.main(str(TORCH), str(nvcc), chosen)
+    load("cmake/toolchain.py").main(str(TORCH), str(nvcc), chosen)
     printed = capsys.readouterr().out
     assert f'set(CMAKE_CUDA_ARCHITECTURES "{compiled}" ' in printed
     assert f'set(CMAKE_CUDA_COMPILER "{nvcc}" ' in printed
@@ -90,7 +65,7 @@ def test_code_for_9_0_is_compiled_as_9_0a(
 @pytest.mark.parametrize(
     "file,content", [("version.py", "cuda = '99.0'\n"), ("build-version", "9.9.0+cu990\n")]
 )
-def test_a_missing_compiler_is_reported_with_the_fix(tmp_path: Path, file: str, content: str) -> None:
+def test_a_missing_compiler_is_reported_with_the_fix(tmp_path, file, content):
     """For a torch from PyPI and for a libtorch, of a CUDA version that does not exist."""
     (tmp_path / file).write_text(content)
     output = run(sys.executable, ROOT / "cmake/toolchain.py", tmp_path, "", "", cwd=tmp_path, fails=True)
@@ -99,16 +74,15 @@ def test_a_missing_compiler_is_reported_with_the_fix(tmp_path: Path, file: str, 
 
 
 @pytest.mark.packaging
-def test_a_missing_torch_is_reported_with_the_fix(tmp_path: Path) -> None:
+def test_a_missing_torch_is_reported_with_the_fix(tmp_path):
     output = configure(ROOT, tmp_path / "build", "-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON", fails=True)
     assert "lltm_ext: there is no torch in CMAKE_PREFIX_PATH. Run: cmake -B " in " ".join(output.split())
 
 
 @pytest.mark.packaging
-def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "TorchConfig.cmake").write_text(
-        "add_library(torch SHARED IMPORTED)\nset_target_properties(torch PROPERTIES CXX_STANDARD 17)\n"
-    )
+def test_cuda_from_a_torch_without_cuda_is_refused(tmp_path):
+    properties = "set_target_properties(torch PROPERTIES CXX_STANDARD 17)"
+    write(tmp_path / "TorchConfig.cmake", f"add_library(torch SHARED IMPORTED)\n{properties}\n")
     output = configure(ROOT, tmp_path / "build", f"-DTorch_DIR={tmp_path}", "-DLLTM_EXT_CUDA=ON", fails=True)
     assert "LLTM_EXT_CUDA=ON asks for CUDA kernels" in output
 
@@ -126,7 +100,7 @@ int main(int, char** arguments) {
 
 @pytest.mark.packaging
 @pytest.mark.skipif(build_record.read()["cuda"] is None, reason="needs a build with CUDA")
-def test_a_program_finds_both_libraries_of_nvrtc(tmp_path: Path) -> None:
+def test_a_program_finds_both_libraries_of_nvrtc(tmp_path):
     """In Python, torch has loaded them. A program finds one by its RUNPATH, which NVRTC does not use."""
     (tmp_path / "main.cpp").write_text(COMPILE)
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -149,7 +123,7 @@ def test_a_program_finds_both_libraries_of_nvrtc(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """The library for the CPU only and not optimized, as `cmake --install` leaves it."""
     folder = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
@@ -161,13 +135,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(installed: Path) -> Path:
+def library(installed):
     (found,) = installed.glob("lib*/liblltm_ext.so")
     return found
 
 
 @pytest.fixture(scope="module")
-def examples(installed: Path) -> Path:
+def examples(installed):
     """The programs of examples/cpp, built against the installed library, which knows where torch is."""
     folder = installed.parent / "examples"
     configure(ROOT / "examples/cpp", folder, f"-DCMAKE_PREFIX_PATH={installed}")
@@ -177,21 +151,20 @@ def examples(installed: Path) -> Path:
 
 @pytest.mark.packaging
 class TestLibrary:
-    def test_it_has_nothing_of_python(self, library: Path, tmp_path: Path) -> None:
+    def test_it_has_nothing_of_python(self, library, tmp_path):
         wanted = run("nm", "--dynamic", "--undefined-only", library, cwd=tmp_path)
         assert re.findall(r" (_?Py\w+)", wanted) == []
-        assert (
-            "python" not in run("readelf", "--dynamic", "--wide", library, cwd=tmp_path).split("RUNPATH")[0]
-        )
+        linked = run("readelf", "--dynamic", "--wide", library, cwd=tmp_path).split("RUNPATH")[0]
+        assert "python" not in linked
 
-    def test_it_has_the_ops_of_the_package(self, library: Path, tmp_path: Path) -> None:
+    def test_it_has_the_ops_of_the_package(self, library, tmp_path):
         show = "print(*sorted(op for op in torch._C._dispatch_get_all_op_names() if 'lltm_ext' in op))"
         load = f"torch.ops.load_library({str(library)!r})"
         package = run(sys.executable, "-c", f"import torch, lltm_ext; {show}", cwd=tmp_path)
         assert run(sys.executable, "-c", f"import torch; {load}; {show}", cwd=tmp_path) == package
         assert "lltm_ext::lltm_backward" in package
 
-    def test_python_loads_it_without_the_package(self, library: Path, tmp_path: Path) -> None:
+    def test_python_loads_it_without_the_package(self, library, tmp_path):
         """As in the tutorial: torch.ops.load_library, then values and gradients as those of the reference."""
         inputs = [torch.randn(shape) for shape in ((7, 3, 5), (3, 4), (3, 4), (12, 5), (12, 4), (12,))]
         torch.save(inputs, tmp_path / "inputs.pt")
@@ -213,13 +186,13 @@ torch.save([*(y.detach() for y in outputs), *(x.grad for x in inputs)], "outputs
         expected = [output, h_n, c_n, *(x.grad for x in inputs)]
         torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), [x.detach() for x in expected])
 
-    def test_a_program_trains_with_it(self, examples: Path) -> None:
+    def test_a_program_trains_with_it(self, examples):
         printed = run(examples / "train", cwd=examples)
         assert printed.startswith(f"lltm_ext {lltm_ext.__version__.split('+')[0]} on cpu\n")
         loss, first = map(float, re.findall(r"loss ([\d.e-]+), at first ([\d.e-]+)", printed)[0])
         assert loss < first / 4
 
-    def test_another_torch_is_refused(self, installed: Path, tmp_path: Path) -> None:
+    def test_another_torch_is_refused(self, installed, tmp_path):
         shutil.copytree(installed, tmp_path / "installed")
         (config,) = (tmp_path / "installed").glob("lib*/cmake/lltm_ext/lltm_ext-config.cmake")
         release = torch.__version__.split("+")[0]
@@ -233,14 +206,9 @@ torch.save([*(y.detach() for y in outputs), *(x.grad for x in inputs)], "outputs
 
 
 @pytest.mark.packaging
-def test_an_exported_model_gives_the_same_text_from_python_and_from_a_program(
-    examples: Path, tmp_path: Path
-) -> None:
+def test_an_exported_model_gives_the_same_text_from_python_and_from_a_program(examples, tmp_path):
     vocabulary = "\nabcdefghijklmnopqrstuvwxyz é€"  # some of one byte in UTF-8, some of two, one of three
-    spec = importlib.util.spec_from_file_location("char_lm", ROOT / "examples/char_lm.py")
-    assert spec is not None and spec.loader is not None
-    char_lm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(char_lm)
+    char_lm = load("examples/char_lm.py")
     model = char_lm.CharLM(len(vocabulary), 24)
     saved = {"state_dict": model.state_dict(), "vocabulary": vocabulary, "hidden_size": 24}
     torch.save(saved, tmp_path / "model.pt")

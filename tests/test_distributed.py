@@ -31,21 +31,14 @@ def backend(request):
 
 def start(processes, out, backend, *options, steps=STEPS):
     options = ("--out", out, "--device", DEVICE[backend], "--steps", str(steps), *SMALL, *options)
-    torchrun = (
+    torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
         str(processes),
-    )
-    return subprocess.Popen(
-        [*torchrun, EXAMPLE, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*torchrun, EXAMPLE, *options], env=env, **pipes)
 
 
 def end_of(run):

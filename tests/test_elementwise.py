@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from op_suite import (
     Call,
     Make,
     Module,
+    assert_agree,
     assert_all_near,
     assert_near,
     assert_same_bits,
@@ -32,7 +34,9 @@ from op_suite import (
     needs_cuda,
     needs_two_gpus,
     negated_view,
+    results,
     stepped,
+    tensors_saved_by,
     transposed,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,7 +48,6 @@ from lltm_ext._install import build_record
 
 BUILT_WITH_CUDA = torch.version.cuda is not None and build_record.read()["cuda"] is not None
 needs_nvrtc = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="needs a build with CUDA")
-DTYPES = list(FORWARD)
 ELSEWHERE = Path(__file__).parent  # here a new process imports the installed package, not the sources
 
 
@@ -99,6 +102,22 @@ def compilations(call):
     return _C.elementwise.compilations() - before
 
 
+def compiled_anew(op):
+    """The binary, for which the compiler runs once."""
+    before = _C.elementwise.compilations()
+    binary = compiled(op)
+    assert _C.elementwise.compilations() == before + 1
+    return binary
+
+
+def run_python(*arguments, **options):
+    """A new process, which imports the installed package and not the sources."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ELSEWHERE, timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 # ---- The text of an op
 
 
@@ -114,23 +133,21 @@ def test_the_error_shows_a_signature_that_does_not_parse(signature):
 @pytest.mark.parametrize(
     "signature, arguments, message",
     [
-        ("T f(T x, T x)", {}, "f: expected parameters of different names"),
-        ("T f(T grad)", {}, "f: no parameter may be called grad"),
-        ("T f(T output)", {}, "f: no parameter may be called output"),
-        ("T f(T in)", {}, "f: no parameter may be called in"),
-        ("T f(T x)", {"scalars": {"a": 1}}, "f: the signature has no parameter 'a', which scalars names"),
-        ("T f(T x)", {"backward": {"y": ""}}, "f: the signature has no tensor 'y', which backward names"),
-        ("T f(T a)", {"scalars": {"a": 1}}, "f: expected 1 to 8 tensors, got 0"),
-        (f"T f({', '.join(f'T x{i}' for i in range(9))})", {}, "f: expected 1 to 8 tensors, got 9"),
+        ("T f(T x, T x)", {}, "expected parameters of different names"),
+        *((f"T f(T {name})", {}, f"no parameter may be called {name}") for name in ("grad", "output", "in")),
+        ("T f(T x)", {"scalars": {"a": 1}}, "the signature has no parameter 'a', which scalars names"),
+        ("T f(T x)", {"backward": {"y": ""}}, "the signature has no tensor 'y', which backward names"),
+        ("T f(T a)", {"scalars": {"a": 1}}, "expected 1 to 8 tensors, got 0"),
+        (f"T f({', '.join(f'T x{i}' for i in range(9))})", {}, "expected 1 to 8 tensors, got 9"),
         (
             "T f(T x)",
             {"backward": {"x": "\x1f"}},
-            "f: expected backward of x to be C\\+\\+, got a text with the control character",
+            r"expected backward of x to be C\+\+, .* control character",
         ),
     ],
 )
 def test_the_error_names_a_bad_name(signature, arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^f: {message}"):
         lltm_ext.elementwise(signature, "return x;", **arguments)
 
 
@@ -165,44 +182,35 @@ def test_only_tensors_that_the_backward_names_are_saved():
         "T f(T x, T y)", "return x;", backward={"x": "return grad; // not y\n", "y": "/* x */ return output;"}
     )
     assert op.uses == {"x": (), "y": ("output",)}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        for op in (relu, softsign):
-            op(meta(5, requires_grad=True))
-    assert len(saved) == 2
+    x = meta(5, requires_grad=True)
+    assert [len(tensors_saved_by(lambda op=op: op(x))) for op in (relu, softsign)] == [1, 1]
 
 
 def test_a_bad_program_is_refused():
-    x = torch.empty(3, device="meta")
-    for program, message in (
-        ("", "elementwise: expected a program .*, got [01] fields"),
-        ("f", "elementwise: expected a program .*, got 1 fields"),
-        ("f\x1fx\x1f\x1freturn x;\x1fx", "elementwise: expected a program .*, got 5 fields"),
-        ("\x1fx\x1f\x1freturn x;", "elementwise: expected the op's name, got ''"),
-        ("f\x1f1\x1f\x1freturn x;", "f: expected a parameter's name, got '1'"),
+    for tensors, scalars, program, message in (
+        (1, [], "", "elementwise: expected a program .*, got [01] fields"),
+        (1, [], "f", "elementwise: expected a program .*, got 1 fields"),
+        (1, [], "f\x1fx\x1f\x1freturn x;\x1fx", "elementwise: expected a program .*, got 5 fields"),
+        (1, [], "\x1fx\x1f\x1freturn x;", "elementwise: expected the op's name, got ''"),
+        (1, [], "f\x1f1\x1f\x1freturn x;", "f: expected a parameter's name, got '1'"),
+        (2, [1.0], softsign.program, "softsign: expected 1 tensors, got 2"),
+        (1, [], softsign.program, "softsign: expected 1 scalars, got 0"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            torch.ops.lltm_ext.elementwise([x], [], program)
-    with pytest.raises(ValueError, match=r"^softsign: expected 1 tensors, got 2"):
-        torch.ops.lltm_ext.elementwise([x, x], [1.0], softsign.program)
-    with pytest.raises(ValueError, match=r"^softsign: expected 1 scalars, got 0"):
-        torch.ops.lltm_ext.elementwise([x], [], softsign.program)
+            torch.ops.lltm_ext.elementwise([meta(3)] * tensors, scalars, program)
 
 
 @pytest.mark.skipif(_portable.in_use, reason="the portable library is one for all ops")
 def test_the_native_module_runs_a_program_without_the_python_package():
     """As in a C++ program that loads an exported one."""
-    code = (
-        "import sys, torch\n"
-        "torch.ops.load_library(sys.argv[1])\n"
-        "x = torch.empty(3, 4, device='meta', requires_grad=True)\n"
-        "torch.ops.lltm_ext.elementwise([x, x[0]], [2.0, 0.5], sys.argv[2]).sum().backward()\n"
-        "assert 'lltm_ext' not in sys.modules and x.grad.shape == x.shape\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, _C.elementwise.__file__, blend.program], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    code = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+x = torch.empty(3, 4, device="meta", requires_grad=True)
+torch.ops.lltm_ext.elementwise([x, x[0]], [2.0, 0.5], sys.argv[2]).sum().backward()
+assert "lltm_ext" not in sys.modules and x.grad.shape == x.shape
+"""
+    run_python("-c", code, _C.elementwise.__file__, blend.program)
 
 
 # ---- Compilation, which needs no GPU
@@ -211,12 +219,8 @@ def test_the_native_module_runs_a_program_without_the_python_package():
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_a_binary_has_four_kernels(architecture, dtype, cache):
-    for op, name, wanted in (
-        (blend, "blend", ()),
-        (blend, "blend_backward", (0,)),
-        (blend, "blend_backward", (0, 1)),
-        (relu, "relu", ()),
-    ):
+    backwards = [(blend, "blend_backward", (0,)), (blend, "blend_backward", (0, 1))]
+    for op, name, wanted in [(blend, "blend", ()), *backwards, (relu, "relu", ())]:
         binary = compiled(op, dtype, architecture, wanted)
         assert binary.startswith(b"\x7fELF")
         for form in ("flat", "scalar", "strided", "strided64"):
@@ -256,20 +260,14 @@ def test_a_compile_error_shows_the_line_of_the_forward(body, where, what, cache)
 
 
 @needs_nvrtc
-def test_a_compile_error_shows_the_line_of_the_backward(cache):
-    op = lltm_ext.elementwise(
-        "T f(T x, T y)", "return x;", backward={"x": "return grad;", "y": "\nreturn g;"}
-    )
+def test_a_compile_error_shows_the_signature_and_the_line_of_the_backward(cache):
+    backward = {"x": "return grad;", "y": "\nreturn g;"}
+    op = lltm_ext.elementwise("T f(T x, T y)", "return x;", backward=backward)
     compiled(op)
     compiled(op, wanted=(0,))
-    with pytest.raises(
-        RuntimeError, match=r"^f: backward of y does not compile:\nbackward of y\(2\): error: "
-    ):
+    message = r"^f: backward of y does not compile:\nbackward of y\(2\): error: "
+    with pytest.raises(RuntimeError, match=message):
         compiled(op, wanted=(1,))
-
-
-@needs_nvrtc
-def test_a_compile_error_shows_the_signature(cache):
     with pytest.raises(RuntimeError, match="signature\\(1\\): error"):
         compiled(lltm_ext.elementwise("T f(T int)", "return 1;"))
 
@@ -285,50 +283,40 @@ def test_a_build_without_cuda_says_so():
 
 @needs_nvrtc
 def test_a_second_compilation_is_read_from_disk(cache):
-    binaries = []
-    assert compilations(lambda: binaries.append(compiled(softsign))) == 1
-    assert compilations(lambda: binaries.append(compiled(softsign))) == 0
-    assert binaries[0] == binaries[1]
+    binary = compiled_anew(softsign)
+    assert compilations(lambda: compiled(softsign)) == 0
+    assert compiled(softsign) == binary
     assert len(list(cache.iterdir())) == 1
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
 @needs_nvrtc
 def test_each_source_dtype_architecture_and_gradient_has_its_entry(cache):
-    calls = [
-        lambda: compiled(softsign),
-        lambda: compiled(op_of("return x;")),
-        lambda: compiled(op_of("return x ;")),
-        lambda: compiled(softsign, torch.float16),
-        lambda: compiled(softsign, architecture="sm_90"),
-        lambda: compiled(softsign, wanted=(0,)),
-    ]
     for _ in range(2):
-        for call in calls:
-            call()
-    assert len(list(cache.iterdir())) == len(calls)
+        for op in (softsign, op_of("return x;"), op_of("return x ;")):
+            compiled(op)
+        for changed in ({"dtype": torch.float16}, {"architecture": "sm_90"}, {"wanted": (0,)}):
+            compiled(softsign, **changed)
+    assert len(list(cache.iterdir())) == 6
 
 
-def damage(text, kind):
-    return {
-        "empty": b"",
-        "cut": text[:-1],
-        "a byte changed": text[:-100] + bytes([text[-100] ^ 1]) + text[-99:],
-        "longer": text + b"\0",
-        "only the key": text[:40],
-    }[kind]
+DAMAGE = {
+    "empty": lambda text: b"",
+    "cut": lambda text: text[:-1],
+    "a byte changed": lambda text: text[:-100] + bytes([text[-100] ^ 1]) + text[-99:],
+    "longer": lambda text: text + b"\0",
+    "only the key": lambda text: text[:40],
+}
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("kind", ["empty", "cut", "a byte changed", "longer", "only the key"])
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_entry_is_compiled_again(kind, cache):
     binary = compiled(relu)
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
-    entry.write_bytes(damage(whole, kind))
-    again = []
-    assert compilations(lambda: again.append(compiled(relu))) == 1
-    assert again == [binary]
+    entry.write_bytes(DAMAGE[kind](whole))
+    assert compiled_anew(relu) == binary
     assert entry.read_bytes() == whole
     assert compilations(lambda: compiled(relu)) == 0
 
@@ -343,9 +331,7 @@ def test_an_entry_under_another_key_is_not_used(cache):
     binary = compiled(relu)
     (entry,) = cache.iterdir()
     entry.write_bytes(foreign)
-    again = []
-    assert compilations(lambda: again.append(compiled(relu))) == 1
-    assert again == [binary]
+    assert compiled_anew(relu) == binary
 
 
 @needs_nvrtc
@@ -355,45 +341,42 @@ def test_an_entry_that_is_a_link_or_folder_is_not_followed(cache, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     entry.rename(elsewhere)
     entry.symlink_to(elsewhere)
-    assert compilations(lambda: compiled(relu)) == 1
+    compiled_anew(relu)
     assert not entry.is_symlink() and elsewhere.exists()
     entry.unlink()
     entry.mkdir()
-    assert compilations(lambda: compiled(relu)) == 1
+    compiled_anew(relu)
+
+
+COMPILE_TWICE = """
+import warnings, torch, lltm_ext
+from lltm_ext import _C
+op = lltm_ext.elementwise('T f(T x)', 'return x;')
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    for _ in range(2): _C.elementwise.compile(op.program, torch.float32, 'sm_80')
+assert _C.elementwise.compilations() == 2
+print('\\n'.join(str(w.message) for w in caught))
+"""
 
 
 def assert_not_cached(reason, folder, before=""):
     """A new process that compiles twice compiles each time, and warns once with the reason."""
-    code = (
-        f"{before}\n"
-        "import warnings, torch, lltm_ext\n"
-        "from lltm_ext import _C\n"
-        "op = lltm_ext.elementwise('T f(T x)', 'return x;')\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    for _ in range(2): _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
-        "assert _C.elementwise.compilations() == 2\n"
-        "print('\\n'.join(str(w.message) for w in caught))\n"
-    )
-    env = os.environ | {"LLTM_EXT_CACHE": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ELSEWHERE, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", before + COMPILE_TWICE, env=os.environ | {"LLTM_EXT_CACHE": str(folder)})
     # The portable library warns in C++, which only newer versions of torch make Python's warnings.
     warned = done.stdout + (done.stderr if _portable.in_use else "")
     assert warned.count("lltm_ext: ") == 1, warned
     assert reason in warned
+    assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
 @needs_nvrtc
 def test_a_folder_that_others_could_write_is_not_used(tmp_path):
-    for mode in (0o720, 0o702, 0o777):
+    for mode in (0o720, 0o702):
         folder = tmp_path / f"open{mode}"
         folder.mkdir()
         folder.chmod(mode)
         assert_not_cached(f"{folder} can be written by other users (chmod 700 fixes this)", folder)
-        assert list(folder.iterdir()) == []
 
 
 @needs_nvrtc
@@ -401,10 +384,8 @@ def test_a_full_disk_leaves_no_entry(tmp_path):
     """As on one, a write stops in the middle: here at the largest size of a file."""
     folder = tmp_path / "cache"
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
-    assert_not_cached(
-        f"cannot write a compiled op to the cache {folder}: File too large", folder, before=full
-    )
-    assert list(folder.iterdir()) == []
+    reason = f"cannot write a compiled op to the cache {folder}: File too large"
+    assert_not_cached(reason, folder, before=full)
 
 
 @needs_nvrtc
@@ -420,43 +401,39 @@ def test_a_folder_of_another_user_is_not_used(tmp_path):
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
     assert_not_cached("belongs to another user", folder)
-    assert list(folder.iterdir()) == []
 
 
 @needs_nvrtc
 def test_the_default_folder_follows_xdg(tmp_path, monkeypatch):
     monkeypatch.delenv("LLTM_EXT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    compiled(relu)
-    assert len(list((tmp_path / "xdg/lltm_ext").iterdir())) == 1
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    compiled(relu)
-    assert len(list((tmp_path / "home/.cache/lltm_ext").iterdir())) == 1
+    for name, value, folder in (("HOME", "home", "home/.cache"), ("XDG_CACHE_HOME", "xdg", "xdg")):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv(name, str(tmp_path / value))
+        compiled(relu)
+        assert len(list((tmp_path / folder / "lltm_ext").iterdir())) == 1
 
 
 @needs_nvrtc
 def test_concurrent_processes_write_one_valid_entry(cache):
-    code = (
-        "import hashlib, torch, lltm_ext\n"
-        "from lltm_ext import _C\n"
-        "op = lltm_ext.elementwise('T f(T x)', 'return exp(x);')\n"
-        "input()\n"
-        "for _ in range(20):\n"
-        "    binary = _C.elementwise.compile(op.program, torch.float32, 'sm_80')\n"
-        "print(hashlib.sha256(binary).hexdigest())\n"
-    )
+    code = """
+import hashlib, torch, lltm_ext
+from lltm_ext import _C
+op = lltm_ext.elementwise("T f(T x)", "return exp(x);")
+input()
+for _ in range(20):
+    binary = _C.elementwise.compile(op.program, torch.float32, "sm_80")
+print(hashlib.sha256(binary).hexdigest())
+"""
     start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ELSEWHERE}
-    processes = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(4)]
+    processes = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(3)]
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
     found = {process.communicate(timeout=120)[0] for process in processes}
-    assert [process.returncode for process in processes] == [0] * 4
+    assert [process.returncode for process in processes] == [0] * 3
     assert len(found) == 1
     assert len(list(cache.iterdir())) == 1  # and no temporary file
-    op = op_of("return exp(x);")
-    assert compilations(lambda: compiled(op)) == 0
+    assert compilations(lambda: compiled(op_of("return exp(x);"))) == 0
 
 
 # ---- Calls that run no kernel
@@ -481,17 +458,17 @@ def test_cpu_tensors_go_to_the_cpu_function():
 @pytest.mark.parametrize(
     "arguments, keywords, message",
     [
-        ((), {}, "softsign: the argument x is missing"),
-        ((), {"a": 1}, "softsign: the argument x is missing"),
-        ((None,), {}, "softsign: expected x to be a Tensor, got NoneType"),
-        (([1.0],), {}, "softsign: expected x to be a Tensor, got list"),
-        ((torch.zeros(1), 1, 2), {}, "softsign: expected at most 2 arguments, got 3"),
-        ((torch.zeros(1), 1), {"a": 2}, "softsign: got a twice"),
-        ((torch.zeros(1),), {"b": 2}, "softsign: has no parameter 'b'"),
+        ((), {}, "the argument x is missing"),
+        ((), {"a": 1}, "the argument x is missing"),
+        ((None,), {}, "expected x to be a Tensor, got NoneType"),
+        (([1.0],), {}, "expected x to be a Tensor, got list"),
+        ((torch.zeros(1), 1, 2), {}, "expected at most 2 arguments, got 3"),
+        ((torch.zeros(1), 1), {"a": 2}, "got a twice"),
+        ((torch.zeros(1),), {"b": 2}, "has no parameter 'b'"),
     ],
 )
 def test_the_error_names_a_bad_argument(arguments, keywords, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
+    with pytest.raises(TypeError, match=f"^softsign: {message}"):
         softsign(*arguments, **keywords)
 
 
@@ -511,10 +488,10 @@ def test_the_error_names_a_bad_tensor(x, y, exception, message):
 
 
 def test_a_gradient_without_a_formula_is_refused_and_not_dropped():
-    x = meta(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
+    x, message = meta(3, requires_grad=True), r"^f: a gradient with respect to x is required, but its back"
+    with pytest.raises(RuntimeError, match=message):
         op_of("return x;")(x)
-    with pytest.raises(RuntimeError, match=r"^f: a gradient with respect to x is required, but its backward"):
+    with pytest.raises(RuntimeError, match=message):
         torch.func.grad(lambda x: op_of("return x;")(x).sum())(x.detach())
     with torch.no_grad():
         assert not op_of("return x;")(x).requires_grad
@@ -531,24 +508,21 @@ def test_a_second_derivative_is_refused_and_not_zero():
     (gradient,) = torch.autograd.grad(softsign(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=message):
         gradient.sum().backward()
-
-    def first(x):
-        return torch.func.grad(lambda x: softsign(x).sum())(x).sum()
-
+    first = torch.func.grad(lambda x: softsign(x).sum())
     with pytest.raises(RuntimeError, match=message):
-        torch.func.grad(first)(x.detach())
+        torch.func.grad(lambda x: first(x).sum())(x.detach())
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
 def test_tangents_have_the_layout_of_the_output(grad_mode):
+    x, y = meta(3, 1), meta(3, 4)
     with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
-        dual = torch.autograd.forward_ad.make_dual(meta(3, 1), meta(3, 1))
-        primal, tangent = torch.autograd.forward_ad.unpack_dual(blend(dual, meta(3, 4)))
-        assert primal.shape == tangent.shape == (3, 4)
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        primal, tangent = torch.autograd.forward_ad.unpack_dual(blend(dual, y))
         with pytest.raises(RuntimeError, match=r"^f: a jvp with respect to x is required"):
             op_of("return x;")(dual)
-    _, tangent = torch.func.jvp(blend, (meta(3, 1), meta(4)), (meta(3, 1), meta(4)))
-    assert tangent.shape == (3, 4)
+    _, other = torch.func.jvp(blend, (x, y[0]), (x, y[0]))
+    assert primal.shape == tangent.shape == other.shape == (3, 4)
 
 
 PAIRS = {
@@ -570,30 +544,19 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_shapes_dtypes_and_strides_equal_torchs(pair):
+def test_shapes_dtypes_and_strides_equal_torchs_also_of_fake_tensors(pair):
     x, y = PAIRS[pair]()
     output, expected = blend(x, y), x * y
     assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
     if pair != "expanded":
         assert output.stride() == expected.stride()
     with_graph, gradients = forward_and_gradients(blend, Call(x, y))
-    assert with_graph[0].stride() == output.stride()
+    with FakeTensorMode() as mode:
+        fake = blend(mode.from_tensor(x), mode.from_tensor(y))
+    for other in (with_graph[0], fake):
+        assert (other.shape, other.stride(), other.dtype) == (output.shape, output.stride(), output.dtype)
     for g, t in zip(gradients, (x, y), strict=True):
         assert (g.shape, g.dtype) == (t.shape, t.dtype)
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_fake_tensors_have_the_layout_of_the_outputs(pair):
-    x, y = PAIRS[pair]()
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(t) for t in (x, y)]
-        output = blend(*fakes)
-    expected = blend(x, y)
-    assert (output.shape, output.stride(), output.dtype) == (
-        expected.shape,
-        expected.stride(),
-        expected.dtype,
-    )
 
 
 def test_symbolic_shapes_keep_strides(fresh_dynamo):
@@ -660,9 +623,8 @@ def test_opcheck_on_meta_tensors():
 def test_the_example_runs():
     example = Path(__file__).parent.parent / "examples/runtime_relu.py"
     env = os.environ | {"TORCHDYNAMO_DISABLE": "0" if torch.cuda.is_available() else "1"}
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("True") == 4 and "False" not in done.stdout
+    said = run_python(example, env=env).stdout
+    assert said.count("True") == 4 and "False" not in said
 
 
 # ---- On a GPU
@@ -725,18 +687,14 @@ class TestOnCuda:
         y = Make(dtype, "cuda", seed=1)(64)
         both = blend(x, y)
         for offset in range(1, 9):  # the two never have the same alignment
-            assert_same_bits(
-                [blend(x[offset:], y[:-offset])], [blend(x[offset:].clone(), y[:-offset].clone())]
-            )
+            left, right = x[offset:], y[:-offset]
+            assert_same_bits([blend(left, right)], [blend(left.clone(), right.clone())])
         assert_same_bits([blend(x[3:], y[3:])], [both[3:]])
 
     def test_relu_has_the_bits_of_lltm_ext_relu(self, dtype):
         special = torch.tensor(SPECIAL, dtype=DOUBLE).to(dtype).cuda()
         for x in (special, Make(dtype, "cuda")(1001), Make(dtype, "cuda")(33, 65).T):
-            ours, ours_gradients = forward_and_gradients(relu, Call(x))
-            outputs, gradients = forward_and_gradients(lltm_ext.relu, Call(x))
-            assert_same_bits(ours + ours_gradients, outputs + gradients)
-            assert torch.equal(torch.signbit(ours[0]), torch.signbit(outputs[0]))
+            assert_same_bits(results(relu, Call(x)), results(lltm_ext.relu, Call(x)))
 
     def test_dtypes_are_promoted(self):
         x, y = Make(torch.float16, "cuda")(3, 4), Make(torch.float32, "cuda")(4)
@@ -750,12 +708,11 @@ class TestOnCuda:
         x, y = make(5, 6), make(5, 6)
         _, together = forward_and_gradients(blend, Call(x, y))
         for i in range(2):
-            leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, y))]
-            output = blend(*leaves)
-            assert_same_bits(torch.autograd.grad(output, leaves[i], cotangents([output])), [together[i]])
-            leaves = [t.detach().requires_grad_() for t in (x, y)]
-            output = blend(*leaves)
-            assert_same_bits(torch.autograd.grad(output, leaves[i], cotangents([output])), [together[i]])
+            for required in ((i,), (0, 1)):
+                leaves = [t.detach().requires_grad_(j in required) for j, t in enumerate((x, y))]
+                output = blend(*leaves)
+                found = torch.autograd.grad(output, leaves[i], cotangents([output]))
+                assert_same_bits(found, [together[i]])
 
     def test_all_gradients_are_one_launch(self, profiler_sees_kernels):
         make = Make(device="cuda")
@@ -782,11 +739,9 @@ class TestOnCuda:
 
     def test_eight_tensors_and_their_gradients(self):
         names = [f"x{i}" for i in range(8)]
-        op = lltm_ext.elementwise(
-            f"T f({', '.join('T ' + n for n in names)})",
-            f"return {' * '.join(names)};",
-            backward={n: f"return grad * {' * '.join(m for m in names if m != n)};" for n in names},
-        )
+        backward = {n: f"return grad * {' * '.join(m for m in names if m != n)};" for n in names}
+        signature = f"T f({', '.join('T ' + n for n in names)})"
+        op = lltm_ext.elementwise(signature, f"return {' * '.join(names)};", backward=backward)
         assert op.gradcheck()
         tensors = [Make(DOUBLE, "cuda", seed)(3, 1 + seed % 2 * 3) for seed in range(8)]
         assert op.gradcheck(*tensors)
@@ -847,10 +802,7 @@ class TestOnCuda:
         for rows, a in ((5, 1.0), (6, 2.0), (7, 3.0)):
             make = Make(DOUBLE, "cuda")
             call = Call(make(rows, 4, scale=2), make(4, scale=2), a)
-            outputs, gradients = forward_and_gradients(compiled, call)
-            expected, expected_gradients = forward_and_gradients(function, call)
-            assert_all_near(outputs, expected, FORWARD[DOUBLE])
-            assert_all_near(gradients, expected_gradients, BACKWARD[DOUBLE])
+            assert_agree(compiled, function, call)
 
     @pytest.mark.parametrize("requires_grad", [False, True])
     def test_opcheck(self, requires_grad):
@@ -879,8 +831,6 @@ class TestOnCuda:
             blend(torch.ones(3, device="cuda"), torch.ones(3))
 
     def test_threads_make_the_first_call_at_once(self):
-        from concurrent.futures import ThreadPoolExecutor
-
         op = op_of("return x * 5;")
         x = torch.ones(100, device="cuda")
         with ThreadPoolExecutor(8) as pool:
@@ -917,10 +867,8 @@ except KeyboardInterrupt:
     import os
     os._exit(0)
 """
-    environment = dict(os.environ, LLTM_EXT_CACHE=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
-    )
+    how = {"env": os.environ | {"LLTM_EXT_CACHE": str(tmp_path)}, "cwd": tmp_path, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **how)
     try:
         assert process.stdout.readline() == "compiles\n"
         time.sleep(1)

@@ -3,8 +3,6 @@
 Most tests build one tiny module, which takes a second or two. Those marked `packaging` build all of ours.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,11 +12,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tooling import write
 
 from lltm_ext import jit
 from lltm_ext._install import build_native, build_record, probe, toolchain
@@ -33,7 +31,7 @@ BUILD_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "LLTM_EXT_CUDA", "LLTM_EXT_J
 class Installed:
     """A copy of the package whose record names another torch, with its own cache."""
 
-    def __init__(self, folder: Path, src: Path) -> None:
+    def __init__(self, folder, src):
         self.folder, self.cache = folder, folder / "cache"
         self.package = folder / "site/lltm_ext"
         ignored = shutil.ignore_patterns("*.so", "_src", "__pycache__")
@@ -43,21 +41,19 @@ class Installed:
         record = json.loads((PACKAGE / "_build_record.json").read_text())
         (self.package / "_build_record.json").write_text(json.dumps(record | {"torch": "1.0.0"}))
 
-    def start(self, program: str, **variables: str) -> subprocess.Popen[str]:
+    def start(self, program, **variables):
         env = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
         env |= {"PYTHONPATH": str(self.package.parent), "TORCH_EXTENSIONS_DIR": str(self.cache)}
         env |= {"LLTM_EXT_CUDA": "0"} | variables
-        return subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=self.folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
+        return subprocess.Popen([sys.executable, "-c", program], cwd=self.folder, env=env, **pipes)
 
-    def run(self, program: str, fails: bool = False, **variables: str) -> tuple[str, str]:
+    def run(self, program, fails=False, **variables):
         """What the program writes to stdout and to stderr."""
         process = self.start(program, **variables)
         stdout, stderr = process.communicate()
@@ -69,12 +65,8 @@ class Installed:
 
 
 @pytest.fixture
-def unfit(tmp_path: Path) -> Installed:
+def unfit(tmp_path):
     return Installed(tmp_path, build_native.source_folder())
-
-
-def no_sources(installed: Installed) -> None:
-    shutil.rmtree(installed.package / "_src")
 
 
 @pytest.mark.parametrize(
@@ -85,27 +77,27 @@ def no_sources(installed: Installed) -> None:
         (
             lambda it: it.cache.touch(),
             {},
-            ".*/cache/lltm_ext cannot be written .* Run: export TORCH_EXTENSIONS_DIR=",
+            ".*/cache/lltm_ext cannot be written .*: export TORCH_EXTENSIONS_DIR=",
         ),
-        (no_sources, {}, "there are no sources in .*/src. Run: python -m pip install --force-reinstall"),
+        (
+            lambda it: shutil.rmtree(it.package / "_src"),
+            {},
+            "there are no sources in .*/src. Run: python -m pip install --force-reinstall",
+        ),
     ],
     ids=["no compiler", "no such choice", "no cache", "no sources"],
 )
-def test_what_stops_a_build_is_reported_with_the_fix(
-    unfit: Installed, break_it: Callable[[Installed], None] | None, variables: dict[str, str], message: str
-) -> None:
+def test_what_stops_a_build_is_reported_with_the_fix(unfit, break_it, variables, message):
     if break_it is not None:
         break_it(unfit)
     last = unfit.run("import lltm_ext", fails=True, LLTM_EXT_JIT="1", **variables)[1].splitlines()[-1]
     assert re.match(f"ImportError: lltm_ext: {message}", last)
 
 
-def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path: Path) -> None:
+def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path):
     program = "import sys, lltm_ext; print('lltm_ext.jit' in sys.modules)"
-    env = os.environ | {"LLTM_EXT_JIT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    command, env = [sys.executable, "-c", program], os.environ | {"LLTM_EXT_JIT": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 
 
@@ -120,22 +112,12 @@ def test_modules_that_fit_are_used_whatever_the_variable_says(tmp_path: Path) ->
         pytest.param("13.0", {}, [], (False, []), id="no GPU"),
         pytest.param("13.0", {"LLTM_EXT_CUDA": "0"}, ["9.0"], (False, []), id="the CPU asked for"),
         pytest.param("13.0", {"LLTM_EXT_CUDA": "1"}, [], (True, []), id="CUDA asked for, no GPU"),
-        pytest.param(
-            "13.0",
-            {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"},
-            [],
-            (True, ["8.0", "9.0+PTX"]),
-            id="architectures",
-        ),
+        pytest.param("13.0", {"TORCH_CUDA_ARCH_LIST": "8.0"}, [], (True, ["8.0"]), id="architectures"),
     ],
 )
 def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-    torch_cuda: str | None,
-    variables: dict[str, str],
-    gpus: list[str],
-    wanted: tuple[bool, list[str]],
-) -> None:
+    monkeypatch, torch_cuda, variables, gpus, wanted
+):
     for name in BUILD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -154,20 +136,17 @@ def test_the_build_is_for_the_gpus_here_unless_a_variable_says_otherwise(
         pytest.param(["6.1", "8.0"], ["8.0"], id="one too old and another"),
     ],
 )
-def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(
-    nvcc: Path, gpus: list[str], compiled: list[str]
-) -> None:
+def test_a_gpu_that_the_compiler_does_not_know_gets_ptx(nvcc, gpus, compiled):
     assert toolchain.architectures_of(gpus, nvcc) == compiled
 
 
-def test_a_gpu_too_old_is_reported_with_the_fix(nvcc: Path) -> None:
-    with pytest.raises(
-        toolchain.ToolchainError, match=r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
-    ):
+def test_a_gpu_too_old_is_reported_with_the_fix(nvcc):
+    message = r"capability 7\.0, .* 7\.5\. Run: export LLTM_EXT_CUDA=0"
+    with pytest.raises(toolchain.ToolchainError, match=message):
         toolchain.architectures_of(["7.0"], nvcc)
 
 
-def test_the_cache_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_torchs(monkeypatch, tmp_path):
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
@@ -209,47 +188,36 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tiny() { retu
 class Tiny(Installed):
     """The package with one tiny op, and a compiler that counts the files it compiles, each in `seconds`."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "src/tiny").mkdir(parents=True)
-        (folder / "src/tiny/tiny.cpp").write_text(TINY)
+    def __init__(self, folder):
+        write(folder / "src/tiny/tiny.cpp", TINY)
         super().__init__(folder, folder / "src")
-        (self.package / "__init__.py").write_text("")  # ours needs modules that the tiny build lacks
-        (self.package / "_install/selftest.py").write_text(TRIAL)
+        write(self.package / "__init__.py")  # ours needs modules that the tiny build lacks
+        write(self.package / "_install/selftest.py", TRIAL)
         self.source = self.package / "_src/tiny/tiny.cpp"
 
-    def compiler(self, seconds: float = 0, answer: str = "42") -> str:
+    def compiler(self, seconds=0, answer="42"):
         file = self.folder / f"c++-{len(list(self.folder.glob('c++-*')))}"  # another may be running
         count = f'case "$*" in *" -c "*) echo >> {self.folder}/compiled; sleep {seconds};; esac'
-        file.write_text(f'#!/bin/sh\n{count}\nexec c++ "-DANSWER={answer}" "$@"\n')
-        file.chmod(0o755)
-        return str(file)
+        script = f'#!/bin/sh\n{count}\nexec c++ "-DANSWER={answer}" "$@"\n'
+        return str(write(file, script, executable=True))
 
     @property
-    def compiled(self) -> int:
+    def compiled(self):
         file = self.folder / "compiled"
         return len(file.read_text()) if file.exists() else 0
 
     @property
-    def kept(self) -> list[str]:
+    def kept(self):
         """What is in the cache: a folder for the build, its lock and its log."""
         return sorted(entry.name.rpartition(".")[2] for entry in (self.cache / "lltm_ext").iterdir())
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Iterator[Tiny]:
+def tiny(tmp_path):
     yield Tiny(tmp_path)
 
 
-def test_a_second_call_builds_nothing_and_needs_no_compiler(tiny: Tiny) -> None:
-    module, progress = tiny.run(BUILD, CXX=tiny.compiler())
-    assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
-    assert "1 of 1 modules, tiny" in progress
-    again, progress = tiny.run(BUILD, CXX="/nowhere/c++")
-    assert again == module
-    assert "lltm_ext" not in progress
-
-
-def test_an_edited_source_has_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_source_has_another_build(tmp_path, monkeypatch):
     monkeypatch.setattr(build_native, "source_folder", lambda: tmp_path)
     (tmp_path / "op.cpp").write_text("one")
     first = jit._name(False, [])
@@ -257,7 +225,7 @@ def test_an_edited_source_has_another_build(tmp_path: Path, monkeypatch: pytest.
     assert jit._name(False, []) != first
 
 
-def has_nvcc() -> bool:
+def has_nvcc():
     try:
         return torch.version.cuda is not None and bool(toolchain.find_cuda(torch.version.cuda))
     except toolchain.ToolchainError:
@@ -265,7 +233,7 @@ def has_nvcc() -> bool:
 
 
 @pytest.mark.skipif(not has_nvcc(), reason="needs nvcc")
-def test_kernels_are_built_for_the_architectures_named(tiny: Tiny) -> None:
+def test_kernels_are_built_for_the_architectures_named(tiny):
     (tiny.source.parent / "tiny_kernel.cu").write_text("__global__ void kernel() {}\n")
     cuda = {"LLTM_EXT_CUDA": "", "TORCH_CUDA_ARCH_LIST": "8.0"}
     module = Path(tiny.run(BUILD, **cuda)[0].strip())
@@ -279,10 +247,9 @@ def test_kernels_are_built_for_the_architectures_named(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("file", ["_C/tiny.so", "_build_record.json"])
 @pytest.mark.parametrize("damage", ["none", "cut short", "altered", "gone"])
-def test_a_changed_build_is_not_complete(tmp_path: Path, file: str, damage: str) -> None:
-    (tmp_path / "_C").mkdir()
-    (tmp_path / "_C/tiny.so").write_bytes(b"a module")
-    (tmp_path / "_build_record.json").write_text("{}")
+def test_a_changed_build_is_not_complete(tmp_path, file, damage):
+    write(tmp_path / "_C/tiny.so", "a module")
+    write(tmp_path / "_build_record.json", "{}")
     jit._add_digests(tmp_path)
     content = (tmp_path / file).read_bytes()
     changed = {"none": content, "cut short": content[:-4], "altered": content.replace(b"modul", b"nodul")}
@@ -293,17 +260,22 @@ def test_a_changed_build_is_not_complete(tmp_path: Path, file: str, damage: str)
     assert jit._is_complete(tmp_path) is (damage == "none")
 
 
-def test_two_processes_at_once_make_one_build(tiny: Tiny) -> None:
+def test_two_processes_at_once_make_one_build_which_later_ones_use_without_a_compiler(tiny):
     both = [tiny.start(BUILD, CXX=tiny.compiler(seconds=4)) for _ in range(2)]
     outputs = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0]
-    assert tiny.compiled == 1
+    module, progress = outputs[0][0], "".join(errors for _, errors in outputs)
+    assert outputs[1][0] == module
+    assert Path(module.strip()).is_relative_to(tiny.cache) and module.strip().endswith(f"/_C/tiny{SUFFIX}")
+    assert tiny.compiled == progress.count("1 of 1 modules, tiny") == 1
     waited = ["another process is building the modules; waiting for it" in errors for _, errors in outputs]
     assert sorted(waited) == [False, True]
+    again, progress = tiny.run(BUILD, CXX="/nowhere/c++")
+    assert again == module
+    assert "lltm_ext" not in progress
 
 
-def test_a_killed_build_is_repeated(tiny: Tiny) -> None:
+def test_a_killed_build_is_repeated(tiny):
     process = tiny.start(BUILD, CXX=tiny.compiler(seconds=60))
     try:
         while tiny.compiled == 0 and process.poll() is None:
@@ -321,7 +293,7 @@ def test_a_killed_build_is_repeated(tiny: Tiny) -> None:
         process.communicate()
 
 
-def test_a_build_on_a_full_disk_is_reported_and_repeated(tiny: Tiny) -> None:
+def test_a_build_on_a_full_disk_is_reported_and_repeated(tiny):
     """As on one, a write stops in the middle: here at the largest size of a file."""
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
     last = tiny.run(f"{full}\n{BUILD}", fails=True)[1].splitlines()[-1]
@@ -330,7 +302,7 @@ def test_a_build_on_a_full_disk_is_reported_and_repeated(tiny: Tiny) -> None:
     assert Path(tiny.run(BUILD)[0].strip()).is_file()
 
 
-def test_a_compiler_error_names_the_log(tiny: Tiny) -> None:
+def test_a_compiler_error_names_the_log(tiny):
     tiny.source.write_text("not C++\n")
     last = tiny.run(BUILD, fails=True)[1].splitlines()[-1]
     assert "the modules did not build: " in last and "tiny.cpp:1:1: error: " in last
@@ -339,19 +311,12 @@ def test_a_compiler_error_names_the_log(tiny: Tiny) -> None:
     assert tiny.kept == ["lock", "log"]
 
 
-@pytest.mark.parametrize(
-    "answer,how",
-    [
-        pytest.param("*(volatile long*)nullptr", "it kills the process (signal 11)", id="crash"),
-        pytest.param("41", "RuntimeError: answer: expected 42, got 41", id="wrong result"),
-    ],
-)
-def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(
-    tiny: Tiny, answer: str, how: str
-) -> None:
-    broken = tiny.compiler(answer=answer)
-    for _ in range(2):  # the second uses nothing of the first
-        last = tiny.run(BUILD, fails=True, CXX=broken)[1].splitlines()[-1]
+def test_modules_that_fail_when_they_are_tried_are_reported_and_not_kept(tiny):
+    for answer, how in (
+        ("*(volatile long*)nullptr", "it kills the process (signal 11)"),
+        ("41", "RuntimeError: answer: expected 42, got 41"),  # which uses nothing of the first
+    ):
+        last = tiny.run(BUILD, fails=True, CXX=tiny.compiler(answer=answer))[1].splitlines()[-1]
         assert f"but fail when they are tried: tiny: {how}. Run: export CXX=g++" in last
         assert tiny.kept == ["lock", "log"]
     assert tiny.compiled == 2
@@ -374,9 +339,7 @@ print(json.dumps(record))
 
 
 @pytest.fixture(scope="module")
-def built(
-    tmp_path_factory: pytest.TempPathFactory, quick_cxx: str
-) -> tuple[Installed, dict[str, object], str]:
+def built(tmp_path_factory, quick_cxx):
     installed = Installed(tmp_path_factory.mktemp("built"), build_native.source_folder())
     output, progress = installed.run(USE, LLTM_EXT_JIT="1", CXX=quick_cxx)
     return installed, json.loads(output), progress
@@ -384,9 +347,7 @@ def built(
 
 @pytest.mark.packaging
 class TestEveryModule:
-    def test_everything_works_as_from_the_wheel(
-        self, built: tuple[Installed, dict[str, object], str]
-    ) -> None:
+    def test_everything_works_as_from_the_wheel(self, built):
         installed, found, _ = built
         assert Path(str(found["file"])).is_relative_to(installed.cache)
         x = torch.linspace(-2, 2, 5)
@@ -394,9 +355,7 @@ class TestEveryModule:
         torch.testing.assert_close(torch.tensor(found["grad"]), expected)
         assert found["shape"] == [2, 3, 5]
 
-    def test_its_record_and_progress_say_what_was_built(
-        self, built: tuple[Installed, dict[str, object], str]
-    ) -> None:
+    def test_its_record_and_progress_say_what_was_built(self, built):
         installed, found, progress = built
         assert (found["torch"], found["cuda"], found["architectures"]) == (torch.__version__, None, [])
         assert str(found["version"]).endswith("+cpu")
@@ -405,7 +364,7 @@ class TestEveryModule:
         lines = [line for line in progress.splitlines() if f" of {len(ops)} modules, " in line]
         assert sorted(line.split(", ")[1] for line in lines) == sorted(ops)
 
-    def test_the_second_import_builds_nothing(self, built: tuple[Installed, dict[str, object], str]) -> None:
+    def test_the_second_import_builds_nothing(self, built):
         installed, found, _ = built
         nothing = {"LLTM_EXT_JIT": "1", "PATH": "/nowhere", "CXX": "/nowhere/c++"}
         output, progress = installed.run(USE, **nothing)

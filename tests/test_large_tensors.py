@@ -10,6 +10,17 @@ from op_suite import FORWARD, assert_near, needs_cuda
 import lltm_ext
 
 pytestmark = needs_cuda
+HALF = torch.float16
+
+
+def half(*shape):
+    return torch.empty(*shape, dtype=HALF, device="cuda").normal_()
+
+
+def first_and_last(size):
+    return slice(0, 64), slice(size - 64, size)
+
+
 GIB = 2**30
 
 
@@ -32,9 +43,8 @@ def memory():
 def test_elementwise(function, n, memory):
     memory(12 * n / GIB)
     torch.manual_seed(0)
-    x = torch.empty(n, dtype=torch.float16, device="cuda").normal_().requires_grad_()
+    x, grad_output = half(n).requires_grad_(), half(n)
     y = function(x)
-    grad_output = torch.empty(n, dtype=torch.float16, device="cuda").normal_()
     (gradient,) = torch.autograd.grad(y, x, grad_output)
     for start in range(0, n, 2**28):
         piece = slice(start, min(start + 2**28, n))
@@ -59,7 +69,7 @@ def test_elementwise_of_a_broadcast_operand(shape, memory):
 def test_elementwise_of_a_misaligned_tensor(memory):
     memory(16)
     n = 2**31 + 17
-    x = torch.empty(n + 1, dtype=torch.float16, device="cuda").normal_()[1:]
+    x = half(n + 1)[1:]
     y = lltm_ext.sigmoid(x)
     for start in (0, 2**30, 2**31 - 8, n - 100):
         piece = slice(start, min(start + 1000, n))
@@ -70,12 +80,11 @@ def test_an_op_made_at_run_time(memory):
     memory(28)
     op = lltm_ext.elementwise("T f(T x, T y)", "return x * y + x;", backward={"x": "return grad * (y + 1);"})
     rows, columns = 2**16 + 3, 2**15 + 1
-    x = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_().requires_grad_()
-    grad_output = torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_()
+    x, grad_output = half(rows, columns).requires_grad_(), half(rows, columns)
     for y in (x.detach(), x.detach()[0]):  # the second is broadcast
         output = op(x, y)
         (gradient,) = torch.autograd.grad(output, x, grad_output)
-        for some in (slice(0, 64), slice(rows // 2, rows // 2 + 64), slice(rows - 64, rows)):
+        for some in (*first_and_last(rows), slice(rows // 2, rows // 2 + 64)):
             part, other = x[some].detach().requires_grad_(), y[some] if y.dim() == 2 else y
             expected = op(part, other)
             assert torch.equal(output[some], expected)
@@ -86,44 +95,28 @@ def test_an_op_made_at_run_time(memory):
 ROWS, COLUMNS = 2**16 + 3, 2**15 + 1
 
 
-def large_operand():
-    torch.manual_seed(0)
-    return torch.empty(ROWS, COLUMNS, dtype=torch.float16, device="cuda").normal_()
+def assert_product(a, b, bias=None):
+    c = lltm_ext.gemm(a, b, bias=bias)
+    for some in first_and_last(len(a)):
+        exact = a[some].double() @ (b if b.dim() == 2 else b[some]).double()
+        assert_near(c[some], exact if bias is None else exact + bias.double(), FORWARD[HALF])
 
 
 def test_gemm_of_a_large_operand(memory):
     memory(12)
-    a, b = large_operand(), torch.randn(COLUMNS, 8, dtype=torch.float16, device="cuda")
-    c = lltm_ext.gemm(a, b)
-    for rows in (slice(0, 64), slice(ROWS - 64, ROWS)):
-        assert_near(c[rows], a[rows].double() @ b.double(), FORWARD[torch.float16])
-
-
-def test_gemm_of_a_large_transposed_operand(memory):
-    memory(12)
-    a, b = large_operand(), torch.randn(ROWS, 8, dtype=torch.float16, device="cuda")
-    c = lltm_ext.gemm(a.T, b)
-    for rows in (slice(0, 64), slice(COLUMNS - 64, COLUMNS)):
-        assert_near(c[rows], a.T[rows].double() @ b.double(), FORWARD[torch.float16])
+    a = half(ROWS, COLUMNS)
+    assert_product(a, half(COLUMNS, 8))
+    assert_product(a.T, half(ROWS, 8))
 
 
 def test_gemm_with_a_large_result(memory):
     memory(12)
-    a = torch.randn(ROWS, 24, dtype=torch.float16, device="cuda")
-    b = torch.randn(24, COLUMNS, dtype=torch.float16, device="cuda")
-    c = lltm_ext.gemm(a, b, bias=torch.ones(COLUMNS, dtype=torch.float16, device="cuda"))
-    for rows in (slice(0, 64), slice(ROWS - 64, ROWS)):
-        assert_near(c[rows], a[rows].double() @ b.double() + 1, FORWARD[torch.float16])
+    assert_product(half(ROWS, 24), half(24, COLUMNS), torch.ones(COLUMNS, dtype=HALF, device="cuda"))
 
 
 def test_gemm_of_a_large_batch(memory):
     memory(16)
-    batch = 2**20 + 1
-    a = torch.empty(batch, 64, 33, dtype=torch.float16, device="cuda").normal_()
-    b = torch.empty(batch, 33, 2, dtype=torch.float16, device="cuda").normal_()
-    c = lltm_ext.gemm(a, b)
-    for some in (slice(0, 64), slice(batch - 64, batch)):
-        assert_near(c[some], a[some].double() @ b[some].double(), FORWARD[torch.float16])
+    assert_product(half(2**20 + 1, 64, 33), half(2**20 + 1, 33, 2))
 
 
 def test_a_sequence_of_many_rows(memory):
@@ -136,9 +129,9 @@ def test_a_sequence_of_many_rows(memory):
     input = torch.randn(length, batch, 8, device="cuda", dtype=torch.float16).requires_grad_()
     output, _ = layer(input)
     (gradient,) = torch.autograd.grad(output[-1].float().square().sum(), input)
-    for rows in (slice(0, 64), slice(batch - 64, batch)):
+    for rows in first_and_last(batch):
         part = input[:, rows].detach().double().requires_grad_()
         exact, _ = exact_layer(part)
         (expected,) = torch.autograd.grad(exact[-1].square().sum(), part)
-        assert_near(output[:, rows], exact, FORWARD[torch.float16])
-        assert_near(gradient[:, rows], expected, 5 * FORWARD[torch.float16])
+        assert_near(output[:, rows], exact, FORWARD[HALF])
+        assert_near(gradient[:, rows], expected, 5 * FORWARD[HALF])

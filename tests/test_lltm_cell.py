@@ -4,7 +4,6 @@ import re
 import pytest
 import torch
 from op_suite import (
-    BACKWARD,
     DOUBLE,
     FLOATING,
     FORWARD,
@@ -12,13 +11,17 @@ from op_suite import (
     Make,
     ModuleSuite,
     SmoothSuite,
+    assert_accurate,
     assert_all_near,
     assert_same_bits,
     cotangents,
+    expected_by,
     forward_and_gradients,
     kernels_of,
     needs_cuda,
+    results,
 )
+from torch import zeros
 
 import lltm_ext
 from lltm_ext.lltm import _CellFunction, lltm_cell_reference
@@ -26,13 +29,8 @@ from lltm_ext.lltm import _CellFunction, lltm_cell_reference
 
 def cell_arguments(make, batch, input_size, hidden_size, bias=True):
     weights = make(3 * hidden_size, hidden_size + input_size, scale=(hidden_size + input_size) ** -0.5)
-    return [
-        make(batch, input_size),
-        weights,
-        make(3 * hidden_size) if bias else None,
-        make(batch, hidden_size, scale=0.5),
-        make(batch, hidden_size),
-    ]
+    input, bias = make(batch, input_size), make(3 * hidden_size) if bias else None
+    return [input, weights, bias, make(batch, hidden_size, scale=0.5), make(batch, hidden_size)]
 
 
 def sample(*sizes, **options):
@@ -51,10 +49,29 @@ def changed(**changes):
     return build
 
 
-def refused(exception, expectation, **changes):
-    return changed(**changes), exception, f"^lltm_cell: expected {expectation}"
-
-
+TYPE_ERRORS = {
+    **{
+        f"{name} to be a Tensor, got None": changed(**{name: lambda x: None})
+        for name in ("input", "weights", "old_h", "old_cell")
+    },
+    "bias to be a Tensor, got float": changed(bias=lambda x: 0.5),
+    f"input of dtype {FLOATING}, got int64": changed(input=torch.Tensor.long),
+    "weights of dtype float32, got float64": changed(weights=torch.Tensor.double),
+    "bias of dtype float32, got float16": changed(bias=torch.Tensor.half),
+    "old_h of dtype float32, got float64": changed(old_h=torch.Tensor.double),
+    "old_cell of dtype float32, got float16": changed(old_cell=torch.Tensor.half),
+}
+OF_STATE = r"of shape \[batch, hidden_size\] = \[4, 5\], got"
+RUNTIME_ERRORS = {
+    r"input of shape \[batch, input_size\], got \[3\]": changed(input=lambda x: x[0]),
+    rf"old_h {OF_STATE} \[3, 5\]": changed(old_h=lambda x: x[:3]),
+    rf"old_cell {OF_STATE} \[4, 4\]": changed(old_cell=lambda x: x[:, :4]),
+    r"weights of shape \[3\*hidden_size, .*\] = \[15, 8\], got \[15, 7\]": changed(
+        weights=lambda x: x[:, 1:]
+    ),
+    r"bias of shape \[3\*hidden_size\] = \[15\], got \[5\]": changed(bias=lambda x: x[:5]),
+    "weights of layout torch.strided, got Sparse": changed(weights=torch.Tensor.to_sparse),
+}
 bias_of_one_row = changed(bias=lambda bias: bias[None])
 cell_in_float32 = changed(old_cell=lambda c: c if c.dtype == DOUBLE else c.float())
 
@@ -78,48 +95,7 @@ class TestLLTMCellFunction(SmoothSuite):
         "cell state in float32": cell_in_float32,
     }
     empty_samples = {"no rows": sample(0, 3, 5), "no features": sample(4, 0, 5)}
-    bad_calls = {
-        **{
-            f"{name} None": refused(TypeError, f"{name} to be a Tensor, got None", **{name: lambda x: None})
-            for name in ("input", "weights", "old_h", "old_cell")
-        },
-        "bias a number": refused(TypeError, "bias to be a Tensor, got float", bias=lambda x: 0.5),
-        "integers": refused(TypeError, f"input of dtype {FLOATING}, got int64", input=torch.Tensor.long),
-        "weights in float64": refused(
-            TypeError, "weights of dtype float32, got float64", weights=torch.Tensor.double
-        ),
-        "bias in float16": refused(TypeError, "bias of dtype float32, got float16", bias=torch.Tensor.half),
-        "old_h in float64": refused(
-            TypeError, "old_h of dtype float32, got float64", old_h=torch.Tensor.double
-        ),
-        "old_cell in float16": refused(
-            TypeError, "old_cell of dtype float32, got float16", old_cell=torch.Tensor.half
-        ),
-        "input of one row": refused(
-            RuntimeError, r"input of shape \[batch, input_size\], got \[3\]", input=lambda x: x[0]
-        ),
-        "old_h of another batch": refused(
-            RuntimeError,
-            r"old_h of shape \[batch, hidden_size\] = \[4, 5\], got \[3, 5\]",
-            old_h=lambda x: x[:3],
-        ),
-        "old_cell of another size": refused(
-            RuntimeError,
-            r"old_cell of shape \[batch, hidden_size\] = \[4, 5\], got \[4, 4\]",
-            old_cell=lambda x: x[:, :4],
-        ),
-        "weights of another size": refused(
-            RuntimeError,
-            r"weights of shape \[3\*hidden_size, .*\] = \[15, 8\], got \[15, 7\]",
-            weights=lambda x: x[:, 1:],
-        ),
-        "bias of another size": refused(
-            RuntimeError, r"bias of shape \[3\*hidden_size\] = \[15\], got \[5\]", bias=lambda x: x[:5]
-        ),
-        "sparse weights": refused(
-            RuntimeError, "weights of layout torch.strided, got Sparse", weights=torch.Tensor.to_sparse
-        ),
-    }
+    bad_calls = expected_by("lltm_cell", {TypeError: TYPE_ERRORS, RuntimeError: RUNTIME_ERRORS})
 
     def apply(self, *args):
         """The Function that torch.func's transforms see."""
@@ -127,12 +103,11 @@ class TestLLTMCellFunction(SmoothSuite):
 
     def test_lltm_function_equals_the_function(self, case, device):
         call = self.call(case, DOUBLE, device)
-        ours, gradients = forward_and_gradients(lltm_ext.LLTMFunction.apply, call)
-        outputs, expected = forward_and_gradients(self.function, call)
-        assert_same_bits(ours + gradients, outputs + expected)
+        found = results(lltm_ext.LLTMFunction.apply, call)
+        assert_same_bits(found, results(self.function, call))
         stacked = call.map(lambda x: torch.stack([x, 2 * x]))
         mapped = torch.vmap(call.bind(lltm_ext.LLTMFunction.apply))(*stacked.tensors)
-        assert_all_near([y[0] for y in mapped], outputs, FORWARD[DOUBLE])
+        assert_all_near([y[0] for y in mapped], found[:2], FORWARD[DOUBLE])
 
     def test_the_cell_state_keeps_its_own_dtype(self, device):
         for dtype in (torch.float16, torch.bfloat16):
@@ -144,24 +119,19 @@ class TestLLTMCellFunction(SmoothSuite):
             assert_all_near([new_cell], expected[1:], FORWARD[dtype])
 
     def test_autocast_leaves_the_cell_state_in_float32(self, device):
+        """Also of a cell of the other half type."""
+        arguments = cell_arguments(Make(device=device), 4, 3, 5)
+        cell = lltm_ext.LLTMCell(3, 5, device=device).half()
         with torch.autocast(device, torch.bfloat16):
-            new_h, new_cell = lltm_ext.lltm_cell(*cell_arguments(Make(device=device), 4, 3, 5))
-        assert (new_h.dtype, new_cell.dtype) == (torch.bfloat16, torch.float32)
-
-    def test_autocast_takes_a_cell_of_the_other_half_type(self, device):
-        cell, x = lltm_ext.LLTMCell(3, 5, device=device).half(), Make(torch.float16, device)(4, 3)
-        with torch.autocast(device, torch.bfloat16):
-            new_h, new_cell = cell(x)
-        assert (new_h.dtype, new_cell.dtype) == (torch.bfloat16, torch.float32)
+            for outputs in (lltm_ext.lltm_cell(*arguments), cell(arguments[0].half())):
+                assert [y.dtype for y in outputs] == [torch.bfloat16, torch.float32]
 
     def test_saturated_gates(self, dtype, device):
         """Gates become 0 or 1, the candidate -1 or its pre-activation. Gradients stay finite."""
-        gates = torch.tensor(
-            [[1e3, 1e3, -1e3], [-1e3, -1e3, 1e3], [1e3, -1e3, 1e3]], dtype=dtype, device=device
-        )
+        gates = [[1e3, 1e3, -1e3], [-1e3, -1e3, 1e3], [1e3, -1e3, 1e3]]
         zeros = torch.zeros(1, 1, dtype=dtype, device=device)
         for row, cell in zip(gates, (-1, 0, 1e3), strict=True):
-            bias = row.clone().requires_grad_()
+            bias = torch.tensor(row, dtype=dtype, device=device, requires_grad=True)
             weights = torch.zeros(3, 2, dtype=dtype, device=device)
             new_h, new_cell = lltm_ext.lltm_cell(zeros, weights, bias, zeros, zeros)
             assert new_cell.item() == cell
@@ -192,10 +162,7 @@ class TestLLTMCellFunction(SmoothSuite):
 
     def test_a_batch_above_65535(self, device):
         call = Call(*cell_arguments(Make(device=device), 65_537, 1, 2))
-        outputs, gradients = forward_and_gradients(self.function, call)
-        exact, exact_gradients = forward_and_gradients(self.reference, call.map(torch.Tensor.double))
-        assert_all_near(outputs, exact, FORWARD[torch.float32])
-        assert_all_near(gradients, exact_gradients, BACKWARD[torch.float32])
+        assert_accurate(self.function, self.reference, call, torch.float32)
 
 
 @needs_cuda
@@ -219,12 +186,17 @@ def module(**options):
     return lambda **where: lltm_ext.LLTMCell(7, 5, **options, **where)
 
 
+def of_rows(*rows, states=True):
+    """A call with an input and two states."""
+    return lambda make: Call(make(*rows, 7), *([(make(*rows, 5), make(*rows, 5))] if states else []))
+
+
 class TestLLTMCell(ModuleSuite):
     modules = {
-        "LLTMCell": (module(), lambda make: Call(make(4, 7), (make(4, 5), make(4, 5)))),
-        "without bias": (module(bias=False), lambda make: Call(make(4, 7), (make(4, 5), make(4, 5)))),
-        "without states": (module(), lambda make: Call(make(4, 7))),
-        "unbatched": (module(), lambda make: Call(make(7), (make(5), make(5)))),
+        "LLTMCell": (module(), of_rows(4)),
+        "without bias": (module(bias=False), of_rows(4)),
+        "without states": (module(), of_rows(4, states=False)),
+        "unbatched": (module(), of_rows()),
     }
 
     def test_it_is_called_like_nn_lstmcell(self, module, device):
@@ -237,11 +209,10 @@ class TestLLTMCell(ModuleSuite):
     def test_it_equals_the_reference(self, device):
         built, call = self.module_and_call("LLTMCell", DOUBLE, device)
         input, hx = call.args
-        expected = lltm_cell_reference(input, built.weights, built.bias, *hx)
-        assert_all_near(built(input, hx), expected, FORWARD[DOUBLE])
         zeros = input.new_zeros(4, 5)
-        expected = lltm_cell_reference(input, built.weights, built.bias, zeros, zeros)
-        assert_all_near(built(input), expected, FORWARD[DOUBLE])
+        for given, states in (([hx], hx), ([], (zeros, zeros))):
+            expected = lltm_cell_reference(input, built.weights, built.bias, *states)
+            assert_all_near(built(input, *given), expected, FORWARD[DOUBLE])
 
     def test_an_unbatched_step_equals_a_batch_of_one(self, device):
         built, call = self.module_and_call("unbatched", DOUBLE, device)
@@ -250,11 +221,8 @@ class TestLLTMCell(ModuleSuite):
         assert_all_near(built(input, (h, c)), expected, FORWARD[DOUBLE])
 
     def test_it_has_the_parameters_of_the_tutorial(self):
-        cell = lltm_ext.LLTMCell(7, 5)
-        assert {k: tuple(v.shape) for k, v in cell.state_dict().items()} == {
-            "weights": (15, 12),
-            "bias": (15,),
-        }
+        shapes = {name: tuple(x.shape) for name, x in lltm_ext.LLTMCell(7, 5).state_dict().items()}
+        assert shapes == {"weights": (15, 12), "bias": (15,)}
         assert list(lltm_ext.LLTMCell(7, 5, bias=False).state_dict()) == ["weights"]
 
     def test_parameters_are_uniform_within_one_over_the_root_of_the_size(self):
@@ -268,33 +236,24 @@ class TestLLTMCell(ModuleSuite):
         assert not torch.equal(cell.weights, before)
 
     @pytest.mark.parametrize(
-        "arguments, exception, pattern",
+        "exception, message, arguments",
         [
-            ((None,), TypeError, "^LLTMCell: expected input to be a Tensor, got NoneType"),
-            ((torch.zeros(4, 6),), RuntimeError, r"^LLTMCell: expected input .*input_size = 7, got \[4, 6\]"),
-            ((torch.zeros(2, 4, 7),), RuntimeError, r"^LLTMCell: expected input .*got \[2, 4, 7\]"),
+            (TypeError, "^LLTMCell: expected input to be a Tensor, got NoneType", [None]),
+            (RuntimeError, r"^LLTMCell: expected input .*input_size = 7, got \[4, 6\]", [zeros(4, 6)]),
+            (RuntimeError, r"^LLTMCell: expected input .*got \[2, 4, 7\]", [zeros(2, 4, 7)]),
+            (TypeError, r"^LLTMCell: expected hx to be a pair .*got Tensor", [zeros(4, 7), zeros(4, 5)]),
+            (TypeError, "^LLTMCell: expected c0 .*NoneType", [zeros(4, 7), (zeros(4, 5), None)]),
             (
-                (torch.zeros(4, 7), torch.zeros(4, 5)),
-                TypeError,
-                r"^LLTMCell: expected hx to be a pair .*got Tensor",
-            ),
-            ((torch.zeros(4, 7), (torch.zeros(4, 5), None)), TypeError, "^LLTMCell: expected c0 .*NoneType"),
-            (
-                (torch.zeros(4, 7), (torch.zeros(1, 5), torch.zeros(1, 5))),
                 RuntimeError,
                 r"^LLTMCell: expected h0 of shape \[4, 5\], got \[1, 5\]",
+                [zeros(4, 7), (zeros(1, 5), zeros(1, 5))],
             ),
-            (
-                (torch.zeros(4, 7, dtype=torch.double),),
-                TypeError,
-                "expected weights of dtype float64, got float32",
-            ),
+            (TypeError, "expected weights of dtype float64, got float32", [zeros(4, 7).double()]),
         ],
     )
-    def test_bad_input(self, arguments, exception, pattern):
-        cell = lltm_ext.LLTMCell(7, 5)
-        with pytest.raises(exception, match=pattern):
-            cell(*arguments)
+    def test_bad_input(self, exception, message, arguments):
+        with pytest.raises(exception, match=message):
+            lltm_ext.LLTMCell(7, 5)(*arguments)
 
     def test_bad_sizes(self):
         with pytest.raises(ValueError, match=r"^LLTMCell: expected hidden_size to be positive, got 0"):

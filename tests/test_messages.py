@@ -18,10 +18,6 @@ def fake_quantize(**changes):
     return lltm_ext.fake_quantize(**(arguments | changes))
 
 
-def fake_quantize_layer(**how):
-    return lltm_ext.FakeQuantize(-8, 7, **how)
-
-
 def layer(**changes):
     return lltm_ext.LLTM(**({"input_size": 3, "hidden_size": 3} | changes))
 
@@ -46,99 +42,64 @@ def lltm(weight_hh):
     return lltm_ext.lltm(torch.ones(5, 2, 4), (STATE, STATE), torch.ones(9, 4), weight_hh)
 
 
-def bidirectional(input, forward, backward):
-    return torch.ops.lltm_ext.lltm_bidirectional(input, forward, backward)
+stochastic_round, bidirectional = lltm_ext.stochastic_round, torch.ops.lltm_ext.lltm_bidirectional
+STRIDED = "of layout torch.strided"
+CALLS = {
+    TypeError: {
+        "fake_quantize: expected quant_min to be an int, got list": lambda: fake_quantize(quant_min=[1]),
+        "fake_quantize: expected quant_max to be an int, got Tensor": lambda: fake_quantize(quant_max=X),
+        "FakeQuantize: expected zero_point to be a number, got NoneType": lambda: lltm_ext.FakeQuantize(
+            -8, 7, zero_point=None
+        ),
+        "FakeQuantize: expected num_channels to be an int or None, got str": lambda: lltm_ext.FakeQuantize(
+            -8, 7, num_channels="a"
+        ),
+        "LLTM: expected input to be a Tensor, got list": lambda: layer()([1.0]),
+        "Linear: expected out_features to be an int, got str": lambda: lltm_ext.Linear(4, "a"),
+        "stochastic_round: expected dtype to be a torch.dtype, got int": lambda: stochastic_round(X, 3),
+        "elementwise: expected signature to be a str, got NoneType": lambda: formula(signature=None),
+        r"f: expected forward to be C\+\+ text, got 3": lambda: formula(forward=3),
+        "elementwise: expected backward to be a mapping, got list": lambda: formula(
+            backward=["return grad;"]
+        ),
+        "elementwise: expected the default of a to be a number, got str": lambda: formula(
+            signature="T f(T x, T a)", scalars={"a": "b"}
+        ),
+        "expected states to be a sequence of names, got 3": lambda: cell(states=3),
+    },
+    ValueError: {
+        "fake_quantize: expected scale within .* float32, got 1000": lambda: fake_quantize(scale=10**76),
+        "LLTM: expected dropout to be a probability in": lambda: layer(num_layers=2, dropout="a"),
+        r"LLTM: expected hidden_size to be below 2\^31, got 1000": lambda: layer(hidden_size=10**76),
+        r"Linear: expected in_features from 0 to below 2\^31, got -1": lambda: lltm_ext.Linear(-1, 3),
+        "Linear: expected activation None or one of": lambda: lltm_ext.Linear(4, 3, activation=["relu"]),
+        "f: expected forward of at most 65536 characters, got 1048585": lambda: formula(
+            forward="return x;" + LONG
+        ),
+        "f: expected backward of x of at most 65536 characters, got 1048576": lambda: formula(
+            backward={"x": LONG}
+        ),
+        "<lambda>|f: expected a number for each of a": lambda: call_formula("b"),
+        "expected at most 1024 gates, got 1000": lambda: cell(gates=10**76),
+    },
+    RuntimeError: {
+        f"LLTM: expected input {STRIDED}, got a nested tensor": lambda: layer()(NESTED),
+        f"lltm: expected weight_hh {STRIDED}, got a nested tensor": lambda: lltm(NESTED),
+        f"gru: expected h0 {STRIDED}, got a nested tensor": lambda: gru(NESTED),
+        f"Linear: expected input {STRIDED}, got torch.sparse_coo": lambda: lltm_ext.Linear(4, 3)(SPARSE),
+        f"stochastic_round: expected input {STRIDED}, got a nested": lambda: stochastic_round(
+            NESTED, torch.half
+        ),
+        "lltm_bidirectional: expected a direction to be .*, got 0 tensors": lambda: bidirectional(X, [], []),
+    },
+}
 
 
-WRONG_TYPE = [
-    (fake_quantize, {"quant_min": [1]}, "fake_quantize: expected quant_min to be an int, got list"),
-    (fake_quantize, {"quant_max": X}, "fake_quantize: expected quant_max to be an int, got Tensor"),
-    (
-        fake_quantize_layer,
-        {"zero_point": None},
-        "FakeQuantize: expected zero_point to be a number, got NoneType",
-    ),
-    (
-        fake_quantize_layer,
-        {"num_channels": "a"},
-        "FakeQuantize: expected num_channels to be an int or None, got str",
-    ),
-    (layer(), {"input": [1.0]}, "LLTM: expected input to be a Tensor, got list"),
-    (
-        lltm_ext.Linear,
-        {"in_features": 4, "out_features": "a"},
-        "Linear: expected out_features to be an int, got str",
-    ),
-    (
-        lltm_ext.stochastic_round,
-        {"input": X, "dtype": 3},
-        "stochastic_round: expected dtype to be a torch.dtype, got int",
-    ),
-    (formula, {"signature": None}, "elementwise: expected signature to be a str, got NoneType"),
-    (formula, {"forward": 3}, r"f: expected forward to be C\+\+ text, got 3"),
-    (formula, {"backward": ["return grad;"]}, "elementwise: expected backward to be a mapping, got list"),
-    (
-        formula,
-        {"signature": "T f(T x, T a)", "scalars": {"a": "b"}},
-        "elementwise: expected the default of a to be a number, got str",
-    ),
-    (cell, {"states": 3}, "expected states to be a sequence of names, got 3"),
-]
-WRONG_VALUE = [
-    (fake_quantize, {"scale": 10**76}, "fake_quantize: expected scale within the range of float32, got 1000"),
-    (layer, {"num_layers": 2, "dropout": "a"}, "LLTM: expected dropout to be a probability in"),
-    (layer, {"hidden_size": 10**76}, r"LLTM: expected hidden_size to be below 2\^31, got 1000"),
-    (
-        lltm_ext.Linear,
-        {"in_features": -1, "out_features": 3},
-        r"Linear: expected in_features from 0 to below 2\^31, got -1",
-    ),
-    (
-        lltm_ext.Linear,
-        {"in_features": 4, "out_features": 3, "activation": ["relu"]},
-        "Linear: expected activation None or one of",
-    ),
-    (
-        formula,
-        {"forward": "return x;" + LONG},
-        "f: expected forward of at most 65536 characters, got 1048585",
-    ),
-    (
-        formula,
-        {"backward": {"x": LONG}},
-        "f: expected backward of x of at most 65536 characters, got 1048576",
-    ),
-    (call_formula, {"a": "b"}, "<lambda>|f: expected a number for each of a"),
-    (cell, {"gates": 10**76}, "expected at most 1024 gates, got 1000"),
-]
-WRONG_LAYOUT = [
-    (layer(), {"input": NESTED}, "LLTM: expected input of layout torch.strided, got a nested tensor"),
-    (lltm, {"weight_hh": NESTED}, "lltm: expected weight_hh of layout torch.strided, got a nested tensor"),
-    (gru, {"h0": NESTED}, "gru: expected h0 of layout torch.strided, got a nested tensor"),
-    (
-        lltm_ext.Linear(4, 3),
-        {"input": SPARSE},
-        "Linear: expected input of layout torch.strided, got torch.sparse_coo",
-    ),
-    (
-        lltm_ext.stochastic_round,
-        {"input": NESTED, "dtype": torch.float16},
-        "stochastic_round: expected input of layout torch.strided, got a nested tensor",
-    ),
-    (
-        bidirectional,
-        {"input": X, "forward": [], "backward": []},
-        "lltm_bidirectional: expected a direction to be .*, got 0 tensors",
-    ),
-]
-CALLS = [
-    pytest.param(function, arguments, exception, message, id=message)
-    for exception, calls in ((TypeError, WRONG_TYPE), (ValueError, WRONG_VALUE), (RuntimeError, WRONG_LAYOUT))
-    for function, arguments, message in calls
-]
-
-
-@pytest.mark.parametrize("function,arguments,exception,message", CALLS)
-def test_the_message_names_function_and_argument(function, arguments, exception, message):
+@pytest.mark.parametrize(
+    "call,exception,message",
+    [(call, exception, message) for exception in CALLS for message, call in CALLS[exception].items()],
+    ids=[message for calls in CALLS.values() for message in calls],
+)
+def test_the_message_names_function_and_argument(call, exception, message):
     with pytest.raises(exception, match=message):
-        function(**arguments)
+        call()

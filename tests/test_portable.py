@@ -24,9 +24,8 @@ def portable(tmp_path, monkeypatch):
     monkeypatch.setattr(_portable, "LIBRARY", tmp_path / "portable.so")
     monkeypatch.setattr(build_record, "FILE", tmp_path / "_build_record.json")
     _portable.LIBRARY.touch()
-    build_record.FILE.write_text(
-        json.dumps({"version": "1", "torch": "2.10", "cuda": None, "python": "any", "portable": True})
-    )
+    record = {"version": "1", "torch": "2.10", "cuda": None, "python": "any", "portable": True}
+    build_record.FILE.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.10.1+cu128", "2.99.0", "3.0.0"])
@@ -84,6 +83,5 @@ def test_the_library_can_ask_for_nn_lstms_tf32_switch(allowed):
 @PORTABLE_ONLY
 def test_it_links_to_no_cuda_library():
     content = _portable.LIBRARY.read_bytes()
-    assert not [
-        name for name in (b"libcudart.so", b"libcublas", b"libtorch_cuda", b"libc10") if name in content
-    ]
+    libraries = (b"libcudart.so", b"libcublas", b"libtorch_cuda", b"libc10")
+    assert not [name for name in libraries if name in content]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from op_suite import assert_same_bits, needs_cuda
+from op_suite import assert_same_bits
 
 import lltm_ext
 
@@ -37,32 +37,16 @@ def use(device):
     lltm_ext.LLTM(64, 64, device=device)(torch.ones(20, 64, 64, device=device))[0].sum().backward()
 
 
-def assert_forked_workers_compute_the_same(gradients=False):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_workers_forked_after_calls_compute_the_same_on_the_cpu(gradients, device):
+    if gradients and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, torch refuses autograd in a fork after a backward")
+    use(device)
     torch.manual_seed(0)
     expected = items(gradients)
     torch.manual_seed(0)
     workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
     assert_same_bits(items(gradients, **workers), expected)
-
-
-def test_workers_forked_after_calls_compute_the_same():
-    use("cpu")
-    assert_forked_workers_compute_the_same()
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="where there is a GPU, torch refuses autograd in a fork after a backward",
-)
-def test_workers_forked_after_calls_compute_the_same_gradients():
-    use("cpu")
-    assert_forked_workers_compute_the_same(gradients=True)
-
-
-@needs_cuda
-def test_workers_forked_after_calls_on_a_gpu_compute_the_same_on_the_cpu():
-    use("cuda")
-    assert_forked_workers_compute_the_same()
 
 
 FIRST_USE = """

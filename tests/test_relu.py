@@ -4,7 +4,7 @@ from op_suite import (
     ElementwiseSuite,
     FormsSuite,
     ModuleSuite,
-    RawBindingSuite,
+    RawBackwardSuite,
     SmoothSuite,
     elementwise_bad_calls,
 )
@@ -14,7 +14,7 @@ from lltm_ext import _C
 from lltm_ext.relu import relu_reference
 
 
-class TestReLU(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
+class TestReLU(ElementwiseSuite, FormsSuite, SmoothSuite, RawBackwardSuite, ModuleSuite):
     op = "relu"
     function = staticmethod(lltm_ext.relu)
     in_place = staticmethod(lltm_ext.relu_)

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from op_suite import (
     DOUBLE,
@@ -7,9 +6,11 @@ from op_suite import (
     FormsSuite,
     Make,
     ModuleSuite,
+    RawBindingSuite,
     assert_same_bits,
     elementwise_bad_calls,
     forward_and_gradients,
+    results,
 )
 
 import lltm_ext
@@ -21,6 +22,12 @@ from lltm_ext.round import (
     round_reference,
     trunc_reference,
 )
+
+
+def modules_of(name, *options):
+    """The module of that name, as ModuleSuite takes it."""
+    Module = getattr(lltm_ext, name)
+    return {name: (lambda device, dtype: Module(*options), lambda make: Call(make(63, 3, scale=3)))}
 
 
 class StraightThroughSuite(ElementwiseSuite, FormsSuite):
@@ -65,14 +72,21 @@ class StraightThroughSuite(ElementwiseSuite, FormsSuite):
         assert x.grad.tolist() == [1] * 5
 
 
-class TestRound(StraightThroughSuite, ModuleSuite):
+class TestRound(StraightThroughSuite, ModuleSuite, RawBindingSuite):
     op = "round"
     function = staticmethod(lltm_ext.round)
     in_place = staticmethod(lltm_ext.round_)
     reference = staticmethod(round_reference)
     Function = lltm_ext.RoundFunction
     bad_calls = elementwise_bad_calls("round")
-    modules = {"Round": (lambda device, dtype: lltm_ext.Round(), lambda make: Call(make(63, 3, scale=3)))}
+    modules = modules_of("Round")
+    bindings = _C.round
+    tensors_of_bindings = {"forward": ["input"], "backward": ["grad_output"], "binarize": ["input"]}
+
+    def test_raw_bindings_compute_what_the_functions_do(self, dtype, device):
+        x = Make(dtype, device)(63, 3, scale=3)
+        found = [_C.round.forward(x), _C.round.backward(x), _C.round.binarize(x, threshold=0.25)]
+        assert_same_bits(found, [torch.round(x), x, (x > 0.25).to(dtype)])
 
     def test_ties_go_to_even(self, dtype, device):
         x = torch.tensor([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5], dtype=dtype, device=device)
@@ -90,7 +104,7 @@ class TestFloor(StraightThroughSuite, ModuleSuite):
     reference = staticmethod(floor_reference)
     Function = lltm_ext.FloorFunction
     bad_calls = elementwise_bad_calls("floor")
-    modules = {"Floor": (lambda device, dtype: lltm_ext.Floor(), lambda make: Call(make(63, 3, scale=3)))}
+    modules = modules_of("Floor")
 
 
 class TestCeil(StraightThroughSuite, ModuleSuite):
@@ -100,7 +114,7 @@ class TestCeil(StraightThroughSuite, ModuleSuite):
     reference = staticmethod(ceil_reference)
     Function = lltm_ext.CeilFunction
     bad_calls = elementwise_bad_calls("ceil")
-    modules = {"Ceil": (lambda device, dtype: lltm_ext.Ceil(), lambda make: Call(make(63, 3, scale=3)))}
+    modules = modules_of("Ceil")
 
 
 class TestTrunc(StraightThroughSuite, ModuleSuite):
@@ -110,31 +124,18 @@ class TestTrunc(StraightThroughSuite, ModuleSuite):
     reference = staticmethod(trunc_reference)
     Function = lltm_ext.TruncFunction
     bad_calls = elementwise_bad_calls("trunc")
-    modules = {"Trunc": (lambda device, dtype: lltm_ext.Trunc(), lambda make: Call(make(63, 3, scale=3)))}
+    modules = modules_of("Trunc")
 
 
+NO_FLOAT = "binarize.*value of type 'float' for argument 'threshold' but instead found type"
+LOW_ABOVE_HIGH = "^binarize: expected low below high, got low = 1, high = 0"
+NO_SUCH_GRAD = "^binarize: expected grad 'identity', 'clipped' or 'tanh', got 'straight'"
 BINARIZE_BAD_CALLS = {
     **elementwise_bad_calls("binarize"),
-    "no threshold": (
-        lambda make: Call(make(3), None),
-        RuntimeError,
-        "binarize.*value of type 'float' for argument 'threshold' but instead found type 'NoneType'",
-    ),
-    "text as threshold": (
-        lambda make: Call(make(3), "high"),
-        RuntimeError,
-        "binarize.*value of type 'float' for argument 'threshold' but instead found type 'str'",
-    ),
-    "low above high": (
-        lambda make: Call(make(3), low=1.0, high=0.0),
-        ValueError,
-        "^binarize: expected low below high, got low = 1, high = 0",
-    ),
-    "another gradient": (
-        lambda make: Call(make(3), grad="straight"),
-        ValueError,
-        "^binarize: expected grad 'identity', 'clipped' or 'tanh', got 'straight'",
-    ),
+    "no threshold": (lambda make: Call(make(3), None), RuntimeError, f"{NO_FLOAT} 'NoneType'"),
+    "text as threshold": (lambda make: Call(make(3), "high"), RuntimeError, f"{NO_FLOAT} 'str'"),
+    "low above high": (lambda make: Call(make(3), low=1.0, high=0.0), ValueError, LOW_ABOVE_HIGH),
+    "another gradient": (lambda make: Call(make(3), grad="straight"), ValueError, NO_SUCH_GRAD),
 }
 
 
@@ -145,12 +146,7 @@ class TestBinarize(StraightThroughSuite, ModuleSuite):
     reference = staticmethod(binarize_reference)
     Function = lltm_ext.BinarizeFunction
     bad_calls = BINARIZE_BAD_CALLS
-    modules = {
-        "Binarize": (
-            lambda device, dtype: lltm_ext.Binarize(0.25, -1.0, 1.0),
-            lambda make: Call(make(63, 3, scale=3)),
-        )
-    }
+    modules = modules_of("Binarize", 0.25, -1.0, 1.0)
     samples = {
         **StraightThroughSuite.samples,
         "low threshold": lambda make: Call(make(63), -1.25),
@@ -162,14 +158,9 @@ class TestBinarize(StraightThroughSuite, ModuleSuite):
         return lltm_ext.BinarizeFunction.apply(input, threshold, low, high, grad)
 
     def test_the_function_class_has_the_functions_defaults(self, device):
-        x = Make(device=device)(63).requires_grad_()
         for arguments in ((), (0.25,), (0.25, -1.0), (0.25, -1.0, 2.0, "clipped")):
-            y = lltm_ext.BinarizeFunction.apply(x, *arguments)
-            assert_same_bits([y], [lltm_ext.binarize(x, *arguments)])
-            assert_same_bits(
-                torch.autograd.grad(y.sum(), x),
-                torch.autograd.grad(lltm_ext.binarize(x, *arguments).sum(), x),
-            )
+            call = Call(Make(device=device)(63), *arguments)
+            assert_same_bits(results(lltm_ext.BinarizeFunction.apply, call), results(lltm_ext.binarize, call))
 
     def test_the_threshold_itself_gives_0(self, dtype, device):
         x = torch.tensor([0.25, 0.5, 0.75], dtype=dtype, device=device)
@@ -214,12 +205,7 @@ class CurveSuite(ElementwiseSuite, FormsSuite, ModuleSuite):
 
 class TestBinarizeClipped(CurveSuite):
     grad = "clipped"
-    modules = {
-        "Binarize": (
-            lambda device, dtype: lltm_ext.Binarize(0.1, -1.0, 1.5, "clipped"),
-            lambda make: Call(make(63, 3, scale=3)),
-        )
-    }
+    modules = modules_of("Binarize", 0.1, -1.0, 1.5, "clipped")
 
     def test_the_gradient_ends_where_the_values_are_reached(self, dtype, device):
         x = torch.tensor([-1.25, -1.0, 0.0, 1.0, 1.25, torch.nan], dtype=dtype, device=device)
@@ -232,12 +218,7 @@ class TestBinarizeClipped(CurveSuite):
 
 class TestBinarizeTanh(CurveSuite):
     grad = "tanh"
-    modules = {
-        "Binarize": (
-            lambda device, dtype: lltm_ext.Binarize(0.1, -1.0, 1.5, "tanh"),
-            lambda make: Call(make(63, 3, scale=3)),
-        )
-    }
+    modules = modules_of("Binarize", 0.1, -1.0, 1.5, "tanh")
 
     def test_the_slope_at_the_threshold_is_1(self, dtype, device):
         x = torch.tensor([0.25, torch.inf, -torch.inf], dtype=dtype, device=device, requires_grad=True)
@@ -252,28 +233,3 @@ class TestBinarizeTanh(CurveSuite):
             return torch.ops.lltm_ext.binarize_backward(g, x, 0.1, -1.0, 1.5, "tanh")
 
         assert torch.autograd.gradcheck(gradient, (grad_output, x))
-
-
-class TestRawBindings:
-    def test_they_compute_what_the_functions_do(self, dtype, device):
-        x = Make(dtype, device)(63, 3, scale=3)
-        assert_same_bits([_C.round.forward(x)], [torch.round(x)])
-        assert_same_bits([_C.round.backward(x)], [x])
-        assert_same_bits([_C.round.binarize(x, threshold=0.25)], [(x > 0.25).to(dtype)])
-
-    @pytest.mark.parametrize(
-        "binding, argument", [("forward", "input"), ("backward", "grad_output"), ("binarize", "input")]
-    )
-    def test_they_refuse_what_check_input_names(self, binding, argument, device):
-        function = getattr(_C.round, binding)
-        good = Make(device=device)(3, 5)
-        for value, exception, pattern in (
-            (good.T, RuntimeError, r"to be contiguous, got strides \[1, 5\]"),
-            (good.long(), TypeError, "of dtype float16, bfloat16, float32 or float64, got int64"),
-            (good.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"),
-        ):
-            with pytest.raises(exception, match=f"^round.{binding}: expected {argument} {pattern}"):
-                function(value)
-        with pytest.raises(TypeError, match=rf"{binding}\(\): incompatible function arguments"):
-            function(None)
-        assert function(good).shape == good.shape

@@ -1,20 +1,16 @@
 """`python -m lltm_ext selftest` and `bench` run what they list, and report failures."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tooling import CONSOLE_SCRIPT
 
 import lltm_ext
 from lltm_ext import __main__
@@ -24,21 +20,21 @@ CPU = torch.device("cpu")
 ONLY_ON_SOME_GPUS = ("elementwise, made now", ", cluster", ", grid")
 
 
-def run_selftest(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_selftest(capsys):
     status = selftest.main(argparse.Namespace())
     return status, capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(monkeypatch):
     monkeypatch.setenv("LLTM_EXT_CACHE", "")  # which a selftest sets; so that it is as before
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def only(monkeypatch):
     """Rows by name, on the CPU."""
 
-    def choose(*names: str) -> None:
+    def choose(*names):
         rows = [check for check in selftest.checks() if check.name in names]
         monkeypatch.setattr(selftest, "checks", lambda: rows)
         monkeypatch.setattr(selftest, "devices", lambda: [CPU])
@@ -46,10 +42,11 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return choose
 
 
-def test_this_installation_passes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lltm_ext", "selftest"], cwd=tmp_path, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    "python", [["-m", "lltm_ext"], ["-c", CONSOLE_SCRIPT]], ids=["module", "console script"]
+)
+def test_this_installation_passes(python, tmp_path):
+    done = subprocess.run([sys.executable, *python, "selftest"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     passed, failed, not_run = map(int, re.findall(r"(\d+) (?:passed|failed|can't run here)", done.stdout))
     assert failed == 0
@@ -64,7 +61,7 @@ def test_this_installation_passes(tmp_path: Path) -> None:
         assert passed == len(everywhere)
 
 
-def test_what_can_not_run_is_listed(capsys: pytest.CaptureFixture[str], only: Callable[..., None]) -> None:
+def test_what_can_not_run_is_listed(capsys, only):
     only("elementwise, made now", "lltm, grid", "lstm, grid")
     status, text = run_selftest(capsys)
     assert status == 0
@@ -75,16 +72,14 @@ def test_what_can_not_run_is_listed(capsys: pytest.CaptureFixture[str], only: Ca
 
 
 @pytest.mark.parametrize("seen,reason", [(False, "torch sees none"), (True, "is built for the CPU only")])
-def test_the_reason_for_testing_no_gpu_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seen: bool, reason: str
-) -> None:
+def test_the_reason_for_testing_no_gpu_is_printed(capsys, monkeypatch, seen, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(build_record, "read", lambda: {"version": "0.1.0+cpu", "cuda": None})
     assert list(selftest.devices()) == [CPU]
     assert reason in capsys.readouterr().out
 
 
-def test_every_op_has_a_row() -> None:
+def test_every_op_has_a_row():
     functions = {name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)}
     functions = {name for name in functions if not name.endswith(("_", "_algorithm", "_torch"))}
     assert functions <= {check.name.partition(",")[0] for check in selftest.checks()}
@@ -94,12 +89,12 @@ class Doubled(torch.autograd.Function):
     """relu, with twice its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
+    def forward(ctx, input):
         ctx.save_for_backward(input)
         return torch.relu(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx, grad_output):
         return 2 * grad_output * (ctx.saved_tensors[0] > 0)
 
 
@@ -114,13 +109,7 @@ class Doubled(torch.autograd.Function):
     ],
     ids=["result", "NaN", "gradient", "shape", "error"],
 )
-def test_a_wrong_op_fails(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    only: Callable[..., None],
-    wrong: Callable[[Tensor], Any],
-    message: str,
-) -> None:
+def test_a_wrong_op_fails(capsys, monkeypatch, only, wrong, message):
     only("relu")
     assert run_selftest(capsys)[0] == 0
     monkeypatch.setattr(lltm_ext, "relu", wrong)
@@ -130,9 +119,7 @@ def test_a_wrong_op_fails(
     assert "\n0 passed, 4 failed, 0 can't run here, " in text
 
 
-def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
-) -> None:
+def test_values_that_are_rounded_to_nearest_are_not_right_on_average(capsys, monkeypatch, only):
     only("stochastic_round")
     monkeypatch.setattr(lltm_ext, "stochastic_round", lambda x, dtype: x.to(dtype))
     status, text = run_selftest(capsys)
@@ -140,10 +127,10 @@ def test_values_that_are_rounded_to_nearest_are_not_right_on_average(
     assert "\n0 passed, 2 failed" in text
 
 
-def test_an_error_of_the_planner_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_planner_is_no_reason_to_skip(monkeypatch):
     (row,) = [check for check in selftest.checks() if check.name == "lltm, grid"][:1]
 
-    def broken(*args: Any, **how: Any) -> str:
+    def broken(*args, **how):
         raise RuntimeError("lltm_algorithm: no")
 
     monkeypatch.setattr(lltm_ext, "lltm_algorithm", broken)
@@ -162,7 +149,7 @@ sys.exit("--quick" in sys.argv)
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(tmp_path, monkeypatch):
     folder = tmp_path / "benchmarks"
     folder.mkdir()
     (folder / "harness.py").write_text("here = __name__")
@@ -173,17 +160,15 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_bench(*arguments: str) -> int:
+def run_bench(*arguments):
     return __main__.main(["bench", *arguments])
 
 
-def test_bench_knows_the_scripts_that_came_with_the_package() -> None:
+def test_bench_knows_the_scripts_that_came_with_the_package():
     assert bench.OPS == ["elementwise", "gemm", "gemm_sizes", "libraries", "lltm", "recurrence", "sizes"]
 
 
-def test_bench_runs_every_script_and_writes_here(
-    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_runs_every_script_and_writes_here(scripts, monkeypatch, capfd):
     monkeypatch.chdir(scripts)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # without the folder of a script
     assert run_bench() == 0
@@ -191,19 +176,17 @@ def test_bench_runs_every_script_and_writes_here(
     assert calls == [["harness", ["--out", str(scripts)]]] * 2
 
 
-def test_bench_passes_its_arguments_on(scripts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_passes_its_arguments_on(scripts, capfd):
     arguments = ("--out", "/somewhere", "--device", "cpu", "--seconds", "0.5")
     assert run_bench("gemm", *arguments) == 0
     assert json.loads(capfd.readouterr().out) == ["harness", list(arguments)]
 
 
-def test_bench_fails_where_a_script_does(scripts: Path) -> None:
-    assert run_bench("--quick") == 1
+def test_bench_fails_where_a_script_does(scripts):
+    assert run_bench("gemm", "--quick") == 1
 
 
-def test_bench_names_missing_packages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_names_missing_packages(monkeypatch, capsys):
     monkeypatch.setattr(bench, "NEEDED", ("json", "absent_plots", "absent_tables"))
     assert run_bench() == 1
     message = capsys.readouterr().err.replace(sys.executable, "python")
@@ -212,7 +195,7 @@ def test_bench_names_missing_packages(
 
 
 @pytest.mark.skipif(not (Path(__file__).parent.parent / "pyproject.toml").is_file(), reason="reads it")
-def test_bench_needs_what_its_extra_lists() -> None:
+def test_bench_needs_what_its_extra_lists():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     listed = re.search(r"^bench = (\[.*\])$", text, re.MULTILINE)
     assert listed is not None and json.loads(listed[1]) == list(bench.NEEDED)

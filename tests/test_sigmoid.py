@@ -6,9 +6,10 @@ from op_suite import (
     ElementwiseSuite,
     FormsSuite,
     ModuleSuite,
-    RawBindingSuite,
+    RawBackwardSuite,
     SmoothSuite,
     elementwise_bad_calls,
+    results,
 )
 
 import lltm_ext
@@ -18,7 +19,7 @@ from lltm_ext.sigmoid import sigmoid_reference
 COMPLEX = FLOATING.replace(" or float64", ", float64, complex64 or complex128")
 
 
-class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, ModuleSuite):
+class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBackwardSuite, ModuleSuite):
     op = "sigmoid"
     function = staticmethod(lltm_ext.sigmoid)
     in_place = staticmethod(lltm_ext.sigmoid_)
@@ -54,13 +55,9 @@ class TestSigmoid(ElementwiseSuite, FormsSuite, SmoothSuite, RawBindingSuite, Mo
         x = torch.complex(4 * real, 4 * imaginary).to(device, complex_dtype)
         grad_output = torch.complex(grad, real).to(device, complex_dtype)
         bound = 1e-5 if complex_dtype == torch.complex64 else 1e-13
-        results = []
-        for function, dtype in ((lltm_ext.sigmoid, complex_dtype), (torch.sigmoid, torch.complex128)):
-            leaf = x.to(dtype).requires_grad_()
-            y = function(leaf)
-            results.append((y, *torch.autograd.grad(y, leaf, grad_output.to(dtype))))
-        for ours, exact in zip(*results, strict=True):
-            assert ((ours - exact).norm() <= bound * exact.norm()).item()
+        ours = results(lltm_ext.sigmoid, Call(x), [grad_output])
+        exact = results(torch.sigmoid, Call(x.to(torch.complex128)), [grad_output])
+        assert all((y - e).norm() <= bound * e.norm() for y, e in zip(ours, exact, strict=True))
 
     def test_complex_derivatives_agree_with_finite_differences(self, device):
         x = torch.randn(2, 3, dtype=torch.complex128, device=device, requires_grad=True)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import hypothesis
@@ -20,6 +21,7 @@ from op_suite import (
     needs_cuda,
     packed,
     stepped,
+    tensors_saved_by,
     transposed,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,6 +39,9 @@ def generator(device, seed=0):
     return torch.Generator(device).manual_seed(seed)
 
 
+to_bfloat16 = functools.partial(lltm_ext.stochastic_round, dtype=torch.bfloat16)
+
+
 def rounded(x, half, seed=0):
     return lltm_ext.stochastic_round(x, half, generator=generator(x.device, seed))
 
@@ -47,6 +52,11 @@ def assert_neighbours(y, x):
     bits = [t.view(torch.int16) for t in (y, down, up)]
     one_of_two = ((bits[0] == bits[1]) & (probability < 1)) | ((bits[0] == bits[2]) & (probability > 0))
     assert (one_of_two | (bits[0] == bits[1]) & (bits[1] == bits[2]) | (x.isnan() & y.isnan())).all()
+
+
+def assert_all_differ(results):
+    for a, b in itertools.combinations(results, 2):
+        assert not torch.equal(a, b)
 
 
 def wide(n, device, exponents=(-45, 17)):
@@ -89,9 +99,7 @@ class TestValues:
             others = torch.arange(len(x), device=device) != place
             assert_same_bits([rounded(with_it, half)[others]], [expected[others]])
 
-    @pytest.mark.parametrize(
-        "value", [0.1, -0.3, 1.0 + 2**-20, 3.14159, -1000.7, 2.0**-15 * 1.37, 2.0**-22 * 1.1]
-    )
+    @pytest.mark.parametrize("value", [0.1, -0.3, 1 + 2**-20, 3.14159, -1000.7, 1.37 * 2**-15, 1.1 * 2**-22])
     def test_the_mean_is_unbiased(self, value, half, device):
         n = 1 << 20
         x = torch.full((n,), value, device=device)
@@ -139,10 +147,7 @@ class TestRandomness:
 
     def test_one_generator_gives_new_bits_each_time(self, half, device):
         x, source = Make(device=device)(10_001), generator(device)
-        results = [lltm_ext.stochastic_round(x, half, generator=source) for _ in range(4)]
-        for i, a in enumerate(results):
-            for b in results[:i]:
-                assert not torch.equal(a, b)
+        assert_all_differ([lltm_ext.stochastic_round(x, half, generator=source) for _ in range(4)])
 
     def test_length_and_alignment_do_not_change_the_bits(self, half, device):
         x = Make(device=device)(1000)
@@ -178,12 +183,9 @@ class TestRandomness:
 
 @HALF_TYPES
 class TestGradient:
-    @pytest.mark.parametrize(
-        "function",
-        [lltm_ext.stochastic_round, lltm_ext.StochasticRoundFunction.apply],
-        ids=["function", "apply"],
-    )
-    def test_it_is_the_incoming_one(self, function, half, device):
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_it_is_the_incoming_one(self, way, half, device):
+        function = lltm_ext.StochasticRoundFunction.apply if way == "apply" else lltm_ext.stochastic_round
         x = Make(device=device)(63, 3).requires_grad_()
         grad_output = Make(half, device, seed=1)(63, 3).requires_grad_()
         (gradient,) = torch.autograd.grad(function(x, half), x, grad_output, create_graph=True)
@@ -192,10 +194,8 @@ class TestGradient:
         assert second.dtype == half and (second == 3).all()
 
     def test_nothing_is_saved(self, half, device):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            lltm_ext.stochastic_round(Make(device=device)(5).requires_grad_(), half)
-        assert not saved
+        x = Make(device=device)(5).requires_grad_()
+        assert not tensors_saved_by(lambda: lltm_ext.stochastic_round(x, half))
 
     def test_no_graph_is_recorded_without_need(self, half, device):
         x = Make(device=device)(5)
@@ -208,12 +208,10 @@ class TestTracing:
     def test_opcheck(self, device):
         x = Make(device=device)(5, 3)
         for input in (x, x.clone().requires_grad_(), transposed(x)):
-            torch.library.opcheck(
-                torch.ops.lltm_ext.stochastic_round.default,
-                (input, torch.bfloat16),
-                # The other checks compare values, and do not seed alike.
-                test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-            )
+            # The other checks compare values, and do not seed alike.
+            checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+            op = torch.ops.lltm_ext.stochastic_round.default
+            torch.library.opcheck(op, (input, torch.bfloat16), test_utils=checks)
 
     def test_it_is_tagged_as_random(self):
         tags = torch.ops.lltm_ext.stochastic_round.default.tags
@@ -225,20 +223,22 @@ class TestTracing:
             fake = lltm_ext.stochastic_round(mode.from_tensor(x), torch.float16)
         assert (fake.shape, fake.stride(), fake.dtype) == (x.shape, x.stride(), torch.float16)
 
-    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    def test_compiles_into_one_graph(self, backend, device, fresh_dynamo):
-        compiled = torch.compile(
-            lambda x: lltm_ext.stochastic_round(x * 2, torch.bfloat16) * 1, fullgraph=True, backend=backend
-        )
+    def test_compiles_into_one_graph(self, device, fresh_dynamo):
+        compiled = torch.compile(lambda x: to_bfloat16(x * 2) * 1, fullgraph=True, backend="aot_eager")
         x = Make(device=device)(63, 3)
         (y,), (gradient,) = forward_and_gradients(compiled, Call(x), [torch.ones(63, 3, device=device)])
         assert_neighbours(y, x * 2)
         assert (gradient == 2).all()
-        assert not torch.equal(compiled(x.repeat(40, 1)), compiled(x.repeat(40, 1)))
+
+    def test_compiles_with_inductor(self, device, fresh_dynamo):
+        """Without what torch would compile to C++, such as the gradient's dtype."""
+        compiled, x = torch.compile(to_bfloat16, fullgraph=True), Make(device=device)(63, 3)
+        assert_neighbours(compiled(x), x)
+        assert not torch.equal(compiled(x), compiled(x))
 
     def test_exports(self, device):
         x = Make(device=device)(63, 3)
-        program = torch.export.export(Module(lambda x: lltm_ext.stochastic_round(x, torch.float16)), (x,))
+        program = torch.export.export(Module(to_bfloat16), (x,))
         assert_neighbours(program.module()(x), x)
 
 
@@ -246,79 +246,57 @@ class TestTransforms:
     def test_vmap_gives_each_slice_different_random_numbers(self, device):
         x = Make(device=device)(1000)
         for batched, dims in ((x.repeat(3, 1), 0), (x.repeat(3, 1).T.contiguous(), 1)):
-            function = torch.vmap(
-                lambda x: lltm_ext.stochastic_round(x, torch.bfloat16), dims, randomness="different"
-            )
-            y = function(batched)
+            y = torch.vmap(to_bfloat16, dims, randomness="different")(batched)
             for i in range(3):
                 assert_neighbours(y[i], x)
             assert not torch.equal(y[0], y[1])
 
     @pytest.mark.parametrize("randomness", ["error", "same"])
     def test_vmap_refuses_other_kinds_of_randomness(self, randomness, device):
-        x = Make(device=device)(3, 5)
-        with pytest.raises(
-            RuntimeError, match=r"^stochastic_round: expected vmap with randomness='different', got"
-        ):
-            torch.vmap(lambda x: lltm_ext.stochastic_round(x, torch.bfloat16), randomness=randomness)(x)
+        message = r"^stochastic_round: expected vmap with randomness='different', got"
+        with pytest.raises(RuntimeError, match=message):
+            torch.vmap(to_bfloat16, randomness=randomness)(Make(device=device)(3, 5))
 
     def test_vmap_of_the_dispatcher_op(self, device):
-        x = Make(device=device)(3, 5)
-        y = torch.vmap(
-            lambda x: torch.ops.lltm_ext.stochastic_round(x, torch.bfloat16), randomness="different"
-        )(x)
-        assert_neighbours(y, x)
+        x, op = Make(device=device)(3, 5), torch.ops.lltm_ext.stochastic_round
+        assert_neighbours(torch.vmap(lambda x: op(x, torch.bfloat16), randomness="different")(x), x)
 
     def test_func_grad_is_straight_through(self, device):
         x = Make(device=device)(5)
-        gradient = torch.func.grad(lambda x: lltm_ext.stochastic_round(x, torch.float16).float().sum() * 3)(x)
+        gradient = torch.func.grad(lambda x: to_bfloat16(x).float().sum() * 3)(x)
         assert gradient.tolist() == [3] * 5
 
     def test_tangents_are_straight_through(self, device):
         x = Make(device=device)(5)
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, 3 * torch.ones_like(x))
-            y = lltm_ext.stochastic_round(dual, torch.float16)
-            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
-        assert tangent.dtype == torch.float16 and tangent.tolist() == [3] * 5
-        function = lambda x: lltm_ext.stochastic_round(x, torch.float16)  # noqa: E731
-        assert torch.func.jvp(function, (x,), (2 * torch.ones_like(x),))[1].tolist() == [2] * 5
+            tangent = torch.autograd.forward_ad.unpack_dual(to_bfloat16(dual)).tangent
+        assert tangent.dtype == torch.bfloat16 and tangent.tolist() == [3] * 5
+        assert torch.func.jvp(to_bfloat16, (x,), (2 * torch.ones_like(x),))[1].tolist() == [2] * 5
 
 
 class TestErrors:
     @pytest.mark.parametrize(
-        "arguments, exception, pattern",
+        "input,dtype,exception,pattern",
         [
-            ((None, torch.bfloat16), TypeError, "expected input to be a Tensor, got NoneType"),
-            (
-                (torch.zeros(3, dtype=torch.float64), torch.bfloat16),
-                TypeError,
-                "expected input of dtype float32",
-            ),
-            ((torch.arange(3), torch.bfloat16), TypeError, "expected input of dtype float32, got int64"),
-            ((torch.zeros(3), torch.float32), TypeError, "expected dtype float16 or bfloat16, got float32"),
-            (
-                (torch.eye(3).to_sparse(), torch.float16),
-                RuntimeError,
-                "expected input of layout torch.strided",
-            ),
+            (None, torch.bfloat16, TypeError, "input to be a Tensor, got NoneType"),
+            (torch.zeros(3).double(), torch.bfloat16, TypeError, "input of dtype float32"),
+            (torch.arange(3), torch.bfloat16, TypeError, "input of dtype float32, got int64"),
+            (torch.zeros(3), torch.float32, TypeError, "dtype float16 or bfloat16, got float32"),
+            (torch.eye(3).to_sparse(), torch.float16, RuntimeError, "input of layout torch.strided"),
         ],
     )
-    def test_errors_name_the_bad_argument(self, arguments, exception, pattern):
-        with pytest.raises(exception, match=f"^stochastic_round: {pattern}"):
-            lltm_ext.stochastic_round(*arguments)
-        if isinstance(arguments[0], torch.Tensor) and arguments[0].is_floating_point():
-            with pytest.raises(exception, match=f"^stochastic_round: {pattern}"):
-                lltm_ext.stochastic_round(arguments[0].requires_grad_(), arguments[1])
+    def test_errors_name_the_bad_argument(self, input, dtype, exception, pattern):
+        can_require_a_gradient = isinstance(input, torch.Tensor) and input.is_floating_point()
+        for x in (input, input.clone().requires_grad_()) if can_require_a_gradient else (input,):
+            with pytest.raises(exception, match=f"^stochastic_round: expected {pattern}"):
+                lltm_ext.stochastic_round(x, dtype)
 
     @needs_cuda
     def test_a_generator_of_another_device_is_refused(self):
-        with pytest.raises(
-            RuntimeError, match=r"^stochastic_round: expected a generator on cuda:0, got one on cpu"
-        ):
-            lltm_ext.stochastic_round(
-                torch.zeros(3, device="cuda"), torch.float16, generator=generator("cpu")
-            )
+        x, message = torch.zeros(3, device="cuda"), "expected a generator on cuda:0, got one on cpu"
+        with pytest.raises(RuntimeError, match=f"^stochastic_round: {message}"):
+            lltm_ext.stochastic_round(x, torch.float16, generator=generator("cpu"))
 
     def test_raw_bindings(self, device):
         x = Make(device=device)(3, 5)
@@ -326,16 +304,18 @@ class TestErrors:
         assert_same_bits([y], [rounded(x, torch.float16)])
         assert_neighbours(_C.stochastic_round.forward(x, dtype=torch.bfloat16), x)
         assert_same_bits([_C.stochastic_round.backward(y)], [y.float()])
-        with pytest.raises(
-            RuntimeError, match=r"^stochastic_round\.forward: expected input to be contiguous"
+        forward, backward = _C.stochastic_round.forward, _C.stochastic_round.backward
+        for call, exception, message in (
+            (lambda: forward(x.T, torch.float16), RuntimeError, "forward: expected input to be contiguous"),
+            (
+                lambda: forward(x.double(), torch.float16),
+                TypeError,
+                "forward: expected input of dtype float32",
+            ),
+            (lambda: backward(x.long()), TypeError, f"backward: expected grad_output of dtype {FLOATING}"),
         ):
-            _C.stochastic_round.forward(x.T, torch.float16)
-        with pytest.raises(TypeError, match=r"^stochastic_round\.forward: expected input of dtype float32"):
-            _C.stochastic_round.forward(x.double(), torch.float16)
-        with pytest.raises(
-            TypeError, match=rf"^stochastic_round\.backward: expected grad_output of dtype {FLOATING}"
-        ):
-            _C.stochastic_round.backward(x.long())
+            with pytest.raises(exception, match=rf"^stochastic_round\.{message}"):
+                call()
 
     def test_empty_inputs(self, device):
         for shape in ((0,), (3, 0)):
@@ -345,14 +325,8 @@ class TestErrors:
 def test_the_module_and_its_copies_equal_the_function(device):
     x, module = Make(device=device)(63), lltm_ext.StochasticRound(torch.bfloat16)
     assert repr(module) == "StochasticRound(dtype=torch.bfloat16)"
-    functions = (
-        functools.partial(lltm_ext.stochastic_round, dtype=torch.bfloat16),
-        module,
-        copy.deepcopy(module),
-        pickle.loads(pickle.dumps(module)),
-    )
     results = []
-    for function in functions:
+    for function in (to_bfloat16, module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.manual_seed(0)
         results.append(function(x))
     assert_same_bits(results, results[:1] * len(results))
@@ -372,10 +346,9 @@ class TestOnCuda:
         for _ in range(3):
             graph.replay()
             results += [y.clone(), z.clone()]
-        for i, a in enumerate(results):
-            assert_neighbours(a, x)
-            for b in results[:i]:
-                assert not torch.equal(a, b)
+        for y in results:
+            assert_neighbours(y, x)
+        assert_all_differ(results)
 
     def test_a_graph_equals_eager_with_the_same_seed(self, half):
         x = Make(device="cuda")(10_001)

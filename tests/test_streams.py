@@ -22,21 +22,8 @@ def gradients(layer, input):
     return [p.grad for p in layer.parameters()]
 
 
-def test_a_training_step_on_a_side_stream_equals_one_on_the_default_stream():
-    layer, value = model(), Make(device="cuda")(30, 8, 7)
-    expected = [g.clone() for g in gradients(layer, value)]
-    late = torch.zeros_like(value)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
-        late.copy_(value)
-        found = gradients(layer, late)
-    side.synchronize()
-    assert_same_bits(found, expected)
-
-
-def test_backward_called_from_another_stream_waits_for_the_forward():
+@pytest.mark.parametrize("backward_from", ["the same", "another"])
+def test_a_training_step_on_a_side_stream_equals_one_on_the_default_stream(backward_from):
     layer, value = model(), Make(device="cuda")(30, 8, 7)
     expected = [g.clone() for g in gradients(layer, value)]
     late = torch.zeros_like(value)
@@ -47,8 +34,11 @@ def test_backward_called_from_another_stream_waits_for_the_forward():
         torch.cuda._sleep(200_000_000)
         late.copy_(value)
         loss = layer(late)[0].square().sum()
+        if backward_from == "the same":
+            loss.backward()
     torch.cuda.current_stream().wait_stream(side)
-    loss.backward()
+    if backward_from == "another":
+        loss.backward()
     torch.cuda.synchronize()
     assert_same_bits([p.grad for p in layer.parameters()], expected)
 

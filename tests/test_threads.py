@@ -15,9 +15,8 @@ def training_step(seed, device):
     input, h, c = make(20, 8, 7).requires_grad_(), make(8, 16), make(8, 16)
     weights = [x.requires_grad_() for x in (make(48, 7, scale=0.3), make(48, 16, scale=0.3), make(48))]
     output, _ = lltm_ext.lltm(input, (h, c), *weights)
-    y = lltm_ext.sigmoid(lltm_ext.relu(lltm_ext.gemm(output.flatten(0, 1), make(16, 9)))) + lltm_ext.round(
-        make(9)
-    )
+    product = lltm_ext.gemm(output.flatten(0, 1), make(16, 9))
+    y = lltm_ext.sigmoid(lltm_ext.relu(product)) + lltm_ext.round(make(9))
     return [y.detach(), *torch.autograd.grad(y.sum(), [input, *weights])]
 
 

@@ -4,15 +4,7 @@ import math
 
 import pytest
 import torch
-from op_suite import (
-    BACKWARD,
-    DOUBLE,
-    FORWARD,
-    Make,
-    assert_all_near,
-    assert_same_bits,
-    cotangents,
-)
+from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_accurate, assert_all_near, assert_same_bits
 
 import lltm_ext
 from lltm_ext import _C, LLTMFunction
@@ -71,15 +63,9 @@ def random_step(device, dtype):
 def test_one_step_equals_the_reference(function, bias_shape, dtype, device):
     rnn = LLTM(FEATURES, STATE, function, bias_shape).to(device, dtype)
     x, (h, c) = random_step(device, dtype)
-    leaves = [x.requires_grad_(), h.requires_grad_(), c.requires_grad_(), rnn.weights, rnn.bias]
-    new_h, new_c = rnn(x, (h, c))
-    gradients = torch.autograd.grad((new_h, new_c), leaves, cotangents((new_h, new_c)))
-
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    outputs = lltm_cell_reference(exact[0], exact[3], exact[4], exact[1], exact[2])
-    expected = torch.autograd.grad(outputs, exact, [g.double() for g in cotangents((new_h, new_c))])
-    assert_all_near([new_h, new_c], outputs, FORWARD[dtype])
-    assert_all_near(gradients, expected, BACKWARD[dtype])
+    call = Call(x, rnn.weights, rnn.bias, h, c)
+    assert_accurate(function.apply, lltm_cell_reference, call, dtype)
+    assert_same_bits(rnn(x, (h, c)), call.run(function.apply))
 
 
 @functions
@@ -125,22 +111,13 @@ def test_a_tutorial_checkpoint_loads_into_a_cell_within_a_model():
 
 def raw_arguments(dtype=torch.float32, device="cpu"):
     make = Make(dtype, device)
-    arguments = {
-        "input": make(4, 3),
-        "weights": make(15, 8, scale=0.3),
-        "bias": make(15),
-        "old_h": make(4, 5),
-        "old_cell": make(4, 5),
-    }
+    arguments = {"input": make(4, 3), "weights": make(15, 8, scale=0.3), "bias": make(15)}
+    arguments |= {"old_h": make(4, 5), "old_cell": make(4, 5)}
     forward = _C.lltm.forward(*arguments.values())
     names = ("new_cell", "input_gate", "output_gate", "candidate_cell", "X", "gate_weights")
     saved = dict(zip(names, forward[1:], strict=True))
-    return arguments, {
-        "grad_h": make(4, 5),
-        "grad_cell": make(4, 5),
-        **saved,
-        "weights": arguments["weights"],
-    }
+    gradients = {"grad_h": make(4, 5), "grad_cell": make(4, 5)}
+    return arguments, gradients | saved | {"weights": arguments["weights"]}
 
 
 def test_the_raw_forward_returns_the_tutorials_list(dtype, device):
@@ -163,10 +140,8 @@ def test_the_raw_backward_returns_the_tutorials_list(device):
     assert isinstance(found, list)
     leaves = {name: x.clone().requires_grad_() for name, x in arguments.items()}
     outputs = lltm_cell_reference(**leaves)
-    order = ("old_h", "input", "weights", "bias", "old_cell")
-    expected = torch.autograd.grad(
-        outputs, [leaves[n] for n in order], [backward["grad_h"], backward["grad_cell"]]
-    )
+    inputs = [leaves[name] for name in ("old_h", "input", "weights", "bias", "old_cell")]
+    expected = torch.autograd.grad(outputs, inputs, [backward["grad_h"], backward["grad_cell"]])
     found[3] = found[3].view(15)  # [1, 3H], as the tutorial sums it
     assert_all_near(found, expected, BACKWARD[DOUBLE])
 
@@ -178,6 +153,10 @@ def test_the_raw_forward_without_bias_equals_a_bias_of_zeros(device):
     assert_all_near(without, zeros, FORWARD[DOUBLE])
 
 
+BINDINGS = ("forward", "backward")
+COMPARED_WITH = {"forward": ("input",), "backward": ("weights", "X", "new_cell")}
+
+
 def bad_inputs(x):
     """Values that CHECK_INPUT refuses in place of x: (value, exception, end of its message)."""
     yield torch.stack([x, x], -1)[..., 0], RuntimeError, "to be contiguous, got strides"
@@ -187,32 +166,23 @@ def bad_inputs(x):
     yield x.to_sparse(), RuntimeError, "of layout torch.strided, got Sparse"
 
 
-@pytest.mark.parametrize("name", ["input", "weights", "bias", "old_h", "old_cell"])
-def test_the_raw_forward_refuses_bad_inputs(name, device):
-    arguments, _ = raw_arguments(device=device)
-    good = _C.lltm.forward(**arguments)
+@pytest.mark.parametrize(
+    "binding,name",
+    [(binding, name) for binding, names in zip(BINDINGS, raw_arguments(), strict=True) for name in names],
+)
+def test_the_raw_bindings_refuse_bad_inputs(binding, name, device):
+    arguments = dict(zip(BINDINGS, raw_arguments(device=device), strict=True))[binding]
+    function = getattr(_C.lltm, binding)
+    good = function(**arguments)
     for value, exception, pattern in bad_inputs(arguments[name]):
-        # The other arguments are compared with `input`, so the message may name another one.
-        argument = r"\w+" if name == "input" else name
-        with pytest.raises(exception, match=f"^lltm.forward: expected {argument} {pattern}"):
-            _C.lltm.forward(**{**arguments, name: value})
-    assert_same_bits(_C.lltm.forward(**arguments), good)
-
-
-@pytest.mark.parametrize("name", list(raw_arguments()[1]))
-def test_the_raw_backward_refuses_bad_inputs(name, device):
-    _, arguments = raw_arguments(device=device)
-    good = _C.lltm.backward(**arguments)
-    for value, exception, pattern in bad_inputs(arguments[name]):
-        argument = r"\w+" if name in ("weights", "X", "new_cell") else name
-        with pytest.raises(exception, match=f"^lltm.backward: expected {argument} {pattern}"):
-            _C.lltm.backward(**{**arguments, name: value})
-    assert_same_bits(_C.lltm.backward(**arguments), good)
+        # The others are compared with these, so the message may name another one.
+        argument = r"\w+" if name in COMPARED_WITH[binding] else name
+        with pytest.raises(exception, match=f"^lltm.{binding}: expected {argument} {pattern}"):
+            function(**{**arguments, name: value})
+    assert_same_bits(function(**arguments), good)
 
 
 def test_the_raw_bindings_refuse_other_types_than_tensors():
-    arguments, backward = raw_arguments()
-    with pytest.raises(TypeError, match=r"forward\(\): incompatible function arguments"):
-        _C.lltm.forward(**{**arguments, "weights": None})
-    with pytest.raises(TypeError, match=r"backward\(\): incompatible function arguments"):
-        _C.lltm.backward(**{**backward, "X": None})
+    for binding, name, arguments in zip(BINDINGS, ("weights", "X"), raw_arguments(), strict=True):
+        with pytest.raises(TypeError, match=rf"{binding}\(\): incompatible function arguments"):
+            getattr(_C.lltm, binding)(**{**arguments, name: None})

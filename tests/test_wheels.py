@@ -1,56 +1,42 @@
 """The wheels of a release: which one pip takes from an index of them, what is published with them."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
-import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from tooling import ROOT, load, purelib, run, write
 
-ROOT = Path(__file__).resolve().parent.parent
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+check_wheel, wheels = load("tools/check_wheel.py"), load("tools/wheels.py")  # wheels imports check_wheel
 
 
-check_wheel, wheels = load("check_wheel"), load("wheels")  # wheels imports check_wheel
-
-
-def make_wheel(wheelhouse: Path, torch: str, cuda: str, version: str = "0.1.0", python: str = HERE) -> Path:
+def make_wheel(wheelhouse, torch, cuda, version="0.1.0", python=HERE):
     """A wheel with the metadata of ours and no modules."""
     version = f"{version}+cu{cuda.replace('.', '')}torch{torch}"
     tag = f"{python}-{python}-manylinux_2_17_x86_64"
-    compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": f"{cuda}.88"}
     abi = f"cpython-{python.removeprefix('cp')}-x86_64-linux-gnu"
-    record = {"version": version, "torch": f"{torch}.0", "cuda": cuda, "compiler": compiler, "python": abi}
+    record = {"version": version, "torch": f"{torch}.0", "cuda": cuda, "python": abi}
     return write_wheel(wheelhouse, tag, record, f"torch=={torch}.*")
 
 
-def make_portable_wheel(wheelhouse: Path, cuda: str | None = "13.0") -> Path:
-    compiler = {"cxx": "g++ (GCC) 13.3.0", "nvcc": cuda and f"{cuda}.88"}
-    record = {"version": "0.1.0", "torch": "2.10", "cuda": cuda, "compiler": compiler, "python": "any"}
-    record |= {"portable": True}
+def make_portable_wheel(wheelhouse, cuda="13.0"):
+    record = {"version": "0.1.0", "torch": "2.10", "cuda": cuda, "python": "any", "portable": True}
     return write_wheel(wheelhouse, "py3-none-manylinux_2_17_x86_64", record, "torch>=2.10")
 
 
-def write_wheel(wheelhouse: Path, tag: str, record: dict[str, Any], requires: str) -> Path:
-    version = record["version"]
+def write_wheel(wheelhouse, tag, record, requires):
+    version, cuda = record["version"], record["cuda"]
+    record |= {"compiler": {"cxx": "g++ (GCC) 13.3.0", "nvcc": cuda and f"{cuda}.88"}}
     info = f"lltm_ext-{version}.dist-info"
     files = {
         "lltm_ext/_build_record.json": json.dumps(record),
@@ -67,7 +53,7 @@ def write_wheel(wheelhouse: Path, tag: str, record: dict[str, Any], requires: st
     return wheel
 
 
-def url_sha256(content: bytes) -> str:
+def url_sha256(content):
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
 
 
@@ -77,36 +63,41 @@ def url_sha256(content: bytes) -> str:
 class User:
     """An environment with only the metadata of a torch, and pip with only the index it is given."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.python = folder / "bin/python"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-        asked = [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        answer = subprocess.run(asked, capture_output=True, text=True, check=True)
-        self.site = Path(answer.stdout.strip())
+        run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+        self.site = purelib(self.python)
 
-    def has_torch(self, version: str) -> None:
+    def has_torch(self, version):
         info = self.site / f"torch-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        (info / "RECORD").touch()
+        write(info / "METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        write(info / "RECORD")
 
-    def pip_install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def pip_install(self, *arguments):
         env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *arguments]
         return subprocess.run(command, env=env, capture_output=True, text=True)
 
-    def installed(self) -> set[str]:
+    def installed(self):
         return {info.stem for info in self.site.glob("*.dist-info")}
 
 
-@pytest.fixture
-def user(tmp_path: Path) -> User:
-    return User(tmp_path / "user")
+@pytest.fixture(scope="module")
+def user_site(tmp_path_factory):
+    return User(tmp_path_factory.mktemp("user") / "venv")
 
 
 @pytest.fixture
-def wheelhouse(tmp_path: Path) -> Path:
+def user(user_site):
+    """With nothing installed."""
+    for entry in user_site.site.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return user_site
+
+
+@pytest.fixture
+def wheelhouse(tmp_path):
     """Three builds of torch, one in two versions; another Python; the portable wheel. Published."""
     folder = tmp_path / "wheelhouse"
     folder.mkdir()
@@ -130,9 +121,7 @@ def wheelhouse(tmp_path: Path) -> Path:
         ("index", "2.15.0+cpu", "0.1.0"),
     ],
 )
-def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(
-    user: User, wheelhouse: Path, index: str, torch_: str, takes: str
-) -> None:
+def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(user, wheelhouse, index, torch_, takes):
     user.has_torch(torch_)
     done = user.pip_install("lltm_ext", "--index-url", f"{wheelhouse.as_uri()}/{index}")
     assert done.returncode == 0, done.stderr
@@ -147,9 +136,7 @@ def test_pip_takes_the_wheel_for_the_installed_torch_and_keeps_torch(
         ("index/cu130/torch2.11", "2.11.0", "HASHES"),  # The file differs from the index.
     ],
 )
-def test_pip_refuses_a_wheel_that_does_not_fit_and_keeps_torch(
-    user: User, wheelhouse: Path, index: str, torch_: str, reason: str
-) -> None:
+def test_pip_refuses_a_wheel_that_does_not_fit_and_keeps_torch(user, wheelhouse, index, torch_, reason):
     user.has_torch(torch_)
     if reason == "HASHES":
         (wheel,) = wheelhouse.glob(f"*cu130torch2.11-{HERE}-*.whl")
@@ -160,7 +147,7 @@ def test_pip_refuses_a_wheel_that_does_not_fit_and_keeps_torch(
     assert user.installed() == {f"torch-{torch_}"}
 
 
-def test_an_index_lists_its_project_and_drops_removed_wheels(wheelhouse: Path) -> None:
+def test_an_index_lists_its_project_and_drops_removed_wheels(wheelhouse):
     assert '<a href="lltm-ext/">' in (wheelhouse / "index/cu132/torch2.15/index.html").read_text()
     for wheel in wheelhouse.glob("*cu132*"):
         wheel.unlink()
@@ -174,7 +161,7 @@ def test_an_index_lists_its_project_and_drops_removed_wheels(wheelhouse: Path) -
 # ---- checksums and bills of materials ----------------------------------------------------------------------
 
 
-def test_sha256sum_agrees_with_the_checksums(wheelhouse: Path) -> None:
+def test_sha256sum_agrees_with_the_checksums(wheelhouse):
     if shutil.which("sha256sum") is None:
         pytest.skip("no sha256sum here")
     check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
@@ -185,7 +172,7 @@ def test_sha256sum_agrees_with_the_checksums(wheelhouse: Path) -> None:
     assert subprocess.run(check, cwd=wheelhouse, capture_output=True).returncode == 1
 
 
-def test_the_bill_of_materials_is_cyclonedx_and_names_torch_and_the_compilers(wheelhouse: Path) -> None:
+def test_the_bill_of_materials_is_cyclonedx_and_names_torch_and_the_compilers(wheelhouse):
     pytest.importorskip("cyclonedx", reason="validates with cyclonedx-python-lib")
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
@@ -203,7 +190,7 @@ def test_the_bill_of_materials_is_cyclonedx_and_names_torch_and_the_compilers(wh
     assert tools >= {("cxx", "g++ (GCC) 13.3.0"), ("nvcc", "12.8.88")}
 
 
-def test_the_bill_of_a_portable_wheel_accepts_a_newer_torch(wheelhouse: Path) -> None:
+def test_the_bill_of_a_portable_wheel_accepts_a_newer_torch(wheelhouse):
     (file,) = wheelhouse.glob("*-py3-none-*.cdx.json")
     bill = json.loads(file.read_text())
     assert bill["metadata"]["component"]["purl"] == "pkg:pypi/lltm-ext@0.1.0"
@@ -211,8 +198,8 @@ def test_the_bill_of_a_portable_wheel_accepts_a_newer_torch(wheelhouse: Path) ->
     assert (part["name"], part["version"], part["description"]) == ("torch", "2.10", "2.10 or newer")
 
 
-def test_publishing_again_changes_nothing(wheelhouse: Path) -> None:
-    def everything() -> dict[Path, bytes]:
+def test_publishing_again_changes_nothing(wheelhouse):
+    def everything():
         return {file: file.read_bytes() for file in wheelhouse.rglob("*") if file.is_file()}
 
     before = everything()
@@ -223,7 +210,7 @@ def test_publishing_again_changes_nothing(wheelhouse: Path) -> None:
 # ---- the check ---------------------------------------------------------------------------------------------
 
 
-def changed_wheel(wheel: Path, name: str, old: bytes, new: bytes, added: str) -> str:
+def changed_wheel(wheel, name, old, new, added):
     """What the check says of a wheel with another name and changed texts."""
     changed = wheel.parent / name
     with zipfile.ZipFile(wheel) as good, zipfile.ZipFile(changed, "w") as bad:
@@ -234,25 +221,19 @@ def changed_wheel(wheel: Path, name: str, old: bytes, new: bytes, added: str) ->
     return "\n".join(check_wheel.problems(changed))
 
 
-def test_the_check_names_another_build_and_files_that_are_missing_or_strange(tmp_path: Path) -> None:
+def test_the_check_names_another_build_and_files_that_are_missing_or_strange(tmp_path):
     name = f"lltm_ext-0.1.0+cu128torch2.11-{HERE}-cp399-manylinux_2_28_x86_64.whl"
     wheel = make_wheel(tmp_path, "2.11", "13.0")
-    found = changed_wheel(
-        wheel, name, b"Requires-Dist: torch==", b"Requires-Dist: torch>=", "tests/test_relu.py"
-    )
+    found = changed_wheel(wheel, name, b"Dist: torch==", b"Dist: torch>=", "tests/test_relu.py")
     assert "record differ: " in found
     assert "does not require torch==2.11.*" in found
     for file in ("lltm_ext/_C/sigmoid.pyi", "lltm_ext/_src/sigmoid/sigmoid.cpp", "lltm_ext/relu.py"):
         assert f"lacks {file}" in found
     assert "licenses/LICENSE" in found
-    assert (
-        found.count("contains")
-        == found.count("contains tests/test_relu.py, which does not belong there")
-        == 1
-    )
+    assert re.findall("contains.*", found) == ["contains tests/test_relu.py, which does not belong there"]
 
 
-def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_path: Path) -> None:
+def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_path):
     wheel = make_portable_wheel(tmp_path)
     found = check_wheel.problems(wheel)
     assert [problem for problem in found if not problem.startswith("lacks ")] == []
@@ -267,32 +248,28 @@ def test_the_check_names_a_portable_wheel_that_is_for_one_python_or_torch(tmp_pa
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-def error(*arguments: str | Path) -> str:
+def error(*arguments):
     with pytest.raises(SystemExit) as caught:
         wheels.main([str(argument) for argument in arguments])
     return str(caught.value)
 
 
-def test_an_interpreter_that_is_missing_or_does_not_run_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpreter_that_is_missing_or_does_not_run_is_named(tmp_path, monkeypatch):
     build = ("build", "3.99-torch2.11", "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
     assert error(*build) == "wheels: [Errno 2] No such file or directory: 'python3.99'"
-    shim = tmp_path / "python3.99"
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
+    write(tmp_path / "python3.99", "#!/bin/sh\nexit 127\n", executable=True)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert error(*build).startswith("wheels: Command '['python3.99', '-m', 'venv', ")
 
 
 @pytest.mark.parametrize("recipe", ["3.12", "3.12-2.11", "torch2.11", "2.7-torch2.11", "portable"])
-def test_a_name_without_python_or_torch_is_refused(tmp_path: Path, recipe: str) -> None:
+def test_a_name_without_python_or_torch_is_refused(tmp_path, recipe):
     message = error("build", recipe, "--sdist", tmp_path / "lltm_ext-0.1.0.tar.gz")
     expected = "expected a wheel such as 3.12-torch2.11 or portable-torch2.11"
     assert message == f"wheels: {expected}, got {recipe!r}"
 
 
-def test_no_wheel_and_a_wheel_for_cpus_are_not_published(tmp_path: Path) -> None:
+def test_no_wheel_and_a_wheel_for_cpus_are_not_published(tmp_path):
     assert error("publish", tmp_path) == f"wheels: {tmp_path} has no wheel"
     wheel = make_portable_wheel(tmp_path, cuda=None)
     assert error("publish", tmp_path) == f"wheels: {wheel.name} is for CPUs only"
@@ -302,13 +279,11 @@ def test_no_wheel_and_a_wheel_for_cpus_are_not_published(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("python,portable", [("portable", "1"), (HERE.replace("cp3", "3."), "0")])
-def test_the_wheel_that_is_named_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, portable: str
-) -> None:
+def test_the_wheel_that_is_named_is_built(tmp_path, monkeypatch, python, portable):
     """Whatever the environment has. The steps that would take minutes are replaced."""
     installed, built, pythons = [], [], set()
 
-    def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
+    def steps(*command, cwd=ROOT, **variables):
         if "venv" in command:
             pythons.add(command[0])
             Path(command[-1]).mkdir()
@@ -320,7 +295,7 @@ def test_the_wheel_that_is_named_is_built(
             built.append(variables)
 
     monkeypatch.setenv("LLTM_EXT_PORTABLE", "1")
-    monkeypatch.setattr(wheels, "run", run)
+    monkeypatch.setattr(wheels, "run", steps)
     monkeypatch.setattr(check_wheel, "main", lambda wheels: 0)
     monkeypatch.setattr(wheels, "repair", lambda wheel, folder, platform: wheel)
     monkeypatch.setattr(wheels, "test", lambda *arguments: None)
@@ -333,12 +308,11 @@ def test_the_wheel_that_is_named_is_built(
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_builds_the_wheels_of_the_list_for_which_pypi_has_a_compiler() -> None:
+def test_make_builds_the_wheels_of_the_list_for_which_pypi_has_a_compiler():
     listed = json.loads((ROOT / "tools/wheels.json").read_text())
     # A `make wheels WHEELS=…` that runs this test passes its variables on.
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "WHEELS"))
-    }
+    passed_on = ("MAKE", "MFLAGS", "WHEELS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(passed_on)}
     commands = subprocess.run(
         ["make", "-n", "wheels"], cwd=ROOT, env=env, capture_output=True, text=True
     ).stdout

@@ -1,9 +1,9 @@
 // Runs CUDA kernels on the CPU, so that they can be tested without a GPU.
 //
-// Every CUDA thread is a fiber: a stack of its own, and a context that <ucontext.h> switches to. All fibers
-// of all blocks run in one thread of the process, in turn. A fiber runs until it waits for others: at a
-// barrier, in an exchange with its warp, or after a poll of memory. So a kernel gives the same result every
-// time.
+// Every CUDA thread is a fiber: a stack of its own, on which <ucontext.h> starts it and longjmp continues
+// it. All fibers of all blocks run in one thread of the process, in turn. A fiber runs until it waits for
+// others: at a barrier, in an exchange with its warp, or after a poll of memory. So a kernel gives the same
+// result every time.
 //
 // What is emulated: threadIdx and blockIdx, barriers of a block, of some of its warps, of a warp and of a
 // cluster, shuffles and votes, shared memory, also that of other blocks in the cluster. The headers in
@@ -16,6 +16,7 @@
 // Nothing here needs the CUDA toolkit. The built-in types are defined below, with CUDA's names and layouts.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -141,7 +142,9 @@ constexpr size_t kStackBytes = 1 << 16;
 struct Block;
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf resume;  // switches without the system calls of swapcontext
+  bool started = false;
   uint3 thread;
   Block* block;
   bool odd_exchange = false;  // which of the warp's slots it used last
@@ -203,16 +206,15 @@ inline void note_progress() { launch->polls = 0; }
 // Continues with a fiber that is ready, or ends the launch if none is.
 inline void suspend() {
   Fiber* const from = launch->current;
-  if (launch->ready.empty()) {
-    swapcontext(&from->context, &launch->caller);
-    return;
-  }
+  if (_setjmp(from->resume) != 0) return;
+  if (launch->ready.empty()) setcontext(&launch->caller);
   Fiber* const to = launch->ready.front();
   launch->ready.pop_front();
-  if (to == from) return;
   launch->current = to;
   threadIdx = to->thread, blockIdx = to->block->index;
-  swapcontext(&from->context, &to->context);
+  if (to->started) _longjmp(to->resume, 1);
+  to->started = true;
+  setcontext(&to->start);
 }
 
 // Lets all others run first. For loops that wait until another thread has written.
@@ -241,10 +243,10 @@ inline void run_fiber() {
 inline void start_fiber(Fiber& fiber, Block& block, unsigned thread, char* stack) {
   fiber.thread = {thread, 0, 0};
   fiber.block = &block;
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = stack;
-  fiber.context.uc_stack.ss_size = kStackBytes;
-  makecontext(&fiber.context, run_fiber, 0);
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = stack;
+  fiber.start.uc_stack.ss_size = kStackBytes;
+  makecontext(&fiber.start, run_fiber, 0);
   launch->ready.push_back(&fiber);
 }
 
@@ -285,8 +287,9 @@ inline void run(const Grid& grid, std::function<void()> kernel) {
   for (int i = 0; i < grid.blocks; ++i) start_block(here.blocks[i], i);
   here.current = here.ready.front();
   here.ready.pop_front();
+  here.current->started = true;
   threadIdx = here.current->thread, blockIdx = here.current->block->index;
-  swapcontext(&here.caller, &here.current->context);
+  swapcontext(&here.caller, &here.current->start);
   if (here.done < here.fibers.size()) fail("Deadlock: the threads left wait at barriers");
   for (const Block& block : here.blocks) check_end_of_shared_memory(block);
 }
