@@ -89,6 +89,9 @@ CALLS = {
     "lltm_cell": lambda x: lltm_ext.lltm_cell(x(2, 3), x(12, 7), x(12), x(2, 4), x(2, 4)),
     "lltm": lambda x: lltm_ext.LLTM(3, 4)(x(5, 2, 3)),
     "lstm": lambda x: lltm_ext.LSTM(3, 4)(x(5, 2, 3)),
+    "gru": lambda x: lltm_ext.GRU(3, 4)(x(5, 2, 3)),
+    "rnn_tanh": lambda x: lltm_ext.RNN(3, 4)(x(5, 2, 3)),
+    "ugrnn": lambda x: lltm_ext.Recurrent(lltm_ext.cells.ugrnn, 3, 4)(x(5, 2, 3)),
 }
 
 
