@@ -9,6 +9,7 @@ from torch import nn
 
 from lltm_ext import cells
 from lltm_ext._layers import TorchLayer
+from lltm_ext._library import check_tensor
 from lltm_ext.recurrence import RecurrentCell, recurrence
 
 __all__ = ["GRU", "RNN"]
@@ -45,6 +46,8 @@ class SecondBiasLayer(TorchLayer):
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         weight_ih, weight_hh, bias, bias_hh, parameters = super()._weights_of(layer, direction)
+        if self.bias and (bias is None or bias_hh is None):  # set to None
+            check_tensor(self._name, "both biases", None)
         if bias_hh is not None:
             parameters = bias_hh.view(-1, self.hidden_size)
         return weight_ih, weight_hh, bias, None, parameters

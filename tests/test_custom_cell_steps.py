@@ -505,7 +505,8 @@ class OpOfCell(OpSuite):
     ids=lambda test: test.__name__,
 )
 def test_gradients_like_those_of_every_op(cell, test):
-    test(OpOfCell(Example(cell, reset=torch.bool)), "cpu")
+    example = Example(cell, reset=torch.bool)
+    test(OpOfCell(example), example.call)
 
 
 @every_cell
