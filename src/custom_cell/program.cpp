@@ -68,8 +68,8 @@ KernelText text_of(const CellKernel& kernel) {
             "kIndependentThreads",
             c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
   }
-  return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"), "kPointwiseThreads",
-          "run_pointwise<Cell>(step)"};
+  return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"),
+          "kPointwiseThreads", "run_pointwise<Cell>(step)"};
 }
 
 }  // namespace
