@@ -151,7 +151,7 @@ struct DirectionGradients {
         chunks(chunks_of(steps, output.size(0))),
         parameters(aligned(inputs.parameters)),
         step_inputs(aligned(inputs.step_inputs)),
-        reset(rows_of_reset(inputs)) {
+        reset(contiguous_or_none(inputs.reset)) {
     if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
     const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
     grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
@@ -295,13 +295,8 @@ struct Backward {
       } else {
         first_rows(grad_h, n).zero_();
       }
-      if (!direction.reset.defined()) continue;
-      mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
-      if (!gates.is_cpu()) continue;  // on CUDA the kernel has scaled the others
-      const at::Tensor reset = direction.reset.narrow(0, first_row, n);
-      for (const at::Tensor& x : {grad_states, direction.grad_own_h}) {
-        if (x.defined()) first_rows(x, n).copy_(apply_reset(first_rows(x, n), reset));
-      }
+      // The kernel has scaled the gradients of the states.
+      if (direction.reset.defined()) mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
     }
   }
 

@@ -134,6 +134,12 @@ template <typename A>
 void copy(const A* from, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = from[i];
 }
+// The values scaled by what a row keeps at its reset.
+template <typename A>
+void copy_masked(A mask, const A* from, int n, A* to) {
+  if (mask == A(1)) return copy(from, n, to);
+  for (int i = 0; i < n; ++i) to[i] = scale_by_mask(mask, from[i]);
+}
 
 // The leaves, except those that `other` sets.
 template <typename A, class Step, typename F>
@@ -160,18 +166,20 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
   load_leaves(
       formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
         const int k = leaf.number;
+        const A mask = s.resets.mask(row);
         const A* const product = s.product ? s.product + (row * shape.gates + k) * plane + unit : nullptr;
         switch (leaf.kind) {
           case 'x':
             copy(&s.gates.at(row, k, unit), n, to);
-            for (int i = 0; i < n && product && !shape.separate; ++i) to[i] += product[i];
+            for (int i = 0; i < n && product && !shape.separate; ++i)
+              to[i] += scale_by_mask(mask, product[i]);
             return;
           case 'r':
-            return product ? copy(product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
+            return product ? copy_masked(mask, product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
           case 's':
-            return copy(s.old_states + k * s.state_stride + row * plane + unit, n, to);
+            return copy_masked(mask, s.old_states + k * s.state_stride + row * plane + unit, n, to);
           default:
-            return copy(s.old_h + row * plane + unit, n, to);
+            return copy_masked(mask, s.old_h + row * plane + unit, n, to);
         }
       });
   block.compute();
@@ -230,6 +238,7 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
     const A* const from = block.slot(result.slot);
     const int k = result.number;
     block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+      const A mask = s.resets.mask(row);
       const auto sum = [&](int number) {
         A* const sums = s.grad_sums + (row * shape.sums() + number) * plane + unit;
         for (int u = 0; u < n && s.grad_sums; ++u) sums[u] += from[i + u];
@@ -244,11 +253,11 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
           return sum(shape.gates + k);
         case 's':
           if (s.grad_old_states) {
-            copy(from + i, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
+            copy_masked(mask, from + i, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
           }
           return;
         default:
-          if (s.grad_own_h) copy(from + i, n, s.grad_own_h + row * plane + unit);
+          if (s.grad_own_h) copy_masked(mask, from + i, n, s.grad_own_h + row * plane + unit);
       }
     });
   }

@@ -83,7 +83,7 @@ struct Forward {
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
-                     step_inputs = contiguous_or_none(d.step_inputs), reset = rows_of_reset(d);
+                     step_inputs = contiguous_or_none(d.step_inputs), reset = contiguous_or_none(d.reset);
     const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
@@ -94,11 +94,6 @@ struct Forward {
       products = at::empty({batch, gates * hidden}, states.options());
     }
     for (const auto& [first_row, n] : sizes.steps(d.reverse)) {
-      if (reset.defined() && h.is_cpu()) {
-        const at::Tensor of_step = reset.narrow(0, first_row, n);
-        for (const at::Tensor& x : {first_rows(h, n), first_rows(states, n)})
-          x.copy_(apply_reset(x, of_step));
-      }
       at::Tensor product;
       if (shape.recurrent) {
         const at::Tensor h_rows = first_rows(h, n);
@@ -155,7 +150,7 @@ struct Forward {
       }
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(aligned(d.step_inputs));
-      reset.push_back(rows_of_reset(d));
+      reset.push_back(contiguous_or_none(d.reset));
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;

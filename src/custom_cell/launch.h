@@ -122,22 +122,13 @@ struct Rows {
 // `count` rows of y become what those of x keep after their resets. y may be x.
 inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
   const int64_t hidden = x.of.size(1);
-  if (x.of.is_cpu()) {
-    const auto rows = [&](const Rows& r) { return r.of.narrow(0, r.first, count); };
-    rows(y).copy_(apply_reset(rows(x), rows(resets)));
-    return;
-  }
-#ifdef LLTM_EXT_WITH_CUDA
   launch("mask_rows", x.of, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    if constexpr (sizeof...(stream) > 0) {
-      const MaskRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
-                                              resets_from<T>(resets.of, resets.first),
-                                              mutable_pointer<T>(y.of) + y.first * hidden};
-      return mask_rows(arguments, stream...);
-    }
+    const MaskRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
+                                            resets_from<T>(resets.of, resets.first),
+                                            mutable_pointer<T>(y.of) + y.first * hidden};
+    return mask_rows(arguments, stream...);
   });
-#endif
 }
 
 // The sum of the rows of x [rows, columns], in the type T of `like`.

@@ -4,9 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -82,20 +79,11 @@ const T* rows_from(const at::Tensor& x, int64_t row) {
 
 inline bool is_bool(const at::Tensor& x) { return x.defined() && x.scalar_type() == at::kBool; }
 
-// The resets from `row` on, for kernels; the CPU's kernels take none.
+// The resets from `row` on.
 template <typename T>
 Resets<acc_t<T>> resets_from(const at::Tensor& reset, int64_t row) {
-  if (!reset.defined() || reset.is_cpu()) return {};
+  if (!reset.defined()) return {};
   return Resets<acc_t<T>>{pointer<void>(reset), is_bool(reset)}.from(row);
-}
-
-// What each row of x [..., rows, H] keeps after its reset [rows], bool or a number. A row that keeps nothing
-// becomes 0, even if it has an infinity or NaN.
-inline at::Tensor apply_reset(const at::Tensor& x, const at::Tensor& reset) {
-  const at::Tensor lost = reset.unsqueeze(-1);
-  if (is_bool(reset)) return at::where(lost, at::zeros({}, x.options()), x);
-  const at::Tensor share = at::ones({}, reset.options()) - lost;
-  return at::where(share.to(at::kBool), at::mul(x, share), at::zeros({}, reset.options()));
 }
 
 inline at::Tensor in_float32(const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
@@ -105,12 +93,6 @@ inline at::Tensor contiguous_or_none(const at::Tensor& x) { return x.defined() ?
 // values = x, or zeros if x is undefined.
 inline void set_values(const at::Tensor& values, const at::Tensor& x) {
   x.defined() ? values.copy_(x) : values.zero_();
-}
-
-// The resets of all rows, contiguous; on the CPU [N].
-inline at::Tensor rows_of_reset(const Direction& d) {
-  const at::Tensor rows = contiguous_or_none(d.reset);
-  return rows.defined() && rows.is_cpu() ? rows.view({rows.numel()}) : rows;
 }
 
 }  // namespace lltm_ext

@@ -15,13 +15,13 @@
 
 #include "cells.h"
 #include "cuda_on_cpu.h"
-#include "recurrence/without_product/backward.cuh"
-#include "recurrence/without_product/forward.cuh"
 #include "recurrence/persistent/backward.cuh"
 #include "recurrence/persistent/forward.cuh"
 #include "recurrence/plan.h"
-#include "recurrence/stepwise/small_batch.cuh"
 #include "recurrence/stepwise/single_step.cuh"
+#include "recurrence/stepwise/small_batch.cuh"
+#include "recurrence/without_product/backward.cuh"
+#include "recurrence/without_product/forward.cuh"
 
 namespace lltm_ext {
 namespace {
@@ -414,7 +414,8 @@ class Kernels {
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentForward>(arguments);
     } else if constexpr (kVariant == kSmallBatchSteps) {
-      for (int step = 0; step < c_.length; ++step) launch_small_batch<SmallBatchForward<Cell>>(arguments, step);
+      for (int step = 0; step < c_.length; ++step)
+        launch_small_batch<SmallBatchForward<Cell>>(arguments, step);
     } else if constexpr (kVariant == kSingleStep) {
       c_.batch == 1 ? launch_single_step<SingleStepByThreads<Cell, T, 1>>()
                     : launch_single_step<SingleStepByThreads<Cell, T, 8>>();
@@ -642,7 +643,7 @@ std::string name_of(const Case& c, int variant, const char* resets) {
                            : std::is_same_v<T, __half> ? "float16"
                                                        : "bfloat16";
   const std::string kernel = variant == kIndependent               ? ""
-                             : variant == kSmallBatchSteps            ? " few rows"
+                             : variant == kSmallBatchSteps         ? " few rows"
                              : variant == kSingleStep              ? " single step"
                              : variant == kSingleStepOnTensorCores ? " single step on tensor cores"
                                                                    : " variant " + std::to_string(variant);

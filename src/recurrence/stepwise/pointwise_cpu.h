@@ -21,6 +21,7 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
+  const A mask = s.resets.mask(row);        // 0 also of NaN and infinities
   const auto saved_at = [&](int v) -> T* {  // null if v is not to be saved
     if (v < kGates) return s.saved.data ? &s.saved.at(row, v, unit) : nullptr;
     return s.extra ? s.extra + (row * kExtra + v - kGates) * s.hidden + unit : nullptr;
@@ -30,16 +31,16 @@ void step_block(const StepForwardArguments<T, C>& s, int64_t row, int64_t unit, 
   A* saved[kSaved];
   for (int g = 0; g < kGates; ++g) {
     gates[g] = source(&s.gates.at(row, g, unit), buffers[g], n);
-    products[g] = s.product ? s.product + (row * kGates + g) * s.hidden + unit : kZeros<A>;
+    products[g] = s.product && mask != 0 ? s.product + (row * kGates + g) * s.hidden + unit : kZeros<A>;
   }
   for (int v = 0; v < kSaved; ++v) saved[v] = saved_at(v) ? target(saved_at(v), buffers[v]) : buffers[v];
-  const A* old_c = source(s.old_states + at, c_buffer, n);
+  const A* old_c = mask != 0 ? source(s.old_states + at, c_buffer, n) : kZeros<A>;
   A *new_c = target(s.new_states + at, c_buffer), *h = target(s.h + at, h_buffer);
   LLTM_STEP_INDEPENDENT
   for (int i = 0; i < n; ++i) {
     CellInputs<Cell, ValueOf<T>> in;
-    ValueOf<T> y[kSaved], c[1] = {old_c[i]};
-    for (int g = 0; g < kGates; ++g) in.x[g] = gates[g][i] + products[g][i];
+    ValueOf<T> y[kSaved], c[1] = {mask * old_c[i]};
+    for (int g = 0; g < kGates; ++g) in.x[g] = gates[g][i] + mask * products[g][i];
     h[i] = Cell::template forward<MathOf<T>>(in, c, y);
     new_c[i] = c[0];
     for (int v = 0; v < kSaved; ++v) saved[v][i] = y[v];
@@ -58,6 +59,7 @@ void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_
   constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved, kExtra = kSaved - kGates;
   using A = acc_t<T>;
   const int64_t at = row * s.hidden + unit;
+  const A mask = s.resets.mask(row);
   const auto gradient = [&](const auto& x, A* buffer) {
     return x.data ? strided_source(x.data + row * x.row + unit * x.unit, x.unit, buffer, n) : kZeros<A>;
   };
@@ -84,9 +86,10 @@ void step_block(const StepBackwardArguments<T, C, Extra>& s, int64_t row, int64_
     const ValueOf<T> dh = grad_h[i] + grad_output[i];
     for (int v = 0; v < kSaved; ++v) y[v] = saved[v][i];
     Cell::template backward<MathOf<T>>(y, {}, dh, dc, grads);
-    grad_old_c[i] = dc[0];
+    grad_old_c[i] = mask * dc[0];
     for (int g = 0; g < kGates; ++g) grad_gates[g][i] = grads.x[g];
   }
+  if (mask == 0) std::fill_n(grad_old_c, n, A(0));  // also where a gradient is NaN or infinite
   if (s.grad_old_states) store(grad_old_c, s.grad_old_states + at, n);
   for (int g = 0; g < kGates; ++g) {
     store(grad_gates[g], &s.grad_gates.at(row, g, unit), n);

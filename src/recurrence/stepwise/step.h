@@ -47,7 +47,7 @@ struct StepForwardArguments {
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
   const T* parameters;      // [P, H]
   const T* step_inputs;     // [B, K, H]
-  Resets<acc_t<T>> resets;  // [B]; CUDA only
+  Resets<acc_t<T>> resets;  // [B]
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
@@ -85,7 +85,7 @@ void recurrence_step(const StepForwardArguments<T, C>& step);
 template <class Cell, typename T, typename C, typename Extra>
 void recurrence_step(const StepBackwardArguments<T, C, Extra>& step);
 
-// Row b of y [B, H] becomes what row b of x keeps; y may be x. CUDA only.
+// Row b of y [B, H] becomes what row b of x keeps; y may be x.
 template <typename T>
 struct MaskRowsArguments {
   int64_t batch, hidden;
@@ -93,6 +93,15 @@ struct MaskRowsArguments {
   Resets<acc_t<T>> resets;  // [B]
   T* y;
 };
+template <typename T>
+void mask_rows(const MaskRowsArguments<T>& s) {
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const acc_t<T> mask = s.resets.mask(b);
+    for (int64_t i = b * s.hidden; i < (b + 1) * s.hidden; ++i) {
+      s.y[i] = narrow<T>(scale_by_mask(mask, widen(s.x[i])));
+    }
+  }
+}
 
 // y [columns] becomes the sum of the rows of x [rows, columns], in a fixed order. CUDA only.
 template <typename T>
