@@ -9,11 +9,16 @@ from pathlib import Path
 
 import lltm_ext
 from lltm_ext._install.bench import OPS
+from lltm_ext._version import __version__
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lltm_ext", description="Checks and measures this lltm_ext.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | selftest | bench")
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    parser = argparse.ArgumentParser(
+        "python -m lltm_ext" if is_module else "lltm-ext", description="Checks and measures this lltm_ext."
+    )
+    parser.add_argument("--version", action="version", version=f"lltm_ext {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="doctor | selftest | bench")
 
     doctor = commands.add_parser("doctor", help="reports problems and the commands that fix them")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
@@ -30,7 +35,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    options = parser()
+    args = options.parse_args(arguments)
+    if args.command is None:
+        options.print_help()
+        return 0
     if args.command == "selftest" and not hasattr(lltm_ext, "__version__"):
         importlib.reload(lltm_ext)  # it was imported without torch, for the doctor
     status: int = importlib.import_module(f"lltm_ext._install.{args.command}").main(args)

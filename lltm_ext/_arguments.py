@@ -52,12 +52,13 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
         raise RuntimeError(f"{name}: expected {argument} of layout torch.strided, got {x.layout}")
     if x.is_complex():
         raise TypeError(f"{name}: expected {argument} of a real dtype, got {dtype_name(x.dtype)}")
-    rows, meaning = input.shape[:-1], "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
-    expected, wide = f"{meaning} = {list(rows)}", x.shape == (*rows, hidden)
-    if argument != "reset":
-        expected += f" or, for each unit, {[*rows, hidden]}"
-    if x.shape != rows and not (wide and argument != "reset"):
-        raise RuntimeError(f"{name}: expected {argument} of shape {expected}, got {list(x.shape)}")
+    rows, is_reset = input.shape[:-1], argument == "reset"
+    if x.shape != rows and (is_reset or x.shape != (*rows, hidden)):
+        meaning = "[length, batch]" if input.dim() == 3 else "[rows of all steps]"
+        wide = "" if is_reset else f" or, for each unit, {[*rows, hidden]}"
+        raise RuntimeError(
+            f"{name}: expected {argument} of shape {meaning} = {list(rows)}{wide}, got {list(x.shape)}"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "

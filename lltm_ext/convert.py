@@ -6,6 +6,7 @@ class, and everything that the layer has or that refers to it stays as it is.
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 from torch import nn
@@ -36,12 +37,19 @@ def from_torch(model: Model) -> Model:
         model: a module, also a layer itself.
 
     Returns:
-        ``model``.
+        ``model``. If it has none of these layers, with a warning.
 
     Raises:
         TypeError: for anything but a module.
     """
     _check_module("from_torch", model)
+    classes = [_own_class(module) for module in model.modules()]
+    if not any(cls in FROM_TORCH or cls in TO_TORCH for cls in classes):
+        warnings.warn(
+            f"from_torch: found no nn.LSTM, nn.GRU or nn.RNN in {type(model).__name__}, so it stays as it is "
+            "(layers of a subclass stay too)",
+            stacklevel=2,
+        )
     for module in model.modules():
         if _own_class(module) in FROM_TORCH:
             _convert(module, FROM_TORCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from lltm_ext._arguments import (
 from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
+from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor
 from lltm_ext._loop import Step, compute_dtype, zero_state
@@ -251,6 +253,7 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
+            self._warn_of_unread_gates()
         self.is_compiled = False  # whether its kernels are compiled with the package
         # Done now, because torch.compile does not trace how they are made.
         self.programs = serialize(self)
@@ -311,6 +314,17 @@ class RecurrentCell:
         check_call(self, call, algorithm, reset_to)
         cell, call = resets_as_inputs(self, call) if to_initial else (self, call)
         return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
+
+    def _warn_of_unread_gates(self) -> None:
+        read = ancestors(self.derived.outputs)  # type: ignore[union-attr]
+        leaves = self.derived.leaves  # type: ignore[union-attr]
+        for i, x in enumerate(leaves["x"]):
+            if x not in read and not any(r in read for r in leaves["r"][i : i + 1]):
+                warnings.warn(
+                    f"{self.__name__}: the function reads no gate {i} of {self.gates}, so {self.__name__}'s "
+                    "weights for it do nothing",
+                    stacklevel=4,
+                )
 
     def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""

@@ -54,8 +54,8 @@ class Recurrent(CellLayer):
     def __init__(
         self,
         cell: RecurrentCell,
-        input_size: int,
-        hidden_size: int,
+        input_size: int = ...,  # type: ignore[assignment]  # needed, but Recurrent(32, 64) lacks the cell
+        hidden_size: int = ...,  # type: ignore[assignment]
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
@@ -101,7 +101,10 @@ class Recurrent(CellLayer):
                 )
                 raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
         check_reset_to(self._name, reset_to)
-        found = [self._step_input(name, inputs.get(name), input) for name in self._cell.inputs]
+        missing = [name for name in self._cell.inputs if inputs.get(name) is None]
+        if missing:
+            raise TypeError(f"{self._name}: expected {missing[0]} to be a Tensor, but it is missing")
+        found = [self._step_input(name, inputs[name], input) for name in self._cell.inputs]
         return self._forward(input, hx, Steps(found, self._resets(input, reset), reset_to))
 
     def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:

@@ -341,3 +341,9 @@ def test_anything_but_a_module_is_refused(convert):
     name = convert.__name__
     with pytest.raises(TypeError, match=f"^{name}: expected model to be a torch.nn.Module, got dict$"):
         convert({})
+
+
+def test_a_model_without_torchs_layers_is_a_warning():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="from_torch: found no nn.LSTM, nn.GRU or nn.RNN in Sequential"):
+        assert lltm_ext.from_torch(model) is model

@@ -437,6 +437,7 @@ def changes_its_argument(x, s):
     return c, (c,)
 
 
+LINEAR = torch.nn.Linear(3, 3)
 REFUSALS = {
     RuntimeError: {
         "branch": (
@@ -463,6 +464,7 @@ REFUSALS = {
         "mean": (lambda x: x[0] - x[0].mean(), "calls mean, a reduction over units"),
         "sum": (lambda x: torch.sum(x[0], -1), "calls sum, a reduction"),
         "softmax": (lambda x: torch.softmax(x[0], 0), "calls softmax, a reduction"),
+        "Linear": (lambda x: LINEAR(x[0]), "a product over units; .* of the weights with the previous h"),
         "stack": (lambda x: torch.stack([*x]), "calls stack, a reduction"),
         "cat": (lambda x: torch.cat([*x]), "calls cat, a reduction"),
         "layer_norm": (lambda x: F.layer_norm(x[0], ()), "calls layer_norm, a reduction"),
@@ -488,6 +490,10 @@ REFUSALS = {
         "conditions": (lambda x: x[0] * ((x[0] > 0) * (x[1] > 0)), "combine them by &"),
     },
     TypeError: {
+        "softmax of all": (
+            lambda x: torch.softmax(x, 0)[0],
+            "calls softmax on several values at once, a reduction",
+        ),
         "numpy": (lambda x: x[0].numpy(), "converts a tensor to NumPy.*use torch's functions"),
         "nothing": (lambda x, s: None, "got None"),
         "number": (lambda x, s: (0.5, (s.c,)), "the new h to be a tensor, got 0.5"),

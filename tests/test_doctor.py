@@ -101,7 +101,6 @@ OF_TORCH = {
     "another minor version": (torch_is("2.12.0", "13.0"), "; this is torch 2.12.0 with CUDA 13.0 "),
     "another CUDA": (torch_is("2.11.0+cu128", "12.8"), "; this is torch 2.11.0+cu128 with CUDA 12.8 "),
     "no CUDA": (torch_is("2.11.0+cpu", None), "; this is torch 2.11.0+cpu without CUDA "),
-    "another Python": (lambda site: site.record(python="cpython-39"), "Python cpython-39; this Python loads"),
     "an error": (
         torch_is("2.11.0", "13.0", "raise OSError('no')"),
         f"torch in {{site}}/torch {FAILS}OSError: no",
@@ -137,6 +136,12 @@ def test_a_torch_that_does_not_fit_or_work_is_replaced(site, broken):
     break_it, what = OF_TORCH[broken]
     break_it(site)
     assert_one_problem(site, what, INSTALL_TORCH)
+
+
+def test_the_wheel_of_another_python_is_replaced(site):
+    site.record(python="cpython-39")
+    what = "Python cpython-39; this Python loads"
+    assert_one_problem(site, what, "-m pip install --force-reinstall --no-deps lltm_ext==0.1.0")
 
 
 @needs_cc

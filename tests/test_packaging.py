@@ -80,7 +80,10 @@ def broken_compiler(home):
 def test_cuda_home_comes_first_unless_it_is_no_toolkit(search, tmp_path, make):
     make_toolkit(search.pypi)
     search.env["CUDA_HOME"] = str(make(tmp_path / "mine"))
-    assert search().home == search.pypi
+    with pytest.warns(
+        UserWarning, match=r"^CUDA_HOME \(.*mine\) is no CUDA .* toolkit; the build uses the PyPI"
+    ):
+        assert search().home == search.pypi
     search.env["CUDA_HOME"] = str(make_toolkit(tmp_path / "whole", "13.2.51"))
     assert search() == (tmp_path / "whole", "13.2.51")
 
@@ -207,6 +210,19 @@ def test_jobs_follow_cores_and_memory(tmp_path, monkeypatch, files, jobs):
         write(tmp_path / name, content)
     assert toolchain.jobs({}, tmp_path) == jobs
     assert toolchain.jobs({"MAX_JOBS": "7"}, tmp_path) == 7
+
+
+@pytest.mark.parametrize("jobs", ["many", "0", "-1", "2.5"])
+def test_a_number_of_jobs_that_is_none_is_refused(jobs):
+    with pytest.raises(toolchain.ToolchainError, match=f"MAX_JOBS must be a number of jobs, got '{jobs}'"):
+        toolchain.jobs({"MAX_JOBS": jobs})
+
+
+@pytest.mark.parametrize("architecture", ["9.x", "90", "sm_90", "Hoper"])
+def test_an_architecture_that_is_none_is_refused(search, architecture):
+    nvcc = make_toolkit(search.pypi) / "bin/nvcc"
+    with pytest.raises(toolchain.ToolchainError, match=f"TORCH_CUDA_ARCH_LIST .* got '{architecture}'"):
+        toolchain.architectures(nvcc, {"TORCH_CUDA_ARCH_LIST": f"8.0;{architecture}"})
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="compares with git, which is not here")

@@ -541,6 +541,14 @@ def test_the_cpu_refuses_persistent_algorithms(algorithm):
         everything(**changed(), algorithm=algorithm)
 
 
+def test_a_gate_that_nothing_reads_is_a_warning():
+    with pytest.warns(UserWarning, match="lonely: the function reads no gate 1 of 2"):
+
+        @lltm_ext.recurrence(gates=2)
+        def lonely(x):
+            return torch.tanh(x[0])
+
+
 class KernelsFailed(RuntimeError):
     pass
 

@@ -203,7 +203,7 @@ def test_bad_values_of_steps_are_named():
         return layer(input, **{**values, **changes})
 
     for arguments, exception, message in (
-        ({"gap": None}, TypeError, "gap to be a Tensor, got NoneType"),
+        ({"gap": None}, TypeError, "gap to be a Tensor, but it is missing"),
         ({"reset": 1}, TypeError, "reset to be a Tensor, got int"),
         ({"gaps": input}, TypeError, "the inputs gap, mask of timed, got gaps"),
         (
@@ -263,3 +263,15 @@ def test_it_exports_with_a_batch_of_any_size():
     exported = torch.export.export(layer, (make(3, 4, INPUT),), dynamic_shapes=({1: batch},)).module()
     call = Call(make(3, 7, INPUT))
     assert_all_near(call.run(exported), call.run(layer), FORWARD[DOUBLE])
+
+
+def test_a_layer_without_a_cell_names_the_cell():
+    with pytest.raises(TypeError, match="Recurrent: expected cell to be made by recurrence, got int"):
+        lltm_ext.Recurrent(32, 64)
+
+
+def test_a_missing_input_of_the_steps_is_named():
+    layer = lltm_ext.Recurrent(lltm_ext.cells.cfc, 3, 4)
+    for inputs in ({}, {"time": None}):
+        with pytest.raises(TypeError, match="Recurrent: expected time to be a Tensor, but it is missing"):
+            layer(torch.zeros(2, 1, 3), **inputs)

@@ -199,3 +199,16 @@ def test_bench_needs_what_its_extra_lists():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     listed = re.search(r"^bench = (\[.*\])$", text, re.MULTILINE)
     assert listed is not None and json.loads(listed[1]) == list(bench.NEEDED)
+
+
+def lltm_ext_command(python, *arguments):
+    done = subprocess.run([sys.executable, *python, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "python,name", [(["-m", "lltm_ext"], "python -m lltm_ext"), (["-c", CONSOLE_SCRIPT], "lltm-ext")]
+)
+def test_the_command_says_its_version_and_without_arguments_what_it_does(python, name):
+    assert lltm_ext_command(python, "--version") == f"lltm_ext {lltm_ext.__version__.partition('+')[0]}\n"
+    assert lltm_ext_command(python).startswith(f"usage: {name} ")

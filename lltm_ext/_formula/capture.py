@@ -145,11 +145,15 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
         return ""
     if func._schema.is_mutable:
         return f"{called}, which changes a tensor in place; write a = a + b instead of a += b or a.add_(b)"
-    for pattern, reason in REASONS:
-        if re.fullmatch(pattern, name):
-            return f"{called}, {reason}"
+    if reason := reason_of(name):
+        return f"{called}, {reason}"
     ops = [op for op in ATEN if hasattr(torch, op) or hasattr(F, op)]
     return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ops))}"
+
+
+def reason_of(name: str) -> str:
+    """Why an op of this name is none of a cell, if it is of one of a few kinds; else ""."""
+    return next((reason for pattern, reason in REASONS if re.fullmatch(pattern, name)), "")
 
 
 ONE_UNIT = "the function computes one hidden unit of one row"
@@ -351,9 +355,15 @@ def explained(error: BaseException) -> str:
     """The message of an error, with the reason of one that torch raises before the capture sees an op."""
     if isinstance(error, TypeError) and "to numpy" in str(error):
         return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
+    message = str(error).partition("\n")[0]
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, TypeError) and "Values" in message:  # x itself instead of x[0]
+        called = message.partition("(")[0]
+        return f"calls {called} on several values at once, {reason_of(called) or ONE_UNIT}"
     if isinstance(error, RuntimeError) and not raised_in.startswith(OWN):
-        return f"{error} ({ONE_UNIT}, on tensors without dimensions and values)"
+        name = next((word for word in ("linear", "matmul", "conv") if word in message), "")
+        reason = reason_of(name) or f"{ONE_UNIT}, on tensors without dimensions and values"
+        return f"{message} ({reason})"
     return str(error)
 
 

@@ -81,6 +81,7 @@ class Target:
         # The maps keep absolute paths out of error messages. Python's own flags may contain -g, hence -g0.
         folders = (root.parent, Path(str(self.torch.__file__)).parent.parent)
         maps = [f"-ffile-prefix-map={folder}/=" for folder in folders]
+        escaped = [flag.replace(",", r"\,") for flag in maps]  # a comma ends an option of nvcc's
         hidden = "-fvisibility=hidden"
         macros = macros + ([("LLTM_EXT_WITH_CUDA", None)] if self.cuda else [])
         if any(architecture.startswith("9.0") for architecture in self.architectures):
@@ -93,7 +94,7 @@ class Target:
             define_macros=macros,
             extra_compile_args={  # torch adds the -std that its headers need
                 "cxx": ["-O3", "-g0", hidden, *maps],
-                "nvcc": ["-O3", *(f"-Xcompiler={flag}" for flag in (hidden, *maps)), *smallest],
+                "nvcc": ["-O3", *(f"-Xcompiler={flag}" for flag in (hidden, *escaped)), *smallest],
             },
             extra_link_args=["-Wl,-s"],
         )
@@ -138,7 +139,7 @@ def module(target: Target, op: str) -> Any:
     )
     # at::parallel_for runs on one thread without -fopenmp. By -I the assembler finds the headers that modules
     # embed for the compiler at run time (common/runtime/compiler.h).
-    extension.extra_compile_args["cxx"] += ["-fopenmp", f"-Wa,-I{target.src.resolve()}"]
+    extension.extra_compile_args["cxx"] += ["-fopenmp", "-Xassembler", f"-I{target.src.resolve()}"]
     extension.extra_link_args += ["-fopenmp"]
     if target.cuda:  # PyPI's runtime has no libcudart.so, only a file of this name
         extension.libraries.remove("cudart")

@@ -66,7 +66,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             ("TORCH_TARGET_VERSION", f"0x{major:02x}{minor:02x}000000000000ULL"),
         ],
     )
-    library.extra_compile_args["cxx"] += [f"-Wa,-I{src.resolve()}"]  # build_native.module says why
+    library.extra_compile_args["cxx"] += ["-Xassembler", f"-I{src.resolve()}"]  # build_native.module says why
     # Nothing calls libtorch.so, but it loads libtorch_cuda.so if torch has it.
     library.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
     # torch's build would link more than the library needs.

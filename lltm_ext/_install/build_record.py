@@ -54,7 +54,10 @@ def check(torch: str, cuda: str | None) -> dict[str, Any]:
     """
     record = read()
     if problem := _problem(record, torch, cuda):
-        remedy = in_checkout() if is_checkout() else install_torch(record)
+        other_python = "portable" not in record and not _loads(record)
+        remedy = (
+            in_checkout() if is_checkout() else from_index(record) if other_python else install_torch(record)
+        )
         raise ImportError(
             f"lltm_ext {record['version']} was built for {built_for(record)}; {problem}. "
             f"Run: {remedy}  (or have the next import build modules that fit: export LLTM_EXT_JIT=1)"
@@ -66,12 +69,17 @@ def _problem(record: dict[str, Any], torch: str, cuda: str | None) -> str | None
     """What the modules do not fit, or None."""
     if "portable" in record:
         fits = number(minor(torch)) >= number(record["torch"])
-    elif f".{record['python']}.so" not in EXTENSION_SUFFIXES:
+    elif not _loads(record):
         return f"this Python loads *{EXTENSION_SUFFIXES[0]}"
     else:
         same_cuda = record["cuda"] is None or major(record["cuda"]) == major(cuda or "")
         fits = same_cuda and minor(record["torch"]) == minor(torch)
     return None if fits else f"this is torch {describe(torch, cuda)}"
+
+
+def _loads(record: dict[str, Any]) -> bool:
+    """Whether this Python loads native modules of a build."""
+    return f".{record['python']}.so" in EXTENSION_SUFFIXES
 
 
 def built_for(record: dict[str, Any]) -> str:
@@ -96,6 +104,12 @@ def install_torch(record: dict[str, Any]) -> str:
         return torch
     cuda = record["cuda"].replace(".", "")
     return f"{torch} --force-reinstall --index-url https://download.pytorch.org/whl/cu{cuda}"
+
+
+def from_index(record: dict[str, Any]) -> str:
+    """The command that installs the wheel of the same lltm_ext for this Python."""
+    version = record["version"].partition("+")[0]
+    return f"python -m pip install --force-reinstall --no-deps lltm_ext=={version}"
 
 
 def reinstall(record: dict[str, Any] | None = None) -> str:

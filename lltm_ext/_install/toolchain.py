@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from lltm_ext._version import TOOLKIT, major, minor, number
 
 # Code for x.y runs on x.z if z >= y: a GPU of 8.9 runs the code for 8.6.
 ARCHITECTURES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
+FAMILIES = ("Turing", "Ampere", "Ada", "Hopper", "Blackwell")  # names that torch has for some of them
 BYTES_PER_JOB = 2 * 2**30
 
 # What a toolkit must contain, and where each part can be.
@@ -112,7 +114,12 @@ def find_cuda(
         looked.append(f"{origin} ({home})")
         if os.access(home / NVCC, os.X_OK):
             try:
-                return Cuda(home, _complete(home, torch_cuda))
+                found = Cuda(home, _complete(home, torch_cuda))
+                for passed in looked[:-1]:  # the user's variables come first
+                    if passed.startswith("CUDA_"):
+                        unused = f"{passed} is no CUDA {torch_cuda} toolkit"
+                        warnings.warn(f"{unused}; the build uses {looked[-1]}", stacklevel=2)
+                return found
             except ToolchainError as error:
                 problems.append(f"{error}, found through {origin}")
     reason = problems[0] if problems else "no compiler (nvcc) was found; looked at " + ", ".join(looked)
@@ -181,6 +188,13 @@ def smallest_code(nvcc: Path) -> list[str]:
 def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     """TORCH_CUDA_ARCH_LIST, or what nvcc knows of ARCHITECTURES, with PTX of the last for later GPUs."""
     if chosen := named_architectures(env):
+        for architecture in chosen:
+            family = architecture.partition("+")[0]
+            if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", architecture) and family not in FAMILIES:
+                raise ToolchainError(
+                    "TORCH_CUDA_ARCH_LIST must name architectures such as 9.0 or Hopper, "
+                    f"got {architecture!r}. Run: unset TORCH_CUDA_ARCH_LIST"
+                )
         return chosen
     known = _known_to(nvcc)
     *usable, last = (architecture for architecture in ARCHITECTURES if architecture in known)
@@ -225,8 +239,10 @@ def _known_to(nvcc: Path) -> set[str]:
 
 def jobs(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """MAX_JOBS, or as many as fit the cores and the memory that this process may use."""
-    if env.get("MAX_JOBS"):
-        return int(env["MAX_JOBS"])
+    if chosen := env.get("MAX_JOBS"):
+        if not chosen.isdecimal() or int(chosen) == 0:
+            raise ToolchainError(f"MAX_JOBS must be a number of jobs, got {chosen!r}. Run: unset MAX_JOBS")
+        return int(chosen)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     available = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     limits = [cores, int(available[1]) * 1024 // BYTES_PER_JOB if available else 1]
