@@ -166,6 +166,8 @@ class SequenceLayer(nn.Module):
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
         if isinstance(input, PackedSequence):
+            if torch.compiler.is_compiling():  # its lengths are no part of a graph
+                torch._dynamo.graph_break()
             return self._forward_packed(input, hx, steps)
         if not isinstance(input, Tensor) or input.is_nested:
             check_tensor(self._name, "input", input)
@@ -421,7 +423,7 @@ class TorchLayer(SequenceLayer):
     def _update_flat_weights(self) -> None:
         """Does what torch's does in less time, without copying the weights to where cuDNN looks for them."""
         own = map(self._parameters.get, self._flat_weights_names)
-        if all(map(is_, own, self._flat_weights)):
+        if all(map(is_, own, self._flat_weights)) or torch.compiler.is_dynamo_compiling():
             return
         weights = [getattr(self, name, None) for name in self._flat_weights_names]
         known = zip(weights, self._flat_weight_refs, strict=True)
@@ -432,9 +434,12 @@ class TorchLayer(SequenceLayer):
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         i = layer * (2 if self.bidirectional else 1) + direction
-        if self.bias:
-            return (*self._flat_weights[4 * i : 4 * i + 4], ())
-        return (*self._flat_weights[2 * i : 2 * i + 2], None, None, ())
+        first, last = (4 * i, 4 * i + 4) if self.bias else (2 * i, 2 * i + 2)
+        if torch.compiler.is_dynamo_compiling():  # a graph may not write its own weights into the layer
+            weights = [getattr(self, name, None) for name in self._flat_weights_names[first:last]]
+        else:
+            weights = self._flat_weights[first:last]
+        return (*weights, ()) if self.bias else (*weights, None, None, ())
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         if input.dim() not in dims:
@@ -518,10 +523,9 @@ class TorchLayer(SequenceLayer):
 
 
 def leave_to_eager(function: Callable[..., Any]) -> None:
-    """Makes torch.compile call a function as it is, between two graphs, as it calls torch's layers.
+    """Makes torch.compile call a function as it is, between two graphs, if it does not inline it.
 
-    Only with ``torch._dynamo.config.allow_rnn`` does it trace a layer's ``forward``, and this call in it. A
-    torch without this private function traces all calls, which is slower.
+    A torch without this private function traces all calls, which is slower.
     """
     eval_frame = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):
@@ -529,4 +533,4 @@ def leave_to_eager(function: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-leave_to_eager(TorchLayer._call)
+leave_to_eager(SequenceLayer._forward_packed)

@@ -105,8 +105,6 @@ class LSTM(TorchLayer, nn.LSTM):
     ``proj_size`` torch's own LSTM runs. A call also takes ``reset=``, where an episode starts, and
     ``reset_to=``, as :class:`lltm_ext.LLTM` does. Float32 on CUDA follows nn.LSTM's own switches too,
     ``torch.backends.cudnn.allow_tf32``, by default True, and ``torch.backends.cudnn.rnn.fp32_precision``.
-    torch.compile refuses any nn.LSTM in fullgraph mode, including this one, unless
-    ``torch._dynamo.config.allow_rnn`` is set.
 
     Raises:
         TypeError: for a wrong dtype, also a ValueError; for an hx that is no pair, also a RuntimeError.

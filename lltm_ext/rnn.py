@@ -59,8 +59,7 @@ class GRU(SecondBiasLayer, nn.GRU):
     Its documentation gives arguments, shapes and attributes; docs/dropin.md the few differences. A call also
     takes ``reset=`` and ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.GRU's
     own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
-    ``torch.backends.cudnn.rnn.fp32_precision``. torch.compile refuses any nn.GRU in fullgraph mode, including
-    this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    ``torch.backends.cudnn.rnn.fp32_precision``.
     """
 
     _torch_class = nn.GRU
@@ -76,8 +75,7 @@ class RNN(SecondBiasLayer, nn.RNN):
     Its documentation gives arguments, shapes and attributes; docs/dropin.md the few differences. A call also
     takes ``reset=`` and ``reset_to=``, as :class:`lltm_ext.Recurrent` does. Float32 on CUDA follows nn.RNN's
     own switches too, ``torch.backends.cudnn.allow_tf32``, by default True, and
-    ``torch.backends.cudnn.rnn.fp32_precision``. torch.compile refuses any nn.RNN in fullgraph mode, including
-    this one, unless ``torch._dynamo.config.allow_rnn`` is set.
+    ``torch.backends.cudnn.rnn.fp32_precision``.
     """
 
     _torch_class = nn.RNN

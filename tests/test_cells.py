@@ -184,7 +184,3 @@ class TestModules(ModuleSuite):
             lambda make: Call(make(3, 4, INPUT)),
         ),
     }
-
-    def test_modules_compile_and_export(self, module, device, fresh_dynamo):
-        with torch._dynamo.config.patch(allow_rnn=True):
-            super().test_modules_compile_and_export(module, device, fresh_dynamo)

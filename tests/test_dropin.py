@@ -1,5 +1,6 @@
 """LSTM, GRU and RNN in the place of torch's: each habit of its users, torch's layer and ours side by side."""
 
+import copy
 import inspect
 import io
 import pickle
@@ -683,55 +684,78 @@ def test_a_wrong_dtype_is_also_a_type_error(name):
 # ---- torch.compile ---------------------------------------------------------------------------------------
 
 
-@names
-@pytest.mark.parametrize("around", [False, True], ids=["the layer", "a model"])
-def test_torch_compile_leaves_the_layer_as_it_is(name, around, fresh_dynamo):
-    """It compiles nothing of the layer, and nothing anew for another length."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    theirs, ours = taggers(name, PackedTagger)
-    model = ours if around else ours.layer
-    compiled = torch.compile(model, backend=backend, dynamic=True)
-    for lengths in ([6, 2], [4, 3], [9, 1], [5, 5], [7, 2], [8, 6], [3, 2], [10, 4], [11, 2], [12, 5]):
-        input = torch.randn(max(lengths), 2, INPUT)
-        if around:
-            assert_near(compiled(input, lengths), theirs(input, lengths), 1e-5)
-        else:
-            packed = pack_padded_sequence(input, lengths, enforce_sorted=False)
-            assert_all_near(tensors_of(compiled(packed)), tensors_of(theirs.layer(packed)), 1e-5)
-            assert_all_near(tensors_of(compiled(input)), tensors_of(theirs.layer(input)), 1e-5)
-    targets = [str(n.target) for graph in graphs for n in graph.graph.nodes]
-    assert not any("lltm_ext" in t or "lstm" in t or "gru" in t or "rnn" in t for t in targets), targets
-    if not around:
-        assert not graphs
+LENGTHS = (6, 4, 9, 5, 7, 8, 3, 10, 11, 12)
 
 
 @names
-def test_torch_compile_compiles_a_model_no_more_often_than_with_torchs_layer(name, fresh_dynamo):
-    """Once for the first length, once for all others, whatever the layer does."""
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_torch_compile_makes_one_graph_of_a_model(name, training, fresh_dynamo):
+    """Once for the first length, once for all others."""
 
     class Model(Tagger):
         def forward(self, x):
             x = torch.tanh(2 * x)
             return self.head(self.layer(x)[0])
 
-    counts = []
-    for model in taggers(name, Model):
-        torch._dynamo.reset()  # what it has learnt of the lengths
-        graphs = []
-        compiled = torch.compile(model, backend=lambda graph, _, graphs=graphs: graphs.append(graph) or graph)
-        counts.append([])
-        for length in (6, 4, 9, 5, 7, 8, 3, 10, 11, 12):
-            input = torch.randn(length, 2, INPUT)
-            assert_near(compiled(input), model(input), 1e-6)
-            counts[-1].append(len(graphs))
-    assert counts[1] == counts[0]
-    assert counts[1][0] > 0
-    assert counts[1][1] == counts[1][-1]
+    _, model = taggers(name, Model)
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    for length in LENGTHS:
+        found, expected = (function(torch.ones(length, 2, INPUT)) for function in (compiled, model))
+        assert_near(found, expected, 1e-6)
+        if training:
+            parameters = list(model.parameters())
+            gradients = [torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected)]
+            assert_all_near(*gradients, 1e-5)
+    assert len(graphs) == 2
+    assert any("custom_cell" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+@names
+def test_torch_compile_of_packed_sequences_breaks_the_graph_and_computes_the_same(name, fresh_dynamo):
+    _, model = taggers(name, PackedTagger)
+    compiled = torch.compile(model, backend="eager")
+    for lengths in ([6, 2], [4, 3], [9, 1], [5, 5], [7, 2]):
+        input = torch.randn(max(lengths), 2, INPUT)
+        assert_near(compiled(input, lengths), model(input, lengths), 1e-6)
+
+
+@names
+def test_torch_compile_still_refuses_torchs_own_layer(name, fresh_dynamo):
+    theirs, _ = pair(name)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="RNN, GRU, or LSTM"):
+        torch.compile(theirs, backend="eager", fullgraph=True)(torch.zeros(6, 4, INPUT))
+
+
+@names
+def test_an_ensemble_by_vmap_compiles(name, fresh_dynamo):
+    layers = [pair(name)[1] for _ in range(3)]
+    parameters, _ = torch.func.stack_module_state(layers)
+    base = copy.deepcopy(layers[0]).to("meta")
+    ensemble = torch.vmap(lambda p, x: torch.func.functional_call(base, p, (x,))[0], (0, None))
+    input = torch.randn(5, 2, INPUT)
+    found = torch.compile(ensemble, backend="aot_eager")(parameters, input)
+    for y, layer in zip(found, layers, strict=True):
+        assert_near(y, layer(input)[0], 1e-5)
+
+
+@names
+def test_an_exported_layer_takes_any_length(name):
+    _, layer = pair(name)
+    lengths = ({0: torch.export.Dim.DYNAMIC}, None)
+    program = torch.export.export(layer, (torch.randn(6, 4, INPUT), None), dynamic_shapes=lengths)
+    for length in LENGTHS:
+        input = torch.randn(length, 4, INPUT)
+        assert_near(program.module()(input, None)[0], layer(input)[0], 1e-6)
+
+
+def test_dynamo_that_is_imported_first_traces_the_layers_too():
+    code = (
+        "import torch, torch._dynamo, lltm_ext; layer = lltm_ext.LSTM(3, 4); "
+        "print(torch.compile(layer, backend='eager', fullgraph=True)(torch.zeros(5, 2, 3))[0].shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.Size([5, 2, 4])\n"
 
 
 @names

@@ -118,10 +118,6 @@ class TestLSTM(LayerSuite):
         peer.load_state_dict(layer.state_dict())
         return peer.train(layer.training)
 
-    def test_modules_compile_and_export(self, module, device, fresh_dynamo):
-        with torch._dynamo.config.patch(allow_rnn=True):
-            super().test_modules_compile_and_export(module, device, fresh_dynamo)
-
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_types_keep_a_long_memory(self, dtype, device):
         """A forget gate of 0.993 over 400 steps: rounded to bfloat16 it would be 0.992 or 0.996."""
@@ -206,20 +202,15 @@ class TestLSTM(LayerSuite):
         assert isinstance(layer, nn.LSTM)
         assert layer.all_weights[0][0] is layer.weight_ih_l0
 
-    @pytest.mark.xfail(
-        reason="dynamo traces no subclass of nn.LSTM into one graph unless allow_rnn is set",
-        raises=torch._dynamo.exc.Unsupported,
-    )
     def test_it_compiles_into_one_graph(self, device, fresh_dynamo):
         layer, input = self.build("three bidirectional layers", device), Make(DOUBLE, device)(6, 4, INPUT)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert_all_near(Call(input).run(compiled), Call(input).run(layer), FORWARD[DOUBLE])
 
-    def test_a_network_compiles_around_it_as_around_nn_lstm(self, device, fresh_dynamo):
-        """A graph break, and the same values and gradients."""
+    def test_a_network_compiles_with_it_into_one_graph(self, device, fresh_dynamo):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, INPUT), self.build("two layers")).to(device, DOUBLE)
-        compiled = torch.compile(network, backend="aot_eager")
+        compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
         input = Make(DOUBLE, device)(6, 4, 3)
         ours, expected = compiled(input)[0], network(input)[0]
         assert_near(ours, expected, FORWARD[DOUBLE])
