@@ -10,6 +10,7 @@ import lltm_ext
 from lltm_ext._formula.graph import OPS
 from lltm_ext._formula.text import SEPARATOR
 
+COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "where")
 # As a cell's function of two numbers; what is not here has the name of torch's function.
 FUNCTIONS = {
     "neg": lambda a, b: -a,
@@ -25,7 +26,7 @@ FUNCTIONS = {
     "abs": lambda a, b: torch.abs(a),
     **{
         name: lambda a, b, name=name: torch.where(getattr(torch, name)(a, b), 1.0, 0.0)
-        for name in ("lt", "le", "gt", "ge", "eq", "ne")
+        for name in COMPARING[:6]
     },
 }
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "logaddexp", "pow")
@@ -41,37 +42,38 @@ def function_of(op):
     return torch_function if op in BINARY else lambda a, b: torch_function(a)
 
 
-def applied(function, a, b):
-    """The function by a cell without states: a sequence of one step."""
+def applied(op, a, b):
+    """torch's function of the op by a cell without states, in a sequence of one step."""
+    function = function_of(op)
 
-    def f(x):
+    def binary(x):
         return function(x[0], x[1])
 
-    cell = lltm_ext.recurrence(gates=2, recurrent=False)(f)
-    count, dtype = a.numel(), a.dtype
-    input = torch.stack([a, b]).view(1, 2, count).repeat(1, 1, 1)
-    zeros = torch.zeros(1, count, dtype=dtype)
-    # Gate 0 of unit j is a[j], gate 1 is b[j]: the biases.
-    output, _ = cell(input.new_zeros(1, 1, 1), zeros, input.new_zeros(2 * count, 1), None, input.flatten())
+    def unary(x):
+        return function(x[0], x[0])
+
+    values = [a, b] if op in BINARY or op in COMPARING else [a]
+    cell = lltm_ext.recurrence(gates=len(values), recurrent=False)(binary if len(values) == 2 else unary)
+    # Gate 0 of unit j is a[j], gate 1 is b[j]: the biases. The projections are 0.
+    bias, count = torch.cat(values), len(a)
+    output, _ = cell(a.new_zeros(1, 1, 1), a.new_zeros(1, count), a.new_zeros(len(bias), 1), None, bias)
     return output.flatten()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", [op for op in OPS if op not in INTERNAL])
 def test_an_op_equals_torchs(op, dtype):
-    function = function_of(op)
     values = torch.tensor(ORDINARY, dtype=dtype)
     others = values.flip(0).roll(3)
-    found, expected = applied(function, values, others), function(values, others).to(dtype)
+    found, expected = applied(op, values, others), function_of(op)(values, others).to(dtype)
     tolerance = 4e-6 if dtype == torch.float32 else 1e-14
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 4, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in (*INTERNAL, "pow", "sin", "cos")])
 def test_an_op_of_special_values_equals_torchs(op):
-    function = function_of(op)
     a, b = torch.cartesian_prod(torch.tensor(SPECIAL), torch.tensor(SPECIAL)).unbind(1)
-    found, expected = applied(function, a, b), function(a, b)
+    found, expected = applied(op, a, b), function_of(op)(a, b)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
@@ -111,10 +113,13 @@ def test_more_decisions_than_one_saved_number_has():
 
 
 BAD_LISTS = {
-    "an unknown op": ("x0 twice,0 > h0,1", "expected instructions"),
+    "an unknown op": ("x0 twice,0 > h0,1", "expected one of xrhspu, got 'twice'"),
     "an argument that is none": ("x0 neg,7 > h0,1", "got '7'"),
     "an argument of a later op": ("x0 neg,2 neg,0 > h0,1", "expected arguments before neg"),
     "a result without a value": ("x0 > h0", "expected a result, got 'h0'"),
+    "a leaf that the cell lacks": ("x1 > h0,0", "got '1'"),
+    "a leaf of the backward": ("d0 > h0,0", "expected one of xrhspu, got 'd0'"),
+    "a result that it lacks": ("x0 > s0,0", "got '0'"),
 }
 
 

@@ -12,7 +12,7 @@
 namespace lltm_ext {
 namespace {
 
-constexpr size_t kMostValues = 1 << 14;
+constexpr size_t kMostWords = 1 << 14;
 
 const std::unordered_map<std::string, Formula::Op>& ops() {
   static const auto& known = *new std::unordered_map<std::string, Formula::Op>{
@@ -23,87 +23,131 @@ const std::unordered_map<std::string, Formula::Op>& ops() {
   return known;
 }
 
-// A number that is less than `end`.
-uint16_t number(const std::string& cell, std::string_view text, size_t end) {
-  size_t value = end;
-  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  TORCH_CHECK_VALUE(error == std::errc() && rest == text.data() + text.size() && value < end, cell,
-                    ": expected instructions as lltm_ext.recurrence writes them, got '", text, "'");
-  return static_cast<uint16_t>(value);
-}
+// A value of the list: a leaf, a number or an op.
+struct Value {
+  Strings words;
+  size_t last_read = 0;  // the place of the value that reads it last; that of no value, if it is a result
+  uint16_t slot = 0;
+
+  bool is_op() const { return ops().count(words[0]) > 0; }
+  bool is_bit() const { return words[0] == "bit"; }  // whose second argument is no value
+};
+
+class Reader {
+ public:
+  Reader(const std::string& cell, const CellShape& shape, bool backward, std::string_view text)
+      : cell_(cell), shape_(shape), backward_(backward) {
+    const Strings words = split(text, ' ');
+    TORCH_CHECK_VALUE(words.size() < kMostWords, cell, ": expected fewer instructions, got ", words.size());
+    size_t next = 0;
+    for (; next < words.size() && words[next] != ">"; ++next) values_.push_back({split(words[next], ',')});
+    for (size_t i = 0; i < values_.size(); ++i) {
+      for (const uint16_t a : arguments(i)) values_[a].last_read = i;
+    }
+    for (++next; next < words.size(); ++next) {
+      const Strings parts = split(words[next], ',');
+      TORCH_CHECK_VALUE(parts.size() == 2, cell, ": expected a result, got '", words[next], "'");
+      results_.push_back({parts[0], number(parts[1], values_.size())});
+      values_[results_.back().second].last_read = values_.size();
+    }
+  }
+
+  void read(Formula& formula) {
+    // All leaves and numbers are set before the first instruction, so none shares its slot with another
+    // value.
+    for (Value& value : values_) {
+      if (value.is_op()) continue;
+      value.slot = static_cast<uint16_t>(formula.slots++);
+      const std::string& word = value.words[0];
+      if (word[0] == '=') {
+        formula.constants.push_back({std::strtod(word.c_str() + 1, nullptr), value.slot});
+      } else {
+        formula.leaves.push_back(place(word, value.slot, backward_ ? "vgdpu" : "xrhspu"));
+      }
+    }
+    for (size_t i = 0; i < values_.size(); ++i) {
+      if (values_[i].is_op()) formula.code.push_back(instruction(i, formula.slots));
+    }
+    for (const auto& [name, value] : results_) {
+      formula.results.push_back(place(name, values_[value].slot, backward_ ? "xrhsp" : "hsv"));
+    }
+  }
+
+ private:
+  // A number less than `end`.
+  uint16_t number(std::string_view text, size_t end) const {
+    size_t value = end;
+    const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    TORCH_CHECK_VALUE(error == std::errc() && rest == text.data() + text.size() && value < end, cell_,
+                      ": expected instructions as lltm_ext.recurrence writes them, got '", text, "'");
+    return static_cast<uint16_t>(value);
+  }
+
+  // "x2" as 'x', 2, if x is one of `kinds`, and the cell has so many.
+  Formula::Place place(std::string_view name, uint16_t slot, std::string_view kinds) const {
+    TORCH_CHECK_VALUE(!name.empty() && kinds.find(name[0]) != std::string_view::npos, cell_,
+                      ": expected one of ", kinds, ", got '", name, "'");
+    return {name[0], number(name.substr(1), count(name[0])), slot};
+  }
+
+  size_t count(char kind) const {
+    switch (kind) {
+      case 'x':
+      case 'r':
+        return shape_.gates;
+      case 's':
+      case 'd':
+        return shape_.states;
+      case 'p':
+        return shape_.parameters;
+      case 'u':
+        return shape_.step_inputs;
+      case 'v':
+        return shape_.saved;
+      default:
+        return 1;  // h, and its gradient g
+    }
+  }
+
+  std::vector<uint16_t> arguments(size_t i) const {
+    const Value& value = values_[i];
+    const size_t count = value.is_bit() ? 2 : value.words.size();
+    std::vector<uint16_t> found;
+    for (size_t k = 1; k < count; ++k) found.push_back(number(value.words.at(k), values_.size()));
+    return found;
+  }
+
+  // The instruction of an op. Its result may take the slot of an argument that no later op reads.
+  Formula::Instruction instruction(size_t i, int& slots) {
+    Value& value = values_[i];
+    const std::vector<uint16_t> read = arguments(i);
+    for (const uint16_t a : read) {
+      TORCH_CHECK_VALUE(a < i, cell_, ": expected arguments before ", value.words[0]);
+      if (values_[a].is_op() && values_[a].last_read == i) {
+        free_.push_back(values_[a].slot);
+        values_[a].last_read = values_.size();  // freed once, also if it is read twice
+      }
+    }
+    if (free_.empty()) free_.push_back(static_cast<uint16_t>(slots++));
+    value.slot = free_.back();
+    free_.pop_back();
+    const auto slot = [&](size_t k) { return k < read.size() ? values_[read[k]].slot : uint16_t{0}; };
+    const uint16_t b = value.is_bit() ? number(value.words.at(2), 24) : slot(1);
+    return {ops().at(value.words[0]), value.slot, slot(0), b, slot(2)};
+  }
+
+  const std::string& cell_;
+  const CellShape& shape_;
+  const bool backward_;
+  std::vector<Value> values_;
+  std::vector<std::pair<std::string, uint16_t>> results_;  // names, and which values
+  std::vector<uint16_t> free_;                             // slots
+};
 
 }  // namespace
 
-Formula::Formula(const std::string& cell, std::string_view text) {
-  struct Value {
-    Strings words;
-    size_t last = 0;  // the value that reads it last
-    uint16_t slot = 0;
-  };
-  std::vector<Value> values;
-  const Strings words = split(text, ' ');
-  TORCH_CHECK_VALUE(words.size() < kMostValues, cell, ": expected fewer instructions, got ", words.size());
-  size_t next = 0;
-  for (; next < words.size() && words[next] != ">"; ++next) values.push_back({split(words[next], ',')});
-  const size_t count = values.size();
-  const auto arguments = [&](size_t i) {
-    std::vector<uint16_t> found;
-    for (size_t k = 1; k < values[i].words.size(); ++k)
-      found.push_back(number(cell, values[i].words[k], count));
-    if (values[i].words[0] == "bit") found.resize(1);
-    return found;
-  };
-  for (size_t i = 0; i < count; ++i) {
-    for (const uint16_t a : arguments(i)) values[a].last = i;
-  }
-  std::vector<std::pair<std::string, uint16_t>> named;
-  for (size_t i = next + 1; i < words.size(); ++i) {
-    const Strings parts = split(words[i], ',');
-    TORCH_CHECK_VALUE(parts.size() == 2 && parts[0].size() > 1, cell, ": expected a result, got '", words[i],
-                      "'");
-    named.push_back({parts[0], number(cell, parts[1], count)});
-    values[named.back().second].last = count;
-  }
-  std::vector<uint16_t> free;
-  const auto slot = [&] {
-    if (free.empty()) return static_cast<uint16_t>(slots++);
-    const uint16_t found = free.back();
-    free.pop_back();
-    return found;
-  };
-  const auto place = [&](const std::string& name, uint16_t of) {
-    return Place{name[0], number(cell, std::string_view(name).substr(1), 64), of};
-  };
-  // Leaves and constants are set before the first instruction, so they share no slot with others.
-  for (Value& value : values) {
-    const std::string& word = value.words[0];
-    if (ops().count(word) > 0) continue;
-    value.slot = slot();
-    if (word[0] == '=') {
-      constants.push_back({std::strtod(word.c_str() + 1, nullptr), value.slot});
-    } else {
-      leaves.push_back(place(word, value.slot));
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    Value& value = values[i];
-    const auto op = ops().find(value.words[0]);
-    if (op == ops().end()) continue;
-    const std::vector<uint16_t> read = arguments(i);
-    for (const uint16_t a : read) {
-      TORCH_CHECK_VALUE(a < i, cell, ": expected arguments before ", value.words[0]);
-      const bool computes = ops().count(values[a].words[0]) > 0;
-      if (computes && values[a].last == i) {
-        free.push_back(values[a].slot);
-        values[a].last = count + 1;  // if it is read twice
-      }
-    }
-    value.slot = slot();
-    const auto at = [&](size_t k) { return k < read.size() ? values[read[k]].slot : uint16_t{0}; };
-    code.push_back({op->second, value.slot, at(0), at(1), at(2)});
-    if (op->second == Op::k_bit) code.back().b = number(cell, value.words.at(2), 24);
-  }
-  for (const auto& [name, value] : named) results.push_back(place(name, values[value].slot));
+Formula::Formula(const std::string& cell, const CellShape& shape, bool backward, std::string_view text) {
+  Reader(cell, shape, backward, text).read(*this);
 }
 
 }  // namespace lltm_ext

@@ -77,7 +77,8 @@ class Formula {
     uint16_t number, slot;
   };
 
-  Formula(const std::string& cell, std::string_view text);
+  // Raises a ValueError for a text that is no list of this cell.
+  Formula(const std::string& cell, const CellShape& shape, bool backward, std::string_view text);
 
   std::vector<Place> leaves, results;
   std::vector<std::pair<double, uint16_t>> constants;

@@ -74,19 +74,34 @@ A rounded(A value) {
 template <typename A>
 using MathOf = std::conditional_t<std::is_same_v<A, float>, FloatMath, ExactMath>;
 
+// The memory of a thread for the slots of a formula, with the numbers in theirs. Formulas are never freed.
+template <typename A>
+class Workspace {
+ public:
+  A* of(const Formula& formula) {
+    if (&formula != formula_) {
+      memory_.resize(std::max<size_t>(memory_.size(), formula.slots * kBlock));
+      for (const auto& [value, slot] : formula.constants) {
+        std::fill_n(memory_.data() + slot * kBlock, kBlock, static_cast<A>(value));
+      }
+      formula_ = &formula;
+    }
+    return memory_.data();
+  }
+
+ private:
+  const Formula* formula_ = nullptr;
+  std::vector<A> memory_;
+};
+
 // The values of n units from unit `first` of all B * H on.
 template <typename A>
 class Block {
  public:
-  Block(const Formula& formula, A* memory, int64_t hidden)
-      : formula_(formula), memory_(memory), hidden_(hidden) {
-    for (const auto& [value, to] : formula.constants) std::fill_n(slot(to), kBlock, static_cast<A>(value));
-  }
+  Block(A* memory, int64_t hidden, int64_t first, int n, const Formula& formula)
+      : formula_(formula), memory_(memory), hidden_(hidden), first_(first), n_(n) {}
 
   A* slot(int i) const { return memory_ + i * kBlock; }
-  void set_range(int64_t first, int n) { first_ = first, n_ = n; }
-  int64_t first() const { return first_; }
-  int n() const { return n_; }
 
   // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the
   // block.
@@ -126,8 +141,8 @@ class Block {
   const Formula& formula_;
   A* const memory_;
   const int64_t hidden_;
-  int64_t first_ = 0;
-  int n_ = 0;
+  const int64_t first_;
+  const int n_;
 };
 
 template <typename A>
@@ -266,11 +281,8 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
 template <typename A, class Step>
 void run(const Formula& formula, const CellShape& shape, const Step& step) {
   const auto blocks = [&](int64_t, int64_t first, int n) {
-    static thread_local std::vector<A> memory;
-    memory.resize(std::max<size_t>(memory.size(), formula.slots * kBlock));
-    Block<A> block(formula, memory.data(), step.hidden);
-    block.set_range(first, n);
-    run_block(formula, shape, step, block);
+    static thread_local Workspace<A> workspace;
+    run_block(formula, shape, step, Block<A>(workspace.of(formula), step.hidden, first, n, formula));
   };
   step_cpu::for_each_block<A>(1, step.batch * step.hidden, blocks);
 }

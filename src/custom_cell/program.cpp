@@ -113,7 +113,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   zeros_stay = n(9) != 0;
   if (has_formulas) {
     formulas = std::make_unique<const CellFormulas>(
-        CellFormulas{Formula(name, fields[3]), Formula(name, fields[4])});
+        CellFormulas{Formula(name, shape, /*backward=*/false, fields[3]),
+                     Formula(name, shape, /*backward=*/true, fields[4])});
   }
   TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
   TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
