@@ -12,6 +12,7 @@ if not _loader.is_module_run():  # the doctor must run where torch does not impo
     __version__: str = _loader.provide(torch)["version"]
 
     from lltm_ext import _dynamo as _dynamo
+    from lltm_ext import _flops as _flops
     from lltm_ext import cells as cells
     from lltm_ext.convert import *
     from lltm_ext.elementwise import *
