@@ -11,8 +11,8 @@ if not _loader.is_module_run():  # the doctor must run where torch does not impo
     # This comes before any module is loaded, so that a torch that does not fit gives a readable ImportError.
     __version__: str = _loader.provide(torch)["version"]
 
-    from lltm_ext import _dynamo as _dynamo
     from lltm_ext import _flops as _flops
+    from lltm_ext import _tracing as _tracing
     from lltm_ext import cells as cells
     from lltm_ext.convert import *
     from lltm_ext.elementwise import *

@@ -384,8 +384,6 @@ class TorchLayer(SequenceLayer):
         return self._call(input, hx, reset, reset_to)
 
     def _call(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
-        if not isinstance(input, (Tensor, PackedSequence)) and self._is_symbolic(input):
-            return self._as_leaf(input, hx, reset, reset_to)
         self._update_flat_weights()
         if self._is_for_torch(input):
             if reset is None:
@@ -408,17 +406,6 @@ class TorchLayer(SequenceLayer):
             or self._flat_weights[0].is_complex()
             or (type(input) is not Tensor and torch.onnx.is_in_onnx_export())
         )
-
-    def _is_symbolic(self, input: Any) -> bool:
-        from torch.fx import Proxy  # torch.fx takes long to import
-
-        return isinstance(input, Proxy) and getattr(input.tracer, "root", None) is not self
-
-    def _as_leaf(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
-        """Makes a call one node of torch.fx, which does not trace through torch's modules either."""
-        named = {} if reset is None else {"reset": reset, "reset_to": reset_to}
-        name = input.tracer.path_of_module(self)
-        return input.tracer.create_proxy("call_module", name, (input, hx), named)
 
     def _update_flat_weights(self) -> None:
         """Does what torch's does in less time, without copying the weights to where cuDNN looks for them."""

@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter counts our ops as it counts torch's."""
+"""Tools that know torch's ops take ours too: torch.utils.flop_counter and torch.fx."""
 
 import pytest
 import torch
@@ -59,3 +59,35 @@ def test_a_step_counts_its_products():
     cell, input = lltm_ext.LLTMCell(SIZE, H), torch.randn(B, SIZE, requires_grad=True)
     forward = 2 * B * 3 * H * (SIZE + H)
     assert forward_and_training(cell, input, (torch.zeros(B, H), torch.zeros(B, H))) == (forward, 3 * forward)
+
+
+MODULES = {
+    "Linear": lambda: lltm_ext.Linear(SIZE, H),
+    "ReLU": lltm_ext.ReLU,
+    "Sigmoid": lltm_ext.Sigmoid,
+    "Round": lltm_ext.Round,
+    "LLTM": lambda: lltm_ext.LLTM(SIZE, H),
+    "Recurrent": lambda: lltm_ext.Recurrent(lltm_ext.cells.ugrnn, SIZE, H, bidirectional=True),
+    "LSTM": lambda: lltm_ext.LSTM(SIZE, H),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_torch_fx_makes_a_node_of_a_module(module):
+    model, input = nn.Sequential(nn.Linear(SIZE, SIZE), MODULES[module]()), torch.randn(T, B, SIZE)
+    traced = torch.fx.symbolic_trace(model)
+    assert [(node.op, str(node.target)) for node in traced.graph.nodes][1:3] == [
+        ("call_module", "0"),
+        ("call_module", "1"),
+    ]
+    found, expected = traced(input), model(input)
+    torch.testing.assert_close(found, expected)
+
+
+def test_torch_fx_traces_through_a_module_with_a_forward_of_its_own():
+    class Doubled(lltm_ext.ReLU):
+        def forward(self, input):
+            return 2 * input
+
+    traced = torch.fx.symbolic_trace(nn.Sequential(Doubled()))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_function", "output"]
