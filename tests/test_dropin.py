@@ -749,12 +749,13 @@ def test_an_exported_layer_takes_any_length(name):
         assert_near(program.module()(input, None)[0], layer(input)[0], 1e-6)
 
 
-def test_dynamo_that_is_imported_first_traces_the_layers_too():
+def test_dynamo_that_is_imported_first_traces_the_layers_too(tmp_path):
     code = (
         "import torch, torch._dynamo, lltm_ext; layer = lltm_ext.LSTM(3, 4); "
         "print(torch.compile(layer, backend='eager', fullgraph=True)(torch.zeros(5, 2, 3))[0].shape)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "torch.Size([5, 2, 4])\n"
 
 
