@@ -499,7 +499,9 @@ def run(
             raise
     dtype = autocast_dtype(call.input)
     if dtype is not None and not cell.is_compiled:
-        return without_autocast(dtype, run, cell, call, algorithm, reset_to)
+        call = lowered(dtype, with_states(cell, call))
+        with torch.autocast(call.input.device.type, enabled=False):
+            return run(cell, call, algorithm, reset_to)
     if not kernels_check(cell, call):
         check_call(cell, with_states(cell, call), algorithm, reset_to)
     try:
@@ -532,17 +534,6 @@ def run_both(
                 raise_named(cell, call, "auto", reset_to)
             raise
     return [run(cell, call, "auto", reset_to) for call in calls]
-
-
-def without_autocast(
-    dtype: torch.dtype | None, function: Any, cell: RecurrentCell, call: SequenceCall, *options: Any
-) -> Any:
-    """Calls a function with the arguments as autocast gives them, if it is active."""
-    if dtype is None:
-        return function(cell, call, *options)
-    call = lowered(dtype, with_states(cell, call))
-    with torch.autocast(call.input.device.type, enabled=False):
-        return function(cell, call, *options)
 
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:

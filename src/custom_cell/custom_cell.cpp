@@ -43,7 +43,7 @@ variable_list run(const CellCall& call) {
   const CellOp op = op_for(call);
   check(op, call);
   return run_fitted(op, call, [&](const CellCall& fitted) {
-    if (!OneDnnLstm::takes(op, fitted.with({fitted.directions[0]}))) {
+    if (!OneDnnLstm::takes(op, fitted)) {
       return run_forward(op, fitted, /*save=*/false);
     }
     variable_list results;

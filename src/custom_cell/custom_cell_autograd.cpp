@@ -203,7 +203,7 @@ bool records(const CellCall& call) {
 
 // Whether each direction is a node of its own: on the CPU in half types, or if oneDNN's layer runs it.
 bool runs_one_by_one(const CellOp& op, const CellCall& call) {
-  return op.runs_in_float32(call.input) || OneDnnLstm::takes(op, call.with({call.directions[0]}));
+  return op.runs_in_float32(call.input) || OneDnnLstm::takes(op, call);
 }
 
 variable_list run_autograd(const CellCall& call) {

@@ -56,8 +56,9 @@ struct Forward {
     const Matmul matmul(call.input);
     for (const Direction& d : call.directions) {
       Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
+      const at::Tensor bias = d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
       out.gates = matmul
-                      .affine(flatten_rows(call.input), d.weight_ih.t(), if_defined(d.bias),
+                      .affine(flatten_rows(call.input), d.weight_ih.t(), if_defined(bias),
                               shape.wide ? at::toOpMathType(type) : type)
                       .view_symint(sizes_like_input(call.input, gates * sizes.hidden));
       if (save) out.extra = empty_like_input(call.input, extra * sizes.hidden);
@@ -198,14 +199,6 @@ std::vector<Outputs> meta_outputs(const CellShape& shape, const CellCall& call) 
   return outs;
 }
 
-// The call with the sum of two biases as its bias.
-CellCall with_one_bias(CellCall call) {
-  for (Direction& d : call.directions) {
-    if (d.bias_hh.defined()) d.bias = d.bias + d.bias_hh;
-  }
-  return call;
-}
-
 // ---- a single step
 
 bool steps_on_tensor_cores(const at::Tensor& input, const Direction& d) {
@@ -285,8 +278,7 @@ variable_list run_forward(const CellOp& op, const CellCall& call, bool save) {
     outs = meta_outputs(shape, call);
   } else {
     const KernelGuard guard(call.input);
-    const CellCall given = with_one_bias(call);
-    Forward forward{op, given, save};
+    Forward forward{op, call, save};
     forward.run();
     outs = std::move(forward.outs);
   }

@@ -22,10 +22,10 @@ namespace lltm_ext {
 struct OneDnnLstm {
   static constexpr int64_t kModeOfLstm = 2;  // the number that torch's RNN ops have for it
 
-  // Whether the layer runs this call of one direction, which has been checked.
+  // Whether the layer runs the directions of this call, which has been checked, one after the other.
   static bool takes(const CellOp& op, const CellCall& call) {
     const at::Tensor& input = call.input;
-    if (!input.is_cpu() || call.directions.size() > 1) return false;
+    if (!input.is_cpu()) return false;
     const Direction& d = call.directions[0];
     if (!op.is_compiled("lstm") || (call.algorithm != "auto" && call.algorithm != "stepwise")) return false;
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op

@@ -58,10 +58,6 @@ inline Tensor empty(IntArrayRef sizes, const TensorOptions& options) {
 inline Tensor empty_symint(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options); }
 
 inline Tensor zeros(IntArrayRef sizes, const TensorOptions& options) { return empty(sizes, options).zero_(); }
-inline Tensor ones(IntArrayRef sizes, const TensorOptions& options) {
-  return call_op<Tensor>("aten::ones", "", sizes, std::optional(options.scalar_type), std::optional<Layout>(),
-                         std::optional(options.device), std::optional(options.pinned));
-}
 
 inline Tensor empty_like(const Tensor& x, std::optional<MemoryFormat> format = std::nullopt) {
   if (format == MemoryFormat::Contiguous) return empty(x.sizes(), x.options());
@@ -78,11 +74,6 @@ inline Tensor stack(const std::vector<Tensor>& tensors) {
   return call_op<Tensor>("aten::stack", "", tensors, int64_t{0});
 }
 
-inline Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
-  return call_op<Tensor>("aten::where", "self", condition, a, b);
-}
-inline Tensor mul(const Tensor& a, const Tensor& b) { return call_op<Tensor>("aten::mul", "Tensor", a, b); }
-
 // ---- Sums and products
 
 // a - alpha * b
@@ -90,7 +81,6 @@ inline Tensor sub(const Tensor& a, const Tensor& b, double alpha) {
   return Tensor::made_by(aoti_torch_aten_subtract_Tensor, a.get(), b.get(), alpha);
 }
 inline Tensor operator+(const Tensor& a, const Tensor& b) { return sub(a, b, -1); }
-inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b, 1); }
 inline Tensor Tensor::add_(const Tensor& x) const { return copy_(*this + x); }
 
 #ifdef LLTM_EXT_WITH_CUDA
