@@ -25,7 +25,7 @@ class SequenceCall(NamedTuple):
         states: h0 and the other states, each [B, H], a single other one also [1, B, H] as a layer has it; all
             may be None for zeros.
         weight_ih, weight_hh, bias: [G*H, I]; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
-        parameters, inputs: in the cell's order; parameters [H] each, or together [P, H].
+        parameters, inputs: in the cell's order; parameters [H] each, or together [P * H].
         reset: [T, B] or None. A reset precedes its step in the order of computation.
         is_reverse: whether the last step is the first to be computed.
         bias_hh: a second bias, as nn.LSTM has it, or None.

@@ -84,7 +84,8 @@ struct Forward {
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
-                     step_inputs = contiguous_or_none(d.step_inputs), reset = contiguous_or_none(d.reset);
+                     step_inputs = step_inputs_of_units(shape, d.step_inputs, hidden),
+                     reset = contiguous_or_none(d.reset);
     const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
@@ -150,7 +151,7 @@ struct Forward {
         states_n.push_back(states0.back());
       }
       parameters.push_back(aligned(d.parameters));
-      step_inputs.push_back(aligned(d.step_inputs));
+      step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
       reset.push_back(contiguous_or_none(d.reset));
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -244,6 +245,7 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
                                                 .narrow_states = narrow,
                                                 .on_tensor_cores = steps_on_tensor_cores(input, d),
                                                 .save = save,
+                                                .shared_step_inputs = is_shared_by_units(shape, step_inputs),
                                                 .input = pointer<T>(x),
                                                 .h0 = pointer<T>(h0),
                                                 .states0 = pointer<void>(states0),

@@ -130,6 +130,13 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
 }
 
 const CellProgram& CellProgram::get(std::string_view text) {
+  // A comparison takes less time than a hash, and a model's layers mostly have one cell.
+  static thread_local const CellProgram* last = nullptr;
+  if (last && last->text == text) return *last;
+  return *(last = &known(text));
+}
+
+const CellProgram& CellProgram::known(std::string_view text) {
   static std::mutex mutex;
   static auto& programs = *new std::unordered_map<std::string_view, std::unique_ptr<const CellProgram>>();
   const std::lock_guard<std::mutex> lock(mutex);

@@ -57,6 +57,9 @@ struct CellProgram {
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;
+
+ private:
+  static const CellProgram& known(std::string_view text);
 };
 constexpr const char* kCellKernelName = "custom_cell_kernel";
 

@@ -397,6 +397,7 @@ class Kernels {
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
+                                                   /*shared_step_inputs=*/false,
                                                    kNarrowStates,
                                                    kOfBools,
                                                    weight_.data(),

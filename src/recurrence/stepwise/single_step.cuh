@@ -70,7 +70,8 @@ class SingleStepBlock {
     for (int p = 0; p < Cell::kParameters; ++p) in.parameters[p] = widen(s_.parameters[p * s_.hidden + j]);
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) {
-      in.steps[k] = widen(s_.step_inputs[(int64_t{b} * Cell::kStepInputs + k) * s_.hidden + j]);
+      const int64_t i = int64_t{b} * Cell::kStepInputs + k;
+      in.steps[k] = widen(s_.step_inputs[s_.shared_step_inputs ? i : i * s_.hidden + j]);
     }
     float states[at_least_one(Cell::kStates)], saved[at_least_one(Cell::kSaved)];
 #pragma unroll

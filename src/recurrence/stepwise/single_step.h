@@ -18,20 +18,21 @@ struct SingleStepArguments {
   int batch, hidden, input_size;
   bool narrow_states;  // whether states0 and states_n have values of T, not of acc_t<T>
   bool on_tensor_cores;
-  bool save;             // whether to leave in `gates` and `extra` what backward needs
-  const T* input;        // [B, I]
-  const T* h0;           // [B, H]
-  const void* states0;   // [S, B, H]
-  const T* weight_ih;    // [G * H, I]
-  const T* weight_hh;    // [G * H, H]
-  const T* bias;         // [G * H], or null
-  const T* bias_hh;      // [G * H] added to bias, or null
-  const T* parameters;   // [P, H]
-  const T* step_inputs;  // [B, K, H]
-  T *output, *h_n;       // [B, H] the new h, in both
-  void* states_n;        // [S, B, H]
-  T* gates;              // [B, G, H] the first G saved values, unless the cell is wide
-  T* extra;              // [B, E, H] the other saved values
+  bool save;                // whether to leave in `gates` and `extra` what backward needs
+  bool shared_step_inputs;  // whether all units share the values of the step inputs
+  const T* input;           // [B, I]
+  const T* h0;              // [B, H]
+  const void* states0;      // [S, B, H]
+  const T* weight_ih;       // [G * H, I]
+  const T* weight_hh;       // [G * H, H]
+  const T* bias;            // [G * H], or null
+  const T* bias_hh;         // [G * H] added to bias, or null
+  const T* parameters;      // [P, H]
+  const T* step_inputs;     // [B, K, H] or, shared, [B, K]
+  T *output, *h_n;          // [B, H] the new h, in both
+  void* states_n;           // [S, B, H]
+  T* gates;                 // [B, G, H] the first G saved values, unless the cell is wide
+  T* extra;                 // [B, E, H] the other saved values
 
   // Whether the operands of the products are aligned as tensor cores load them.
   LLTM_HOST_DEVICE bool has_vectors() const {
