@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
@@ -74,7 +75,11 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     if not given:  # torch.export saves no program that unbinds nothing
         return []
     if len(given) == 1:  # a view cannot be detached in place
-        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
+        if given[0] is not None:
+            return [states_n]
+        if tracing_state() is not None:  # it would record the sizes of the example
+            return [states_n.squeeze(0)]
+        return [unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
@@ -272,8 +277,10 @@ def by_loop(
     algorithm: str,
     program: str,
     bias_hh: Tensor | None = None,
+    *,
+    run: Callable[[Any, SequenceCall], Found] = run_loop,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the dispatcher op by the loop of torch's ops."""
+    """Runs the dispatcher op by the loop of torch's ops, or by another function like :func:`run_loop`."""
     cell = CELLS[program]
     declared = cell.declared
     if h0 is None:
@@ -286,7 +293,7 @@ def by_loop(
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(declared.inputs), -1))
     weights, how = (weight_ih, weight_hh, bias), (reset, batch_sizes, reverse, bias_hh)
     call = SequenceCall(input, [h0, *others], *weights, of_cell, of_steps, *how)  # type: ignore[arg-type]
-    output, (h_n, *final) = run_loop(cell, call)
+    output, (h_n, *final) = run(cell, call)
     return output, h_n, final[0] if is_one else torch.stack(final) if final else states
 
 

@@ -28,11 +28,9 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
+from lltm_ext._custom_cell import tracing_state, unsafe_view
 from lltm_ext._library import WrongDtype, WrongStates, check_tensor
 from lltm_ext.recurrence import RecurrentCell, run, run_both
-
-unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
@@ -45,7 +43,11 @@ def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
     if len(states) > 1:
         return torch.stack(list(states))
     state = states[0]
-    return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))
+    if is_fresh:
+        return state.unsqueeze_(0)
+    if tracing_state() is not None:  # it would record the sizes of the example
+        return state.unsqueeze(0)
+    return unsafe_view(state, (1, *state.shape))
 
 
 class Steps(NamedTuple):
@@ -116,8 +118,7 @@ class SequenceLayer(nn.Module):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
-        reset: Tensor | PackedSequence | None = None,
+        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         is_plain = reset is None and reset_to == "zeros"
@@ -378,7 +379,7 @@ class TorchLayer(SequenceLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
+        reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         return self._call(input, hx, reset, reset_to)
