@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
@@ -75,11 +74,7 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     if not given:  # torch.export saves no program that unbinds nothing
         return []
     if len(given) == 1:  # a view cannot be detached in place
-        if given[0] is not None:
-            return [states_n]
-        if tracing_state() is not None:  # it would record the sizes of the example
-            return [states_n.squeeze(0)]
-        return [unsafe_view(states_n, h_n.shape)]
+        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
@@ -231,14 +226,19 @@ def transformed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transformed_both(
-    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+    input: Tensor,
+    forward: Sequence[Any],
+    reverse: Sequence[Any],
+    batch_sizes: Any,
+    *how: Any,
+    op: Callable[..., tuple[Tensor, ...]] = transformed,
 ) -> list[Tensor]:
-    """Runs the op of both directions under transforms, as two calls."""
+    """Runs the op of both directions under transforms, or as another function does, as two calls."""
     both = ((forward, False), (reverse, True))
     return [
         y
         for (*tensors, bias_hh), is_reverse in both
-        for y in transformed(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
+        for y in op(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
     ]
 
 

@@ -28,9 +28,11 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
-from lltm_ext._custom_cell import tracing_state, unsafe_view
 from lltm_ext._library import WrongDtype, WrongStates, check_tensor
 from lltm_ext.recurrence import RecurrentCell, run, run_both
+
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
@@ -43,11 +45,7 @@ def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
     if len(states) > 1:
         return torch.stack(list(states))
     state = states[0]
-    if is_fresh:
-        return state.unsqueeze_(0)
-    if tracing_state() is not None:  # it would record the sizes of the example
-        return state.unsqueeze(0)
-    return unsafe_view(state, (1, *state.shape))
+    return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))
 
 
 class Steps(NamedTuple):

@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from lltm_ext._after_import import AfterImport
 from lltm_ext._arguments import SequenceCall
-from lltm_ext._custom_cell import Found, by_loop, tracing_state
+from lltm_ext._custom_cell import Found, by_loop, transformed_both, unsafe_view
 from lltm_ext._formula.text import SEPARATOR
+from lltm_ext._layers import tracing_state
 from lltm_ext._loop import compute_dtype, planes_of, run_loop, step_of
 from lltm_ext._program import CELLS
 from lltm_ext._unary import UNARY_OPS, UnaryOp
@@ -36,7 +37,7 @@ def functions() -> dict[Any, Callable[..., Any]]:
         "fake_quantize": fake_quantize,
         "lltm_cell": lltm_cell_reference,
         "custom_cell": custom_cell,
-        "custom_cell_bidirectional": custom_cell_bidirectional,
+        "custom_cell_bidirectional": functools.partial(transformed_both, op=custom_cell),
     }
     for name, op in UNARY_OPS.items():
         found |= {name: op.reference, f"{name}_": in_place(op)}
@@ -119,16 +120,6 @@ def custom_cell(input: Tensor, h0: Any, *args: Any) -> tuple[Tensor, Tensor, Ten
     return by_loop(input, h0, *args, run=scan if tracing_state() is None else run_loop)
 
 
-def custom_cell_bidirectional(
-    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
-) -> list[Tensor]:
-    return [
-        y
-        for (*tensors, bias_hh), is_reverse in ((forward, False), (reverse, True))
-        for y in custom_cell(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
-    ]
-
-
 def scan(cell: Any, call: SequenceCall) -> Found:
     """Does what :func:`lltm_ext._loop.run_loop` does by torch's scan, for padded input."""
     from torch._higher_order_ops.scan import scan_op
@@ -152,34 +143,45 @@ def scan(cell: Any, call: SequenceCall) -> Found:
     operands = (initial, of_steps, (*recurrent, *call.parameters))
     # Detached: torch prepares the derivative of each scan, and fails where a step has symbolic sizes.
     *final, output = scan_op(run_step, *([x.detach() for x in part] for part in operands))
-    return output.flip(0) if call.is_reverse else output, [
-        x.to(s.dtype) for x, s in zip(final, call.states, strict=True)
-    ]
+    final = [x.to(s.dtype) for x, s in zip(final, call.states, strict=True)]
+    return output.flip(0) if call.is_reverse else output, final
 
 
 # ---- the exporters
 
 
+def with_first_dim(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """What layers call ``unsafe_view`` for: they add or drop a first dimension of 1.
+
+    The exporter has no such op, and ``shape`` has the sizes of the example here.
+    """
+    return x.unsqueeze(0) if len(shape) > x.dim() else x.squeeze(0)
+
+
 class ByTorchsOps(TorchFunctionMode):
     """Runs the functions in the place of their ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = functions() | {unsafe_view: with_first_dim}
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        own = functions().get(getattr(function, "default", function))
+        own = self.functions.get(getattr(function, "default", function))
         if own is None:
             return function(*args, **(kwargs or {}))
         with self:
             return own(*args, **(kwargs or {}))
 
 
-def trace(original: Callable[..., Any], *args: Any) -> Any:
+def trace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with ByTorchsOps():
-        return original(*args)
+        return original(*args, **kwargs)
 
 
-def decompositions(original: Callable[..., Any], *args: Any) -> dict[Any, Callable[..., Any]]:
-    return original(*args) | functions()
+def decompositions(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return original(*args, **kwargs) | functions()
 
 
 def wrap(name: str, wrapper: Callable[..., Any], module: ModuleType) -> None:
