@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext import _portable
-from lltm_ext._library import WrongStates, check_tensor, has_tangents, ops, transforms_active
+from lltm_ext._library import WrongStates, check_tensor, is_plain, ops
 
 State = tuple[Tensor, Tensor]
 PAIR = ("h0", "c0")  # the names of the states of an LSTM
@@ -131,7 +131,7 @@ def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
     Those of torch's sum share theirs: a gradient that is scaled in place would change the other one too. A
     difference is slower, but has the rules of all transforms.
     """
-    if _portable.in_use or torch.compiler.is_compiling() or transforms_active() or has_tangents():
+    if _portable.in_use or not is_plain(bias_ih, bias_hh):
         return torch.sub(bias_ih, bias_hh, alpha=-1)
     return ops.sum_of_biases(bias_ih, bias_hh)
 

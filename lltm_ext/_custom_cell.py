@@ -228,14 +228,19 @@ def transformed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transformed_both(
-    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+    input: Tensor,
+    forward: Sequence[Any],
+    reverse: Sequence[Any],
+    batch_sizes: Any,
+    *how: Any,
+    op: Callable[..., tuple[Tensor, ...]] = transformed,
 ) -> list[Tensor]:
-    """Runs the op of both directions under transforms, as two calls."""
+    """Runs the op of both directions under transforms, or as another function does, as two calls."""
     both = ((forward, False), (reverse, True))
     return [
         y
         for (*tensors, bias_hh), is_reverse in both
-        for y in transformed(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
+        for y in op(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
     ]
 
 
@@ -274,8 +279,10 @@ def by_loop(
     algorithm: str,
     program: str,
     bias_hh: Tensor | None = None,
+    *,
+    run: Callable[[Any, SequenceCall], Found] = run_loop,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the dispatcher op by the loop of torch's ops."""
+    """Runs the dispatcher op by the loop of torch's ops, or by another function like :func:`run_loop`."""
     cell = CELLS[program]
     declared = cell.declared
     if h0 is None:
@@ -288,7 +295,7 @@ def by_loop(
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(declared.inputs), -1))
     weights, how = (weight_ih, weight_hh, bias), (reset, batch_sizes, reverse, bias_hh)
     call = SequenceCall(input, [h0, *others], *weights, of_cell, of_steps, *how)  # type: ignore[arg-type]
-    output, (h_n, *final) = run_loop(cell, call)
+    output, (h_n, *final) = run(cell, call)
     return output, h_n, final[0] if is_one else torch.stack(final) if final else states
 
 

@@ -115,8 +115,7 @@ class SequenceLayer(nn.Module):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
-        reset: Tensor | PackedSequence | None = None,
+        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         is_plain = reset is None and reset_to == "zeros"
@@ -384,7 +383,7 @@ class TorchLayer(SequenceLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
+        reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         return self._call(input, hx, reset, reset_to)

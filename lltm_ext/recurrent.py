@@ -89,7 +89,6 @@ class Recurrent(CellLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
         **inputs: Tensor | PackedSequence,
