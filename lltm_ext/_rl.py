@@ -92,9 +92,9 @@ def run_episodes(
         first = first.to(input.device)
         initial = [x.flatten(0, 1).index_select(0, first).transpose(0, 1).contiguous() for x in states]
         (found, *_), final = layer(packed, layer._as_hx(initial))
-        output = torch.zeros_like(found).index_copy(0, rows, found).view(*is_init.shape, -1)
+        output = torch.empty_like(found).index_copy_(0, rows, found).view(*is_init.shape, -1)
     placed = (
-        y.new_zeros(x.shape).flatten(0, 1).index_copy(0, last, y.transpose(0, 1)).view_as(x)
+        y.new_zeros(x.shape).flatten(0, 1).index_copy_(0, last, y.transpose(0, 1)).view_as(x)
         for x, y in zip(states, layer._as_states(final), strict=True)
     )
     return output, *placed

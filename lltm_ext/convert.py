@@ -29,7 +29,8 @@ def from_torch(model: Model) -> Model:
 
     The layers remain the same objects: parameters, buffers, hooks, parametrizations and training mode are
     kept, and an optimizer made before continues. So do :class:`torch.compile` and DistributedDataParallel
-    around the model. These layers stay as they are:
+    around the model. Recurrent modules of torchrl and sb3-contrib get a class that treats resets in less
+    time (docs/libraries.md). These layers stay as they are:
 
     - those of a subclass of torch's, which may have a forward of its own
     - those of a scripted model, whose code is fixed
