@@ -166,8 +166,6 @@ class SequenceLayer(nn.Module):
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
         if isinstance(input, PackedSequence):
-            if torch.compiler.is_compiling():  # its lengths are no part of a graph
-                torch._dynamo.graph_break()
             return self._forward_packed(input, hx, steps)
         if not isinstance(input, Tensor) or input.is_nested:
             check_tensor(self._name, "input", input)
@@ -381,6 +379,12 @@ class TorchLayer(SequenceLayer):
         reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
+        if isinstance(input, PackedSequence):
+            return self._call_packed(input, hx, reset, reset_to)
+        return self._call(input, hx, reset, reset_to)
+
+    def _call_packed(self, input: PackedSequence, hx: Any, reset: Any, reset_to: str) -> Any:
+        """Does what _call does. A compiled model's graph breaks here, and not in each function below too."""
         return self._call(input, hx, reset, reset_to)
 
     def _call(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
@@ -510,10 +514,12 @@ class TorchLayer(SequenceLayer):
 
 
 def leave_to_eager(function: Callable[..., Any]) -> None:
-    """Makes torch.compile call a function as it is, between two graphs, if it does not inline it.
+    """Makes torch.compile call a function as it is, between two graphs, as torch.compiler.disable does.
 
-    A torch without this private function traces all calls, which is slower.
+    That would import Dynamo, which takes over a second. A torch without this private function traces all
+    calls, which is slower.
     """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
@@ -521,3 +527,4 @@ def leave_to_eager(function: Callable[..., Any]) -> None:
 
 
 leave_to_eager(SequenceLayer._forward_packed)
+leave_to_eager(TorchLayer._call_packed)

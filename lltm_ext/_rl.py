@@ -31,7 +31,7 @@ class RecurrentPolicy(Adapter):
     def _process_sequence(self, features: Tensor, hx: Any, episode_starts: Tensor, lstm: Any) -> Any:
         """Takes features [B*T, I] and episode_starts [B*T]; returns output [B*T, H] and the last states."""
         batch = hx[0].shape[1]
-        if not isinstance(lstm, TorchLayer) or lstm.proj_size > 0 or episode_starts.numel() == batch:
+        if not isinstance(lstm, TorchLayer) or lstm.proj_size > 0:
             return super()._process_sequence(features, hx, episode_starts, lstm)  # type: ignore[misc]
         input = features.reshape(batch, -1, lstm.input_size).transpose(0, 1)
         output, hx = lstm(input, hx, reset=episode_starts.reshape(batch, -1).transpose(0, 1) != 0)
