@@ -449,7 +449,8 @@ class TorchLayer(SequenceLayer):
             if order is not None or self._permutes:
                 hx = self._permuted(hx, order)
             return (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        if getattr(self.check_forward_args, "__func__", None) is TorchLayer.check_forward_args:
+        own = type(self).check_forward_args  # Dynamo traces no getattr(method, "__func__", None)
+        if own is TorchLayer.check_forward_args and "check_forward_args" not in self.__dict__:
             self.check_input(input, batch_sizes)
             return None
         zeros = input.new_zeros((self._slices, batch, self.hidden_size))
