@@ -164,8 +164,6 @@ class SequenceLayer(nn.Module):
         self, input: Tensor | PackedSequence, hx: Any, steps: Steps
     ) -> tuple[Tensor | PackedSequence, Any]:
         if isinstance(input, PackedSequence):
-            if torch.compiler.is_compiling():  # its lengths are no part of a graph
-                torch._dynamo.graph_break()
             return self._forward_packed(input, hx, steps)
         if not isinstance(input, Tensor) or input.is_nested:
             check_tensor(self._name, "input", input)
@@ -386,6 +384,12 @@ class TorchLayer(SequenceLayer):
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
+        if isinstance(input, PackedSequence):
+            return self._call_packed(input, hx, reset, reset_to)
+        return self._call(input, hx, reset, reset_to)
+
+    def _call_packed(self, input: PackedSequence, hx: Any, reset: Any, reset_to: str) -> Any:
+        """Does what _call does. A compiled model's graph breaks here, and not in each function below too."""
         return self._call(input, hx, reset, reset_to)
 
     def _call(self, input: Any, hx: Any, reset: Any, reset_to: str) -> Any:
@@ -450,7 +454,8 @@ class TorchLayer(SequenceLayer):
             if order is not None or self._permutes:
                 hx = self._permuted(hx, order)
             return (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        if getattr(self.check_forward_args, "__func__", None) is TorchLayer.check_forward_args:
+        own = type(self).check_forward_args  # Dynamo traces no getattr(method, "__func__", None)
+        if own is TorchLayer.check_forward_args and "check_forward_args" not in self.__dict__:
             self.check_input(input, batch_sizes)
             return None
         zeros = input.new_zeros((self._slices, batch, self.hidden_size))
@@ -515,10 +520,12 @@ class TorchLayer(SequenceLayer):
 
 
 def leave_to_eager(function: Callable[..., Any]) -> None:
-    """Makes torch.compile call a function as it is, between two graphs, if it does not inline it.
+    """Makes torch.compile call a function as it is, between two graphs, as torch.compiler.disable does.
 
-    A torch without this private function traces all calls, which is slower.
+    That would import Dynamo, which takes over a second. A torch without this private function traces all
+    calls, which is slower.
     """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
@@ -526,3 +533,4 @@ def leave_to_eager(function: Callable[..., Any]) -> None:
 
 
 leave_to_eager(SequenceLayer._forward_packed)
+leave_to_eager(TorchLayer._call_packed)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lltm_ext._rl import Adapter, adapt, restore
 from lltm_ext.lstm import LSTM
 from lltm_ext.rnn import GRU, RNN
 
@@ -28,7 +29,8 @@ def from_torch(model: Model) -> Model:
 
     The layers remain the same objects: parameters, buffers, hooks, parametrizations and training mode are
     kept, and an optimizer made before continues. So do :class:`torch.compile` and DistributedDataParallel
-    around the model. These layers stay as they are:
+    around the model. Recurrent modules of torchrl and sb3-contrib get a class that treats resets in less
+    time (docs/libraries.md). These layers stay as they are:
 
     - those of a subclass of torch's, which may have a forward of its own
     - those of a scripted model, whose code is fixed
@@ -53,6 +55,8 @@ def from_torch(model: Model) -> Model:
     for module in model.modules():
         if _own_class(module) in FROM_TORCH:
             _convert(module, FROM_TORCH)
+        elif not is_parametrized(module):
+            adapt(module)
     return model
 
 
@@ -77,7 +81,7 @@ def to_torch(model: Model) -> Model:
     others = [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if _own_class(module) not in TO_TORCH and _needs_lltm_ext(type(module))
+        if _own_class(module) not in TO_TORCH and _needs_lltm_ext(_own_class(module))
     ]
     if others:
         raise TypeError(
@@ -86,6 +90,8 @@ def to_torch(model: Model) -> Model:
     for module in model.modules():
         if _own_class(module) in TO_TORCH:
             _convert(module, TO_TORCH)
+        elif isinstance(module, Adapter):
+            restore(module)
     return model
 
 
@@ -94,8 +100,10 @@ def _needs_lltm_ext(cls: type) -> bool:
 
 
 def _own_class(module: nn.Module) -> type:
-    """The class of a module, below the one that parametrize made for it."""
+    """The class of a module, below the one that parametrize or :func:`from_torch` made for it."""
     cls = type(module)
+    if isinstance(module, Adapter):
+        return cls.__bases__[1]
     return cls.__bases__[0] if is_parametrized(module) else cls
 
 
