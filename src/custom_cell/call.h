@@ -143,6 +143,10 @@ using BothBackwardSignature = variable_list(const c10::List<OptionalTensor>& gra
                                             at::OptionalIntArrayRef batch_sizes, string_view algorithm,
                                             string_view program, bool input_needs_grad, bool bias_needs_grad);
 
+// A tensor of such a list. The dispatcher materializes negated views among the other arguments, but not those
+// in a list of optional tensors.
+inline at::Tensor materialized(const OptionalTensor& x) { return x ? x->resolve_neg() : at::Tensor(); }
+
 // Defined in custom_cell.cpp, because it checks the lists.
 CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_direction,
                    const TensorsOfDirection& reverse_direction, at::OptionalIntArrayRef batch_sizes,

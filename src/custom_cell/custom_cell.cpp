@@ -25,7 +25,7 @@ CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_di
                 "_bidirectional: expected a direction of ", Direction::kTensors, " tensors, got ",
                 given.size());
     size_t next = 0;
-    for (at::Tensor* x : call.directions[k].tensors()) *x = or_undefined(given.get(next++));
+    for (at::Tensor* x : call.directions[k].tensors()) *x = materialized(given.get(next++));
   }
   return call;
 }
@@ -84,8 +84,11 @@ variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const
       grad_outputs.size(), " and ", saved.size());
   const CellCall call =
       cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program);
-  variable_list gradients =
-      run_backward(op_for(call), call, grad_outputs, saved, input_needs_grad, bias_needs_grad);
+  c10::List<OptionalTensor> grads;
+  for (size_t i = 0; i < grad_outputs.size(); ++i) {
+    grads.push_back(if_defined(materialized(grad_outputs.get(i))));
+  }
+  variable_list gradients = run_backward(op_for(call), call, grads, saved, input_needs_grad, bias_needs_grad);
   const size_t of_direction = gradients.size() / 2;
   if (input_needs_grad) gradients[0] = gradients[0] + gradients[of_direction];
   gradients.erase(gradients.begin() + of_direction);

@@ -116,6 +116,7 @@ class Tensor {
   bool is_nested() const { return false; }
   bool is_inference() const { return false; }
   bool is_neg() const { return false; }
+  Tensor resolve_neg() const { return call("aten::resolve_neg", ""); }
   bool is_conj() const { return false; }
   bool is_non_overlapping_and_dense() const;
   bool is_alias_of(const Tensor& other) const;
