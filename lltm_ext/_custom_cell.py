@@ -133,11 +133,14 @@ def dense(weight: Tensor, gates: int) -> Tensor:
     hidden = rows // gates
     if size in (0, hidden) or hidden % size:
         return weight
-    heads = hidden // size
+    return expand_blocks(weight, hidden // size)
+
+
+def expand_blocks(weight: Tensor, heads: int) -> Tensor:
+    size = weight.shape[1]
     blocks = weight.view(-1, heads, size, 1, size)
-    return (blocks * torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]).reshape(
-        -1, hidden
-    )
+    diagonal = torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]
+    return (blocks * diagonal).reshape(-1, heads * size)
 
 
 def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tensor:

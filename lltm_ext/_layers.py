@@ -29,6 +29,7 @@ from lltm_ext._arguments import (
     init_uniform,
 )
 from lltm_ext._library import WrongDtype, WrongStates, check_tensor
+from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell, run, run_both
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -349,6 +350,9 @@ class CellLayer(SequenceLayer):
                 f"{self._name}: expected input of shape {layout} or [length, input_size] with "
                 f"input_size = {self.input_size}, got {list(input.shape)}"
             )
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable_layer(self, CellLayer.forward)
 
     def extra_repr(self) -> str:
         names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")

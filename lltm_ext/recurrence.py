@@ -26,7 +26,7 @@ from lltm_ext._formula.declaration import Declaration, arguments_of, check_names
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_no_dtensor, check_tensor
+from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
@@ -273,14 +273,22 @@ class RecurrentCell:
         algorithm: str = "auto",
         **named: Any,
     ) -> tuple[Tensor, Any]:
-        states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
-        if reset_to != "zeros":
-            check_reset_to(self.__name__, reset_to)
-        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
-            check_call(self, call, algorithm, reset_to)
-        output, final = run(self, call, algorithm, reset_to)
+        try:
+            if not isinstance(input, Tensor):
+                check_tensor(self.__name__, "input", input)
+            states = check_states(self.__name__, hx, self.state_names)
+            parameters, inputs = (
+                self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+            )
+            if reset_to != "zeros":
+                check_reset_to(self.__name__, reset_to)
+            call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+            if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
+                check_call(self, call, algorithm, reset_to)
+            output, final = run(self, call, algorithm, reset_to)
+        except TypeError:
+            options = {"reset": reset, "reset_to": reset_to, "algorithm": algorithm}
+            return hand_over(self, input, hx, weight_ih, weight_hh, bias, **options, **named)
         return output, tuple(final) if self.states else final[0]
 
     def algorithm(
