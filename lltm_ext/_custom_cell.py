@@ -21,6 +21,7 @@ from lltm_ext._library import (
     has_tangents,
     implement,
     ops,
+    tracing_state,
     under_transforms,
     vmap_loop,
     vmap_rows,
@@ -73,6 +74,8 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     given = call.states[1:]
     if not given:  # torch.export saves no program that unbinds nothing
         return []
+    if len(given) == 1 and tracing_state() is not None:
+        return [states_n.view_as(h_n)]
     if len(given) == 1:  # a view cannot be detached in place
         return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)

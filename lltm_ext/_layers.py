@@ -28,12 +28,11 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
-from lltm_ext._library import WrongDtype, WrongStates, check_tensor
+from lltm_ext._library import WrongDtype, WrongStates, check_tensor, tracing_state
 from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell, run, run_both
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
@@ -43,7 +42,7 @@ def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
     (``h_n.detach_()``). A state that nothing else refers to, ``is_fresh``, is reshaped itself, which takes
     less time.
     """
-    if len(states) > 1:
+    if len(states) > 1 or tracing_state() is not None:  # a trace of a view would keep the example's sizes
         return torch.stack(list(states))
     state = states[0]
     return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))

@@ -21,6 +21,7 @@ from lltm_ext import _portable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 implement = torch.library.Library("lltm_ext", "IMPL").impl  # (name, function, dispatch key)
 
@@ -88,7 +89,9 @@ def takes_over(op: str, name: str, value: Any) -> bool:
 
 
 def implements_functions(value: Any) -> bool:
-    return not isinstance(value, type) and torch.overrides.has_torch_function_unary(value)
+    """Whether the value's class has ``__torch_function__``. torch's own question is also about modes."""
+    method = getattr(type(value), "__torch_function__", None)
+    return method not in (None, torch._C._disabled_torch_function_impl) and type(value) is not Tensor
 
 
 def hand_over(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

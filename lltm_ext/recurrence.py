@@ -26,7 +26,7 @@ from lltm_ext._formula.declaration import Declaration, arguments_of, check_names
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
+from lltm_ext._library import check_no_dtensor, check_tensor, hand_over, tracing_state
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
@@ -533,6 +533,7 @@ def run_both(
     """Like :func:`run` for both directions of a layer."""
     dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
     is_plain = not to_initial and (dtype is None or cell.is_compiled)
+    is_plain = is_plain and tracing_state() is None  # torch.jit.trace does not take the op's lists
     if is_plain and kernels_check(cell, *calls):
         calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:

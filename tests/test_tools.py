@@ -1,5 +1,6 @@
 """Tools that know torch's ops take ours too: torch.utils.flop_counter, torch.fx and torch.jit.script."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -162,8 +163,12 @@ def test_another_value_is_an_error_that_names_the_argument(value):
         lambda: lltm_ext.fake_quantize(value, 1, 0, 0, 1),
         lambda: lltm_ext.cells.ugrnn(value, STATE, WEIGHT, WEIGHT),
     ):
-        with pytest.raises(TypeError, match="expected input to be a Tensor, got"):
-            function()
+        for mode in (
+            contextlib.nullcontext(),
+            torch.device("cpu"),
+        ):  # a device is a mode of torch's functions
+            with mode, pytest.raises(TypeError, match="expected input to be a Tensor, got"):
+                function()
 
 
 # ---- torch.jit.script --------------------------------------------------------------------------------------
@@ -216,6 +221,15 @@ SCRIPTED = {
 @pytest.mark.parametrize("module", SCRIPTED)
 def test_torch_script(module):
     check_script(SCRIPTED[module](), torch.randn(T, B, SIZE))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "slstm", "peephole_lstm"])
+def test_a_trace_of_an_own_cell_takes_other_sizes(cell, options):
+    layer = lltm_ext.Recurrent(getattr(lltm_ext.cells, cell), SIZE, H, **options)
+    traced = torch.jit.trace(layer, torch.randn(T, B, SIZE))
+    input = torch.randn(3, 2, SIZE)
+    torch.testing.assert_close(traced(input), layer(input))
 
 
 def test_torch_script_of_random_rounding():
