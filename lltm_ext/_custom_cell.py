@@ -21,7 +21,6 @@ from lltm_ext._library import (
     has_tangents,
     implement,
     ops,
-    tracing_state,
     under_transforms,
     vmap_loop,
     vmap_rows,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
@@ -74,10 +74,12 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     given = call.states[1:]
     if not given:  # torch.export saves no program that unbinds nothing
         return []
-    if len(given) == 1 and tracing_state() is not None:
-        return [states_n.view_as(h_n)]
     if len(given) == 1:  # a view cannot be detached in place
-        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
+        if given[0] is not None:
+            return [states_n]
+        if tracing_state() is not None:  # it would record the sizes of the example
+            return [states_n.squeeze(0)]
+        return [unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 

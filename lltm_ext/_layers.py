@@ -28,11 +28,10 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
-from lltm_ext._library import WrongDtype, WrongStates, check_tensor, tracing_state
+from lltm_ext._custom_cell import tracing_state, unsafe_view
+from lltm_ext._library import WrongDtype, WrongStates, check_tensor
 from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell, run, run_both
-
-unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
@@ -42,10 +41,14 @@ def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
     (``h_n.detach_()``). A state that nothing else refers to, ``is_fresh``, is reshaped itself, which takes
     less time.
     """
-    if len(states) > 1 or tracing_state() is not None:  # a trace of a view would keep the example's sizes
+    if len(states) > 1:
         return torch.stack(list(states))
     state = states[0]
-    return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))
+    if is_fresh:
+        return state.unsqueeze_(0)
+    if tracing_state() is not None:  # it would record the sizes of the example
+        return state.unsqueeze(0)
+    return unsafe_view(state, (1, *state.shape))
 
 
 class Steps(NamedTuple):

@@ -21,7 +21,6 @@ from lltm_ext import _portable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 implement = torch.library.Library("lltm_ext", "IMPL").impl  # (name, function, dispatch key)
 

@@ -21,12 +21,12 @@ from lltm_ext._arguments import (
     check_tensors,
     dtype_name,
 )
-from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
+from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels, tracing_state
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_no_dtensor, check_tensor, hand_over, tracing_state
+from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
