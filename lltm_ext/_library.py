@@ -81,9 +81,11 @@ def takes_over(op: str, name: str, value: Any) -> bool:
 
     For others this is :func:`check_tensor`.
     """
+    if isinstance(value, Tensor) and not value.is_nested:
+        return False
     if not isinstance(value, Tensor) and implements_functions(value):
         return True
-    check_tensor(op, name, value)
+    check_tensor(op, name, value)  # raises
     return False
 
 

@@ -143,9 +143,14 @@ def lltm_cell(
     Source: the formula at the head of this module.
     """
     arguments = (input, weights, bias, old_h, old_cell)
-    for name, value in zip(("input", "weights", "bias", "old_h", "old_cell"), arguments, strict=True):
-        if not (name == "bias" and value is None) and takes_over("lltm_cell", name, value):
-            return hand_over(lltm_cell, *arguments)
+    if (
+        takes_over("lltm_cell", "input", input)
+        or takes_over("lltm_cell", "weights", weights)
+        or takes_over("lltm_cell", "old_h", old_h)
+        or takes_over("lltm_cell", "old_cell", old_cell)
+        or (bias is not None and takes_over("lltm_cell", "bias", bias))
+    ):
+        return hand_over(lltm_cell, *arguments)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)
     return _CellFunction.apply(*arguments)[:2] if has_tangents() else ops.lltm_cell(*arguments)
