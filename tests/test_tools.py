@@ -4,9 +4,11 @@ import contextlib
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
+from tooling import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -305,3 +307,18 @@ def test_torch_script_of_a_function_with_other_arguments_is_an_error():
 
     with pytest.raises(RuntimeError, match="a script can have a layer"):
         torch.jit.script(call)
+
+
+# ---- docs/tools.md -----------------------------------------------------------------------------------------
+
+
+def test_the_page_has_all_modules_and_tools():
+    table = load("tools/tool_table.py")
+    page, results = table.PAGE.read_text(), table.on_page()
+    assert list(results) == list(table.TOOLS) and f"| {' | '.join(table.COLUMNS)} |" in page
+    named = set(re.findall(r"\w+", " ".join(table.COLUMNS)))
+    modules = {name for name, x in vars(lltm_ext).items() if isinstance(x, type) and issubclass(x, nn.Module)}
+    assert modules <= named
+    for cells in results.values():
+        for cell in cells.values():
+            assert cell == "yes" or re.search(rf"^{cell}\. \w", page, re.MULTILINE)
