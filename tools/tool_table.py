@@ -365,14 +365,14 @@ REASONS = (
     (
         QUANTIZERS,
         ("LSTM", "GRU"),
-        f"{FLOATING}a quantizer finds torch's layers by their exact class. Call `lltm_ext.to_torch(model)` first, "
-        "see [the drop-in page](dropin.md#tools-that-look-for-torchs-class).",
+        f"{FLOATING}a quantizer finds torch's layers by their exact class. Call "
+        "`lltm_ext.to_torch(model)` first, see [the drop-in page](dropin.md#tools-that-look-for-torchs-class).",
     ),
     (
         QUANTIZERS,
         ("Linear",),
-        f"{FLOATING}a quantizer finds nn.Linear by its exact class. Quantize a model with nn.Linear, which loads "
-        "the same state_dict.",
+        f"{FLOATING}a quantizer finds nn.Linear by its exact class. Quantize a model with nn.Linear, "
+        "which loads the same state_dict.",
     ),
     (QUANTIZERS, None, f"{FLOATING}there is no integer kernel for it, nor for torch's RNN."),
 )
