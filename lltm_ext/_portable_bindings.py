@@ -149,7 +149,8 @@ def bypass_if_plain(is_plain: Callable[..., bool], name: str) -> Binding:
     op, call = getattr(ops, name), bypassing(name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
+        is_traced = torch._C._get_tracing_state() is not None  # torch.jit.trace records ops only
+        return op(*args, **kwargs) if is_traced or not is_plain(*args) else call(*args, **kwargs)
 
     return function
 

@@ -365,8 +365,8 @@ REASONS = (
     (
         QUANTIZERS,
         ("LSTM", "GRU"),
-        f"{FLOATING}a quantizer finds torch's layers by their exact class. Call "
-        "`lltm_ext.to_torch(model)` first, see [the drop-in page](dropin.md#tools-that-look-for-torchs-class).",
+        f"{FLOATING}a quantizer finds torch's layers by their exact class. "
+        "Call `lltm_ext.to_torch(model)` first ([drop-in page](dropin.md#tools-that-look-for-torchs-class)).",
     ),
     (
         QUANTIZERS,
