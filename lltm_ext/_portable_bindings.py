@@ -110,7 +110,8 @@ def bypassing(name: str) -> Binding:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and (require_grad(args) or require_grad(kwargs.values())):
-            record = None if torch._C._is_any_autocast_enabled() else RECORDING.get(name)
+            needs_op = torch._C._is_any_autocast_enabled() or torch._C._get_tracing_state() is not None
+            record = None if needs_op else RECORDING.get(name)
             return (record or op)(*args, **kwargs)
         return below(op, *args, **kwargs)
 
@@ -149,8 +150,7 @@ def bypass_if_plain(is_plain: Callable[..., bool], name: str) -> Binding:
     op, call = getattr(ops, name), bypassing(name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        is_traced = torch._C._get_tracing_state() is not None  # torch.jit.trace records ops only
-        return op(*args, **kwargs) if is_traced or not is_plain(*args) else call(*args, **kwargs)
+        return call(*args, **kwargs) if is_plain(*args) else op(*args, **kwargs)
 
     return function
 
