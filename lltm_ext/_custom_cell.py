@@ -142,6 +142,7 @@ def dense(weight: Tensor, gates: int) -> Tensor:
 
 
 def expand_blocks(weight: Tensor, heads: int) -> Tensor:
+    """[G*H, H] of a block-diagonal [G*H, H/heads]. torch.jit.script compiles it."""
     size = weight.shape[1]
     blocks = weight.view(-1, heads, size, 1, size)
     diagonal = torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]

@@ -96,10 +96,13 @@ def implements_functions(value: Any) -> bool:
 
 
 def hand_over(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call by the arguments that implement functions; in an except block raises again if none does."""
+    """A call by the arguments that implement functions, some of which are no tensors.
+
+    If all are tensors, the error of the except block that calls this is raised again.
+    """
     given = {name: value for name, value in kwargs.items() if value is not None}
     others = list(filter(implements_functions, torch.utils._pytree.tree_leaves((args, given))))
-    if not others:
+    if all(isinstance(x, Tensor) for x in others):
         raise
     return torch.overrides.handle_torch_function(function, others, *args, **given)
 
@@ -131,8 +134,12 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def scripts_as_op(function: Function) -> Function:
-    """Makes torch.jit.script call the op of this name. It takes the function's arguments except ``out``."""
-    torch.jit._builtins._register_builtin(function, f"lltm_ext::{function.__name__}")
+    """Makes torch.jit.script call the op of this name. It takes the function's arguments except ``out``.
+
+    A torch without this private table refuses to script the function.
+    """
+    table: dict[int, str] = getattr(torch.jit._builtins, "_get_builtin_table", dict)()
+    table[id(function)] = f"lltm_ext::{function.__name__}"
     return function
 
 

@@ -157,6 +157,16 @@ def test_a_type_with_torch_function_gets_the_call():
     assert function is cell and types == (Recorder,) and args[2] is x and kwargs["algorithm"] == "stepwise"
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_an_error_with_a_subclass_of_tensor_is_that_of_a_tensor():
+    x = torch.ones(T, B, H).as_subclass(Subclass)
+    with pytest.raises(TypeError, match="expected weight_ih of dtype float32, got float64"):
+        lltm_ext.cells.ugrnn(x, STATE, WEIGHT.double(), WEIGHT)
+
+
 @pytest.mark.parametrize("value", [None, 3, "x", torch.Tensor])
 def test_another_value_is_an_error_that_names_the_argument(value):
     for function in (
