@@ -28,7 +28,8 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
-from lltm_ext._custom_cell import tracing_state, unsafe_view
+from lltm_ext._custom_cell import tracing_state as tracing_state
+from lltm_ext._custom_cell import unsafe_view
 from lltm_ext._library import WrongDtype, WrongStates, check_tensor
 from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell, run, run_both
