@@ -12,6 +12,7 @@ if not _loader.is_module_run():  # the doctor must run where torch does not impo
     __version__: str = _loader.provide(torch)["version"]
 
     from lltm_ext import _flops as _flops
+    from lltm_ext import _onnx as _onnx
     from lltm_ext import _tracing as _tracing
     from lltm_ext import cells as cells
     from lltm_ext.convert import *

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext import _portable
-from lltm_ext._library import WrongStates, check_tensor, has_tangents, ops, transforms_active
+from lltm_ext._library import WrongStates, check_tensor, is_plain, ops
 
 State = tuple[Tensor, Tensor]
 PAIR = ("h0", "c0")  # the names of the states of an LSTM
@@ -25,7 +25,7 @@ class SequenceCall(NamedTuple):
         states: h0 and the other states, each [B, H], a single other one also [1, B, H] as a layer has it; all
             may be None for zeros.
         weight_ih, weight_hh, bias: [G*H, I]; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
-        parameters, inputs: in the cell's order; parameters [H] each, or together [P, H].
+        parameters, inputs: in the cell's order; parameters [H] each, or together [P * H].
         reset: [T, B] or None. A reset precedes its step in the order of computation.
         is_reverse: whether the last step is the first to be computed.
         bias_hh: a second bias, as nn.LSTM has it, or None.
@@ -131,7 +131,7 @@ def sum_of_biases(bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
     Those of torch's sum share theirs: a gradient that is scaled in place would change the other one too. A
     difference is slower, but has the rules of all transforms.
     """
-    if _portable.in_use or torch.compiler.is_compiling() or transforms_active() or has_tangents():
+    if _portable.in_use or not is_plain(bias_ih, bias_hh):
         return torch.sub(bias_ih, bias_hh, alpha=-1)
     return ops.sum_of_biases(bias_ih, bias_hh)
 

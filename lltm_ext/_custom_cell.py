@@ -110,7 +110,7 @@ def op_arguments(cell: RecurrentCell | ResetsToInitial, call: SequenceCall) -> t
         weight_ih,
         weight_hh,
         bias,
-        stacked(parameters) if len(parameters) > 0 else None,
+        parameters if isinstance(parameters, Tensor) else stacked(parameters) if parameters else None,
         step_inputs_of(inputs, input, weight_ih.shape[0] // cell.gates) if inputs else None,
         reset,
     )
@@ -126,9 +126,7 @@ def states_of(states: Sequence[Tensor | None], input: Tensor) -> Tensor | None:
     return torch.stack(given)
 
 
-def stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor:
-    if isinstance(tensors, Tensor):
-        return tensors
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
@@ -150,8 +148,12 @@ def expand_blocks(weight: Tensor, heads: int) -> Tensor:
 
 
 def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tensor:
-    """The inputs of the steps, each for every unit."""
-    planes = (x.detach().to(input.dtype) for x in inputs)
+    """The inputs of the steps: [..., K * H], or [..., K] if all units share each."""
+    planes = [
+        x if x.dtype == input.dtype and not x.requires_grad else x.detach().to(input.dtype) for x in inputs
+    ]
+    if all(x.dim() < input.dim() for x in planes):
+        return planes[0].unsqueeze(-1) if len(planes) == 1 else torch.stack(planes, -1)
     return torch.cat(
         [x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden) for x in planes], -1
     )
@@ -235,14 +237,19 @@ def transformed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transformed_both(
-    input: Tensor, forward: Sequence[Any], reverse: Sequence[Any], batch_sizes: Any, *how: Any
+    input: Tensor,
+    forward: Sequence[Any],
+    reverse: Sequence[Any],
+    batch_sizes: Any,
+    *how: Any,
+    op: Callable[..., tuple[Tensor, ...]] = transformed,
 ) -> list[Tensor]:
-    """Runs the op of both directions under transforms, as two calls."""
+    """Runs the op of both directions under transforms, or as another function does, as two calls."""
     both = ((forward, False), (reverse, True))
     return [
         y
         for (*tensors, bias_hh), is_reverse in both
-        for y in transformed(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
+        for y in op(input, *tensors, batch_sizes, is_reverse, *how, bias_hh)
     ]
 
 
@@ -281,8 +288,10 @@ def by_loop(
     algorithm: str,
     program: str,
     bias_hh: Tensor | None = None,
+    *,
+    run: Callable[[Any, SequenceCall], Found] = run_loop,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the dispatcher op by the loop of torch's ops."""
+    """Runs the dispatcher op by the loop of torch's ops, or by another function like :func:`run_loop`."""
     cell = CELLS[program]
     declared = cell.declared
     if h0 is None:
@@ -291,11 +300,11 @@ def by_loop(
     if states is None:
         states = h0.new_zeros((len(declared.states), *h0.shape))
     others = [states] if is_one else list(states.unbind(0))
-    of_cell = [] if parameters is None else list(parameters.unbind(0))
+    of_cell = [] if parameters is None else list(parameters.view(len(declared.parameters), -1).unbind(0))
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(declared.inputs), -1))
     weights, how = (weight_ih, weight_hh, bias), (reset, batch_sizes, reverse, bias_hh)
     call = SequenceCall(input, [h0, *others], *weights, of_cell, of_steps, *how)  # type: ignore[arg-type]
-    output, (h_n, *final) = run_loop(cell, call)
+    output, (h_n, *final) = run(cell, call)
     return output, h_n, final[0] if is_one else torch.stack(final) if final else states
 
 

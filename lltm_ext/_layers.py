@@ -77,7 +77,6 @@ class SequenceLayer(nn.Module):
     bidirectional: bool
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
-    _returns_fresh_states: bool = False  # whether nothing else refers to the final states of the cell
     _permutes: bool = False  # whether a subclass must see each permutation of states, even None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
@@ -120,8 +119,7 @@ class SequenceLayer(nn.Module):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
-        reset: Tensor | PackedSequence | None = None,
+        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         is_plain = reset is None and reset_to == "zeros"
@@ -255,7 +253,9 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
-        is_fresh, cell = self._returns_fresh_states and steps.resets[0] is None, self._cell
+        cell = self._cell
+        # The op's own results, which nothing else refers to, and not slices of one.
+        is_fresh = len(cell.state_names) <= 2 and steps.reset_to == "zeros"
         none = (None,) * len(cell.state_names)
         if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
             given: Sequence[Tensor | None] = none
@@ -267,7 +267,7 @@ class SequenceLayer(nn.Module):
         slices = self._slices
         initial: Sequence[Sequence[Tensor | None]] = [none] * slices
         if states is not None:
-            initial = [[x[i] for x in states] for i in range(slices)]
+            initial = list(zip(*(x.unbind(0) for x in states), strict=True))
         final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
         for layer in range(self.num_layers):
             of_layer = initial[len(final) : len(final) + self._directions]
@@ -341,10 +341,15 @@ class CellLayer(SequenceLayer):
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
-        weight_ih, weight_hh, bias = (
-            getattr(self, name + end, None) for name in ("weight_ih", "weight_hh", "bias")
-        )
+        weight_ih, weight_hh, bias = [
+            self._parameter(name + end) for name in ("weight_ih", "weight_hh", "bias")
+        ]
         return weight_ih, weight_hh, bias, None, ()
+
+    def _parameter(self, name: str) -> Any:
+        # nn.Module.__getattr__ takes a microsecond. It serves parametrizations and what is None.
+        found = self._parameters.get(name)
+        return getattr(self, name, None) if found is None else found
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
         if input.dim() not in dims or input.shape[-1] != self.input_size:
@@ -385,7 +390,7 @@ class TorchLayer(SequenceLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        reset: Tensor | PackedSequence | None = None,  # positional: torch.onnx passes defaults by position
+        reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
     ) -> tuple[Tensor | PackedSequence, Any]:
         return self._call(input, hx, reset, reset_to)

@@ -33,34 +33,62 @@ def run_loop(
         to_initial: whether ``reset`` leads to the initial states instead of to zeros.
     """
     input, states, weight_ih, weight_hh, _, parameters, inputs, reset, batch_sizes, is_reverse, _ = call
-    bias = one_bias(call.bias, call.bias_hh)
     compute = compute_dtype(input.dtype)
-    hidden = states[0].shape[1]
-    product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)
-    parameters = [x.to(compute) for x in parameters]
 
     def of_steps(x: Tensor) -> Sequence[Tensor]:
         """Splits x into [rows, width] of each step."""
         x = x if x.dim() == input.dim() else x.unsqueeze(-1)
         return x.unbind(0) if batch_sizes is None else x.split(batch_sizes)
 
-    wide_bias = None if bias is None else bias.to(compute)
-    planes_of_steps = of_steps(F.linear(input.to(compute), weight_ih.to(compute), wide_bias))
+    planes_of_steps = of_steps(planes_of(call))
     inputs_of_steps = [of_steps(x.to(compute)) for x in inputs]
     reset_of_steps = None if reset is None else of_steps(reset)
 
-    initial = current = [x.to(compute) for x in states]
-    step = cell.step_like(initial[0])
+    current = [x.to(compute) for x in states]
+    step = step_of(cell, call, to_initial)
     outputs: list[Tensor] = []
     order = range(len(planes_of_steps))
     for t in reversed(order) if is_reverse else order:
-        planes, products = planes_of_steps[t], None
-        h, *others = (first_rows(x, planes.shape[0]) for x in current)
-        if reset_of_steps is not None:
+        of_step = [u[t] for u in inputs_of_steps]
+        reset_of_step = None if reset_of_steps is None else reset_of_steps[t]
+        output, new = step(planes_of_steps[t], current, of_step, reset_of_step)
+        outputs.append(output)
+        current = [with_first_rows(old, s) for old, s in zip(current, new, strict=True)]
+
+    final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]
+    if not outputs:
+        used = (input, weight_ih, weight_hh, one_bias(call.bias, call.bias_hh), *parameters)
+        return no_steps(input, states[0], used), final
+    outputs = outputs[::-1] if is_reverse else outputs
+    return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), final
+
+
+def planes_of(call: SequenceCall) -> Tensor:
+    """The product of the input of all steps with weight_ih, plus the bias."""
+    compute, bias = compute_dtype(call.input.dtype), one_bias(call.bias, call.bias_hh)
+    wide_bias = None if bias is None else bias.to(compute)
+    return F.linear(call.input.to(compute), call.weight_ih.to(compute), wide_bias)
+
+
+def step_of(
+    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
+) -> Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], Tensor | None], tuple[Tensor, list[Tensor]]]:
+    """Returns a step of a call: (planes, states, step inputs, reset) -> (output, new states)."""
+    compute = compute_dtype(call.input.dtype)
+    hidden = call.states[0].shape[1]
+    product = None if call.weight_hh is None else product_with(call.weight_hh.to(compute), hidden)
+    parameters = [x.to(compute) for x in call.parameters]
+    initial = [x.to(compute) for x in call.states]
+    step = cell.step_like(initial[0])
+
+    def run_step(
+        planes: Tensor, states: Sequence[Tensor], inputs: Sequence[Tensor], reset: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        products = None
+        h, *others = (first_rows(x, planes.shape[0]) for x in states)
+        if reset is not None:
             reset_to = [first_rows(x, planes.shape[0]) if to_initial else None for x in initial]
-            h, *others = (
-                apply_reset(x, reset_of_steps[t], x0) for x, x0 in zip((h, *others), reset_to, strict=True)
-            )
+            h, *others = (apply_reset(x, reset, x0) for x, x0 in zip((h, *others), reset_to, strict=True))
         if product is not None and cell.separate:
             products = product(None, h)
         elif product is not None:
@@ -68,18 +96,12 @@ def run_loop(
         x, r = (
             () if y is None else y.unflatten(1, (cell.gates, hidden)).unbind(1) for y in (planes, products)
         )
-        of_step = [u[t] for u in inputs_of_steps]
-        new_h, *new_states = step({"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": of_step})
-        new = [like(new_h, h).to(input.dtype), *(like(s, h) for s in new_states)]
-        outputs.append(new[cell.declared.output_state + 1].to(input.dtype))
-        current = [with_first_rows(old, s.to(compute)) for old, s in zip(current, new, strict=True)]
+        new_h, *new_states = step({"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": inputs})
+        new = [like(new_h, h).to(call.input.dtype), *(like(s, h) for s in new_states)]
+        output = new[cell.declared.output_state + 1].to(call.input.dtype)
+        return output, [s.to(compute) for s in new]
 
-    final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]
-    if not outputs:
-        used = (input, weight_ih, weight_hh, bias, *parameters)
-        return no_steps(input, states[0], used), final
-    outputs = outputs[::-1] if is_reverse else outputs
-    return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), final
+    return run_step
 
 
 def reference(

@@ -360,7 +360,6 @@ class LLTM(CellLayer):
     """
 
     _cell = cells.lltm
-    _returns_fresh_states = True
 
 
 under_transforms("lltm_cell", lambda *args: _CellFunction.apply(*args)[:2])

@@ -117,7 +117,6 @@ class LSTM(TorchLayer, nn.LSTM):
     """
 
     _cell = cells.lstm
-    _returns_fresh_states = True
     _torch_class = nn.LSTM
 
     def _run(self, input: Tensor, *arguments: Any) -> tuple[Tensor, Sequence[Tensor]]:

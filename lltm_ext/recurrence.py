@@ -409,13 +409,14 @@ class RecurrentCell:
         rows = self.gates * hidden_size
         weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
         named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
-        named |= {u: zeros(1, batch).detach() for u in self.inputs}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
-        flags = torch.zeros(1, batch, dtype=torch.bool, device=device) if reset else None
-        one_step = (zeros(1, batch, 8), hx if self.states else hx[0], *weights)
-        output, _ = self(*one_step, reset=flags, reset_to=reset_to, **named)
-        if self.differentiable:
-            output.sum().backward()
+        for length in (1, 2):  # a single step has a kernel of its own
+            named |= {u: zeros(length, batch).detach() for u in self.inputs}
+            flags = torch.zeros(length, batch, dtype=torch.bool, device=device) if reset else None
+            steps = (zeros(length, batch, 8), hx if self.states else hx[0], *weights)
+            output, _ = self(*steps, reset=flags, reset_to=reset_to, **named)
+            if self.differentiable:
+                output.sum().backward()
 
     def gradcheck(self, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> bool:
         """Compares the gradients with finite differences, in float64; returns True or raises an error.
@@ -578,17 +579,16 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     if cell.function is None or not isinstance(input, Tensor) or not isinstance(calls[0].weight_ih, Tensor):
         return False
     dtypes = (input.dtype, compute_dtype(input.dtype))
-    return all(
-        (call.weight_hh is None or cell.recurrent)
-        and all(x is None or x.dtype in dtypes for x in call.states[1:])
-        and all(isinstance(x, Tensor) and x.dtype == input.dtype for x in parameters_of(call))
-        for call in calls
-    )
-
-
-def parameters_of(call: SequenceCall) -> Sequence[Any]:
-    """Each parameter of a call, or the tensor that has all of them."""
-    return (call.parameters,) if isinstance(call.parameters, Tensor) else call.parameters
+    for call in calls:
+        if call.weight_hh is not None and not cell.recurrent:
+            return False
+        for x in call.states[1:]:
+            if x is not None and x.dtype not in dtypes:
+                return False
+        for x in () if isinstance(call.parameters, Tensor) else call.parameters:
+            if not isinstance(x, Tensor) or x.dtype != input.dtype:
+                return False
+    return True
 
 
 def autocast_dtype(input: Any) -> torch.dtype | None:
@@ -606,10 +606,13 @@ def lowered(dtype: torch.dtype, call: SequenceCall) -> SequenceCall:
         return x.to(dtype) if lowers else x
 
     h0, *others = call.states
+    parameters = call.parameters
     names = ("input", "weight_ih", "weight_hh", "bias", "bias_hh")
     return call._replace(
         states=[to(dtype, h0), *(to(torch.float32, x) for x in others)],
-        parameters=[to(dtype, x) for x in call.parameters],
+        parameters=to(dtype, parameters)
+        if isinstance(parameters, Tensor)
+        else [to(dtype, x) for x in parameters],
         **{name: to(dtype, getattr(call, name)) for name in names},
     )
 
@@ -644,6 +647,8 @@ def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to
         raise TypeError(f"{name}: expected weight_hh to be None, because the cell has no recurrent product")
     tensors = {"weight_ih": weight_ih} | ({"weight_hh": weight_hh} if cell.recurrent else {})
     tensors |= {name: x for name, x in (("bias", bias), ("bias_hh", bias_hh)) if x is not None}
+    if isinstance(parameters, Tensor):
+        parameters = parameters.chunk(len(cell.parameters))
     tensors |= zip(cell.parameters, parameters, strict=True)
     for argument, x in ({"h0": states[0]} | tensors).items():
         check_like(name, argument, x, input, (input.dtype,))

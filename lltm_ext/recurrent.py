@@ -90,23 +90,24 @@ class Recurrent(CellLayer):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
         **inputs: Tensor | PackedSequence,
     ) -> tuple[Tensor | PackedSequence, Any]:
-        for name in inputs:
-            if name not in self._cell.inputs:
-                expected = (
-                    f"the inputs {', '.join(self._cell.inputs)}" if self._cell.inputs else "no such input"
-                )
-                raise TypeError(f"{self._name}: expected {expected} of {self._cell.__name__}, got {name}")
+        self._check_names(inputs)
         check_reset_to(self._name, reset_to)
-        missing = [name for name in self._cell.inputs if inputs.get(name) is None]
-        if missing:
-            raise TypeError(f"{self._name}: expected {missing[0]} to be a Tensor, but it is missing")
-        found = [self._step_input(name, inputs[name], input) for name in self._cell.inputs]
+        found = [self._step_input(name, inputs[name], input) for name in self.cell.inputs]
         return self._forward(input, hx, Steps(found, self._resets(input, reset), reset_to))
+
+    def _check_names(self, inputs: dict[str, Any]) -> None:
+        names = self.cell.inputs
+        for name in inputs:
+            if name not in names:
+                expected = f"the inputs {', '.join(names)}" if names else "no such input"
+                raise TypeError(f"{self._name}: expected {expected} of {self.cell.__name__}, got {name}")
+        for name in names:
+            if inputs.get(name) is None:
+                raise TypeError(f"{self._name}: expected {name} to be a Tensor, but it is missing")
 
     def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
         rows = self.cell.gates * self.hidden_size
@@ -120,7 +121,7 @@ class Recurrent(CellLayer):
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
         *weights, _ = super()._weights_of(layer, direction)
-        return (*weights, [getattr(self, name + end) for name in self.cell.parameters])
+        return (*weights, [self._parameter(name + end) for name in self.cell.parameters])
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""

@@ -48,9 +48,7 @@ class SecondBiasLayer(TorchLayer):
         weight_ih, weight_hh, bias, bias_hh, parameters = super()._weights_of(layer, direction)
         if self.bias and (bias is None or bias_hh is None):  # set to None
             check_tensor(self._name, "both biases", None)
-        if bias_hh is not None:
-            parameters = bias_hh.view(-1, self.hidden_size)
-        return weight_ih, weight_hh, bias, None, parameters
+        return weight_ih, weight_hh, bias, None, parameters if bias_hh is None else bias_hh
 
 
 class GRU(SecondBiasLayer, nn.GRU):

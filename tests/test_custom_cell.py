@@ -114,6 +114,21 @@ def test_hidden_sizes_that_are_no_multiple_of_8(name, reset_to, sizes):
             example.check()
 
 
+@needs_cuda
+@every_cell
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("batch,hidden,input_size", [(1, 64, 64), (3, 50, 13), (5, 40, 8), (17, 136, 72)])
+def test_a_single_step(name, dtype, batch, hidden, input_size, profiler_sees_kernels):
+    """A cell with a product, whose output is h, is one launch."""
+    example = example_of(name, dtype, 1, batch, hidden, input_size)
+    example.check()
+    if example.cell.recurrent and example.cell.declared.output_state < 0:
+        with torch.no_grad():
+            (kernels,) = kernels_of([lambda: example.call.run(example.ours)])
+        ours = [k for k in kernels if "custom_cell_kernel" in k or "recurrence_single_step_kernel" in k]
+        assert len(ours) == 1 and not any("gemm" in kernel for kernel in kernels)
+
+
 # Not IndRNN in float32: of so many values some round to the other side of relu's kink.
 independent_units = pytest.mark.parametrize(
     "name,dtype",
@@ -522,6 +537,21 @@ def test_fused_steps_compile_for_hopper(name):
 def test_steps_of_small_batch_compile(name, architecture, backward):
     for rows in (1, 4, 8, 16):
         binary(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["gru", "zoneout_lstm", "slstm"])
+def test_a_single_step_compiles(name, architecture):
+    for dtype in TYPES:
+        for rows, on_tensor_cores in ((1, False), (8, False), (8, True)):
+            binary(
+                CELLS[name].program,
+                dtype,
+                False,
+                architecture=architecture,
+                single_step_rows=rows,
+                on_tensor_cores=on_tensor_cores,
+            )
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])

@@ -158,7 +158,6 @@ class CellOp {
   CellShape shape() const { return program_.shape; }
   static const char* states_name() { return "states"; }
   static bool is_compiled(const char*) { return false; }
-  static bool has_single_step() { return false; }
   static bool runs_in_float32(const at::Tensor&) { return false; }  // as on CUDA
   // Units are added here too, as for the kernels of CUDA.
   static constexpr bool needs_multiple_of_8(const at::Tensor&) { return true; }

@@ -9,6 +9,8 @@ def source(
     reset: str = "",
     independent_units: int = 0,
     small_batch: int = 0,
+    single_step_rows: int = 0,
+    on_tensor_cores: bool = False,
 ) -> str: ...
 def compile(
     program: str,
@@ -20,6 +22,8 @@ def compile(
     reset: str = "",
     independent_units: int = 0,
     small_batch: int = 0,
+    single_step_rows: int = 0,
+    on_tensor_cores: bool = False,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

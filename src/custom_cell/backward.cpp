@@ -150,7 +150,7 @@ struct DirectionGradients {
         steps(sizes.steps(inputs.reverse)),
         chunks(chunks_of(steps, output.size(0))),
         parameters(aligned(inputs.parameters)),
-        step_inputs(aligned(inputs.step_inputs)),
+        step_inputs(step_inputs_of_units(shape, inputs.step_inputs, sizes.hidden)),
         reset(contiguous_or_none(inputs.reset)) {
     if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
     const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
@@ -380,7 +380,7 @@ struct Backward {
     };
     if (bias_needs_grad) result.bias = sums(0, shape.gates);
     if (shape.parameters > 0) {
-      result.parameters = sums(shape.gates, shape.parameters).view({shape.parameters, hidden});
+      result.parameters = sums(shape.gates, shape.parameters).view(d.parameters.sizes());
     }
     return result;
   }

@@ -30,8 +30,8 @@ struct Direction {
   at::Tensor h0, states;            // [B, H]; [S, B, H], or [B, H] of a single state; undefined: zeros
   at::Tensor weight_ih, weight_hh;  // [G * H, I]; [G * H, H]
   at::Tensor bias;                  // [G * H]
-  at::Tensor parameters;            // [P, H]
-  at::Tensor step_inputs;           // [T, B, K * H] or [N, K * H]
+  at::Tensor parameters;            // [P, H] or [P * H]
+  at::Tensor step_inputs;           // [T, B, K * H] or [N, K * H]; with K for K * H, the same for all units
   at::Tensor reset;    // [T, B] or [N], what a row loses of h and its states before a step: bool, or a number
   at::Tensor bias_hh;  // [G * H], a second bias, as nn.LSTM has
   bool reverse = false;

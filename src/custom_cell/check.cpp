@@ -80,11 +80,17 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
   check("bias", d.bias, {rows}, gates_by(shape.gates, ""));
   if (d.bias_hh.defined()) check_bias_hh(op, d.bias, d.bias_hh);
   if (shape.parameters > 0) {
-    check("parameters", d.parameters, {shape.parameters, hidden}, "[parameters, hidden_size]");
+    if (d.parameters.dim() == 1) {
+      check("parameters", d.parameters, {shape.parameters * hidden}, "[parameters*hidden_size]");
+    } else {
+      check("parameters", d.parameters, {shape.parameters, hidden}, "[parameters, hidden_size]");
+    }
   }
   if (shape.step_inputs > 0) {
-    check("step_inputs", d.step_inputs, sizes_like_input(input, shape.step_inputs * hidden),
-          "[..., step inputs * hidden_size]");
+    const c10::SymInt width =
+        is_shared_by_units(shape, d.step_inputs) ? shape.step_inputs : shape.step_inputs * hidden;
+    check("step_inputs", d.step_inputs, sizes_like_input(input, width),
+          "[..., step inputs * hidden_size], or [..., step inputs] for all units");
   }
   if (d.reset.defined()) {
     check_same_device(op, "reset", d.reset, input);

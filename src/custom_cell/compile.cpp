@@ -33,6 +33,9 @@ LLTM_EMBED(unit_forward_cuh, "recurrence/without_product/forward.cuh");
 LLTM_EMBED(unit_backward_cuh, "recurrence/without_product/backward.cuh");
 LLTM_EMBED(step_h, "recurrence/stepwise/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/stepwise/pointwise.cuh");
+LLTM_EMBED(reduce_cuh, "common/reduce.cuh");
+LLTM_EMBED(single_step_h, "recurrence/stepwise/single_step.h");
+LLTM_EMBED(single_step_cuh, "recurrence/stepwise/single_step.cuh");
 LLTM_EMBED(small_batch_shape_h, "recurrence/stepwise/small_batch_shape.h");
 LLTM_EMBED(small_batch_cuh, "recurrence/stepwise/small_batch.cuh");
 LLTM_EMBED(fused_shape_h, "recurrence/stepwise/fused_shape.h");
@@ -46,24 +49,44 @@ namespace {
 // The headers that the kernels of a cell include.
 const std::vector<Header> kHeaders = {
 #ifdef LLTM_EXT_WITH_CUDA
-    portable_h,       types_h,
-    vec_cuh,          math_h,
-    fast_math_cuh,    ptx_cuh,
-    launch_cuh,       tensor_map_h,
-    sizes_h,          hopper_ptx_cuh,
-    pipeline_cuh,     split_cuh,
-    cell_h,           to_initial_h,
-    variants_h,       shape_h,
-    pair_cuh,         product_cuh,
-    exchange_cuh,     block_cuh,
-    steps_cuh,        row_per_block_cuh,
-    forward_cuh,      backward_cuh,
-    unit_shape_h,     unit_steps_cuh,
-    unit_forward_cuh, unit_backward_cuh,
-    step_h,           pointwise_cuh,
-    fused_shape_h,    fused_arguments_h,
-    fused_hopper_cuh, small_batch_shape_h,
-    small_batch_cuh
+    portable_h,
+    types_h,
+    vec_cuh,
+    math_h,
+    fast_math_cuh,
+    ptx_cuh,
+    launch_cuh,
+    tensor_map_h,
+    sizes_h,
+    hopper_ptx_cuh,
+    pipeline_cuh,
+    split_cuh,
+    cell_h,
+    to_initial_h,
+    variants_h,
+    shape_h,
+    pair_cuh,
+    product_cuh,
+    exchange_cuh,
+    block_cuh,
+    steps_cuh,
+    row_per_block_cuh,
+    forward_cuh,
+    backward_cuh,
+    unit_shape_h,
+    unit_steps_cuh,
+    unit_forward_cuh,
+    unit_backward_cuh,
+    step_h,
+    pointwise_cuh,
+    fused_shape_h,
+    fused_arguments_h,
+    fused_hopper_cuh,
+    small_batch_shape_h,
+    small_batch_cuh,
+    reduce_cuh,
+    single_step_h,
+    single_step_cuh
 #endif
 };
 

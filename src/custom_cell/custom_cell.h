@@ -30,6 +30,21 @@ inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d
   return {shape.states, batch, hidden};
 }
 
+// Whether all units share the values of step inputs.
+inline bool is_shared_by_units(const CellShape& shape, const at::Tensor& step_inputs) {
+  return step_inputs.defined() && step_inputs.dim() > 0 && step_inputs.sym_size(-1) == shape.step_inputs;
+}
+// The step inputs of each unit, [..., K * H], contiguous and aligned.
+inline at::Tensor step_inputs_of_units(const CellShape& shape, const at::Tensor& step_inputs,
+                                       int64_t hidden) {
+  if (!is_shared_by_units(shape, step_inputs)) return aligned(step_inputs);
+  std::vector<int64_t> sizes = step_inputs.sizes().vec();
+  sizes.back() *= hidden;
+  const at::Tensor of_units = at::empty(sizes, step_inputs.options());
+  of_units.view({step_inputs.numel(), hidden}).copy_(step_inputs.reshape({step_inputs.numel(), 1}));
+  return of_units;
+}
+
 // ---- a call
 
 // The cell of a call.
@@ -82,7 +97,7 @@ variable_list run_fitted(const CellOp& op, const CellCall& call, F&& run) {
     }
     return results;
   }
-  return pads_hidden(op, call) ? run_with_padded_hidden(call, run) : run(call);
+  return pads_hidden(op, call) ? run_with_padded_hidden(op.shape(), call, run) : run(call);
 }
 
 }  // namespace lltm_ext

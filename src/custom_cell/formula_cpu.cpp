@@ -1,8 +1,9 @@
 // Interprets the formulas of a cell for a step on the CPU (formula.h). Each instruction is a loop over a
 // block of units, which the compiler vectorises; blocks are distributed over threads.
 //
-// No code here looks at floating-point exceptions or errno, so selections need no branch.
-#pragma GCC optimize("no-trapping-math", "no-math-errno")
+// No code here looks at floating-point exceptions or errno, so selections need no branch. Copies and zeros of
+// a row are loops: calls of memmove and memset would take longer for so few bytes.
+#pragma GCC optimize("no-trapping-math", "no-math-errno", "no-tree-loop-distribute-patterns")
 
 #include "custom_cell/formula.h"
 #include "recurrence/stepwise/units_cpu.h"
@@ -149,6 +150,15 @@ template <typename A>
 void copy(const A* from, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = from[i];
 }
+template <typename A>
+void fill_zeros(int n, A* to) {
+  for (int i = 0; i < n; ++i) to[i] = 0;
+}
+template <typename A>
+void add_to(const A* from, int n, A* to) {
+  LLTM_STEP_INDEPENDENT
+  for (int i = 0; i < n; ++i) to[i] += from[i];
+}
 // The values scaled by what a row keeps at its reset.
 template <typename A>
 void copy_masked(A mask, const A* from, int n, A* to) {
@@ -156,22 +166,23 @@ void copy_masked(A mask, const A* from, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = scale_by_mask(mask, from[i]);
 }
 
-// The leaves, except those that `other` sets.
+// Loads the leaves, except those that `other` sets. Those of a row are next to each other in memory, which is
+// read in its order.
 template <typename A, class Step, typename F>
 void load_leaves(const Formula& formula, const CellShape& shape, const Step& s, const Block<A>& block,
                  F&& other) {
-  for (const Formula::Place& leaf : formula.leaves) {
-    A* const to = block.slot(leaf.slot);
-    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+  block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+    for (const Formula::Place& leaf : formula.leaves) {
+      A* const to = block.slot(leaf.slot) + i;
       if (leaf.kind == 'p') {
-        copy(s.parameters + leaf.number * s.hidden + unit, n, to + i);
+        copy(s.parameters + leaf.number * s.hidden + unit, n, to);
       } else if (leaf.kind == 'u') {
-        copy(s.step_inputs + (row * shape.step_inputs + leaf.number) * s.hidden + unit, n, to + i);
+        copy(s.step_inputs + (row * shape.step_inputs + leaf.number) * s.hidden + unit, n, to);
       } else {
-        other(leaf, row, unit, n, to + i);
+        other(leaf, row, unit, n, to);
       }
-    });
-  }
+    }
+  });
 }
 
 template <typename A>
@@ -186,11 +197,12 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
         switch (leaf.kind) {
           case 'x':
             copy(&s.gates.at(row, k, unit), n, to);
-            for (int i = 0; i < n && product && !shape.separate; ++i)
-              to[i] += scale_by_mask(mask, product[i]);
+            if (!product || shape.separate) return;
+            if (mask == A(1)) return add_to(product, n, to);
+            for (int i = 0; i < n; ++i) to[i] += scale_by_mask(mask, product[i]);
             return;
           case 'r':
-            return product ? copy_masked(mask, product, n, to) : static_cast<void>(std::fill_n(to, n, A(0)));
+            return product ? copy_masked(mask, product, n, to) : fill_zeros(n, to);
           case 's':
             return copy_masked(mask, s.old_states + k * s.state_stride + row * plane + unit, n, to);
           default:
@@ -198,33 +210,35 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
         }
       });
   block.compute();
-  for (const Formula::Place& result : formula.results) {
-    const A* const from = block.slot(result.slot);
-    const int k = result.number;
-    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
-      const int64_t at = row * plane + unit;
+  block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+    const int64_t at = row * plane + unit;
+    for (const Formula::Place& result : formula.results) {
+      const A* const from = block.slot(result.slot) + i;
+      const int k = result.number;
       if (result.kind == 'h') {
-        copy(from + i, n, s.h + at);
-        if (s.output) copy(from + i, n, s.output + at);
+        copy(from, n, s.h + at);
+        if (s.output) copy(from, n, s.output + at);
       } else if (result.kind == 's') {
-        copy(from + i, n, s.new_states + k * s.state_stride + at);
-        if (k == shape.output_state) copy(from + i, n, s.state_output + at);
+        copy(from, n, s.new_states + k * s.state_stride + at);
+        if (k == shape.output_state) copy(from, n, s.state_output + at);
       } else if (s.saved.data && k < shape.saved_in_gates()) {
-        copy(from + i, n, &s.saved.at(row, k, unit));
+        copy(from, n, &s.saved.at(row, k, unit));
       } else if (s.saved.data && s.extra) {
-        copy(from + i, n, s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit);
+        copy(from, n, s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit);
       }
-    });
-  }
+    }
+  });
 }
 
 template <typename A>
 void run_block(const Formula& formula, const CellShape& shape, const StepBackwardArguments<A>& s,
                const Block<A>& block) {
   const int64_t plane = s.hidden;
-  const auto add = [](const auto& from, int64_t row, int64_t unit, int n, A* to, int64_t offset = 0) {
-    for (int i = 0; i < n && from.data; ++i)
-      to[i] += from.data[row * from.row + (unit + i) * from.unit + offset];
+  const auto add = [](const auto& gradient, int64_t row, int64_t unit, int n, A* to, int64_t offset = 0) {
+    if (!gradient.data) return;
+    const A* const from = gradient.data + row * gradient.row + unit * gradient.unit + offset;
+    if (gradient.unit == 1) return add_to(from, n, to);
+    for (int i = 0; i < n; ++i) to[i] += from[i * gradient.unit];
   };
   load_leaves(
       formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
@@ -238,44 +252,45 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
                             : s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit,
                         n, to);
           case 'g':
-            std::fill_n(to, n, A(0));
-            for (int i = 0; i < n && s.grad_h; ++i) to[i] = s.grad_h[at + i];
-            for (int i = 0; i < n && s.grad_own_h; ++i) to[i] += s.grad_own_h[at + i];
+            s.grad_h ? copy(s.grad_h + at, n, to) : fill_zeros(n, to);
+            if (s.grad_own_h) add_to(s.grad_own_h + at, n, to);
             break;
           default:  // of a state
-            std::fill_n(to, n, A(0));
+            fill_zeros(n, to);
             add(s.grad_new_states, row, unit, n, to, k * s.state_stride);
         }
         if (is_output) add(s.grad_output, row, unit, n, to);
       });
   block.compute();
-  for (const Formula::Place& result : formula.results) {
-    const A* const from = block.slot(result.slot);
-    const int k = result.number;
-    block.per_row([&](int i, int64_t row, int64_t unit, int n) {
-      const A mask = s.resets.mask(row);
+  block.per_row([&](int i, int64_t row, int64_t unit, int n) {
+    const A mask = s.resets.mask(row);
+    for (const Formula::Place& result : formula.results) {
+      const A* const from = block.slot(result.slot) + i;
+      const int k = result.number;
       const auto sum = [&](int number) {
         A* const sums = s.grad_sums + (row * shape.sums() + number) * plane + unit;
-        for (int u = 0; u < n && s.grad_sums; ++u) sums[u] += from[i + u];
+        if (s.grad_sums) add_to(from, n, sums);
       };
       switch (result.kind) {
         case 'x':
           sum(k);
-          return copy(from + i, n, &(shape.separate ? s.grad_projections : s.grad_gates).at(row, k, unit));
+          copy(from, n, &(shape.separate ? s.grad_projections : s.grad_gates).at(row, k, unit));
+          break;
         case 'r':
-          return copy(from + i, n, &s.grad_gates.at(row, k, unit));
+          copy(from, n, &s.grad_gates.at(row, k, unit));
+          break;
         case 'p':
-          return sum(shape.gates + k);
+          sum(shape.gates + k);
+          break;
         case 's':
-          if (s.grad_old_states) {
-            copy_masked(mask, from + i, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
-          }
-          return;
+          if (!s.grad_old_states) break;
+          copy_masked(mask, from, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
+          break;
         default:
-          if (s.grad_own_h) copy_masked(mask, from + i, n, s.grad_own_h + row * plane + unit);
+          if (s.grad_own_h) copy_masked(mask, from, n, s.grad_own_h + row * plane + unit);
       }
-    });
-  }
+    }
+  });
 }
 
 template <typename A, class Step>

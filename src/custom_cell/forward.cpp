@@ -84,7 +84,8 @@ struct Forward {
     const at::Tensor &h = out.h_n, states = accumulating_states(out, d);
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
-                     step_inputs = contiguous_or_none(d.step_inputs), reset = contiguous_or_none(d.reset);
+                     step_inputs = step_inputs_of_units(shape, d.step_inputs, hidden),
+                     reset = contiguous_or_none(d.reset);
     const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
@@ -150,7 +151,7 @@ struct Forward {
         states_n.push_back(states0.back());
       }
       parameters.push_back(aligned(d.parameters));
-      step_inputs.push_back(aligned(d.step_inputs));
+      step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
       reset.push_back(contiguous_or_none(d.reset));
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -220,16 +221,19 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
   const CellShape shape = op.shape();
   variable_list results = {at::empty({1, batch, hidden}, input.options()),
                            at::empty({batch, hidden}, input.options()),
-                           at::empty(d.states.sizes(), d.states.options())};
+                           d.states.defined() ? at::empty(d.states.sizes(), d.states.options())
+                                              : at::empty({0, batch, hidden}, input.options())};
   if (save) {
-    results.push_back(at::empty({1, batch, shape.gates * hidden}, input.options()));
+    results.push_back(at::empty({1, batch, shape.saved_gates() * hidden}, input.options()));
     results.push_back(at::empty({1, batch, shape.extra() * hidden}, input.options()));
     results.push_back(empty_like_input(input, 0));
   }
 #ifdef LLTM_EXT_WITH_CUDA
-  const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = d.states.contiguous(),
-                   weight_ih = d.weight_ih.contiguous(), weight_hh = d.weight_hh.contiguous(),
-                   bias = contiguous_or_none(d.bias), bias_hh = contiguous_or_none(d.bias_hh);
+  const at::Tensor x = input.contiguous(), h0 = d.h0.contiguous(), states0 = contiguous_or_none(d.states),
+                   parameters = contiguous_or_none(d.parameters),
+                   step_inputs = contiguous_or_none(d.step_inputs), weight_ih = d.weight_ih.contiguous(),
+                   weight_hh = d.weight_hh.contiguous(), bias = contiguous_or_none(d.bias),
+                   bias_hh = contiguous_or_none(d.bias_hh);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(input.get_device());
   check_launch(
       "recurrence_single_step", with_type(input.scalar_type(), [&](auto type) {
@@ -240,6 +244,8 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
                                                 .input_size = static_cast<int>(input.size(2)),
                                                 .narrow_states = narrow,
                                                 .on_tensor_cores = steps_on_tensor_cores(input, d),
+                                                .save = save,
+                                                .shared_step_inputs = is_shared_by_units(shape, step_inputs),
                                                 .input = pointer<T>(x),
                                                 .h0 = pointer<T>(h0),
                                                 .states0 = pointer<void>(states0),
@@ -247,6 +253,8 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
                                                 .weight_hh = pointer<T>(weight_hh),
                                                 .bias = pointer<T>(bias),
                                                 .bias_hh = pointer<T>(bias_hh),
+                                                .parameters = pointer<T>(parameters),
+                                                .step_inputs = pointer<T>(step_inputs),
                                                 .output = mutable_pointer<T>(results[0]),
                                                 .h_n = mutable_pointer<T>(results[1]),
                                                 .states_n = mutable_pointer<void>(results[2]),
@@ -263,10 +271,11 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
 bool takes_single_step(const CellOp& op, const CellCall& call) {
   const at::Tensor& input = call.input;
   const Direction& d = call.directions[0];
-  if (call.directions.size() > 1 || call.batch_sizes || !op.has_single_step()) return false;
+  if (call.directions.size() > 1 || call.batch_sizes || !has_single_step(op.shape())) return false;
   if (!input.is_cuda() || input.sym_size(0) != 1 || input.scalar_type() == at::kDouble) return false;
-  if (!d.h0.defined() || !d.states.defined() || d.reset.defined() || call.algorithm != "auto") return false;
-  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape().gates,
+  if (!d.h0.defined() || d.reset.defined() || call.algorithm != "auto") return false;
+  if (op.shape().states > 0 && !d.states.defined()) return false;
+  return single_step_pays(input.size(1), d.h0.size(1), input.size(2), op.shape(),
                           static_cast<int>(input.element_size()), steps_on_tensor_cores(input, d));
 }
 

@@ -43,7 +43,6 @@ class CellOp {
   CellShape shape() const { return program_.shape; }
   const char* states_name() const { return program_.compiled ? "c0" : "states"; }
   bool is_compiled(const char* name) const { return program_.compiled && program_.name == name; }
-  bool has_single_step() const { return compiled_ != nullptr; }
   // Half types are only storage on the CPU: products in float32 are faster, and more exact.
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
@@ -106,7 +105,18 @@ class CellOp {
 
   template <typename T>
   cudaError_t launch(const SingleStepArguments<T>& step, cudaStream_t stream) const {
-    return launchers<T>().single_step(step, stream);
+    if (compiled_) return launchers<T>().single_step(step, stream);
+    CellKernel which = {scalar_type_of<T>(), /*backward=*/false};
+    which.on_tensor_cores = step.on_tensor_cores && step.has_vectors();
+    const SingleStepTile tile =
+        single_step_tile(step.batch, products_of_single_step(shape()), which.on_tensor_cores);
+    which.single_step_rows = tile.rows;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(tile.blocks(step.batch, step.hidden)));
+    config.blockDim = dim3(kSingleStepThreads);
+    config.stream = stream;
+    const void* arguments[] = {&step};
+    return cudaLaunchKernelExC(&config, load_cell_kernel(program_, which), const_cast<void**>(arguments));
   }
 
   template <typename T>

@@ -74,13 +74,16 @@ inline void resize_units(at::ArrayRef<TensorOfUnits> all, int64_t from, int64_t 
 
 // Runs a call with units added, and returns its results without them.
 template <typename F>
-variable_list run_with_padded_hidden(const CellCall& call, F&& run) {
+variable_list run_with_padded_hidden(const CellShape& shape, const CellCall& call, F&& run) {
   const int64_t hidden = call.directions[0].weight_hh.size(1);
   CellCall wide = call;
   std::vector<TensorOfUnits> given, found;
   for (Direction& d : wide.directions) {
-    for (at::Tensor* x : {&d.h0, &d.states, &d.bias, &d.parameters, &d.step_inputs, &d.bias_hh}) {
+    for (at::Tensor* x : {&d.h0, &d.states, &d.bias, &d.parameters, &d.bias_hh}) {
       given.push_back({x, kLastDimension});
+    }
+    if (d.step_inputs.defined() && d.step_inputs.size(-1) == shape.step_inputs * hidden) {
+      given.push_back({&d.step_inputs, kLastDimension});
     }
     given.push_back({&d.weight_ih, kFirstDimension});
     given.push_back({&d.weight_hh, kFirstDimension | kLastDimension});

@@ -68,6 +68,14 @@ KernelText text_of(const CellKernel& kernel) {
             "kIndependentThreads",
             c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
   }
+  if (kernel.is_single_step()) {
+    const std::string step =
+        kernel.on_tensor_cores
+            ? c10::str("SingleStepOnTensorCores<Cell, T, ", kernel.single_step_rows, " / kRowTile>")
+            : c10::str("SingleStepByThreads<Cell, T, ", kernel.single_step_rows, ">");
+    return {"stepwise/single_step.cuh", "const __grid_constant__ SingleStepArguments<T> arguments",
+            "kSingleStepThreads", c10::str("run_single_step<", step, ">(arguments)")};
+  }
   return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"),
           "kPointwiseThreads", "run_pointwise<Cell>(step)"};
 }
@@ -122,6 +130,13 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
 }
 
 const CellProgram& CellProgram::get(std::string_view text) {
+  // A comparison takes less time than a hash, and a model's layers mostly have one cell.
+  static thread_local const CellProgram* last = nullptr;
+  if (last && last->text == text) return *last;
+  return *(last = &known(text));
+}
+
+const CellProgram& CellProgram::known(std::string_view text) {
   static std::mutex mutex;
   static auto& programs = *new std::unordered_map<std::string_view, std::unique_ptr<const CellProgram>>();
   const std::lock_guard<std::mutex> lock(mutex);

@@ -20,7 +20,7 @@
 namespace lltm_ext {
 
 // Which kernel of a cell: a persistent variant, fused steps with tiles of some rows, fused steps of few rows,
-// independent units, or else a pointwise step.
+// independent units, a sequence of one step, or else a pointwise step.
 struct CellKernel {
   at::ScalarType type;
   bool backward;
@@ -29,13 +29,17 @@ struct CellKernel {
   std::string reset = {};     // the resets' type, bool or float; only the first two kinds have it
   int independent_units = 0;  // units of a thread
   int small_batch = 0;        // most rows of a step
+  int single_step_rows = 0;   // rows of a tile of a sequence of one step
+  bool on_tensor_cores = false;
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
   bool is_small_batch() const { return small_batch > 0; }
   bool is_independent() const { return independent_units > 0; }
+  bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
+                           single_step_rows, on_tensor_cores);
   }
 };
 
@@ -53,6 +57,9 @@ struct CellProgram {
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;
+
+ private:
+  static const CellProgram& known(std::string_view text);
 };
 constexpr const char* kCellKernelName = "custom_cell_kernel";
 

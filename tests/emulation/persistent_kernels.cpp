@@ -397,6 +397,7 @@ class Kernels {
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
+                                                   /*shared_step_inputs=*/false,
                                                    kNarrowStates,
                                                    kOfBools,
                                                    weight_.data(),
@@ -420,8 +421,8 @@ class Kernels {
       c_.batch == 1 ? launch_single_step<SingleStepByThreads<Cell, T, 1>>()
                     : launch_single_step<SingleStepByThreads<Cell, T, 8>>();
     } else if constexpr (kVariant == kSingleStepOnTensorCores) {
-      c_.batch <= 8 ? launch_single_step<SingleStepOnTensorCores<Cell, T, 1>>()
-                    : launch_single_step<SingleStepOnTensorCores<Cell, T, 2>>();
+      single_step_tile().rows == 8 ? launch_single_step<SingleStepOnTensorCores<Cell, T, 1>>()
+                                   : launch_single_step<SingleStepOnTensorCores<Cell, T, 2>>();
     } else {
       using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset>;
       launch<Config, ForwardSteps<Config>>(arguments);
@@ -539,6 +540,11 @@ class Kernels {
     });
   }
 
+  SingleStepTile single_step_tile() const {
+    return lltm_ext::single_step_tile(c_.batch, products_of_single_step(kShape),
+                                      kVariant == kSingleStepOnTensorCores);
+  }
+
   // Each row of the batch has an input of its own, of zeros and a one, whose weights are its projections less
   // what the biases add.
   template <class Step>
@@ -564,12 +570,11 @@ class Kernels {
                    bias_hh = narrowed<T>(Values(gate_rows, second_bias));
     if (c_.save) gates = unwritten<T>(gates.size());
     const SingleStepArguments<T> arguments = {
-        batch,          hidden,         input_size,      kNarrowStates,
-        kOnTensorCores, x.data(),       h0_.data(),      states0_.data(),
-        weights.data(), weight_.data(), bias.data(),     bias_hh.data(),
-        output.data(),  h_n.data(),     states_n.data(), c_.save ? gates.data() : nullptr,
-        extra.data()};
-    const auto blocks = static_cast<int>(single_step_tile(batch, kOnTensorCores).blocks(batch, hidden));
+        batch,          hidden,      input_size,      kNarrowStates,      kOnTensorCores,
+        c_.save,        x.data(),    h0_.data(),      states0_.data(),    weights.data(),
+        weight_.data(), bias.data(), bias_hh.data(),  parameters_.data(), step_inputs_.data(),
+        output.data(),  h_n.data(),  states_n.data(), gates.data(),       extra.data()};
+    const auto blocks = static_cast<int>(single_step_tile().blocks(batch, hidden));
     cuda_on_cpu::run({blocks, kSingleStepThreads, 1, sizeof(typename Step::Sums)}, [&] {
       Step(arguments).run(*reinterpret_cast<typename Step::Sums*>(cuda_on_cpu::current_block().memory()));
     });
@@ -782,8 +787,7 @@ void check_independent() {
 // Where K is in vectors and where it is not, and rows and units fill a block or do not.
 template <class Cell>
 void check_single_step() {
-  if constexpr (!Cell::kSeparate && !Cell::kReadsH && Cell::kParameters == 0 && Cell::kStepInputs == 0 &&
-                Cell::kOutputState < 0) {
+  if constexpr (has_single_step(kCellShape<Cell>)) {
     check<Cell, float, kSingleStep, NoReset>({1, 1, 24, 0, false, {}});
     check<Cell, float, kSingleStep, NoReset>({1, 4, 21, 0, false, {}});
     check<Cell, float, kSingleStep, NoReset>({1, 16, 40, 0, false, {}, /*save=*/false});

@@ -15,16 +15,16 @@
 
 namespace lltm_ext {
 
-constexpr int kSingleStepThreads = 256, kSingleStepWarps = kSingleStepThreads / 32;
-
 // The part of a block that follows the products.
 template <class Cell, typename T, int kUnits, int kRows>
 class SingleStepBlock {
-  static_assert(Cell::kRecurrent && !Cell::kSeparate && !Cell::kReadsH && Cell::kOutputState < 0);
-  static_assert(Cell::kParameters == 0 && Cell::kStepInputs == 0);
+  static_assert(has_single_step(kCellShape<Cell>));
 
  protected:
-  static constexpr int kGates = Cell::kGates;
+  // Products with the input and with h are summed together, unless the cell sees them apart: those with h
+  // then follow the others.
+  static constexpr int kGates = Cell::kGates, kProducts = products_of_single_step(kCellShape<Cell>);
+  static constexpr int kFirstOfH = kProducts - kGates;
   using Arguments = SingleStepArguments<T>;
 
   __device__ explicit SingleStepBlock(const Arguments& arguments)
@@ -32,13 +32,14 @@ class SingleStepBlock {
         first_unit_(static_cast<int>(blockIdx.x) % blocks_of_units() * kUnits),
         first_row_(static_cast<int>(blockIdx.x) / blocks_of_units() * kRows) {}
 
-  // Runs the cell of all units and rows of the block. product(gate, unit, row) is the sum over K.
+  // Runs the cell of all units and rows of the block. product(i, unit, row) is the sum over K of the
+  // i-th product.
   template <class Product>
   __device__ __forceinline__ void run_cells(const Product& product) const {
     for (int i = static_cast<int>(threadIdx.x); i < kUnits * kRows; i += kSingleStepThreads) {
       const int unit = i % kUnits, row = i / kUnits;
       if (first_unit_ + unit >= s_.hidden || first_row_ + row >= s_.batch) continue;
-      run_cell(first_unit_ + unit, first_row_ + row, [&](int gate) { return product(gate, unit, row); });
+      run_cell(first_unit_ + unit, first_row_ + row, [&](int i) { return product(i, unit, row); });
     }
   }
 
@@ -60,8 +61,18 @@ class SingleStepBlock {
     const int at = b * s_.hidden + j;
     CellInputs<Cell, float> in;
 #pragma unroll
-    for (int g = 0; g < kGates; ++g)
+    for (int g = 0; g < kGates; ++g) {
       in.x[g] = of_bias(s_.bias, g, j) + of_bias(s_.bias_hh, g, j) + product(g);
+      if constexpr (Cell::kSeparate) in.r[g] = product(kFirstOfH + g);
+    }
+    if constexpr (Cell::kReadsH) in.h = widen(s_.h0[at]);
+#pragma unroll
+    for (int p = 0; p < Cell::kParameters; ++p) in.parameters[p] = widen(s_.parameters[p * s_.hidden + j]);
+#pragma unroll
+    for (int k = 0; k < Cell::kStepInputs; ++k) {
+      const int64_t i = int64_t{b} * Cell::kStepInputs + k;
+      in.steps[k] = widen(s_.step_inputs[s_.shared_step_inputs ? i : i * s_.hidden + j]);
+    }
     float states[at_least_one(Cell::kStates)], saved[at_least_one(Cell::kSaved)];
 #pragma unroll
     for (int i = 0; i < Cell::kStates; ++i) states[i] = old_state(i * s_.batch * s_.hidden + at);
@@ -70,12 +81,12 @@ class SingleStepBlock {
     s_.h_n[at] = h;
 #pragma unroll
     for (int i = 0; i < Cell::kStates; ++i) store_state(i * s_.batch * s_.hidden + at, states[i]);
-    if (!s_.gates) return;
-    constexpr int kExtra = kCellShape<Cell>.extra();
+    if (!s_.save) return;
+    constexpr int kSavedInGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      T* const to = v < kGates ? s_.gates + (int64_t{b} * kGates + v) * s_.hidden
-                               : s_.extra + (int64_t{b} * kExtra + v - kGates) * s_.hidden;
+      T* const to = v < kSavedInGates ? s_.gates + (int64_t{b} * kGates + v) * s_.hidden
+                                      : s_.extra + (int64_t{b} * kExtra + v - kSavedInGates) * s_.hidden;
       to[j] = narrow<T>(saved[v]);
     }
   }
@@ -102,12 +113,12 @@ class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTil
   static constexpr int kUnits = 16, kRows = kRowTiles * kRowTile;
   static constexpr int kStride = kUnits + 4;  // the lanes of a product then write to different banks
   using Block = SingleStepBlock<Cell, T, kUnits, kRows>;
-  using Block::first_row_, Block::first_unit_, Block::kGates, Block::s_;
+  using Block::first_row_, Block::first_unit_, Block::kFirstOfH, Block::kGates, Block::kProducts, Block::s_;
   using Product = typename Conditional<kIsSame<T, float>, Tf32Product, typename ProductOf<T>::type>::type;
 
  public:
   static constexpr int kLeastArchitecture = 800;  // it is never launched on older ones
-  using Sums = float[kSingleStepWarps][kGates][kRows][kStride];
+  using Sums = float[kSingleStepWarps][kProducts][kRows][kStride];
 
   __device__ explicit SingleStepOnTensorCores(const SingleStepArguments<T>& arguments) : Block(arguments) {}
 
@@ -117,15 +128,19 @@ class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTil
 #pragma unroll 2
     for (int chunk = warp; chunk < of_both; chunk += kSingleStepWarps) {
       const bool of_h = chunk >= of_input;
-      multiply(of_h ? s_.h0 : s_.input, of_h ? s_.weight_hh : s_.weight_ih, of_h ? s_.hidden : s_.input_size,
-               of_h ? chunk - of_input : chunk);
+      if (Cell::kSeparate && of_h) {
+        multiply<kFirstOfH>(s_.h0, s_.weight_hh, s_.hidden, chunk - of_input);
+      } else {
+        multiply<0>(of_h ? s_.h0 : s_.input, of_h ? s_.weight_hh : s_.weight_ih,
+                    of_h ? s_.hidden : s_.input_size, of_h ? chunk - of_input : chunk);
+      }
     }
     write_sums(shared[warp]);
     __syncthreads();
-    this->run_cells([&](int gate, int unit, int row) {
+    this->run_cells([&](int i, int unit, int row) {
       float sum = 0;
 #pragma unroll
-      for (int w = 0; w < kSingleStepWarps; ++w) sum += shared[w][gate][row][unit];
+      for (int w = 0; w < kSingleStepWarps; ++w) sum += shared[w][i][row][unit];
       return sum;
     });
   }
@@ -135,7 +150,8 @@ class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTil
 
   __device__ static int chunks(int k) { return ceil_div(k, kChunk); }
 
-  // Adds the products of a chunk of x [rows, K] and of a weight [G * H, K].
+  // Adds the products of a chunk of x [rows, K] and of a weight [G * H, K] to the sums from kFirst on.
+  template <int kFirst>
   __device__ __forceinline__ void multiply(const T* x, const T* weight, int k, int chunk) {
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
               at = chunk * kChunk + lane % 4 * kVector;
@@ -158,24 +174,24 @@ class SingleStepOnTensorCores : SingleStepBlock<Cell, T, 16, kRowTiles * kRowTil
         w[gate] = {Product::round(w[gate].upper), Product::round(w[gate].lower)};
       }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) Product::multiply(sums_[gate][i], w[gate], values[i]);
+      for (int i = 0; i < kRowTiles; ++i) Product::multiply(sums_[kFirst + gate][i], w[gate], values[i]);
     }
   }
 
-  __device__ __forceinline__ void write_sums(float (&to)[kGates][kRows][kStride]) const {
+  __device__ __forceinline__ void write_sums(float (&to)[kProducts][kRows][kStride]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
+    for (int p = 0; p < kProducts; ++p) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         const int row = i * kRowTile + lane % 4 * 2;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) to[gate][row + r % 2][g + r / 2 * 8] = sums_[gate][i][r];
+        for (int r = 0; r < 4; ++r) to[p][row + r % 2][g + r / 2 * 8] = sums_[p][i][r];
       }
     }
   }
 
-  float sums_[kGates][kRowTiles][4] = {};
+  float sums_[kProducts][kRowTiles][4] = {};
 };
 
 // Threads have two units and split K: the input's elements from the first thread on, and those of h from the
@@ -184,45 +200,49 @@ template <class Cell, typename T, int kRows>
 class SingleStepByThreads : SingleStepBlock<Cell, T, 2, kRows> {
   static constexpr int kUnits = 2;
   using Block = SingleStepBlock<Cell, T, kUnits, kRows>;
-  using Block::first_row_, Block::kGates, Block::s_;
-  static constexpr int kColumns = kUnits * kGates;
+  using Block::first_row_, Block::kFirstOfH, Block::kGates, Block::kProducts, Block::s_;
+  static constexpr int kColumns = kUnits * kGates, kSums = kUnits * kProducts;  // of a weight; of the block
 
  public:
   static constexpr int kLeastArchitecture = 0;
-  using Sums = float[kSingleStepWarps][kColumns][kRows];
+  using Sums = float[kSingleStepWarps][kSums][kRows];
 
   __device__ explicit SingleStepByThreads(const SingleStepArguments<T>& arguments)
       : Block(arguments), rows_(min(kRows, s_.batch - first_row_)) {}
 
   __device__ __forceinline__ void run(Sums& shared) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-    multiply(s_.input, s_.weight_ih, s_.input_size, thread);
-    multiply(s_.h0, s_.weight_hh, s_.hidden, kSingleStepThreads - 1 - thread);
+    multiply(s_.input, s_.weight_ih, s_.input_size, thread, sums_);
+    multiply(s_.h0, s_.weight_hh, s_.hidden, kSingleStepThreads - 1 - thread, sums_ + kUnits * kFirstOfH);
     reduce_over_lanes<kRows>(sums_);
     constexpr int kLanesOfRow = 32 / kRows;
     if (lane % kLanesOfRow == 0) {
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) shared[thread / 32][c][lane / kLanesOfRow] = sums_[c][0];
+      for (int c = 0; c < kSums; ++c) shared[thread / 32][c][lane / kLanesOfRow] = sums_[c][0];
     }
     __syncthreads();
-    this->run_cells([&](int gate, int unit, int row) {
+    this->run_cells([&](int i, int unit, int row) {
+      const int column = i / kGates * kColumns + unit * kGates + i % kGates;
       float sum = 0;
-      for (int warp = 0; warp < kSingleStepWarps; ++warp) sum += shared[warp][unit * kGates + gate][row];
+      for (int warp = 0; warp < kSingleStepWarps; ++warp) sum += shared[warp][column][row];
       return sum;
     });
   }
 
  private:
-  // Adds this thread's part of x [rows, K] times the units' rows of a weight [G * H, K].
-  __device__ __forceinline__ void multiply(const T* x, const T* weight, int k, int thread) {
+  // Adds this thread's part of x [rows, K] times the units' rows of a weight [G * H, K] to their sums.
+  __device__ __forceinline__ void multiply(const T* x, const T* weight, int k, int thread,
+                                           float (*sums)[kRows]) {
     // With vectors of four, few values would leave most threads idle.
     const bool by_fours =
         k > kSingleStepThreads / 2 && k % 4 == 0 && is_vec_aligned(x) && is_vec_aligned(weight);
-    by_fours ? multiply_vectors<4>(x, weight, k, thread) : multiply_vectors<1>(x, weight, k, thread);
+    by_fours ? multiply_vectors<4>(x, weight, k, thread, sums)
+             : multiply_vectors<1>(x, weight, k, thread, sums);
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void multiply_vectors(const T* x, const T* weight, int k, int thread) {
+  __device__ __forceinline__ void multiply_vectors(const T* x, const T* weight, int k, int thread,
+                                                   float (*sums)[kRows]) {
     using Vector = Vec<T, kWidth>;
 #pragma unroll 1
     for (int at = thread * kWidth; at < k; at += kSingleStepThreads * kWidth) {
@@ -241,7 +261,7 @@ class SingleStepByThreads : SingleStepBlock<Cell, T, 2, kRows> {
         for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) {
-            sums_[c][r] = fmaf(widen(w[c].data[i]), widen(values.data[i]), sums_[c][r]);
+            sums[c][r] = fmaf(widen(w[c].data[i]), widen(values.data[i]), sums[c][r]);
           }
         }
       }
@@ -249,25 +269,29 @@ class SingleStepByThreads : SingleStepBlock<Cell, T, 2, kRows> {
   }
 
   const int rows_;
-  float sums_[kColumns][kRows] = {};
+  float sums_[kSums][kRows] = {};
 };
 
-#ifdef LLTM_EXT_WITH_CUDA
 template <class Step, typename T>
-__global__ void __launch_bounds__(kSingleStepThreads)
-    recurrence_single_step_kernel(const __grid_constant__ SingleStepArguments<T> arguments) {
+__device__ __forceinline__ void run_single_step(const SingleStepArguments<T>& arguments) {
 #ifdef __CUDA_ARCH__
   __shared__ typename Step::Sums shared;
   if constexpr (__CUDA_ARCH__ >= Step::kLeastArchitecture) Step(arguments).run(shared);
 #endif
 }
 
+#ifdef LLTM_EXT_WITH_CUDA
+template <class Step, typename T>
+__global__ void __launch_bounds__(kSingleStepThreads)
+    recurrence_single_step_kernel(const __grid_constant__ SingleStepArguments<T> arguments) {
+  run_single_step<Step>(arguments);
+}
+
 template <class Cell, typename T>
 cudaError_t launch_single_step(const SingleStepArguments<T>& arguments, cudaStream_t stream) {
-  const bool on_tensor_cores = arguments.on_tensor_cores && is_vec_aligned(arguments.input) &&
-                               is_vec_aligned(arguments.h0) && is_vec_aligned(arguments.weight_ih) &&
-                               is_vec_aligned(arguments.weight_hh);
-  const SingleStepTile tile = single_step_tile(arguments.batch, on_tensor_cores);
+  const bool on_tensor_cores = arguments.on_tensor_cores && arguments.has_vectors();
+  constexpr int kProducts = products_of_single_step(kCellShape<Cell>);
+  const SingleStepTile tile = single_step_tile(arguments.batch, kProducts, on_tensor_cores);
   const auto launch = [&](auto* kernel) {
     const dim3 blocks(static_cast<unsigned>(tile.blocks(arguments.batch, arguments.hidden)));
     return launch_kernel(kernel, blocks, dim3(kSingleStepThreads), /*shared_bytes=*/0,

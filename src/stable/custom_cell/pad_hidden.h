@@ -9,7 +9,7 @@ inline bool pads_hidden(const CellOp&, const CellCall&) { return false; }
 inline int64_t padded_hidden(int64_t hidden) { return hidden; }
 
 template <typename F>
-variable_list run_with_padded_hidden(const CellCall&, F&&) {
+variable_list run_with_padded_hidden(const CellShape&, const CellCall&, F&&) {
   return {};
 }
 
