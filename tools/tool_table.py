@@ -360,7 +360,6 @@ REASONS = (
         ("Round, Floor, Ceil, Trunc",),
         "The older exporter has no rule for `Trunc`, nor for torch's.",
     ),
-    (ONNX, None, "The exporter has no rule for our ops."),
     (("peft",), None, "LoRA is for affine maps; peft knows them by their class and refuses others."),
     (
         QUANTIZERS,
