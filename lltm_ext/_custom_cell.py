@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
@@ -74,7 +75,11 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     if not given:  # torch.export saves no program that unbinds nothing
         return []
     if len(given) == 1:  # a view cannot be detached in place
-        return [states_n if given[0] is not None else unsafe_view(states_n, h_n.shape)]
+        if given[0] is not None:
+            return [states_n]
+        if tracing_state() is not None:  # it would record the sizes of the example
+            return [states_n.squeeze(0)]
+        return [unsafe_view(states_n, h_n.shape)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
@@ -131,11 +136,15 @@ def dense(weight: Tensor, gates: int) -> Tensor:
     hidden = rows // gates
     if size in (0, hidden) or hidden % size:
         return weight
-    heads = hidden // size
+    return expand_blocks(weight, hidden // size)
+
+
+def expand_blocks(weight: Tensor, heads: int) -> Tensor:
+    """[G*H, H] of a block-diagonal [G*H, H/heads]. torch.jit.script compiles it."""
+    size = weight.shape[1]
     blocks = weight.view(-1, heads, size, 1, size)
-    return (blocks * torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]).reshape(
-        -1, hidden
-    )
+    diagonal = torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]
+    return (blocks * diagonal).reshape(-1, heads * size)
 
 
 def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tensor:

@@ -28,11 +28,11 @@ from lltm_ext._arguments import (
     dtype_name,
     init_uniform,
 )
+from lltm_ext._custom_cell import tracing_state as tracing_state
+from lltm_ext._custom_cell import unsafe_view
 from lltm_ext._library import WrongDtype, WrongStates, check_tensor
+from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell, run, run_both
-
-unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # None unless torch.jit.trace runs
 
 
 def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
@@ -45,7 +45,11 @@ def _stack(states: Sequence[Tensor], is_fresh: bool) -> Tensor:
     if len(states) > 1:
         return torch.stack(list(states))
     state = states[0]
-    return state.unsqueeze_(0) if is_fresh else unsafe_view(state, (1, *state.shape))
+    if is_fresh:
+        return state.unsqueeze_(0)
+    if tracing_state() is not None:  # it would record the sizes of the example
+        return state.unsqueeze(0)
+    return unsafe_view(state, (1, *state.shape))
 
 
 class Steps(NamedTuple):
@@ -352,6 +356,9 @@ class CellLayer(SequenceLayer):
                 f"{self._name}: expected input of shape {layout} or [length, input_size] with "
                 f"input_size = {self.input_size}, got {list(input.shape)}"
             )
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable_layer(self, CellLayer.forward)
 
     def extra_repr(self) -> str:
         names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")

@@ -9,8 +9,9 @@ tangents of ``torch.autograd.forward_ad`` a public function takes it (:func:`has
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 
 from lltm_ext import _portable
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _overridden: Callable[[Any], bool] = torch.overrides.has_torch_function
 implement = torch.library.Library("lltm_ext", "IMPL").impl  # (name, function, dispatch key)
@@ -74,6 +76,44 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise RuntimeError(f"{op}: expected {name} of layout torch.strided, got a nested tensor")
 
 
+def takes_over(op: str, name: str, value: Any) -> bool:
+    """Whether an argument is no tensor but implements functions itself, as torch.fx's proxies do.
+
+    For others this is :func:`check_tensor`.
+    """
+    if isinstance(value, Tensor) and not value.is_nested:
+        return False
+    if not isinstance(value, Tensor) and implements_functions(value):
+        return True
+    check_tensor(op, name, value)  # raises
+    return False
+
+
+def implements_functions(value: Any) -> bool:
+    """Whether the value's class has ``__torch_function__``. torch's own question is also about modes."""
+    method = getattr(type(value), "__torch_function__", None)
+    return method not in (None, torch._C._disabled_torch_function_impl) and type(value) is not Tensor
+
+
+def hand_over(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call by the arguments that implement functions, some of which are no tensors.
+
+    If all are tensors, the error of the except block that calls this is raised again.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    others = list(filter(implements_functions, torch.utils._pytree.tree_leaves((args, given))))
+    if all(isinstance(x, Tensor) for x in others):
+        raise
+    return torch.overrides.handle_torch_function(function, others, *args, **given)
+
+
+def no_check(op: str, name: str, value: Tensor) -> None:
+    pass
+
+
+check_tensor.__prepare_scriptable__ = lambda: no_check  # type: ignore[attr-defined]  # torch.jit.script's hook
+
+
 def check_no_dtensor(op: str, **tensors: Any) -> None:
     """Raises for a DTensor: torch's own error names the dispatcher's op, which all cells share."""
     for name, x in tensors.items():
@@ -91,6 +131,16 @@ def is_plain(*tensors: Tensor | None) -> bool:
         or forward_ad._current_level >= 0
         or _overridden(tensors)
     )
+
+
+def scripts_as_op(function: Function) -> Function:
+    """Makes torch.jit.script call the op of this name. It takes the function's arguments except ``out``.
+
+    A torch without this private table refuses to script the function.
+    """
+    table: dict[int, str] = getattr(torch.jit._builtins, "_get_builtin_table", dict)()
+    table[id(function)] = f"lltm_ext::{function.__name__}"
+    return function
 
 
 ops: Any = torch.ops.lltm_ext
@@ -128,7 +178,8 @@ def in_place(
     saves_input: bool = False,
 ) -> Tensor:
     """Overwrites ``input`` with ``function(input, *args)`` by its dispatcher op ``op``, and returns it."""
-    check_tensor(f"{function.__name__}_", "input", input)
+    if takes_over(f"{function.__name__}_", "input", input):
+        return hand_over(vars(sys.modules[function.__module__])[f"{function.__name__}_"], input, *args)
     if transforms_active() or has_tangents() or torch.compiler.is_compiling():  # these need a copy
         return input.copy_(function(input.clone() if saves_input else input, *args))
     op(input, *args)

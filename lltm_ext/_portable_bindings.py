@@ -110,7 +110,8 @@ def bypassing(name: str) -> Binding:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and (require_grad(args) or require_grad(kwargs.values())):
-            record = None if torch._C._is_any_autocast_enabled() else RECORDING.get(name)
+            needs_op = torch._C._is_any_autocast_enabled() or torch._C._get_tracing_state() is not None
+            record = None if needs_op else RECORDING.get(name)
             return (record or op)(*args, **kwargs)
         return below(op, *args, **kwargs)
 

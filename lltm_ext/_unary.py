@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from lltm_ext._library import (
-    check_tensor,
     composed,
     describe,
+    hand_over,
     has_tangents,
     into,
     is_plain,
     ops,
+    scripts_as_op,
+    takes_over,
     under_transforms,
     vmap_elementwise,
 )
@@ -49,6 +51,7 @@ def register(name: str, op: UnaryOp) -> None:
         op.in_place(*args)
 
     UNARY_OPS[name] = op
+    scripts_as_op(op.in_place)
     under_transforms(name, op.Function.apply)
     under_transforms(f"{name}_", in_place)
     if op.gradient:
@@ -71,7 +74,8 @@ def call(
         Function: for forward-mode AD, which cannot enter a C++ autograd function.
     """
     name = function.__name__
-    check_tensor(name, "input", input)
+    if takes_over(name, "input", input):
+        return hand_over(function, input, out=out)
     if out is not None:
         return into(function, getattr(ops, f"{name}_out"), out, input)
     if is_plain(input):

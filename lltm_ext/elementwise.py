@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lltm_ext._C import elementwise as _C
 from lltm_ext._formula.text import SEPARATOR, check_text, identifiers, program_text
-from lltm_ext._library import composed, has_tangents, ops, transforms_active
+from lltm_ext._library import composed, hand_over, has_tangents, implements_functions, ops, transforms_active
 
 __all__ = ["elementwise"]
 
@@ -121,6 +121,8 @@ class Elementwise:
             scalars = [self._number(values[i]) for i in self._scalars]
         for x in tensors:
             if not isinstance(x, Tensor):
+                if any(map(implements_functions, tensors)):
+                    return hand_over(self, *args, **kwargs)
                 raise self._no_tensor(tensors)
         if tensors[0].is_cpu:
             if self.cpu is None:

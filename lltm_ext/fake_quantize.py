@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import fake_quantize as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
-    check_tensor,
     composed,
     differentiable_gradients,
     differentiable_tangents,
+    hand_over,
     has_tangents,
+    implements_functions,
     ops,
+    scripts_as_op,
+    takes_over,
     under_transforms,
     vmap_loop,
 )
@@ -30,7 +33,7 @@ __all__ = ["FakeQuantize", "FakeQuantizeFunction", "fake_quantize"]
 
 
 def _number(name: str, value: Any, dtype: torch.dtype) -> Tensor:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or implements_functions(value):
         return value
     if not isinstance(value, (int, float)):
         raise TypeError(
@@ -193,6 +196,7 @@ def _vmap(function: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
     return function(batched, scale, zero_point, quant_min, quant_max, axis, grad_factor), 0
 
 
+@scripts_as_op
 def fake_quantize(
     input: Tensor,
     scale: Tensor | float,
@@ -246,7 +250,9 @@ def fake_quantize(
     "Trained Quantization Thresholds", 2019, https://arxiv.org/abs/1903.08066), the zero point's of Bhalgat et
     al., "LSQ+", 2020, https://arxiv.org/abs/2004.09576.
     """
-    check_tensor("fake_quantize", "input", input)
+    if takes_over("fake_quantize", "input", input):
+        grid = (scale, zero_point, quant_min, quant_max)
+        return hand_over(fake_quantize, input, *grid, axis=axis, grad_factor=grad_factor)
     scale, zero_point = _parameters(scale, zero_point, quant_min, quant_max)
     arguments = (input, scale, zero_point, quant_min, quant_max, axis, grad_factor)
     if has_tangents():
@@ -267,8 +273,9 @@ class FakeQuantize(nn.Module):
         device, dtype: of scale and zero point; the dtype is float32 unless given.
     """
 
-    scale: Tensor
-    zero_point: Tensor
+    if TYPE_CHECKING:  # torch.jit.script does not read postponed annotations
+        scale: Tensor
+        zero_point: Tensor
 
     def __init__(
         self,

@@ -16,8 +16,11 @@ from lltm_ext._library import (
     check_tensor,
     composed,
     differentiable_tangents,
+    hand_over,
     has_tangents,
     ops,
+    scripts_as_op,
+    takes_over,
     under_transforms,
     vmap_elementwise,
     vmap_loop,
@@ -124,6 +127,7 @@ class GemmFunction(_Product):
         return _Product.apply(a, b, bias, activation, precision)[0]
 
 
+@scripts_as_op
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -168,10 +172,9 @@ def gemm(
     Source: as :func:`torch.matmul`; blocks and panels on the CPU after Goto and van de Geijn, "Anatomy of
     High-Performance Matrix Multiplication", 2008, https://doi.org/10.1145/1356052.1356053.
     """
-    check_tensor("gemm", "a", a)
-    check_tensor("gemm", "b", b)
-    if bias is not None:
-        check_tensor("gemm", "bias", bias)
+    others = takes_over("gemm", "a", a) or takes_over("gemm", "b", b)
+    if others or (bias is not None and takes_over("gemm", "bias", bias)):
+        return hand_over(gemm, a, b, bias=bias, activation=activation, precision=precision, out=out)
     if out is not None:
         check_tensor("gemm", "out", out)
         ops.gemm_out(a, b, bias, activation, precision, out)
@@ -273,7 +276,7 @@ class Linear(nn.Module):
             )
         rows = input.flatten(0, -2) if input.dim() > 1 else input[None]
         output = gemm(rows, self.weight.t(), bias=self.bias, activation=self.activation)
-        return output.view(*input.shape[:-1], self.out_features)
+        return output.view(input.shape[:-1] + output.shape[1:])
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation!r}"

@@ -28,14 +28,18 @@ from lltm_ext._library import (
     decompose_under_transforms,
     differentiable_gradients,
     differentiable_tangents,
+    hand_over,
     has_tangents,
     is_plain,
     ops,
+    scripts_as_op,
+    takes_over,
     under_transforms,
     vmap_loop,
     vmap_rows,
 )
 from lltm_ext._loop import reference
+from lltm_ext._scripting import scriptable
 
 __all__ = ["LLTM", "LLTMCell", "LLTMFunction", "lltm", "lltm_algorithm", "lltm_cell"]
 
@@ -114,6 +118,7 @@ class LLTMFunction(_CellFunction):
         return lltm_cell(*args)
 
 
+@scripts_as_op
 def lltm_cell(
     input: Tensor, weights: Tensor, bias: Tensor | None, old_h: Tensor, old_cell: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -137,13 +142,15 @@ def lltm_cell(
 
     Source: the formula at the head of this module.
     """
-    check_tensor("lltm_cell", "input", input)
-    check_tensor("lltm_cell", "weights", weights)
-    check_tensor("lltm_cell", "old_h", old_h)
-    check_tensor("lltm_cell", "old_cell", old_cell)
-    if bias is not None:
-        check_tensor("lltm_cell", "bias", bias)
     arguments = (input, weights, bias, old_h, old_cell)
+    if (
+        takes_over("lltm_cell", "input", input)
+        or takes_over("lltm_cell", "weights", weights)
+        or takes_over("lltm_cell", "old_h", old_h)
+        or takes_over("lltm_cell", "old_cell", old_cell)
+        or (bias is not None and takes_over("lltm_cell", "bias", bias))
+    ):
+        return hand_over(lltm_cell, *arguments)
     if is_plain(*arguments):
         return _C.call_lltm_cell(*arguments)
     return _CellFunction.apply(*arguments)[:2] if has_tangents() else ops.lltm_cell(*arguments)
@@ -200,6 +207,11 @@ def lltm(
     )
 
 
+lltm.__script_unsupported = (  # type: ignore[attr-defined]  # an attribute that torch.jit.script reads
+    "lltm has options by keyword; a script can have a layer lltm_ext.LLTM, or torch.ops.lltm_ext.lltm"
+)
+
+
 def lltm_algorithm(
     input: Tensor,
     hx: State,
@@ -233,6 +245,18 @@ def lltm_reference(
     """:func:`lltm` in pure PyTorch."""
     output, (h_n, c_n) = reference(cells.lltm, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
     return output, (h_n, c_n)
+
+
+CELL = """\
+def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    rows = input if input.dim() == 2 else input[None]
+    zeros = rows.new_zeros([rows.shape[0], self.hidden_size])
+    old_h, old_c = (zeros, zeros) if hx is None else hx
+    h, c = torch.ops.lltm_ext.lltm_cell(
+        rows, self.weights, self.bias, old_h.view_as(zeros), old_c.view_as(zeros)
+    )
+    return (h, c) if input.dim() == 2 else (h[0], c[0])
+"""
 
 
 class LLTMCell(nn.Module):
@@ -291,6 +315,9 @@ class LLTMCell(nn.Module):
             return lltm_cell(input, self.weights, self.bias, old_h, old_cell)
         new_h, new_cell = lltm_cell(input[None], self.weights, self.bias, old_h[None], old_cell[None])
         return new_h[0], new_cell[0]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable(self, LLTMCell.forward, CELL)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Checkpoints of the tutorial's repository have a bias of shape [1, 3*H].

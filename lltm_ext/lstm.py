@@ -63,6 +63,11 @@ def lstm(
     )
 
 
+lstm.__script_unsupported = (  # type: ignore[attr-defined]  # an attribute that torch.jit.script reads
+    "lstm has options by keyword; a script can have a layer lltm_ext.LSTM, or torch.ops.lltm_ext.lstm"
+)
+
+
 def lstm_algorithm(
     input: Tensor,
     hx: State,

@@ -21,12 +21,12 @@ from lltm_ext._arguments import (
     check_tensors,
     dtype_name,
 )
-from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels
+from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels, tracing_state
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_no_dtensor, check_tensor
+from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
 from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
@@ -273,14 +273,22 @@ class RecurrentCell:
         algorithm: str = "auto",
         **named: Any,
     ) -> tuple[Tensor, Any]:
-        states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
-        if reset_to != "zeros":
-            check_reset_to(self.__name__, reset_to)
-        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
-            check_call(self, call, algorithm, reset_to)
-        output, final = run(self, call, algorithm, reset_to)
+        try:
+            if not isinstance(input, Tensor):
+                check_tensor(self.__name__, "input", input)
+            states = check_states(self.__name__, hx, self.state_names)
+            parameters, inputs = (
+                self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+            )
+            if reset_to != "zeros":
+                check_reset_to(self.__name__, reset_to)
+            call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+            if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
+                check_call(self, call, algorithm, reset_to)
+            output, final = run(self, call, algorithm, reset_to)
+        except TypeError:
+            options = {"reset": reset, "reset_to": reset_to, "algorithm": algorithm}
+            return hand_over(self, input, hx, weight_ih, weight_hh, bias, **options, **named)
         return output, tuple(final) if self.states else final[0]
 
     def algorithm(
@@ -526,6 +534,7 @@ def run_both(
     """Like :func:`run` for both directions of a layer."""
     dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
     is_plain = not to_initial and (dtype is None or cell.is_compiled)
+    is_plain = is_plain and tracing_state() is None  # torch.jit.trace does not take the op's lists
     if is_plain and kernels_check(cell, *calls):
         calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:

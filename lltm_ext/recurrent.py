@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lltm_ext._arguments import check_reset_to, check_sizes, init_uniform
 from lltm_ext._layers import CellLayer, Steps
+from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell
 
 __all__ = ["Recurrent"]
@@ -129,6 +130,9 @@ class Recurrent(CellLayer):
             value = self.cell.parameters.get(name.rpartition("_l")[0])
             if value is not None:
                 nn.init.constant_(parameter, value)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable_layer(self, Recurrent.forward)
 
     def extra_repr(self) -> str:
         heads = f", heads={self.heads}" if self.heads > 1 else ""

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import relu as _C
-from lltm_ext._library import in_place, ops
+from lltm_ext._library import in_place, ops, scripts_as_op
 from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = ["ReLU", "ReLUFunction", "relu", "relu_"]
 
 
+@scripts_as_op
 def relu(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Elementwise rectifier, ``max(input, 0)``. Its gradient at 0 is 0.
 
@@ -55,7 +56,10 @@ class ReLU(nn.Module):
         self.inplace = inplace
 
     def forward(self, input: Tensor) -> Tensor:
-        return relu_(input) if self.inplace else relu(input)
+        if not self.inplace:
+            return relu(input)
+        relu_(input)  # in torch.jit.script the op, which returns nothing
+        return input
 
     def extra_repr(self) -> str:
         return "inplace=True" if self.inplace else ""

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import round as _C
-from lltm_ext._library import check_tensor, has_tangents, in_place, into, ops, vmap_elementwise
+from lltm_ext._library import (
+    hand_over,
+    has_tangents,
+    in_place,
+    into,
+    ops,
+    scripts_as_op,
+    takes_over,
+    vmap_elementwise,
+)
 from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = [
@@ -45,6 +54,7 @@ def _straight_through(step: Tensor, curve: Tensor) -> Tensor:
     return curve + (step - curve).detach() if curve.requires_grad else step
 
 
+@scripts_as_op
 def round(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rounds to the nearest integer, ties to even, with the identity as gradient (straight-through).
 
@@ -77,6 +87,7 @@ def round_reference(input: Tensor) -> Tensor:
     return _straight_through(torch.round(input), input)
 
 
+@scripts_as_op
 def floor(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The largest integer that is not above ``input``, with the identity as gradient.
 
@@ -95,6 +106,7 @@ def floor_reference(input: Tensor) -> Tensor:
     return _straight_through(torch.floor(input), input)
 
 
+@scripts_as_op
 def ceil(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The smallest integer that is not below ``input``, with the identity as gradient.
 
@@ -113,6 +125,7 @@ def ceil_reference(input: Tensor) -> Tensor:
     return _straight_through(torch.ceil(input), input)
 
 
+@scripts_as_op
 def trunc(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``input`` without its fractional part, with the identity as gradient.
 
@@ -141,11 +154,14 @@ TruncFunction = unary_function("TruncFunction", trunc, backward=None)
 register("trunc", UnaryOp(trunc_reference, trunc_, TruncFunction, gradient=None))
 
 
+straight_through_round = round  # the name round is torch's function to torch.jit.script
+
+
 class Round(nn.Module):
     """:func:`round` as a module."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return round(input)
+        return straight_through_round(input)
 
 
 class Floor(nn.Module):
@@ -223,6 +239,7 @@ class BinarizeFunction(torch.autograd.Function):
         return vmap_elementwise(binarize)(info, in_dims, *inputs)
 
 
+@scripts_as_op
 def binarize(
     input: Tensor,
     threshold: float = 0.5,
@@ -256,7 +273,8 @@ def binarize(
     Neural Networks", 2016, https://arxiv.org/abs/1602.02830 (with threshold 0, low -1, high 1); tanh, Gong et
     al., "Differentiable Soft Quantization", 2019, https://arxiv.org/abs/1908.05033.
     """
-    check_tensor("binarize", "input", input)
+    if takes_over("binarize", "input", input):
+        return hand_over(binarize, input, threshold, low, high, grad, out=out)
     if out is not None:
         return into(binarize, ops.binarize_out, out, input, threshold, low, high, grad)
     if has_tangents():
@@ -280,7 +298,7 @@ class Binarize(nn.Module):
 
     def __init__(self, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"):
         super().__init__()
-        self.threshold, self.low, self.high, self.grad = threshold, low, high, grad
+        self.threshold, self.low, self.high, self.grad = float(threshold), float(low), float(high), grad
 
     def forward(self, input: Tensor) -> Tensor:
         return binarize(input, self.threshold, self.low, self.high, self.grad)

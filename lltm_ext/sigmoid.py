@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from lltm_ext._activations import ACTIVATIONS
 from lltm_ext._C import sigmoid as _C
-from lltm_ext._library import in_place, ops
+from lltm_ext._library import in_place, ops, scripts_as_op
 from lltm_ext._unary import UnaryOp, call, register, unary_function
 
 __all__ = ["Sigmoid", "SigmoidFunction", "sigmoid", "sigmoid_"]
 
 
+@scripts_as_op
 def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Elementwise logistic function, ``1 / (1 + exp(-input))``. Its derivative is ``output * (1 - output)``.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lltm_ext._C import stochastic_round as _C  # noqa: F401  registers the op
-from lltm_ext._library import check_tensor, has_tangents, ops, under_transforms
+from lltm_ext._library import hand_over, has_tangents, ops, scripts_as_op, takes_over, under_transforms
 
 __all__ = ["StochasticRound", "StochasticRoundFunction", "stochastic_round"]
 
@@ -74,6 +74,7 @@ def _vmap(
     return function(input.movedim(in_dims[0] or 0, 0), *how, **options), 0
 
 
+@scripts_as_op
 def stochastic_round(
     input: Tensor, dtype: torch.dtype, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -106,7 +107,8 @@ def stochastic_round(
     https://arxiv.org/abs/1502.02551; the random numbers of Salmon et al., "Parallel Random Numbers: As Easy
     as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405.
     """
-    check_tensor("stochastic_round", "input", input)
+    if takes_over("stochastic_round", "input", input):
+        return hand_over(stochastic_round, input, dtype, generator=generator)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"stochastic_round: expected dtype to be a torch.dtype, got {type(dtype).__name__}")
     if has_tangents():
