@@ -275,3 +275,23 @@ def test_a_missing_input_of_the_steps_is_named():
     for inputs in ({}, {"time": None}):
         with pytest.raises(TypeError, match="Recurrent: expected time to be a Tensor, but it is missing"):
             layer(torch.zeros(2, 1, 3), **inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "LLTM"])
+def test_both_directions_read_lazily_negated_tensors(name, dtype, device):
+    layer = getattr(lltm_ext, name)(3, 8, bidirectional=True).to(device, dtype)
+    weights = [x.detach() for x in layer.parameters()]
+    states = [torch.randn(2, 2, 8, device=device, dtype=dtype) for _ in layer._cell.state_names]
+    input = torch.randn(4, 2, 3, device=device, dtype=dtype)
+    cotangent = torch.randn(4, 2, 16, device=device, dtype=dtype)
+
+    def outputs_and_gradients(change):
+        leaves = [change(x).requires_grad_() for x in (*weights, *states)]
+        named = dict(zip(dict(layer.named_parameters()), leaves, strict=False))
+        hx = tuple(leaves[len(named) :])
+        output, _ = torch.func.functional_call(layer, named, (input, hx if len(hx) > 1 else hx[0]))
+        return [output, *torch.autograd.grad(output, leaves, change(cotangent))]
+
+    expected = outputs_and_gradients(torch.clone)
+    assert_all_near(outputs_and_gradients(lambda x: torch._neg_view(-x)), expected, BACKWARD[dtype])
