@@ -87,21 +87,6 @@ class SequenceLayer(nn.Module):
         """Raises for an input with another number of dimensions, or of another input_size."""
         raise NotImplementedError
 
-    def _run_layer(
-        self,
-        layer: int,
-        input: Tensor,
-        states: Sequence[Sequence[Tensor | None]],
-        batch_sizes: list[int] | None,
-        steps: Steps,
-    ) -> list[tuple[Tensor, list[Tensor]]]:
-        """Returns (output, final states) of each direction. ``states`` are initial ones, None for zeros."""
-
-        calls = [self._call_of(layer, i, input, given, batch_sizes, steps) for i, given in enumerate(states)]
-        if self.bidirectional:
-            return run_both(self._cell, calls, steps.reset_to)
-        return [run(self._cell, calls[0], "auto", steps.reset_to)]
-
     def _call_of(
         self,
         layer: int,
@@ -251,29 +236,34 @@ class SequenceLayer(nn.Module):
 
         Without ``states`` they start from zeros.
         """
-        cell = self._cell
+        cell, reset_to = self._cell, steps.reset_to
         # The op's own results, which nothing else refers to, and not slices of one.
-        is_fresh = len(cell.state_names) <= 2 and steps.reset_to == "zeros"
-        none = (None,) * len(cell.state_names)
+        is_fresh = len(cell.state_names) <= 2 and reset_to == "zeros"
+        none: Sequence[Tensor | None] = (None,) * len(cell.state_names)
         if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
-            given: Sequence[Tensor | None] = none
+            given = none
             if states is not None:  # the op takes a single one besides h in a layer's shape too
                 given = [states[0][0], states[1]] if len(states) == 2 else [x[0] for x in states]
-            call = self._call_of(0, 0, input, given, batch_sizes, steps)
-            output, last = run(cell, call, "auto", steps.reset_to)
+            only = self._call_of(0, 0, input, given, batch_sizes, steps)
+            output, last = run(cell, only, "auto", reset_to)
             return output, [x if x.dim() == 3 else _stack((x,), is_fresh) for x in last]
-        slices = self._slices
-        initial: Sequence[Sequence[Tensor | None]] = [none] * slices
-        if states is not None:
-            initial = list(zip(*(x.unbind(0) for x in states), strict=True))
-        final: list[tuple[Tensor, ...]] = []  # the states of each layer and direction
+        final: list[Sequence[Tensor]] = []  # the states of each layer and direction
+
+        def call(layer: int, direction: int) -> SequenceCall:
+            given = none if states is None else [x[len(final) + direction] for x in states]
+            return self._call_of(layer, direction, input, given, batch_sizes, steps)
+
         for layer in range(self.num_layers):
-            of_layer = initial[len(final) : len(final) + self._directions]
-            found = self._run_layer(layer, input, of_layer, batch_sizes, steps)
-            input = torch.cat([y[0] for y in found], dim=-1) if self.bidirectional else found[0][0]
-            final += [tuple(y[1]) for y in found]
-            if self.dropout > 0 and layer < self.num_layers - 1:
+            if layer > 0 and self.dropout > 0:
                 input = F.dropout(input, self.dropout, self.training)
+            if self.bidirectional:
+                both = [call(layer, 0), call(layer, 1)]
+                (forward, of_forward), (reverse, of_reverse) = run_both(cell, both, reset_to)
+                input = torch.cat([forward, reverse], dim=-1)
+                final += [of_forward, of_reverse]
+            else:
+                input, last = run(cell, call(layer, 0), "auto", reset_to)
+                final.append(last)
         return input, [_stack(slices, is_fresh) for slices in zip(*final, strict=True)]
 
     @property
