@@ -20,8 +20,18 @@ namespace lltm_ext {
 
 // ---- oneDNN
 
+inline bool is_amd() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool found = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return found;
+#else
+  return false;
+#endif
+}
+
 inline bool onednn_is_faster(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_cpu() || a.scalar_type() != at::kFloat || !at::globalContext().userEnabledMkldnn()) return false;
+  if (is_amd() && a.size(0) < 128) return false;  // MKL's kernels for AMD are up to 1.7 x as fast
   // MKL reads large weights slowly for few rows.
   const int64_t multiplications = a.numel() * b.size(1);
   const bool is_large =

@@ -2,7 +2,8 @@
 //
 // On CUDA cuBLAS returns a product of half types in float32, which at::mm rounds: over thousands of steps
 // that rounding is the larger part of the error. On the CPU at::mm multiplies float32 by MKL; for larger
-// products oneDNN, called through torch.compile's op, is 1.4 to 2.3 times as fast (docs/design/archive.md).
+// products oneDNN, called through torch.compile's op, is 1.4 to 2.3 times as fast, but not with few rows on
+// AMD's processors (docs/design/archive.md).
 //
 // Float32 on CUDA may be TF32 where nn.LSTM may, by cuDNN's switch for RNNs. at::mm follows another switch,
 // which other threads share.
