@@ -404,13 +404,12 @@ std::vector<Gradients> meta_backward(const CellShape& shape, const CellCall& cal
 
 }  // namespace
 
-variable_list run_backward(const CellOp& op, const CellCall& call, const c10::List<OptionalTensor>& grads,
+variable_list run_backward(const CellOp& op, const CellCall& call, const std::vector<OptionalTensor>& grads,
                            at::TensorList saved, bool input_needs_grad, bool bias_needs_grad) {
   check(op, call);
   std::vector<BackwardInputs> inputs;
   for (size_t i = 0; i < saved.size(); i += 3) {
-    inputs.push_back(
-        {grads.get(i), grads.get(i + 1), grads.get(i + 2), saved[i], saved[i + 1], saved[i + 2]});
+    inputs.push_back({grads[i], grads[i + 1], grads[i + 2], saved[i], saved[i + 1], saved[i + 2]});
     check_backward_inputs(op, call, call.directions[i / 3], inputs.back());
   }
   std::vector<Gradients> found;

@@ -84,7 +84,7 @@ variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const
       grad_outputs.size(), " and ", saved.size());
   const CellCall call =
       cell_call(input, forward_direction, reverse_direction, batch_sizes, algorithm, program);
-  c10::List<OptionalTensor> grads;
+  std::vector<OptionalTensor> grads;
   for (size_t i = 0; i < grad_outputs.size(); ++i) {
     grads.push_back(if_defined(materialized(grad_outputs.get(i))));
   }

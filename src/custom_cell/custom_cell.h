@@ -60,7 +60,7 @@ variable_list run_forward(const CellOp& op, const CellCall& call, bool save);
 // Checks all arguments, and returns for each direction the gradients of input, h0, states, weight_ih,
 // weight_hh, bias and parameters, from its {grad_output, grad_h_n, grad_states_n} and {h, gates, extra}.
 variable_list run_backward(const CellOp& op, const CellCall& call,
-                           const c10::List<OptionalTensor>& grad_outputs, at::TensorList saved,
+                           const std::vector<OptionalTensor>& grad_outputs, at::TensorList saved,
                            bool input_needs_grad, bool bias_needs_grad);
 
 // Whether a call, which has been checked, is one step that has a kernel of its own.
