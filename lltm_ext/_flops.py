@@ -11,6 +11,8 @@ import torch
 from torch import Size
 
 from lltm_ext._after_import import AfterImport
+from lltm_ext._C import custom_cell, lltm  # noqa: F401  register the ops
+from lltm_ext._C import gemm as _gemm  # noqa: F401
 
 Shape = Size | Sequence[int]
 

@@ -397,7 +397,6 @@ class Kernels {
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
-                                                   /*shared_step_inputs=*/false,
                                                    kNarrowStates,
                                                    kOfBools,
                                                    weight_.data(),
@@ -569,11 +568,27 @@ class Kernels {
                    bias = narrowed<T>(Values(gate_rows, first_bias)),
                    bias_hh = narrowed<T>(Values(gate_rows, second_bias));
     if (c_.save) gates = unwritten<T>(gates.size());
-    const SingleStepArguments<T> arguments = {
-        batch,          hidden,      input_size,      kNarrowStates,      kOnTensorCores,
-        c_.save,        x.data(),    h0_.data(),      states0_.data(),    weights.data(),
-        weight_.data(), bias.data(), bias_hh.data(),  parameters_.data(), step_inputs_.data(),
-        output.data(),  h_n.data(),  states_n.data(), gates.data(),       extra.data()};
+    const SingleStepArguments<T> arguments = {batch,
+                                              hidden,
+                                              input_size,
+                                              kNarrowStates,
+                                              kOnTensorCores,
+                                              c_.save,
+                                              /*shared_step_inputs=*/false,
+                                              x.data(),
+                                              h0_.data(),
+                                              states0_.data(),
+                                              weights.data(),
+                                              weight_.data(),
+                                              bias.data(),
+                                              bias_hh.data(),
+                                              parameters_.data(),
+                                              step_inputs_.data(),
+                                              output.data(),
+                                              h_n.data(),
+                                              states_n.data(),
+                                              gates.data(),
+                                              extra.data()};
     const auto blocks = static_cast<int>(single_step_tile().blocks(batch, hidden));
     cuda_on_cpu::run({blocks, kSingleStepThreads, 1, sizeof(typename Step::Sums)}, [&] {
       Step(arguments).run(*reinterpret_cast<typename Step::Sums*>(cuda_on_cpu::current_block().memory()));
