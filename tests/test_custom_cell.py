@@ -539,19 +539,17 @@ def test_steps_of_small_batch_compile(name, architecture, backward):
         binary(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows)
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90"])
-@pytest.mark.parametrize("name", ["gru", "zoneout_lstm", "slstm"])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("name", ["gru", "slstm"])
 def test_a_single_step_compiles(name, architecture):
-    for dtype in TYPES:
-        for rows, on_tensor_cores in ((1, False), (8, False), (8, True)):
-            binary(
-                CELLS[name].program,
-                dtype,
-                False,
-                architecture=architecture,
-                single_step_rows=rows,
-                on_tensor_cores=on_tensor_cores,
-            )
+    for dtype, rows, on_tensor_cores in (
+        (torch.float32, 1, False),
+        (torch.bfloat16, 8, False),
+        (torch.float16, 8, True),
+        (torch.float32, 8, True),
+    ):
+        how = {"single_step_rows": rows, "on_tensor_cores": on_tensor_cores}
+        binary(CELLS[name].program, dtype, False, architecture=architecture, **how)
 
 
 @pytest.mark.parametrize("gates", [5, 6, 7, 8])

@@ -336,9 +336,7 @@ def test_the_page_has_all_modules_and_tools():
             assert cell == "yes" or re.search(rf"^{cell}\. \w", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "module", ["torch.utils.flop_counter", "torch._dynamo", "torch.fx", "torch.onnx.utils"]
-)
+@pytest.mark.parametrize("module", ["torch.utils.flop_counter", "torch._dynamo, torch.onnx"])
 def test_the_package_may_be_imported_after_a_tool_that_it_tells_of_its_ops(module):
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"import {module}, lltm_ext"], capture_output=True, text=True

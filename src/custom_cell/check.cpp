@@ -89,8 +89,7 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
   if (shape.step_inputs > 0) {
     const c10::SymInt width =
         is_shared_by_units(shape, d.step_inputs) ? shape.step_inputs : shape.step_inputs * hidden;
-    check("step_inputs", d.step_inputs, sizes_like_input(input, width),
-          "[..., step inputs * hidden_size], or [..., step inputs] for all units");
+    check("step_inputs", d.step_inputs, sizes_like_input(input, width), "[..., step inputs * hidden_size]");
   }
   if (d.reset.defined()) {
     check_same_device(op, "reset", d.reset, input);
