@@ -427,8 +427,13 @@ def binary(program, dtype, backward, variant=-1, architecture="sm_90", rows=0, r
     return found
 
 
-@every_cell
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def compiled_for(names, one, *others):
+    """Each cell for Hopper, and one of them for other architectures too."""
+    pairs = [(name, "sm_90") for name in names] + [(one, architecture) for architecture in others]
+    return pytest.mark.parametrize("name,architecture", pairs)
+
+
+@compiled_for(CELLS, "slstm", "sm_80")
 @passes
 def test_every_kind_of_kernel_compiles(name, architecture, backward):
     cell = CELLS[name]
@@ -512,8 +517,7 @@ def test_other_architectures(architecture, backward):
         binary(cells.gru.program, dtype, backward, -1, architecture)
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize("name", ["indrnn", *WITHOUT_PRODUCT])
+@compiled_for(["indrnn", *WITHOUT_PRODUCT], "masked_unit", "sm_75", "sm_80", "sm_120")
 @passes
 def test_kernels_of_independent_units_compile(name, architecture, backward):
     for dtype in (*TYPES, DOUBLE):
@@ -531,16 +535,14 @@ def test_fused_steps_compile_for_hopper(name):
         binary(cell.program, torch.bfloat16, backward, rows=rows)
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_120"])
-@pytest.mark.parametrize("name", ["gru", "slstm", "lstm", *WITH_OUTPUT])
+@compiled_for(["gru", "slstm", "lstm", *WITH_OUTPUT], "slstm", "sm_75", "sm_120")
 @passes
 def test_steps_of_small_batch_compile(name, architecture, backward):
     for rows in (1, 4, 8, 16):
         binary(CELLS[name].program, torch.float32, backward, -1, architecture, small_batch=rows)
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_90"])
-@pytest.mark.parametrize("name", ["gru", "slstm"])
+@compiled_for(["gru", "slstm"], "gru", "sm_75")
 def test_a_single_step_compiles(name, architecture):
     for dtype, rows, on_tensor_cores in (
         (torch.float32, 1, False),
