@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 CALLS = Path(__file__).with_name("calls.py")
-OPS = ["sigmoid", "relu", "round", "binarize", "fake_quantize", "stochastic_round"]
-OPS += ["gemm", "lltm_cell", "lltm", "lstm", "gru"]
-LAYERS = ["LSTM", "GRU", "RNN"]
+OPS = ["fake_quantize", "stochastic_round", "gemm", "lltm_cell", "lltm", "lstm", "gru"]
+ALIKE = ["sigmoid", "relu", "round", "binarize", "LSTM", "GRU", "RNN"]  # they share their code
 
 
-@pytest.mark.parametrize("op", OPS + LAYERS)
+@pytest.mark.parametrize("op", OPS + ALIKE)
 def test_random_calls_equal_the_reference_or_are_refused_by_name(op, device, tmp_path, pytestconfig):
     log, examples = tmp_path / "last_call", pytestconfig.getoption("--examples")
-    examples //= 2 if op in LAYERS else 1  # which share their code, and whose calls take the longest
+    examples //= 2 if op in ALIKE else 1
     command = [
         sys.executable,
         CALLS,
