@@ -1,7 +1,8 @@
 """A user's cell in PyTorch's ops: one product for the input of all steps, then a loop over the steps.
 
-It runs on the CPU, and every other implementation is compared with it. Half types are only storage: the
-arithmetic is in float32, h is rounded at each step, the other states are not.
+It serves derivatives of second order, tangents and exports to ONNX, and every other implementation is
+compared with it. Half types are only storage: the arithmetic is in float32, h is rounded at each step, the
+other states are not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 // A recurrent cell over a whole sequence: the dispatcher ops lltm_ext::custom_cell, custom_cell_forward,
 // custom_cell_backward, custom_cell_algorithm, and those of both directions of a layer. Their argument
-// `program` is the cell (program.h). The CPU runs the cells that are compiled with the package; others run in
-// Python (lltm_ext/_loop.py), and so does custom_cell_by_loop, a cell in torch's differentiable ops. Raw
-// bindings: lltm_ext._C.custom_cell.source, compile and compilations.
+// `program` is the cell (program.h). On the CPU the cells that are compiled with the package run in their own
+// code, and others by their formulas (formula.h). custom_cell_by_loop, a cell in torch's differentiable ops,
+// is in Python (lltm_ext/_loop.py). Raw bindings: lltm_ext._C.custom_cell.source, compile and compilations.
 #include "custom_cell/custom_cell.h"
 
 #include "common/library.h"
