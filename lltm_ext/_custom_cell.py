@@ -29,7 +29,6 @@ from lltm_ext._loop import compute_dtype, run_loop, zero_state
 from lltm_ext._program import CELLS, program_for
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -38,14 +37,19 @@ Found = tuple[Tensor, list[Tensor]]  # the output, and the final states
 
 
 def run_kernels(
-    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, algorithm: str, dtype: torch.dtype
+    cell: RecurrentCell,
+    call: SequenceCall,
+    algorithm: str,
+    dtype: torch.dtype,
+    to_initial: bool = False,
 ) -> Found:
     """Does what :func:`lltm_ext.recurrence.run` does, for arguments that the ops check.
 
     Args:
         dtype: the dtype of the computation, which autocast may give.
+        to_initial: whether resets lead to the initial states, which are all given, instead of to zeros.
     """
-    program = cell.programs.get(dtype, cell.program)
+    program = program_for(cell, dtype, to_initial)
     op = ops.custom_cell if forward_ad._current_level < 0 or not has_tangents() else transformed
     how = (call.batch_sizes, call.is_reverse, algorithm, program, call.bias_hh)
     output, h_n, states_n = op(*op_arguments(cell, call), *how)
@@ -55,11 +59,11 @@ def run_kernels(
 
 
 def run_both_by_kernels(
-    cell: RecurrentCell, calls: Sequence[SequenceCall], dtype: torch.dtype
+    cell: RecurrentCell, calls: Sequence[SequenceCall], dtype: torch.dtype, to_initial: bool
 ) -> list[Found]:
     """Like :func:`run_kernels` for both directions of a layer, side by side if the GPU has room for both."""
     directions = ([*op_arguments(cell, call)[1:], call.bias_hh] for call in calls)
-    options = (calls[0].batch_sizes, "auto", program_for(cell, dtype))
+    options = (calls[0].batch_sizes, "auto", program_for(cell, dtype, to_initial))
     op = transformed_both if has_tangents() else ops.custom_cell_bidirectional
     y = op(calls[0].input, *directions, *options)
     found = []
@@ -85,18 +89,19 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
 
 
 def algorithm_of(
-    cell: RecurrentCell | ResetsToInitial,
+    cell: RecurrentCell,
     call: SequenceCall,
     algorithm: str,
     dtype: torch.dtype,
+    to_initial: bool,
     backward: bool,
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
-    program = program_for(cell, dtype)
+    program = program_for(cell, dtype, to_initial)
     return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
 
 
-def op_arguments(cell: RecurrentCell | ResetsToInitial, call: SequenceCall) -> tuple[Tensor | None, ...]:
+def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None, ...]:
     """The tensors that the dispatcher ops take, in their order."""
     input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
     if reset is not None and reset.dtype != torch.bool:
@@ -289,10 +294,10 @@ def by_loop(
     program: str,
     bias_hh: Tensor | None = None,
     *,
-    run: Callable[[Any, SequenceCall], Found] = run_loop,
+    run: Callable[[Any, SequenceCall, bool], Found] = run_loop,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the dispatcher op by the loop of torch's ops, or by another function like :func:`run_loop`."""
-    cell = CELLS[program]
+    cell, to_initial = CELLS[program]
     declared = cell.declared
     if h0 is None:
         h0 = zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)
@@ -304,7 +309,7 @@ def by_loop(
     of_steps = [] if step_inputs is None else list(step_inputs.chunk(len(declared.inputs), -1))
     weights, how = (weight_ih, weight_hh, bias), (reset, batch_sizes, reverse, bias_hh)
     call = SequenceCall(input, [h0, *others], *weights, of_cell, of_steps, *how)  # type: ignore[arg-type]
-    output, (h_n, *final) = run(cell, call)
+    output, (h_n, *final) = run(cell, call, to_initial)
     return output, h_n, final[0] if is_one else torch.stack(final) if final else states
 
 

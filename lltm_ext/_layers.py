@@ -238,7 +238,7 @@ class SequenceLayer(nn.Module):
         """
         cell, reset_to = self._cell, steps.reset_to
         # The op's own results, which nothing else refers to, and not slices of one.
-        is_fresh = len(cell.state_names) <= 2 and reset_to == "zeros"
+        is_fresh = len(cell.state_names) <= 2
         none: Sequence[Tensor | None] = (None,) * len(cell.state_names)
         if self.num_layers == 1 and not self.bidirectional:  # the general way takes some microseconds more
             given = none

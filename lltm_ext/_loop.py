@@ -17,7 +17,6 @@ from torch import Tensor
 from lltm_ext._arguments import SequenceCall, one_bias
 
 if TYPE_CHECKING:
-    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
 # The values x, r, h, s, p and u of a cell's function, as sequences -> [new h, *new states]
@@ -26,7 +25,7 @@ Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes +
 
 
 def run_loop(
-    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
+    cell: RecurrentCell, call: SequenceCall, to_initial: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Does what :func:`lltm_ext.recurrence.run` does, for arguments that it has checked.
 
@@ -72,7 +71,7 @@ def planes_of(call: SequenceCall) -> Tensor:
 
 
 def step_of(
-    cell: RecurrentCell | ResetsToInitial, call: SequenceCall, to_initial: bool = False
+    cell: RecurrentCell, call: SequenceCall, to_initial: bool = False
 ) -> Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], Tensor | None], tuple[Tensor, list[Tensor]]]:
     """Returns a step of a call: (planes, states, step inputs, reset) -> (output, new states)."""
     compute = compute_dtype(call.input.dtype)

@@ -109,9 +109,8 @@ def in_8_bits(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, lo
 def custom_cell(input: Tensor, h0: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """A loop over the steps of the example in a trace, else a scan of any length."""
     batch_sizes, _, _, program = args[7:11]
-    name, cell = program.split(SEPARATOR)[0], CELLS.get(program)
-    own: Any = getattr(cell, "cell", cell)  # without resets to the initial states
-    if own is None or own.function is None:
+    name, cell = program.split(SEPARATOR)[0], CELLS.get(program, (None, False))[0]
+    if cell is None or cell.function is None:
         raise NotImplementedError(
             f"{name}: expected a cell of a Python function for ONNX, in a process that declares it"
         )
@@ -120,7 +119,7 @@ def custom_cell(input: Tensor, h0: Any, *args: Any) -> tuple[Tensor, Tensor, Ten
     return by_loop(input, h0, *args, run=scan if tracing_state() is None else run_loop)
 
 
-def scan(cell: Any, call: SequenceCall) -> Found:
+def scan(cell: Any, call: SequenceCall, to_initial: bool = False) -> Found:
     """Does what :func:`lltm_ext._loop.run_loop` does by torch's scan, for padded input."""
     from torch._higher_order_ops.scan import scan_op
 
@@ -136,11 +135,13 @@ def scan(cell: Any, call: SequenceCall) -> Found:
         states, (planes, *inputs), given = x[:first], x[first:last], list(x[last:])
         weight_hh = given.pop(0) if recurrent else None
         reset = inputs.pop() if resets else None
-        step = step_of(cell, call._replace(states=states, weight_hh=weight_hh, parameters=given))
+        here = call._replace(states=given[:first], weight_hh=weight_hh, parameters=given[first:])
+        step = step_of(cell, here, to_initial)
         output, new = step(planes, states, inputs, reset)
         return [y.clone() for y in (*new, output)]  # a scan's results share no memory
 
-    operands = (initial, of_steps, (*recurrent, *call.parameters))
+    # The initial states a second time: resets may lead to them.
+    operands = (initial, of_steps, (*recurrent, *call.states, *call.parameters))
     # Detached: torch prepares the derivative of each scan, and fails where a step has symbolic sizes.
     *final, output = scan_op(run_step, *([x.detach() for x in part] for part in operands))
     final = [x.to(s.dtype) for x, s in zip(final, call.states, strict=True)]

@@ -11,11 +11,10 @@ from lltm_ext._formula.text import program_text
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
-    from lltm_ext._to_initial import ResetsToInitial
     from lltm_ext.recurrence import RecurrentCell
 
-CELLS: dict[str, RecurrentCell | ResetsToInitial] = {}  # keyed by their programs, for second derivatives
-
+# Cells by their programs, for second derivatives, and whether these reset to the initial states.
+CELLS: dict[str, tuple[RecurrentCell, bool]] = {}
 
 ROUNDED = {torch.float16: "float16", torch.bfloat16: "bfloat16"}  # by an instruction on the CPU
 
@@ -25,28 +24,34 @@ def compiled(cell: RecurrentCell) -> RecurrentCell:
     cell.is_compiled = True
     cell.program = cell.__name__
     cell.programs = dict.fromkeys(cell.programs, cell.program)
-    CELLS[cell.program] = cell
+    CELLS[cell.program] = cell, False
     return cell
 
 
-def program_for(cell: RecurrentCell | ResetsToInitial, dtype: torch.dtype) -> str:
+def program_for(cell: RecurrentCell, dtype: torch.dtype, to_initial: bool = False) -> str:
     """The program for an input of a dtype; for a dtype that no op takes any."""
-    return cell.programs.get(dtype, cell.program)
+    programs = cell.programs_to_initial if to_initial else cell.programs
+    return programs.get(dtype, programs[torch.float32])
 
 
-def serialize(cell: RecurrentCell | ResetsToInitial) -> dict[torch.dtype, str]:
-    """The cell as text, by the dtype of the input."""
-    programs = dict.fromkeys((torch.float32, torch.float64), program_of(cell, cell.derived.struct))
+def serialize(cell: RecurrentCell, to_initial: bool = False) -> dict[torch.dtype, str]:
+    """The cell as text, by the dtype of the input.
+
+    Args:
+        to_initial: whether resets lead to the initial states instead of to zeros.
+    """
+    wide = program_of(cell, cell.derived.struct, to_initial)
+    programs = dict.fromkeys((torch.float32, torch.float64), wide)
     for dtype, name in ROUNDED.items():
         struct = cell.derived.half_struct
         if struct.instructions:
             forward, backward = struct.instructions
             struct = struct._replace(instructions=(rounding(forward, name), backward))
-        programs[dtype] = program_of(cell, struct)
+        programs[dtype] = program_of(cell, struct, to_initial)
     return programs
 
 
-def program_of(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
+def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
     declared, derived = cell.declared, cell.derived
     numbers = (
         declared.gates,
@@ -60,7 +65,8 @@ def program_of(cell: RecurrentCell | ResetsToInitial, struct: Struct) -> str:
         declared.output_state,
         int(derived.zeros_stay),
         int(struct.wide_projections),
+        int(to_initial),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))
-    CELLS[program] = cell
+    CELLS[program] = cell, to_initial
     return program

@@ -29,7 +29,6 @@ from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
-from lltm_ext._to_initial import ResetsToInitial, resets_as_inputs
 
 __all__ = ["RecurrentCell", "recurrence"]
 
@@ -258,7 +257,7 @@ class RecurrentCell:
         # Done now, because torch.compile does not trace how they are made.
         self.programs = serialize(self)
         self.program = self.programs[torch.float32]
-        self.to_initial = ResetsToInitial(self)
+        self.programs_to_initial = serialize(self, to_initial=True)
 
     def __call__(
         self,
@@ -317,11 +316,12 @@ class RecurrentCell:
         if self.is_compiled:
             check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
         call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        dtype, to_initial = autocast_dtype(input), reset is not None and reset_to == "initial"
+        dtype = autocast_dtype(input)
         call = call if dtype is None else lowered(dtype, call)
         check_call(self, call, algorithm, reset_to)
-        cell, call = resets_as_inputs(self, call) if to_initial else (self, call)
-        return algorithm_of(cell, call, algorithm, call.input.dtype, backward)
+        return algorithm_of(
+            self, call, algorithm, call.input.dtype, resets_to_states(call, reset_to), backward
+        )
 
     def _warn_of_unread_gates(self) -> None:
         read = ancestors(self.derived.outputs)  # type: ignore[union-attr]
@@ -499,7 +499,7 @@ def run(
     cell: RecurrentCell, call: SequenceCall, algorithm: str = "auto", reset_to: str = "zeros"
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs a cell over a sequence, and returns (output, final states)."""
-    reset, to_initial = call.reset, call.reset is not None and reset_to == "initial"
+    reset = call.reset
     if cell.is_compiled and reset is None:  # the op checks all arguments, and casts
         try:
             return run_kernels(cell, call, algorithm, call.input.dtype)
@@ -520,25 +520,25 @@ def run(
                     check_step_input(
                         cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates
                     )
-        other, given = resets_as_inputs(cell, with_states(cell, call)) if to_initial else (cell, call)
-        output, final = run_kernels(other, given, algorithm, dtype or call.input.dtype)
+        to_initial = resets_to_states(call, reset_to)
+        return run_kernels(cell, call, algorithm, dtype or call.input.dtype, to_initial)
     except Exception:
         raise_named(cell, call, algorithm, reset_to)
         raise
-    return output, final[: len(call.states)]
 
 
 def run_both(
     cell: RecurrentCell, calls: Sequence[SequenceCall], reset_to: str = "zeros"
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """Like :func:`run` for both directions of a layer."""
-    dtype, to_initial = autocast_dtype(calls[0].input), calls[0].reset is not None and reset_to == "initial"
-    is_plain = not to_initial and (dtype is None or cell.is_compiled)
+    dtype = autocast_dtype(calls[0].input)
+    is_plain = dtype is None or cell.is_compiled
     is_plain = is_plain and tracing_state() is None  # torch.jit.trace does not take the op's lists
     if is_plain and kernels_check(cell, *calls):
         calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:
-            return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype)
+            to_initial = resets_to_states(calls[0], reset_to)
+            return run_both_by_kernels(cell, calls, dtype or calls[0].input.dtype, to_initial)
         except Exception:
             for call in calls:
                 raise_named(cell, call, "auto", reset_to)
@@ -556,6 +556,11 @@ def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_t
         check_call(cell, with_states(cell, call), algorithm, reset_to)
     except Exception as named:
         raise named from None
+
+
+def resets_to_states(call: SequenceCall, reset_to: str) -> bool:
+    """Whether the resets of a call lead to states that it gives. Initial states of None are zeros."""
+    return reset_to == "initial" and call.reset is not None and call.states[0] is not None
 
 
 def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:

@@ -507,7 +507,7 @@ def test_kernels_that_take_resets_compile(name, backward):
 @passes
 def test_kernels_that_reset_to_the_initial_states_compile(cell, backward):
     for dtype, variant, rows in ((torch.float32, 19, 0), (torch.float16, 2, 0), (torch.float16, -1, 64)):
-        binary(cell.to_initial.program, dtype, backward, variant, rows=rows)
+        binary(cell.programs_to_initial[torch.float32], dtype, backward, variant, rows=rows)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])
@@ -565,8 +565,8 @@ def test_fused_steps_of_many_gates_compile(gates):
 
 def test_a_program_is_one_line_and_older_ones_with_lines_mean_the_same():
     """torch.compile writes it into a comment of its code. Exported files have the older form."""
-    for cell in (cells.gru, cells.slstm, cells.gru.to_initial, TEXTS["gru"]):
-        for program in cell.programs.values():
+    for cell in (cells.gru, cells.slstm, TEXTS["gru"]):
+        for program in (*cell.programs.values(), *cell.programs_to_initial.values()):
             assert len(program.splitlines()) == 1
             with_lines = program.replace(LINE, "\n")
             assert len(with_lines.splitlines()) > 9

@@ -77,7 +77,7 @@ CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__:
 COMPILED = [*CELLS.values(), unread_output]
 FEW = [cells.gru, cells.slstm, *OWN]
 WITH_EPISODES = [cells.rnn_tanh, *FEW]  # that are compiled with resets to initial states
-COMPILED += [cell.to_initial for cell in (*WITH_EPISODES, *TEXTS.values())]
+TO_INITIAL = [*WITH_EPISODES, *TEXTS.values()]
 EVERY_RESET = [(cell, "zeros") for cell in CELLS.values()] + [(cell, "initial") for cell in WITH_EPISODES]
 MANY_RESETS = [(cell, reset_to) for cell in FEW for reset_to in ("zeros", "initial")]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
@@ -104,7 +104,6 @@ KERNELS = """
 #include "recurrence/persistent/launch.h"
 #include "recurrence/stepwise/single_step.h"
 #include "recurrence/stepwise/step.h"
-#include "recurrence/to_initial.h"
 
 namespace lltm_ext {
 
@@ -126,7 +125,8 @@ void run_units(const StepBackwardArguments<T>& step) {
   }
 }
 
-// The steps of all cells, by their sources.
+// The steps of all cells, by their sources, and of those that reset to the initial states, with a suffix.
+constexpr const char* kToInitial = "// to initial";
 template <class Step>
 using Steps = std::map<std::string, void (*)(const Step&)>;
 template <class Step>
@@ -168,7 +168,7 @@ class CellOp {
 
   template <class Step>
   void step(const Step& step) const {
-    steps<Step>().at(program_.code)(step);
+    steps<Step>().at(program_.code + (shape().resets_to_initial ? kToInitial : ""))(step);
   }
 
  private:
@@ -189,7 +189,11 @@ OPS = """
 CELL = """
 namespace lltm_ext::cell_{number} {{
 {source}
-const bool added = add_cell<Cell>(R"source({source})source");
+}}
+template <>
+constexpr bool lltm_ext::kResetsToInitial<lltm_ext::cell_{number}::Cell> = {11};
+namespace lltm_ext::cell_{number} {{
+const bool added = add_cell<Cell>(R"source({source})source" + std::string({11} ? kToInitial : ""));
 constexpr CellShape shape = kCellShape<Cell>;
 static_assert(shape.gates == {0} && shape.states == {1} && shape.saved == {2} && shape.parameters == {3});
 static_assert(shape.step_inputs == {4} && shape.recurrent == {5} && shape.separate == {6});
@@ -213,7 +217,9 @@ def compiled(tmp_path_factory):
     (folder / "custom_cell/kernels.h").write_text(KERNELS)
     files = [SOURCES / f"custom_cell/{name}.cpp" for name in ("custom_cell", "custom_cell_autograd")]
     ops = "\n".join(file.read_text() for file in files).replace('"lltm_ext::', '"lltm_ext_on_cpu::')
-    programs = (x.split(SEPARATOR) for cell in COMPILED for x in cell.programs.values())
+    programs = [x for cell in COMPILED for x in cell.programs.values()]
+    programs += [x for cell in TO_INITIAL for x in cell.programs_to_initial.values()]
+    programs = (x.split(SEPARATOR) for x in programs)
     sources = dict.fromkeys((numbers, source) for _, numbers, source, *_ in programs)
     (folder / "ops.cpp").write_text(OPS + ops + "".join(text_of(*x) for x in enumerate(sources)))
     start = time.perf_counter()

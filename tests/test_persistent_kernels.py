@@ -21,10 +21,11 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
-DERIVED = FROM_PYTHON | {
-    f"{name}_to_initial": FROM_PYTHON[name].to_initial
-    for name in ("gru_with_recurrent_dropout", "without_product")
+TO_INITIAL = {
+    f"{name}_to_initial": FROM_PYTHON[name]
+    for name in ("gru_with_recurrent_dropout", "smoothed_lstm", "without_product")
 }
+DERIVED = FROM_PYTHON | TO_INITIAL
 CELLS = [*WRITTEN, *DERIVED]
 
 
@@ -40,8 +41,10 @@ def header(names):
         if name in WRITTEN:
             lines.append(f'#include "{WRITTEN[name]}"')
         else:
-            lines.append('#include "recurrence/to_initial.h"\n#include "common/math.h"')
+            lines.append('#include "common/math.h"\n#include "recurrence/cell.h"')
             lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].derived.struct.source}\n}}")
+        if name in TO_INITIAL:
+            lines.append(f"template <> constexpr bool lltm_ext::kResetsToInitial<{struct_of(name)}> = true;")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))
     return "\n".join(lines) + "\n"
 

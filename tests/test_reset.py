@@ -344,14 +344,15 @@ def test_a_text_resets_to_the_initial_states():
 
 
 @every_layer
-def test_kernels_run_resets_to_the_initial_states_on_cuda(name):
-    """An op for each direction."""
+def test_one_op_resets_both_directions_to_the_initial_states_on_cuda(name):
     with FakeTensorMode(), torch.no_grad():
         layer = EVERY_LAYER[name](5, 16, bidirectional=True, device="cuda")
         input, reset = torch.empty(7, 4, 5, device="cuda"), torch.empty(7, 4, device="cuda").bool()
+        h = torch.empty(2, 4, 16, device="cuda")
+        hx = (h,) * len(layer._cell.state_names) if len(layer._cell.state_names) > 1 else h
         with Recorder() as ran:
-            output, _ = layer(input, reset=reset, reset_to="initial")
-        assert ran.ours == ["custom_cell"] * 2
+            output, _ = layer(input, hx, reset=reset, reset_to="initial")
+        assert ran.ours == ["custom_cell_bidirectional"]
         assert output.shape == (7, 4, 32)
 
 

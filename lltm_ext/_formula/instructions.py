@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import CellNodes, Saved
 from lltm_ext._formula.graph import CONSTANT, Node, ancestors
 
@@ -47,23 +46,6 @@ class Instructions:
     def place(self, node: Node) -> int:
         return self._places[node]
 
-    def include(self, text: str, known: Mapping[str, int]) -> dict[str, int]:
-        """Adds another list, whose leaves ``known`` has in place; the places of its results."""
-        words, _, results = text.partition(" > ")
-        places: list[int] = []
-        for word in words.split():
-            op, *args = word.split(",")
-            if op == "bit":
-                places.append(self.add(op, places[int(args[0])], args[1]))
-            else:
-                places.append(known[op] if op in known else self.add(op, *(places[int(i)] for i in args)))
-        named = (result.split(",") for result in results.split())
-        return {name: places[int(place)] for name, place in named}
-
-    def masked(self, place: int, mask: int) -> int:
-        """The product, which is 0 where the mask is 0, for NaN and infinities too."""
-        return self.add("where", mask, self.add("mul", place, mask), self.add("=0.0"))
-
     def text(self, results: Iterable[tuple[str, int]]) -> str:
         return " ".join([*self._words, ">", *(f"{name},{place}" for name, place in results)])
 
@@ -97,45 +79,7 @@ def backward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
 
 def rounding(forward: str, dtype: str) -> str:
     """The list of a forward that rounds its new h to a dtype."""
-    code = Instructions({})
-    found = code.include(forward, {})
-    return code.text((found | {"h0": code.add(dtype, found["h0"])}).items())
-
-
-# ---- a cell whose steps hand on what the row's next step starts from (lltm_ext/_to_initial.py)
-
-
-def reset_masks(code: Instructions, declared: Declaration) -> tuple[int, int]:
-    """(the share that a reset leaves, the share of the initial states)"""
-    reset = code.add(f"u{len(declared.inputs)}")
-    return code.add("sub", code.add("=1.0"), reset), reset
-
-
-def resetting_instructions(declared: Declaration, forward: str, backward: str) -> tuple[str, str]:
-    """The lists of a cell with resets to its initial states, from those of the cell."""
-    count = len(declared.states)
-    names, initial = ["h0", *(f"s{i}" for i in range(count))], [f"s{count + 1 + i}" for i in range(count + 1)]
-
-    code = Instructions({})
-    left, reset = reset_masks(code, declared)
-    found = code.include(forward, {})
-    results = [(f"s{count}", found[names[declared.output_state + 1]])]
-    for name, first in zip(names, initial, strict=True):
-        start = code.add(first)
-        results.append((first, start))
-        parts = code.masked(found.pop(name), left), code.masked(start, reset)
-        results.append((name, code.add("add", *parts)))
-    of_forward = code.text([*results, *found.items()])
-
-    code = Instructions({})
-    left, reset = reset_masks(code, declared)
-    cotangents = ["g0", *(f"d{i}" for i in range(count))]
-    known, results = {}, [(f"s{count}", code.add("=0.0"))]
-    for i, (name, first) in enumerate(zip(cotangents, initial, strict=True)):
-        handed_on = code.add(name)
-        known[name] = code.masked(handed_on, left)
-        if i == declared.output_state + 1:
-            known[name] = code.add("add", known[name], code.add(f"d{count}"))
-        of_initial = code.masked(handed_on, reset)
-        results.append((first, code.add("add", code.add(f"d{first[1:]}"), of_initial)))
-    return of_forward, code.text([*results, *code.include(backward, known).items()])
+    words, _, results = forward.partition(" > ")
+    places = dict(result.split(",") for result in results.split())
+    rounded = places | {"h0": str(len(words.split()))}
+    return f"{words} {dtype},{places['h0']} > " + " ".join(map(",".join, rounded.items()))

@@ -39,7 +39,7 @@ std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_r
 }
 
 // gradient += grad_gates^T @ (the h that each row of the chunk started from: h0 or the previous step's, less
-// what a reset took of it). Only dense sequences may lack h0, which then is zeros.
+// what a reset to zeros took of it). Only dense sequences may lack h0, which then is zeros.
 void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                             const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
                             const std::vector<RowRange>& steps, const Chunk& chunk) {
@@ -133,7 +133,8 @@ struct DirectionGradients {
   // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
   at::Tensor grad_h, grad_own_h, grad_states;
   bool are_unset;
-  at::Tensor grad_sums;  // [B, (G + P) * H]; summed over B, those of bias and parameters; or undefined
+  at::Tensor grad_initial;  // [1 + S, B, H] those of h0 and states through resets to them; or undefined
+  at::Tensor grad_sums;     // [B, (G + P) * H]; summed over B, those of bias and parameters; or undefined
   at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // weights': undefined until the first chunk
   at::Tensor parameters, step_inputs, reset;              // aligned; rows
   at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
@@ -169,6 +170,9 @@ struct DirectionGradients {
     }
     if (bias_needs_grad || shape.parameters > 0) {
       grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
+    }
+    if (shape.resets_to_initial) {
+      grad_initial = at::zeros({1 + shape.states, sizes.batch, sizes.hidden}, options);
     }
     if (input_needs_grad) {
       grad_input = empty_contiguous(input);
@@ -278,6 +282,7 @@ struct Backward {
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
                    .resets = resets_from<T>(direction.reset, first_row),
+                   .grad_initial = mutable_pointer<acc_t<T>>(direction.grad_initial),
                    .grad_output = grad_output,
                    .grad_h = pointer<T>(grad_h),
                    .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
@@ -296,7 +301,9 @@ struct Backward {
         first_rows(grad_h, n).zero_();
       }
       // The kernel has scaled the gradients of the states.
-      if (direction.reset.defined()) mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n);
+      if (direction.reset.defined()) {
+        mask_rows({grad_h}, {grad_h}, {direction.reset, first_row}, n, direction.grad_initial);
+      }
     }
   }
 
@@ -332,6 +339,7 @@ struct Backward {
           .grad_h = mutable_pointer<T>(direction.grad_h),
           .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
           .grad_states = mutable_pointer<acc_t<T>>(direction.grad_states),
+          .grad_initial = mutable_pointer<acc_t<T>>(direction.grad_initial),
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
       };
     };
@@ -351,8 +359,9 @@ struct Backward {
     matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
                                input_rows.narrow(0, chunk.begin, count));
     if (shape.recurrent) {
+      const at::Tensor masks = shape.resets_to_initial ? at::Tensor() : direction.reset;
       add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
-                             direction.reset, direction.steps, chunk);
+                             masks, direction.steps, chunk);
     }
     if (!direction.grad_input.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
@@ -370,8 +379,12 @@ struct Backward {
                         .weight_ih = or_zeros(g.grad_weight_ih, d.weight_ih),
                         .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};
     if (d.h0.defined()) {
-      result.h0 = shape.reads_h ? (g.grad_h + g.grad_own_h).to(g.grad_h.scalar_type()) : g.grad_h;
+      at::Tensor grad_h0 = g.grad_h;
+      if (shape.reads_h) grad_h0 = grad_h0 + g.grad_own_h;
+      if (g.grad_initial.defined()) grad_h0 = grad_h0 + g.grad_initial.narrow(0, 0, 1).view(d.h0.sizes());
+      result.h0 = grad_h0.to(d.h0.scalar_type());
     }
+    if (g.grad_initial.defined()) g.grad_states.add_(g.grad_initial.narrow(0, 1, shape.states));
     if (d.states.defined()) result.states = g.grad_states.view(d.states.sizes()).to(d.states.scalar_type());
     if (!g.grad_sums.defined()) return result;
     const int64_t hidden = g.grad_h.size(1);

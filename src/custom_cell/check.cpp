@@ -60,6 +60,10 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
   if (shape.parameters > 0) check_like_input("parameters", d.parameters);
   if (shape.step_inputs > 0) check_like_input("step_inputs", d.step_inputs);
 
+  if (shape.resets_to_initial) {
+    TORCH_CHECK(d.h0.defined() && (shape.states == 0 || d.states.defined()), op, ": expected h0 and ", states,
+                " to reset to, but they are missing");
+  }
   if (d.h0.defined()) {
     check_dim(op, "h0", d.h0, 2, "[batch, hidden_size]");
   } else {

@@ -16,7 +16,6 @@ LLTM_EMBED(hopper_ptx_cuh, "common/hopper/ptx.cuh");
 LLTM_EMBED(pipeline_cuh, "common/hopper/pipeline.cuh");
 LLTM_EMBED(split_cuh, "common/hopper/split.cuh");
 LLTM_EMBED(cell_h, "recurrence/cell.h");
-LLTM_EMBED(to_initial_h, "recurrence/to_initial.h");
 LLTM_EMBED(variants_h, "recurrence/persistent/variants.h");
 LLTM_EMBED(shape_h, "recurrence/persistent/shape.h");
 LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
@@ -62,7 +61,6 @@ const std::vector<Header> kHeaders = {
     pipeline_cuh,
     split_cuh,
     cell_h,
-    to_initial_h,
     variants_h,
     shape_h,
     pair_cuh,

@@ -137,10 +137,10 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
 }
 
 // The numbers that fake tensors in Python need for their shapes: gates, states, saved gates and other saved
-// values of a unit, and whether a state is the output.
+// values of a unit, and whether h of every step is apart from the output.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
-  return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.outputs_state()};
+  return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.has_output_apart()};
 }
 
 }  // namespace

@@ -96,12 +96,12 @@ struct CellFunction : Function<CellFunction> {
       found = op.call(input, tensors_of(call.directions[0]), tensors_of(call.directions[1]), batch_sizes,
                       algorithm, program);
     }
-    const bool outputs_state = CellProgram::get(program).shape.outputs_state();
+    const bool has_output_apart = CellProgram::get(program).shape.has_output_apart();
     variable_list saved = {input}, outputs;
     append(saved, all);
     for (size_t i = 0; i < found.size(); i += 6) {
       append(outputs, {found[i], found[i + 1], found[i + 2]});
-      append(saved, {found[outputs_state ? i + 5 : i], found[i + 3], found[i + 4]});
+      append(saved, {found[has_output_apart ? i + 5 : i], found[i + 3], found[i + 4]});
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);

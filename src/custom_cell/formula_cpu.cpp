@@ -166,6 +166,13 @@ void copy_masked(A mask, const A* from, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = scale_by_mask(mask, from[i]);
 }
 
+// The values after a reset that takes a share of the initial ones.
+template <typename A>
+void copy_reset(A share, const A* from, const A* initial, int n, A* to) {
+  if (share == A(0)) return copy(from, n, to);
+  for (int i = 0; i < n; ++i) to[i] = reset_to(share, from[i], initial[i]);
+}
+
 // Loads the leaves, except those that `other` sets. Those of a row are next to each other in memory, which is
 // read in its order.
 template <typename A, class Step, typename F>
@@ -192,7 +199,7 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
   load_leaves(
       formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
         const int k = leaf.number;
-        const A mask = s.resets.mask(row);
+        const A mask = shape.resets_to_initial ? A(1) : s.resets.mask(row);
         const A* const product = s.product ? s.product + (row * shape.gates + k) * plane + unit : nullptr;
         switch (leaf.kind) {
           case 'x':
@@ -212,15 +219,20 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
   block.compute();
   block.per_row([&](int i, int64_t row, int64_t unit, int n) {
     const int64_t at = row * plane + unit;
+    const bool goes_on = shape.resets_to_initial && row < s.next_batch;
+    const A share = goes_on ? s.resets.share(row) : A(0);  // of the initial values in what the step hands on
     for (const Formula::Place& result : formula.results) {
       const A* const from = block.slot(result.slot) + i;
       const int k = result.number;
+      const bool is_output = shape.output_state == (result.kind == 'h' ? -1 : k);
       if (result.kind == 'h') {
-        copy(from, n, s.h + at);
-        if (s.output) copy(from, n, s.output + at);
+        if (is_output && s.output_apart) copy(from, n, s.output_apart + at);
+        copy_reset(share, from, s.h0 + at, n, s.h + at);
+        if (s.output) copy(s.h + at, n, s.output + at);
       } else if (result.kind == 's') {
-        copy(from, n, s.new_states + k * s.state_stride + at);
-        if (k == shape.output_state) copy(from, n, s.state_output + at);
+        const int64_t place = k * s.state_stride + at;
+        if (is_output) copy(from, n, s.output_apart + at);
+        copy_reset(share, from, s.states0 + place, n, s.new_states + place);
       } else if (s.saved.data && k < shape.saved_in_gates()) {
         copy(from, n, &s.saved.at(row, k, unit));
       } else if (s.saved.data && s.extra) {
@@ -263,7 +275,14 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
       });
   block.compute();
   block.per_row([&](int i, int64_t row, int64_t unit, int n) {
-    const A mask = s.resets.mask(row);
+    const A share = s.resets.share(row);
+    const auto reset = [&](const A* from, int number, A* to) {  // 0 is h, and states follow
+      A* const initial = s.grad_initial + number * s.state_stride + row * plane + unit;
+      for (int i = 0; i < n && shape.resets_to_initial && share != A(0); ++i) {
+        initial[i] += scale_by_mask(share, from[i]);
+      }
+      copy_masked(mask_of(share), from, n, to + row * plane + unit);
+    };
     for (const Formula::Place& result : formula.results) {
       const A* const from = block.slot(result.slot) + i;
       const int k = result.number;
@@ -284,10 +303,10 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
           break;
         case 's':
           if (!s.grad_old_states) break;
-          copy_masked(mask, from, n, s.grad_old_states + k * s.state_stride + row * plane + unit);
+          reset(from, 1 + k, s.grad_old_states + k * s.state_stride);
           break;
         default:
-          if (s.grad_own_h) copy_masked(mask, from, n, s.grad_own_h + row * plane + unit);
+          if (s.grad_own_h) reset(from, 0, s.grad_own_h);
       }
     }
   });

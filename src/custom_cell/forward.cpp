@@ -9,8 +9,8 @@ namespace lltm_ext {
 namespace {
 
 struct Outputs {
-  at::Tensor output, h_n, states_n;  // output: h of every step
-  at::Tensor state_output;           // the state that is the output instead; or undefined
+  at::Tensor output, h_n, states_n;  // output: h of every step, as SequenceForwardArguments has it
+  at::Tensor output_apart;           // the output, if it is not that; or undefined
   at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
                      // wide, what backward needs
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
@@ -22,7 +22,7 @@ Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direct
   const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
   Outputs out;
   out.output = empty_like_input(input, hidden);
-  if (shape.outputs_state()) out.state_output = empty_like_input(input, hidden);
+  if (shape.has_output_apart()) out.output_apart = empty_like_input(input, hidden);
   out.h_n = at::empty_symint({batch, hidden}, input.options());
   out.states_n =
       at::empty_symint(states_sizes(shape, d, batch, hidden), input.options().dtype(states_type(input, d)));
@@ -38,6 +38,10 @@ at::Tensor accumulating_states(const Outputs& out, const Direction& d) {
   set_values(states, d.states);
   return states;
 }
+// The initial states in that type, in memory that no step writes.
+at::Tensor initial_states(const Direction& d, const at::Tensor& like) {
+  return d.states.defined() ? aligned(d.states.to(like.scalar_type())) : at::Tensor();
+}
 void finish_states(const Outputs& out, const at::Tensor& states) {
   if (states.scalar_type() != out.states_n.scalar_type()) out.states_n.copy_(states);
 }
@@ -47,6 +51,7 @@ struct Forward {
   const CellCall& call;
   const bool save;
   const CellShape shape = op.shape();
+  const bool to_initial = shape.resets_to_initial;
   const int64_t gates = shape.gates, extra = shape.extra();
   const SequenceSizes sizes{shape, call};
   std::vector<Outputs> outs = {};  // one for each direction
@@ -85,7 +90,8 @@ struct Forward {
     const int64_t batch = h.size(0), hidden = h.size(1);
     const at::Tensor parameters = contiguous_or_none(d.parameters),
                      step_inputs = step_inputs_of_units(shape, d.step_inputs, hidden),
-                     reset = contiguous_or_none(d.reset);
+                     reset = contiguous_or_none(d.reset), h0 = to_initial ? d.h0.contiguous() : at::Tensor(),
+                     states0 = to_initial ? initial_states(d, states) : at::Tensor();
     const Matmul matmul(h);
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
@@ -95,7 +101,10 @@ struct Forward {
       weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
-    for (const auto& [first_row, n] : sizes.steps(d.reverse)) {
+    const std::vector<RowRange> steps = sizes.steps(d.reverse);
+    for (size_t k = 0; k < steps.size(); ++k) {
+      const auto [first_row, n] = steps[k];
+      const RowRange next = k + 1 < steps.size() ? steps[k + 1] : RowRange{0, 0};
       at::Tensor product;
       if (shape.recurrent) {
         const at::Tensor h_rows = first_rows(h, n);
@@ -116,15 +125,19 @@ struct Forward {
             .product = pointer<acc_t<T>>(product),
             .parameters = pointer<T>(parameters),
             .step_inputs = rows_from<T>(step_inputs, first_row),
-            .resets = resets_from<T>(reset, first_row),
+            .resets = resets_from<T>(reset, to_initial ? next.first : first_row),
+            .next_batch = next.count,
+            .h0 = pointer<T>(h0),
+            .states0 = pointer<acc_t<T>>(states0),
             .old_states = pointer<acc_t<T>>(states),
             .new_states = mutable_pointer<acc_t<T>>(states),
             .state_stride = batch * hidden,
             .old_h = pointer<T>(h),
             .h = mutable_pointer<T>(h),
             .output = mutable_pointer<T>(out.output) + first_row * hidden,
-            .state_output =
-                shape.outputs_state() ? mutable_pointer<T>(out.state_output) + first_row * hidden : nullptr,
+            .output_apart = shape.has_output_apart()
+                                ? mutable_pointer<T>(out.output_apart) + first_row * hidden
+                                : nullptr,
             .saved = Gates<T>::row_major(save ? step_gates : nullptr, gates, hidden),
             .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
         };
@@ -147,8 +160,8 @@ struct Forward {
         states_n.push_back(outs[i].states_n);
       } else {  // fused steps read all states from memory
         if (!d.h0.defined()) h0.back() = at::zeros(outs[i].h_n.sizes(), outs[i].h_n.options());
-        states0.push_back(accumulating_states(outs[i], d));
-        states_n.push_back(states0.back());
+        states_n.push_back(accumulating_states(outs[i], d));
+        states0.push_back(to_initial ? initial_states(d, states_n.back()) : states_n.back());
       }
       parameters.push_back(aligned(d.parameters));
       step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
@@ -172,7 +185,7 @@ struct Forward {
           .gates = mutable_pointer<T>(out.gates),
           .extra = mutable_pointer<T>(out.extra),
           .output = mutable_pointer<T>(out.output),
-          .state_output = mutable_pointer<T>(out.state_output),
+          .output_apart = mutable_pointer<T>(out.output_apart),
           .h_n = mutable_pointer<T>(out.h_n),
           .states_n = mutable_pointer<void>(states_n[i]),
       };
@@ -293,10 +306,10 @@ variable_list run_forward(const CellOp& op, const CellCall& call, bool save) {
   }
   variable_list results;
   for (const Outputs& out : outs) {
-    append(results, {shape.outputs_state() ? out.state_output : out.output, out.h_n, out.states_n});
+    append(results, {shape.has_output_apart() ? out.output_apart : out.output, out.h_n, out.states_n});
     if (!save) continue;
     append(results, {shape.wide ? empty_like_input(call.input, 0) : out.gates, out.extra,
-                     shape.outputs_state() ? out.output : empty_like_input(call.input, 0)});
+                     shape.has_output_apart() ? out.output : empty_like_input(call.input, 0)});
   }
   return results;
 }

@@ -119,14 +119,19 @@ struct Rows {
   int64_t first = 0;
 };
 
-// `count` rows of y become what those of x keep after their resets. y may be x.
-inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count) {
+// `count` rows of y become what those of x keep after their resets. y may be x. What they lose is added to
+// `lost`, if that is defined.
+inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t count,
+                      const at::Tensor& lost = {}) {
   const int64_t hidden = x.of.size(1);
   launch("mask_rows", x.of, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    const MaskRowsArguments<T> arguments = {count, hidden, pointer<T>(x.of) + x.first * hidden,
+    const MaskRowsArguments<T> arguments = {count,
+                                            hidden,
+                                            pointer<T>(x.of) + x.first * hidden,
                                             resets_from<T>(resets.of, resets.first),
-                                            mutable_pointer<T>(y.of) + y.first * hidden};
+                                            mutable_pointer<T>(y.of) + y.first * hidden,
+                                            mutable_pointer<acc_t<T>>(lost)};
     return mask_rows(arguments, stream...);
   });
 }

@@ -101,7 +101,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() == 10 || numbers.size() == 11,
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 12,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -117,7 +117,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            n(6) != 0,
            n(7) != 0,
            n(8, /*least=*/-1),
-           numbers.size() > 10 && n(10) != 0};
+           numbers.size() > 10 && n(10) != 0,
+           numbers.size() > 11 && n(11) != 0};
   zeros_stay = n(9) != 0;
   if (has_formulas) {
     formulas = std::make_unique<const CellFormulas>(
@@ -151,12 +152,12 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
                     ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
   const KernelText text = text_of(kernel);
-  return c10::str("#include \"recurrence/", text.header,
-                  "\"\n#include \"recurrence/to_initial.h\"\n\nnamespace lltm_ext {\n\n", code,
-                  "\nusing T = ", element_name(name.c_str(), kernel.type),
-                  ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ",
-                  kCellKernelName, "(", text.parameters, ") {\n  ", text.call,
-                  ";\n}\n\n}  // namespace lltm_ext\n");
+  return c10::str(
+      "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
+      shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",
+      "\nusing T = ", element_name(name.c_str(), kernel.type),
+      ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ", kCellKernelName, "(",
+      text.parameters, ") {\n  ", text.call, ";\n}\n\n}  // namespace lltm_ext\n");
 }
 
 }  // namespace lltm_ext

@@ -28,23 +28,25 @@ namespace lltm_ext {
 
 // A cell's sizes and properties, as values.
 struct CellShape {
-  int gates;         // pre-activations of a unit: the input's projections, and products with h
-  int states;        // values of a unit that a step hands on to the next, besides h
-  int saved;         // values saved for backward
-  int parameters;    // parameters of a unit
-  int step_inputs;   // inputs of a unit in each step, which get no gradients
-  bool recurrent;    // whether there are products with h
-  bool separate;     // whether the cell sees projections and products apart, or their sums
-  bool reads_h;      // whether a unit reads its own previous h
-  int output_state;  // the state that is the output of a step; -1: h is
-  bool wide;         // whether the projections of half types are in float32
+  int gates;               // pre-activations of a unit: the input's projections, and products with h
+  int states;              // values of a unit that a step hands on to the next, besides h
+  int saved;               // values saved for backward
+  int parameters;          // parameters of a unit
+  int step_inputs;         // inputs of a unit in each step, which get no gradients
+  bool recurrent;          // whether there are products with h
+  bool separate;           // whether the cell sees projections and products apart, or their sums
+  bool reads_h;            // whether a unit reads its own previous h
+  int output_state;        // the state that is the output of a step; -1: h is
+  bool wide;               // whether the projections of half types are in float32
+  bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
 
   constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
   constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
-  constexpr bool outputs_state() const { return output_state >= 0; }
+  // Whether a step's output is not the h that the row's next step starts from.
+  constexpr bool has_output_apart() const { return output_state >= 0 || resets_to_initial; }
 };
 
 struct CellDefaults {
@@ -60,10 +62,17 @@ constexpr bool kIsWide = false;
 template <class Cell>
 constexpr bool kIsWide<Cell, decltype(void(Cell::kWideProjections))> = Cell::kWideProjections;
 
+// Whether a reset of the cell leads to the initial h and states, not to zeros; a program that says so
+// specializes it. Each step then hands on what the row's next step starts from: no step has to reset what it
+// reads, and products see the h that a step starts from.
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,       Cell::kStates,    Cell::kSaved,    Cell::kParameters,
-                                  Cell::kStepInputs,  Cell::kRecurrent, Cell::kSeparate, Cell::kReadsH,
-                                  Cell::kOutputState, kIsWide<Cell>};
+constexpr bool kResetsToInitial = false;
+
+template <class Cell>
+constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,         Cell::kSaved,
+                                  Cell::kParameters, Cell::kStepInputs,     Cell::kRecurrent,
+                                  Cell::kSeparate,   Cell::kReadsH,         Cell::kOutputState,
+                                  kIsWide<Cell>,     kResetsToInitial<Cell>};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>
@@ -99,6 +108,16 @@ LLTM_HOST_DEVICE A& gradient_of_output(A& grad_h, A* grad_states) {
     return grad_h;
   } else {
     return grad_states[Cell::kOutputState];
+  }
+}
+
+// The output of a step, given its h and states.
+template <class Cell, typename A>
+LLTM_HOST_DEVICE const A& output_of(const A& h, const A* states) {
+  if constexpr (Cell::kOutputState < 0) {
+    return h;
+  } else {
+    return states[Cell::kOutputState];
   }
 }
 
@@ -141,6 +160,12 @@ LLTM_HOST_DEVICE A scale_by_mask(A keep, A x) {
   return keep == 0 ? 0 : keep * x;
 }
 
+// x after a reset to `initial`: all of one of them, or a share of both.
+template <typename Reset, typename A>
+LLTM_HOST_DEVICE A reset_to(Reset reset, A x, A initial) {
+  return scale_by_mask(mask_of(reset), x) + scale_by_mask(reset, initial);
+}
+
 // The share of h and its states that each row loses before a step.
 template <typename A>
 struct Resets {
@@ -151,11 +176,12 @@ struct Resets {
     if (!rows) return *this;
     return {are_bools ? static_cast<const void*>(as<bool>() + row) : as<A>() + row, are_bools};
   }
-  // The share that the row keeps.
-  LLTM_HOST_DEVICE A mask(int64_t row) const {
-    if (!rows) return 1;
-    return are_bools ? A(mask_of(as<bool>()[row])) : mask_of(as<A>()[row]);
+  // The shares that the row loses, and keeps.
+  LLTM_HOST_DEVICE A share(int64_t row) const {
+    if (!rows) return 0;
+    return are_bools ? A(as<bool>()[row]) : as<A>()[row];
   }
+  LLTM_HOST_DEVICE A mask(int64_t row) const { return mask_of(share(row)); }
 
  private:
   template <typename Row>
@@ -164,8 +190,8 @@ struct Resets {
   }
 };
 
-// The arguments of kernels that run all steps forward. Blocks exchange h through `output`, also if the cell's
-// output is a state. With 128 bytes, a power of two, a direction's address is cheap.
+// The arguments of kernels that run all steps forward. Blocks exchange h through `output`, also if it is not
+// the output (has_output_apart). With 128 bytes, a power of two, a direction's address is cheap.
 template <typename T>
 struct SequenceForwardArguments {
   using A = acc_t<T>;
@@ -183,8 +209,8 @@ struct SequenceForwardArguments {
   T* gates;              // [N, G, H] the input's projections (projections()); if `save`, replaced by saved
                          // values, unless the cell is wide
   T* extra;              // [N, E, H] the other saved values
-  T* output;             // [N, H] h of every step
-  T* state_output;       // [N, H] the state kOutputState of every step; null if there is none
+  T* output;             // [N, H] h of every step or, with resets to h0, what its row's next step starts from
+  T* output_apart;       // [N, H] the output of every step, if it is not that; else null
   T* h_n;                // [B, H]
   void* states_n;        // [S, B, H]
 
@@ -220,6 +246,7 @@ struct SequenceBackwardArguments {
   T* grad_h;             // [B, H] after these steps; replaced by that before them
   A* grad_own_h;         // [B, H] likewise, or null
   A* grad_states;        // [S, B, H] likewise
+  A* grad_initial;       // [1 + S, B, H] += gradients of h0 and states0 through resets to them; or null
   A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters; a group adds
                          // those of all its tiles to the first tile's rows; or null
 

@@ -165,8 +165,9 @@ class Reference {
   static constexpr int kGates = kShape.gates, kSums = kShape.sums();
 
  public:
-  Values output, state_output, h, states, saved;                           // of forward
+  Values output, output_apart, h, states, saved;                           // of forward
   Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
+  Values grad_initial;  // of h and states by resets to them
 
   Reference(const Case& c, const Steps& steps, const Inputs& inputs, const Precision& precision)
       : c_(c), steps_(steps), in_(inputs), precision_(precision), weight_(inputs.weight) {
@@ -176,11 +177,14 @@ class Reference {
   void forward() {
     h = in_.h0, states = in_.states0;
     output.resize(steps_.rows() * c_.hidden);
-    if (kShape.outputs_state()) state_output = output;
+    if (kShape.has_output_apart()) output_apart = output;
     saved.resize(steps_.rows() * kShape.saved * c_.hidden);
     for (int step = 0; step < c_.length; ++step) {
-      const StepRows rows = steps_.at(step);
-      for (int b = 0; b < rows.count; ++b) forward_row(b, rows.first + b);
+      const StepRows rows = steps_.at(step), before = steps_.at(step - 1);
+      for (int b = 0; b < rows.count; ++b) {
+        if (kToInitial) reset(b, rows.first + b, b < before.count ? before.first + b : -1);
+        forward_row(b, rows.first + b);
+      }
     }
   }
 
@@ -190,6 +194,7 @@ class Reference {
     grad_products.resize(steps_.rows() * kGates * c_.hidden);
     grad_projections = grad_products;
     grad_sums.resize(kSums * c_.hidden);
+    grad_initial.resize((1 + kShape.states) * c_.batch * c_.hidden);
     for (int step = c_.length - 1; step >= 0; --step) {
       const StepRows rows = steps_.at(step);
       for (int b = 0; b < rows.count; ++b) backward_row(b, rows.first + b, saved_values);
@@ -197,6 +202,29 @@ class Reference {
   }
 
  private:
+  static constexpr bool kToInitial = kResetsToInitial<Cell>;
+
+  // Resets a row to its initial h and states. The row's step before, if it has one, hands that on.
+  void reset(int b, int64_t row, int64_t before) {
+    const double share = in_.reset[row];
+    const auto apply = [&](double& x, double initial) { x = (1 - share) * x + share * initial; };
+    for (int unit = 0; unit < c_.hidden; ++unit) {
+      double& handed_on = h[at(b, 1, 0) + unit];
+      apply(handed_on, in_.h0[at(b, 1, 0) + unit]);
+      if (before >= 0) handed_on = precision_.value(handed_on);
+      // Nothing but products reads what a step hands on.
+      if (before >= 0 && Cell::kRecurrent) output[at(before, 1, 0) + unit] = handed_on;
+      for (int s = 0; s < kShape.states; ++s) {
+        apply(states[state_at(s, b) + unit], in_.states0[state_at(s, b) + unit]);
+      }
+    }
+  }
+
+  // What a gradient of h (plane 0) or of a state has of the initial ones.
+  void collect_initial(int plane, int b, int64_t row, int unit, double gradient) {
+    grad_initial[state_at(plane, b) + unit] += in_.reset[row] * gradient;
+  }
+
   // Where `plane` of a row is, in an array [rows, planes, H].
   size_t at(int64_t row, int planes, int plane) const { return (row * planes + plane) * c_.hidden; }
   size_t state_at(int state, int b) const { return at(state, c_.batch, b); }
@@ -223,7 +251,7 @@ class Reference {
   }
 
   void forward_unit(int b, int64_t row, int unit, const Values& operands) {
-    const double keep = in_.keep[row];
+    const double keep = kToInitial ? 1 : in_.keep[row];
     CellInputs<Cell, double> in = {};
     load_inputs(in, row, unit);
     in.h = keep * h[at(b, 1, 0) + unit];
@@ -237,7 +265,9 @@ class Reference {
     const double new_h = precision_.value(Cell::template forward<ExactMath>(in, of_unit, to_save));
     h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
     for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
-    if constexpr (kShape.outputs_state()) state_output[at(row, 1, 0) + unit] = of_unit[Cell::kOutputState];
+    if constexpr (kShape.has_output_apart()) {
+      output_apart[at(row, 1, 0) + unit] = output_of<Cell>(new_h, of_unit);
+    }
     for (int v = 0; v < kShape.saved; ++v) saved[at(row, kShape.saved, v) + unit] = to_save[v];
   }
 
@@ -253,7 +283,11 @@ class Reference {
         for (int i = 0; i < c_.hidden; ++i) to[i] += gradient * weights[i];
       }
     }
-    for (int i = 0; i < c_.hidden; ++i) to[i] = in_.keep[row] * to[i] + own[i];
+    for (int i = 0; i < c_.hidden; ++i) {
+      to[i] += own[i];
+      collect_initial(0, b, row, i, to[i]);
+      to[i] *= in_.keep[row];
+    }
   }
 
   double backward_unit(int b, int64_t row, int unit, const Values& saved_values) {
@@ -264,10 +298,13 @@ class Reference {
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
     CellGradients<Cell, double> grads = {};
     double of_h = grad_h[at(b, 1, 0) + unit];
-    (kShape.outputs_state() ? of_unit[std::max(kShape.output_state, 0)] : of_h) +=
+    (kShape.output_state >= 0 ? of_unit[std::max(kShape.output_state, 0)] : of_h) +=
         in_.grad_output[at(row, 1, 0) + unit];
     Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads);
-    for (int s = 0; s < kShape.states; ++s) grad_states[state_at(s, b) + unit] = in_.keep[row] * of_unit[s];
+    for (int s = 0; s < kShape.states; ++s) {
+      collect_initial(1 + s, b, row, unit, of_unit[s]);
+      grad_states[state_at(s, b) + unit] = in_.keep[row] * of_unit[s];
+    }
     for (int gate = 0; gate < kGates; ++gate) {
       grad_projections[at(row, kGates, gate) + unit] = grads.x[gate];
       grad_products[at(row, kGates, gate) + unit] = precision_.value(grads.product(gate));
@@ -276,7 +313,7 @@ class Reference {
     for (int p = 0; p < kShape.parameters; ++p) {
       grad_sums[(kGates + p) * c_.hidden + unit] += grads.parameters[p];
     }
-    return Cell::kReadsH ? in_.keep[row] * grads.h : 0;
+    return Cell::kReadsH ? grads.h : 0;
   }
 
   const Case& c_;
@@ -360,10 +397,10 @@ class Kernels {
   static constexpr bool kNarrowStates = sizeof(T) == 2 && !kHasResets;
   using State = std::conditional_t<kNarrowStates, T, acc_t<T>>;
 
-  Array<T> gates, extra, output, state_output, h_n;
+  Array<T> gates, extra, output, output_apart, h_n;
   Array<State> states_n;
   Array<T> grad_gates, grad_projections, grad_h;
-  Array<acc_t<T>> grad_own_h, grad_states, grad_sums;
+  Array<acc_t<T>> grad_own_h, grad_states, grad_initial, grad_sums;
 
   Kernels(const Case& c, const Steps& steps, const Inputs& inputs)
       : c_(c),
@@ -380,7 +417,7 @@ class Kernels {
     gates = narrowed<T>(inputs.gates);
     extra = unwritten<T>(rows * kExtra * hidden);
     output = unwritten<T>(rows * hidden);
-    if (kShape.outputs_state()) state_output = output;
+    if (kShape.has_output_apart()) output_apart = output;
     h_n = unwritten<T>(c.batch * hidden);
     states_n = unwritten<State>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);
@@ -391,6 +428,7 @@ class Kernels {
     grad_states =
         c.from_zeros ? unwritten<acc_t<T>>(states0_.size()) : narrowed<acc_t<T>>(inputs.grad_states_n);
     grad_sums.resize(c.batch * kShape.sums() * hidden);
+    if (kResetsToInitial<Cell>) grad_initial.resize((1 + kShape.states) * c.batch * hidden);
   }
 
   void forward() {
@@ -403,12 +441,12 @@ class Kernels {
                                                    parameters_.data(),
                                                    step_inputs_.data(),
                                                    kHasResets ? reset_.data() : nullptr,
-                                                   c_.from_zeros ? nullptr : h0_.data(),
-                                                   c_.from_zeros ? nullptr : states0_.data(),
+                                                   lacks_states() ? nullptr : h0_.data(),
+                                                   lacks_states() ? nullptr : states0_.data(),
                                                    gates.data(),
                                                    extra.data(),
                                                    output.data(),
-                                                   kShape.outputs_state() ? state_output.data() : nullptr,
+                                                   kShape.has_output_apart() ? output_apart.data() : nullptr,
                                                    h_n.data(),
                                                    states_n.data()};
     if constexpr (kVariant == kIndependent) {
@@ -448,6 +486,7 @@ class Kernels {
     arguments.grad_h = grad_h.data();
     arguments.grad_own_h = Cell::kReadsH ? grad_own_h.data() : nullptr;
     arguments.grad_states = grad_states.data();
+    arguments.grad_initial = kResetsToInitial<Cell> ? grad_initial.data() : nullptr;
     arguments.grad_sums = grad_sums.data();
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentBackward>(arguments);
@@ -461,6 +500,9 @@ class Kernels {
       if (kShape.saved > 0) check_prefetches(begin, end, /*descending=*/true);
     }
   }
+
+  // Resets lead to states that are in memory.
+  bool lacks_states() const { return c_.from_zeros && !kResetsToInitial<Cell>; }
 
   // The saved values, [N, kSaved, H]: the first are in `gates`, the others in `extra`.
   Values saved() const {
@@ -685,6 +727,9 @@ void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& refe
   }
   compare("grad_h", kernels.total_grad_h(), reference.grad_h);
   compare("grad_states", widened(kernels.grad_states), reference.grad_states);
+  if (kResetsToInitial<Cell>) {
+    compare("grad_initial", widened(kernels.grad_initial), reference.grad_initial);
+  }
   compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
 }
 
@@ -705,7 +750,7 @@ void check(const Case& c) {
   reference.forward();
   kernels.forward();
   compare("output", widened(kernels.output), reference.output);
-  compare("state_output", widened(kernels.state_output), reference.state_output);
+  compare("output_apart", widened(kernels.output_apart), reference.output_apart);
   compare("h_n", widened(kernels.h_n), reference.h);
   compare("states_n", widened(kernels.states_n), reference.states);
   if (!c.save) return compare("gates", widened(kernels.gates), inputs.gates);

@@ -142,6 +142,7 @@ class PersistentBackward
     OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
     if constexpr (Config::kHasResets) {
+      if (p.exists) collect_initial(p.reset, 0, p.at, through_weights);
       through_weights = Base::masked(p.reset, through_weights);
       p.reset = inputs_[i].reset;
     }
@@ -152,7 +153,8 @@ class PersistentBackward
   // Moves on to the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if constexpr (Config::kHasResets) mask_gradients(p.reset, p.grad_states, p.grads);
+    const bool masks = !kResetsToInitial<Cell> || p.exists;
+    if (Config::kHasResets && masks) mask_gradients(p.reset, p.at, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
@@ -169,7 +171,10 @@ class PersistentBackward
       const OneTilePair& p = pairs_[i];
       if (!p.exists) continue;
       float2 sum = Base::total(sums, 0, i);
-      if constexpr (Config::kHasResets) sum = Base::masked(p.reset, sum);
+      if constexpr (Config::kHasResets) {
+        collect_initial(p.reset, 0, p.at, sum);
+        sum = Base::masked(p.reset, sum);
+      }
       write_pair(args_.grad_h + p.at, sum.x, sum.y);
       if (Cell::kReadsH) write_pair(args_.grad_own_h + p.at, p.grad_h.x, p.grad_h.y);
       store_grad_states(p.grad_states, p.at);
@@ -233,7 +238,8 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile), j = unit(i);
       if (!has_pair(i, b)) continue;
-      T* const stored = args_.grad_h + static_cast<int64_t>(b) * hidden_ + j;
+      const int64_t at = static_cast<int64_t>(b) * hidden_ + j;
+      T* const stored = args_.grad_h + at;
       float2 grad_h = make_float2(0, 0);
       if (b < previous.count) {
         grad_h = Base::total(sums, 0, i);
@@ -241,7 +247,11 @@ class PersistentBackward
         grad_h = read_pair(stored).widen();
       }
       if constexpr (Config::kHasResets) {
-        if (b < previous.count) grad_h = Base::masked(resets()[previous.first + b], grad_h);
+        if (b < previous.count) {
+          const Reset reset = resets()[previous.first + b];
+          collect_initial(reset, 0, at, grad_h);
+          grad_h = Base::masked(reset, grad_h);
+        }
       }
       if (b >= current.count) {
         if (b < previous.count) write_pair(stored, grad_h.x, grad_h.y);
@@ -253,7 +263,7 @@ class PersistentBackward
       for (int s = 0; s < kStates; ++s) grad_states[s] = live_states(i, b, s);
       if (Cell::kReadsH) grad_h = add(grad_h, live_states(i, b, kStates));
       run_cell(i, grad_h, grad_states, grads);
-      if constexpr (Config::kHasResets) mask_gradients(inputs_[i].reset, grad_states, grads);
+      if constexpr (Config::kHasResets) mask_gradients(inputs_[i].reset, at, grad_states, grads);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) live_states(i, b, s) = grad_states[s];
       if (Cell::kReadsH) live_states(i, b, kStates) = make_float2(grads[0].h, grads[1].h);
@@ -306,10 +316,24 @@ class PersistentBackward
   }
 
   // Scales what reaches the previous states by what the row kept of them.
-  __device__ __forceinline__ static void mask_gradients(Reset reset, States& grad_states, Gradients& grads) {
-    Base::keep(reset, grad_states);
+  __device__ __forceinline__ void mask_gradients(Reset reset, int64_t at, States& grad_states,
+                                                 Gradients& grads) const {
 #pragma unroll
-    for (int e = 0; e < 2 && Cell::kReadsH; ++e) grads[e].h = scale_by_mask(mask_of(reset), grads[e].h);
+    for (int s = 0; s < kStates; ++s) collect_initial(reset, 1 + s, at, grad_states[s]);
+    Base::keep(reset, grad_states);
+    if constexpr (Cell::kReadsH) {
+      collect_initial(reset, 0, at, make_float2(grads[0].h, grads[1].h));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) grads[e].h = scale_by_mask(mask_of(reset), grads[e].h);
+    }
+  }
+  // Adds what a gradient of h (plane 0) or of a state (planes from 1 on) has of the initial ones. Resets are
+  // rare, so this is a branch to memory, not another value that every step carries.
+  __device__ __forceinline__ void collect_initial(Reset reset, int plane, int64_t at, float2 gradient) const {
+    if (!kResetsToInitial<Cell> || reset == 0) return;
+    float2* const to =
+        reinterpret_cast<float2*>(args_.grad_initial + Base::state_at(plane, at, args_.steps.batch));
+    *to = add(*to, make_float2(scale_by_mask(reset, gradient.x), scale_by_mask(reset, gradient.y)));
   }
 
   __device__ __forceinline__ void exchange_gates(T* address, const Gradients& grads, bool exists, int i) {

@@ -40,9 +40,12 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
  private:
   static constexpr bool kSendsLastStep = false;
+  static constexpr bool kToInitial = Config::kHasResets && kResetsToInitial<Cell>;
   // Whether blocks apply the next step's reset to the h that they send and the states that they keep. The
-  // cell then has nothing to scale before it can begin. Through L2 they send the output itself.
-  static constexpr bool kSendsMasked = Config::kHasResets && !Config::kAnyRows && !Exchange::kThroughL2;
+  // cell then has nothing to scale before it can begin. Through L2 they send what they store, which resets
+  // to zeros leave as it is.
+  static constexpr bool kResetsAhead =
+      Config::kHasResets && (kToInitial || (!Config::kAnyRows && !Exchange::kThroughL2));
 
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
@@ -57,7 +60,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   struct Inputs {
     Pair<Projection> projections[kGates];
     Pair<T> steps[kStepInputs];
-    Reset reset;  // the reset before this step or, if kSendsMasked, before the next one
+    Reset reset;  // the reset before this step or, if kResetsAhead, before the next one
   };
   struct Addresses {
     Projection* gates;
@@ -90,8 +93,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     bool exists;
     int64_t at;  // offset in [B, H]
     Addresses to;
-    States states;
-    float2 h;
+    States states, states0;
+    float2 h, h0;
     Saved saved;
   };
 
@@ -99,7 +102,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     return args_.h0 ? args_.h0 + map_.first_row * hidden_ : nullptr;
   }
   __device__ __forceinline__ const Reset* first_reset() const {
-    return kSendsMasked && steps() > 0 ? resets() + args_.steps.at(0).first + map_.first_row : nullptr;
+    if (!kResetsAhead || kToInitial || steps() == 0) return nullptr;
+    return resets() + args_.steps.at(0).first + map_.first_row;
   }
   __device__ __forceinline__ float2 first_h(int64_t at) const {
     return args_.h0 ? read_pair(args_.h0 + at).widen() : make_float2(0, 0);
@@ -117,13 +121,16 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       p.at = static_cast<int64_t>(b) * hidden_ + j;
       p.to = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
-      if (Cell::kReadsH) p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
+      if (Cell::kReadsH || kToInitial) p.h0 = p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
+#pragma unroll
+      for (int s = 0; s < kStates && kToInitial; ++s) p.states0[s] = p.states[s];
       if (!p.exists || steps() == 0) continue;
-      if constexpr (kSendsMasked) {
-        keep_pair(p, *p.to.reset);
+      if constexpr (kResetsAhead) {
+        reset_pair(p, *p.to.reset);
         if (steps() > 1) p.to.reset += to_next_;
       }
       load(inputs_[i], p.to);
+      if (kToInitial && steps() == 1) inputs_[i].reset = 0;
     }
     vectors_ = lane_row < map_.end_row ? map_.vectors : 0;
     return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element, args_.h0 ? vectors_ : 0,
@@ -141,25 +148,33 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
-    const float2 sent = kSendsMasked ? Base::masked(inputs_[i].reset, p.h) : p.h;
-    Base::exchange(p.to.output, p.h, sent, p.exists, i, 0);
+    const float2 sent = kResetsAhead ? h_after_reset(p, inputs_[i].reset) : p.h;
+    Base::exchange(p.to.output, kToInitial ? sent : p.h, sent, p.exists, i, 0);
   }
 
   // Saves the step's values and moves on to the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if (p.exists) store_state_output(p.to, p.states);
+    if (p.exists) store_output_apart(p.to, p.h, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, hidden_);
-    if constexpr (kSendsMasked) {
-      if (left > 0) keep_pair(p, inputs_[i].reset);
+    if constexpr (kResetsAhead) {
+      if (left > 0) reset_pair(p, inputs_[i].reset);
       if (left == 1) p.to.reset -= to_next_;  // no step follows the next one
     }
     if (p.exists && left > 0) load(inputs_[i], p.to);
+    if (kToInitial && left == 1) inputs_[i].reset = 0;  // the last step hands on what it has computed
   }
-  __device__ __forceinline__ static void keep_pair(OneTilePair& p, Reset reset) {
-    Base::keep(reset, p.states);
-    p.h = Base::masked(reset, p.h);
+  __device__ __forceinline__ static float2 h_after_reset(const OneTilePair& p, Reset reset) {
+    return kToInitial ? Base::after_reset(reset, p.h, p.h0) : Base::masked(reset, p.h);
+  }
+  __device__ __forceinline__ static void reset_pair(OneTilePair& p, Reset reset) {
+    p.h = h_after_reset(p, reset);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      p.states[s] =
+          kToInitial ? Base::after_reset(reset, p.states[s], p.states0[s]) : Base::masked(reset, p.states[s]);
+    }
   }
 
   __device__ __forceinline__ void end_one_tile(const RowSource<T>&) {
@@ -211,21 +226,34 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile), j = unit(i);
       if (!map_.has_pair(i, hidden_) || b >= min(map_.end_row, current.count)) continue;
+      const int64_t at = static_cast<int64_t>(b) * hidden_ + j;
+      const bool goes_on = b < next.count;
+      Reset reset = 0;  // the reset before the next step
+      if (kToInitial && goes_on) reset = resets()[next.first + b];
       Saved saved;
       States states;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) states[s] = live_states(i, b, s);
       const float2 old_h = Cell::kReadsH ? live_states(i, b, kStates) : make_float2(0, 0);
       const float2 h = run_cell(sums, i, states, old_h, saved);
+      const bool resets = kToInitial && reset != 0;
+      const float2 next_h = resets ? Base::after_reset(reset, h, first_h(at)) : h;
       const Addresses to = addresses(current.first + b, j);
-      Base::exchange(to.output, h, h, true, i, 0);
+      Base::exchange(to.output, next_h, next_h, true, i, 0);
+      store_output_apart(to, h, states);
+      if (saves_) save(to, saved);
+      if (!goes_on) store_last(at, h, states);
+      if (resets) reset_states(reset, at, states);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) live_states(i, b, s) = states[s];
-      if (Cell::kReadsH) live_states(i, b, kStates) = h;
-      store_state_output(to, states);
-      if (saves_) save(to, saved);
-      if (b >= next.count) store_last(static_cast<int64_t>(b) * hidden_ + j, h, states);
+      if (Cell::kReadsH) live_states(i, b, kStates) = next_h;
     }
+  }
+  __device__ __forceinline__ void reset_states(Reset reset, int64_t at, States& states) const {
+    States states0;
+    load_states(states0, at, true);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) states[s] = Base::after_reset(reset, states[s], states0[s]);
   }
 
   // ---- a pair
@@ -248,10 +276,11 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     }
   }
 
-  __device__ __forceinline__ void store_state_output(const Addresses& to, const States& states) const {
-    if constexpr (Cell::kOutputState >= 0) {
-      const float2 y = states[Cell::kOutputState];
-      write_pair(args_.state_output + (to.output - args_.output), y.x, y.y);
+  __device__ __forceinline__ void store_output_apart(const Addresses& to, float2 h,
+                                                     const States& states) const {
+    if constexpr (Config::kShape.cell.has_output_apart()) {
+      const float2 y = output_of<Cell>(h, states);
+      write_pair(args_.output_apart + (to.output - args_.output), y.x, y.y);
     }
   }
 
@@ -263,7 +292,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     float2 products[kGates];
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
-    if constexpr (Config::kHasResets && !kSendsMasked) {
+    if constexpr (Config::kHasResets && !kResetsAhead) {
       Base::keep(inputs_[i].reset, products);
       Base::keep(inputs_[i].reset, states);
       old_h = Base::masked(inputs_[i].reset, old_h);

@@ -201,8 +201,13 @@ class RowPerBlockForward : RowPerBlock<Config> {
       if (args_.h0) h = widen(*state(args_.h0, 0));
 #pragma unroll
       for (int s = 0; s < kStates; ++s) states[s] = args_.states0 ? first_state(s) : 0;
+      if constexpr (kToInitial) {
+        initial_.h = h;
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) initial_.states[s] = states[s];
+      }
       if constexpr (Config::kHasResets) {
-        keep(*at.reset, h, states);
+        apply_reset(*at.reset, h, states);
         if (steps > 1) at.reset += to_next;
       }
       load(next, at);
@@ -220,11 +225,13 @@ class RowPerBlockForward : RowPerBlock<Config> {
       if (Config::kHasResets && n + 2 == steps) at.reset -= to_next;  // no step follows the next one
       if (exists() && n + 1 < steps) load(next, at);
       h = widen(narrow<T>(run_cell(current, products, h, states, saved)));
-      if (stores()) *buffers.to = Config::kHasResets ? scale_by_mask(mask_of(current.reset), h) : h;
+      const bool resets = Config::kHasResets && n + 1 < steps;
+      const float next_h = resets ? after_reset(current.reset, h, initial_.h) : h;
+      if (stores()) *buffers.to = next_h;
       buffers.swap();
       __syncthreads();
-      if (stores()) store(here, h, states, saved);
-      if (Config::kHasResets && n + 1 < steps) keep(current.reset, h, states);
+      if (stores()) store(here, h, next_h, states, saved);
+      if (resets) apply_reset(current.reset, h, states);
       if (n + kStepsAhead < steps) prefetcher.fetch_next(to_next);
     }
     if (!stores()) return;
@@ -234,6 +241,8 @@ class RowPerBlockForward : RowPerBlock<Config> {
   }
 
  private:
+  static constexpr bool kToInitial = Config::kHasResets && kResetsToInitial<Cell>;
+
   // What a step reads, and where it is.
   struct Inputs {
     Projection projections[kGates];
@@ -242,7 +251,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
   };
   struct Addresses {
     Projection* gates;
-    T *extra, *output, *state_output;
+    T *extra, *output, *output_apart;
     const T* steps;
     const Reset* reset;
     __device__ __forceinline__ void move(int rows, int hidden) {
@@ -250,7 +259,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
       gates += of_plane * kGates;
       extra += of_plane * kExtra;
       output += of_plane;
-      state_output += of_plane;
+      output_apart += of_plane;
       steps += of_plane * Cell::kStepInputs;
       reset += rows;
     }
@@ -259,7 +268,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
     return {plane(args_.template projections<Cell>(), row, kGates, 0),
             plane(args_.extra, row, kExtra, 0),
             plane(args_.output, row, 1, 0),
-            plane(args_.state_output, row, 1, 0),
+            plane(args_.output_apart, row, 1, 0),
             plane(args_.step_inputs, row, Cell::kStepInputs, 0),
             static_cast<const Reset*>(args_.reset) + row};
   }
@@ -284,10 +293,14 @@ class RowPerBlockForward : RowPerBlock<Config> {
   }
 
   // Applies the reset before the next step.
-  __device__ __forceinline__ static void keep(Reset reset, float& h, float (&states)[at_least_one(kStates)]) {
-    h = scale_by_mask(mask_of(reset), h);
+  __device__ __forceinline__ static float after_reset(Reset reset, float x, float initial) {
+    return kToInitial ? reset_to(reset, x, initial) : scale_by_mask(mask_of(reset), x);
+  }
+  __device__ __forceinline__ void apply_reset(Reset reset, float& h,
+                                              float (&states)[at_least_one(kStates)]) const {
+    h = after_reset(reset, h, initial_.h);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) states[s] = scale_by_mask(mask_of(reset), states[s]);
+    for (int s = 0; s < kStates; ++s) states[s] = after_reset(reset, states[s], initial_.states[s]);
   }
 
   __device__ __forceinline__ float run_cell(const Inputs& inputs, const float (&products)[kGates],
@@ -307,11 +320,13 @@ class RowPerBlockForward : RowPerBlock<Config> {
     return Cell::template forward<Math>(in_, states, saved);
   }
 
-  __device__ __forceinline__ void store(const Addresses& at, float h,
+  __device__ __forceinline__ void store(const Addresses& at, float h, float next_h,
                                         const float (&states)[at_least_one(kStates)],
                                         const float (&saved)[at_least_one(Cell::kSaved)]) const {
-    *at.output = narrow<T>(h);
-    if constexpr (Cell::kOutputState >= 0) *at.state_output = narrow<T>(states[Cell::kOutputState]);
+    *at.output = narrow<T>(kToInitial ? next_h : h);
+    if constexpr (Config::kShape.cell.has_output_apart()) {
+      *at.output_apart = narrow<T>(output_of<Cell>(h, states));
+    }
     if (!saves_) return;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
@@ -323,6 +338,9 @@ class RowPerBlockForward : RowPerBlock<Config> {
 
   const Arguments& args_;
   const bool saves_ = Base::in_register(args_.save);
+  struct {
+    float h = 0, states[at_least_one(kStates)] = {};
+  } initial_;  // if kToInitial
 };
 
 template <class Config>
@@ -434,7 +452,14 @@ class RowPerBlockBackward : RowPerBlock<Config> {
   __device__ __forceinline__ float multiply(const float* lane_values) const {
     float sums[1];
     Base::multiply(sums, lane_values);
-    return Config::kHasResets ? scale_by_mask(mask_of(reset_), sums[0]) : sums[0];
+    if constexpr (!Config::kHasResets) return sums[0];
+    collect_initial(0, sums[0]);
+    return scale_by_mask(mask_of(reset_), sums[0]);
+  }
+  // Adds what a gradient of h (plane 0) or of a state (planes from 1 on) has of the initial ones.
+  __device__ __forceinline__ void collect_initial(int plane, float gradient) const {
+    if (!kResetsToInitial<Cell> || reset_ == 0 || !stores()) return;
+    *state(args_.grad_initial, plane) += scale_by_mask(reset_, gradient);
   }
 
   __device__ __forceinline__ void run_cell(const Inputs& inputs, float grad_h,
@@ -448,8 +473,14 @@ class RowPerBlockBackward : RowPerBlock<Config> {
     if constexpr (Config::kHasResets) {
       reset_ = inputs.reset;
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[s] = scale_by_mask(mask_of(reset_), grad_states_[s]);
-      if constexpr (Cell::kReadsH) grads.h = scale_by_mask(mask_of(reset_), grads.h);
+      for (int s = 0; s < kStates; ++s) {
+        collect_initial(1 + s, grad_states_[s]);
+        grad_states_[s] = scale_by_mask(mask_of(reset_), grad_states_[s]);
+      }
+      if constexpr (Cell::kReadsH) {
+        collect_initial(0, grads.h);
+        grads.h = scale_by_mask(mask_of(reset_), grads.h);
+      }
     }
   }
 

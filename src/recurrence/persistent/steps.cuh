@@ -97,6 +97,10 @@ class PersistentSteps {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
   }
+  // x after a reset to `initial`.
+  __device__ __forceinline__ static float2 after_reset(Reset reset, float2 x, float2 initial) {
+    return make_float2(reset_to(reset, x.x, initial.x), reset_to(reset, x.y, initial.y));
+  }
   // What a reset leaves of x. A step's inputs keep the reset as it is in memory: a conversion where it is
   // loaded would wait for it there.
   __device__ __forceinline__ static float2 masked(Reset reset, float2 x) {

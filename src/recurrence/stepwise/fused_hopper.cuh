@@ -91,7 +91,7 @@ struct FusedForwardStep {
     Four<T> h;
     Four<float> states[at_least_one(kStates)];
     StepConstants<Cell, T> constants;
-    float keep;
+    float lost;  // the share that the row loses before this step or, if kToInitial, before the next one
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceForwardArguments<T>& s = args.s;
@@ -110,7 +110,11 @@ struct FusedForwardStep {
         h = load(step == 0 ? s.h0 + state : s.output + s.steps.at(step - 1).first * s.hidden + state);
       }
       constants.load_from(s, at, unit);
-      if constexpr (kHasResets) keep = s.resets().mask(at);
+      if constexpr (kToInitial) {
+        lost = step + 1 < s.steps.length ? s.resets().share(s.steps.at(step + 1).first + row) : 0;
+      } else if constexpr (kHasResets) {
+        lost = s.resets().share(at);
+      }
     }
   };
 
@@ -139,6 +143,8 @@ struct FusedForwardStep {
                                                   const Inputs& inputs, const float (&products)[kGates][4]) {
     const SequenceForwardArguments<T>& s = args.s;
     const int64_t at = s.steps.at(step).first + row, state = static_cast<int64_t>(row) * s.hidden + unit;
+    constexpr bool kMasks = kHasResets && !kToInitial;
+    const float mask = kMasks ? mask_of(inputs.lost) : 1;
     float states[at_least_one(kStates)][4], h[4], saved[at_least_one(Cell::kSaved)][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -147,7 +153,7 @@ struct FusedForwardStep {
       inputs.constants.widen_into(in, e);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        const float product = kHasResets ? scale_by_mask(inputs.keep, products[g][e]) : products[g][e];
+        const float product = kMasks ? scale_by_mask(mask, products[g][e]) : products[g][e];
         in.x[g] = widen(inputs.gates[g].data[e]);
         if constexpr (Cell::kSeparate) {
           in.r[g] = product;
@@ -157,12 +163,12 @@ struct FusedForwardStep {
       }
       if constexpr (Cell::kReadsH) {
         in.h = widen(inputs.h.data[e]);
-        if constexpr (kHasResets) in.h = scale_by_mask(inputs.keep, in.h);
+        if constexpr (kMasks) in.h = scale_by_mask(mask, in.h);
       }
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
         mine[i] = inputs.states[i].data[e];
-        if constexpr (kHasResets) mine[i] = scale_by_mask(inputs.keep, mine[i]);
+        if constexpr (kMasks) mine[i] = scale_by_mask(mask, mine[i]);
       }
       h[e] = Cell::template forward<typename MathOf<T>::type>(in, mine, kept);
 #pragma unroll
@@ -170,14 +176,15 @@ struct FusedForwardStep {
 #pragma unroll
       for (int i = 0; i < Cell::kSaved; ++i) saved[i][e] = kept[i];
     }
+    if constexpr (kCellShape<Cell>.has_output_apart()) {
+      store(s.output_apart + at * s.hidden + unit, output_of<Cell>(h, states));
+    }
+    if (kToInitial && inputs.lost != 0) reset(s, state, inputs.lost, h, states);
 #pragma unroll
     for (int i = 0; i < kStates; ++i) {
       store(static_cast<float*>(s.states_n) + state_at(s, i, state), states[i]);
     }
     store(s.output + at * s.hidden + unit, h);
-    if constexpr (Cell::kOutputState >= 0) {
-      store(s.state_output + at * s.hidden + unit, states[Cell::kOutputState]);
-    }
     if (step == s.steps.length - 1) store(s.h_n + state, h);
     if (!s.save) return;
 #pragma unroll
@@ -185,6 +192,23 @@ struct FusedForwardStep {
 #pragma unroll
     for (int e = 0; e < kExtra; ++e) {
       store(s.extra + (at * kExtra + e) * s.hidden + unit, saved[kSavedInGates + e]);
+    }
+  }
+
+ private:
+  static constexpr bool kToInitial = kHasResets && kResetsToInitial<Cell>;
+
+  // Resets four units to their initial h and states, for the next step.
+  __device__ static __forceinline__ void reset(const SequenceForwardArguments<T>& s, int64_t at, float share,
+                                               float (&h)[4], float (&states)[at_least_one(kStates)][4]) {
+    const Four<T> h0 = load(s.h0 + at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = reset_to(share, h[e], widen(h0.data[e]));
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      const Four<float> state0 = load(static_cast<const float*>(s.states0) + state_at(s, i, at));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) states[i][e] = reset_to(share, states[i][e], state0.data[e]);
     }
   }
 };
@@ -211,13 +235,13 @@ struct FusedBackwardStep {
     Four<T> saved[at_least_one(Cell::kSaved)], grad_output, grad_h;
     Four<float> grad_states[at_least_one(kStates)], grad_own_h;
     StepConstants<Cell, T> constants;
-    float keep, later_keep;  // what the row keeps in this step, and in the one computed before it
+    float lost, later_lost;  // the shares that the row lost before this step, and the one computed before it
 
     __device__ __forceinline__ void load_from(const Arguments& args, int step, int row, int unit) {
       const SequenceBackwardArguments<T>& s = args.s;
       const int64_t state = static_cast<int64_t>(row) * s.hidden + unit;
       if (step == s.end - 1) grad_h = load(s.grad_h + state);
-      if (kHasResets && step < s.end - 1) later_keep = s.resets().mask(s.steps.at(step + 1).first + row);
+      if (kHasResets && step < s.end - 1) later_lost = s.resets().share(s.steps.at(step + 1).first + row);
       if (step < s.begin) return;
       const int64_t at = s.steps.at(step).first + row;
 #pragma unroll
@@ -231,7 +255,7 @@ struct FusedBackwardStep {
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
       constants.load_from(s, at, unit);
-      if constexpr (kHasResets) keep = s.resets().mask(at);
+      if constexpr (kHasResets) lost = s.resets().share(at);
     }
   };
 
@@ -258,9 +282,10 @@ struct FusedBackwardStep {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float through_weights =
-          kHasResets ? scale_by_mask(inputs.later_keep, product[0][e]) : product[0][e];
+          kHasResets ? scale_by_mask(mask_of(inputs.later_lost), product[0][e]) : product[0][e];
       grad_h[e] = step == s.end - 1 ? widen(inputs.grad_h.data[e]) : through_weights;
     }
+    if (step < s.end - 1) collect_initial(s, 0, state, inputs.later_lost, product[0]);
     if (step < s.begin) {
       store(s.grad_h + state, grad_h);
       return;
@@ -279,10 +304,9 @@ struct FusedBackwardStep {
       if constexpr (Cell::kReadsH) grad_h[e] += inputs.grad_own_h.data[e];
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll
-      for (int i = 0; i < kStates; ++i)
-        grad_states[i][e] = kHasResets ? scale_by_mask(inputs.keep, mine[i]) : mine[i];
-      if constexpr (kHasResets) grads[e].h = scale_by_mask(inputs.keep, grads[e].h);
+      for (int i = 0; i < kStates; ++i) grad_states[i][e] = mine[i];
     }
+    if constexpr (kHasResets) reset(s, state, inputs.lost, grad_states, grads);
 #pragma unroll
     for (int i = 0; i < kStates; ++i) store(s.grad_states + state_at(s, i, state), grad_states[i]);
     if constexpr (Cell::kReadsH) {
@@ -292,6 +316,35 @@ struct FusedBackwardStep {
   }
 
  private:
+  // Divides the gradients of h and the states among what the row kept and, with resets to them, the initial
+  // ones.
+  __device__ static __forceinline__ void reset(const SequenceBackwardArguments<T>& s, int64_t at, float share,
+                                               float (&grad_states)[at_least_one(kStates)][4],
+                                               CellGradients<Cell, float> (&grads)[4]) {
+    const float mask = mask_of(share);
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      collect_initial(s, 1 + i, at, share, grad_states[i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_states[i][e] = scale_by_mask(mask, grad_states[i][e]);
+    }
+    if constexpr (Cell::kReadsH) {
+      collect_initial(s, 0, at, share, {grads[0].h, grads[1].h, grads[2].h, grads[3].h});
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grads[e].h = scale_by_mask(mask, grads[e].h);
+    }
+  }
+  // Adds what the gradients of h (plane 0) or of a state (planes from 1 on) have of the initial ones.
+  __device__ static __forceinline__ void collect_initial(const SequenceBackwardArguments<T>& s, int plane,
+                                                         int64_t at, float share, const float (&x)[4]) {
+    if constexpr (kHasResets && kResetsToInitial<Cell>) {
+      if (share == 0) return;
+      float* const to = s.grad_initial + state_at(s, plane, at);
+      const Four<float> sums = load(to);
+      store(to, {sums.data[0] + scale_by_mask(share, x[0]), sums.data[1] + scale_by_mask(share, x[1]),
+                 sums.data[2] + scale_by_mask(share, x[2]), sums.data[3] + scale_by_mask(share, x[3])});
+    }
+  }
   // Stores the gates' gradients in row `at` of the chunk, and adds to the sums of row `row` of the batch.
   __device__ static __forceinline__ void store_gradients(const SequenceBackwardArguments<T>& s, int64_t at,
                                                          int64_t row, int unit,

@@ -77,9 +77,15 @@ __global__ void __launch_bounds__(kPointwiseThreads) keep_rows_kernel(const Mask
   const int64_t width = rows.hidden / kValues, at = int64_t{blockIdx.x} * kPointwiseThreads + threadIdx.x;
   if (at >= rows.batch * width) return;
   Values x = reinterpret_cast<const Values*>(rows.x)[at];
-  const acc_t<T> keep = rows.resets.mask(at / width);
+  const acc_t<T> share = rows.resets.share(at / width);
+  if (rows.lost && share != 0) {
 #pragma unroll
-  for (T& value : x.data) value = narrow<T>(scale_by_mask(keep, acc_t<T>(widen(value))));
+    for (int i = 0; i < kValues; ++i) {
+      rows.lost[at * kValues + i] += scale_by_mask(share, acc_t<T>(widen(x.data[i])));
+    }
+  }
+#pragma unroll
+  for (T& value : x.data) value = narrow<T>(scale_by_mask(mask_of(share), acc_t<T>(widen(value))));
   reinterpret_cast<Values*>(rows.y)[at] = x;
 }
 

@@ -45,7 +45,7 @@ struct SmallBatchForward {
   static constexpr int kProducts = Cell::kGates, kExtra = kCellShape<Cell>.extra();
 
   const Arguments& s;
-  const StepRows rows, before;  // those of this step, and of the one before it
+  const StepRows rows, before, next;  // those of this step, and of those before and after it
   const int count, k;
   const float* const weight;
 
@@ -53,6 +53,7 @@ struct SmallBatchForward {
       : s(args),
         rows(args.steps.at(step)),
         before(args.steps.at(step - 1)),
+        next(args.steps.at(step + 1)),
         count(rows.count),
         k(args.hidden),
         weight(args.weight) {}
@@ -76,14 +77,17 @@ struct SmallBatchForward {
     step.gates = Gates<const float>::row_major(gates, kProducts, hidden);
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
-    step.resets = s.resets().from(first);
+    step.resets = s.resets().from(kResetsToInitial<Cell> ? next.first : first);
+    step.next_batch = next.count;
+    step.h0 = s.h0;
+    step.states0 = static_cast<const float*>(s.states0);
     step.new_states = static_cast<float*>(s.states_n);
     step.old_states = b < before.count ? step.new_states : static_cast<const float*>(s.states0);
     step.state_stride = step.batch * hidden;
     step.old_h = old_h(b);
     step.h = s.h_n;
     step.output = s.output + first * hidden;
-    step.state_output = s.state_output + first * hidden;
+    step.output_apart = s.output_apart + first * hidden;
     if (s.save) {
       step.saved = Gates<float>::row_major(gates, kProducts, hidden);
       step.extra = s.extra + first * kExtra * hidden;
@@ -136,8 +140,9 @@ struct SmallBatchBackward {
   __device__ void finish(int b, int unit, const float (&products)[1]) const {
     const int64_t hidden = s.hidden, first = rows.first, width = kGates * hidden;
     float& stored_grad_h = s.grad_h[b * hidden + unit];
-    const float grad_h =
-        b < later.count ? scale_by_mask(s.resets().mask(later.first + b), products[0]) : stored_grad_h;
+    const float lost = b < later.count ? s.resets().share(later.first + b) : 0;
+    if (kResetsToInitial<Cell> && lost != 0) s.grad_initial[b * hidden + unit] += lost * products[0];
+    const float grad_h = b < later.count ? scale_by_mask(mask_of(lost), products[0]) : stored_grad_h;
     if (b >= rows.count) {
       stored_grad_h = grad_h;
       return;
@@ -150,6 +155,7 @@ struct SmallBatchBackward {
     step.parameters = s.parameters;
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
     step.resets = s.resets().from(first);
+    step.grad_initial = s.grad_initial;
     step.grad_output = {s.grad_output ? s.grad_output + first * hidden : nullptr, hidden, 1};
     step.grad_own_h = s.grad_own_h;
     step.grad_new_states = {s.grad_states, hidden, 1};

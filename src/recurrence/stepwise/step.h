@@ -47,14 +47,17 @@ struct StepForwardArguments {
   const acc_t<T>* product;  // [B, G, H] the other part, h times the recurrent weight, or null
   const T* parameters;      // [P, H]
   const T* step_inputs;     // [B, K, H]
-  Resets<acc_t<T>> resets;  // [B]
+  Resets<acc_t<T>> resets;  // [B] before this step or, with resets to the initial h and states, the next one
+  int64_t next_batch;       // rows of the next step, in that case
+  const T* h0;              // [B, H], in that case
+  const C* states0;         // S times [B, H], in that case, each state_stride after the one before
   const C* old_states;      // S times [B, H], each state_stride after the one before
   C* new_states;            // likewise; may be old_states
   int64_t state_stride;
   const T* old_h;   // [B, H] the previous h, if the cell reads it
   T* h;             // [B, H] the new h; may be old_h
   T* output;        // [B, H] a second copy of it, or null
-  T* state_output;  // [B, H] a copy of the new state kOutputState, if the cell has one
+  T* output_apart;  // [B, H] the step's output, if it is not that
   Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
   T* extra;         // [B, E, H] the other saved values, or null
 };
@@ -67,7 +70,9 @@ struct StepBackwardArguments {
   const Extra* extra;                  // [B, E, H]
   const T* parameters;                 // [P, H]
   const T* step_inputs;                // [B, K, H]
-  Resets<acc_t<T>> resets;             // [B] as forward; grad_h is already scaled by the later step's
+  Resets<acc_t<T>> resets;             // [B] before this step; grad_h is already scaled by the later step's
+  acc_t<T>* grad_initial;              // 1 + S times [B, H], each state_stride after the one before, += the
+                                       // gradients of h0 and states0 through resets to them; or null
   StridedGradient<T> grad_output;      // [B, H] gradient of h, or the state kOutputState, from outside
   const T* grad_h;                     // [B, H] gradient of h from the next step's products, or null
   acc_t<T>* grad_own_h;                // [B, H] that from its cell; replaced by this step's; or null
@@ -92,13 +97,16 @@ struct MaskRowsArguments {
   const T* x;
   Resets<acc_t<T>> resets;  // [B]
   T* y;
+  acc_t<T>* lost;  // [B, H] += what row b of x loses; or null
 };
 template <typename T>
 void mask_rows(const MaskRowsArguments<T>& s) {
   for (int64_t b = 0; b < s.batch; ++b) {
-    const acc_t<T> mask = s.resets.mask(b);
+    const acc_t<T> share = s.resets.share(b);
     for (int64_t i = b * s.hidden; i < (b + 1) * s.hidden; ++i) {
-      s.y[i] = narrow<T>(scale_by_mask(mask, widen(s.x[i])));
+      const acc_t<T> x = widen(s.x[i]);
+      if (s.lost) s.lost[i] += scale_by_mask(share, x);
+      s.y[i] = narrow<T>(scale_by_mask(mask_of(share), x));
     }
   }
 }
@@ -142,24 +150,46 @@ LLTM_HOST_DEVICE unsigned pointwise_blocks(int64_t batch, int64_t hidden) {
   return pointwise_columns(hidden) * static_cast<unsigned>((batch + kPointwiseRows - 1) / kPointwiseRows);
 }
 
+// What row b keeps of h and its states before the step.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE acc_t<T> mask_before(const StepForwardArguments<T, C>& s, int64_t b) {
+  return kResetsToInitial<Cell> ? acc_t<T>(1) : s.resets.mask(b);
+}
+
+// Resets a unit of row b to its initial h and states, for the next step.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE void reset_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t at, acc_t<T>& h,
+                                 acc_t<T> (&states)[at_least_one(Cell::kStates)]) {
+  const acc_t<T> share = s.resets.share(b);
+  if (share == 0) return;
+  h = reset_to(share, h, acc_t<T>(widen(s.h0[at])));
+  for (int i = 0; i < Cell::kStates; ++i) {
+    states[i] = reset_to(share, states[i], acc_t<T>(widen(s.states0[i * s.state_stride + at])));
+  }
+}
+
 // Unit j of row b forward, given its projections and products.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 CellInputs<Cell, acc_t<T>>& in) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  const acc_t<T> share = s.resets.mask(b);
+  const acc_t<T> mask = mask_before<Cell>(s, b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_step_constants<Cell>(s, b, j, in);
-  if constexpr (Cell::kReadsH) in.h = scale_by_mask(share, widen(s.old_h[at]));
+  if constexpr (Cell::kReadsH) in.h = scale_by_mask(mask, widen(s.old_h[at]));
   for (int i = 0; i < Cell::kStates; ++i) {
-    states[i] = scale_by_mask(share, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
+    states[i] = scale_by_mask(mask, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
   }
-  const T h = narrow<T>(Cell::template forward<Math>(in, states, saved));
+  acc_t<T> h = Cell::template forward<Math>(in, states, saved);
+  if constexpr (kCellShape<Cell>.has_output_apart())
+    s.output_apart[at] = narrow<T>(output_of<Cell>(h, states));
+  if constexpr (kResetsToInitial<Cell>) {
+    if (b < s.next_batch) reset_unit<Cell>(s, b, at, h, states);
+  }
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
-  s.h[at] = h;
-  if (s.output) s.output[at] = h;
-  if constexpr (Cell::kOutputState >= 0) s.state_output[at] = narrow<T>(states[Cell::kOutputState]);
+  s.h[at] = narrow<T>(h);
+  if (s.output) s.output[at] = narrow<T>(h);
   if (!s.saved.data) return;
   for (int g = 0; g < kGates; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
   if (!s.extra) return;
@@ -178,9 +208,9 @@ template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 const acc_t<T> (&products)[Cell::kGates]) {
   CellInputs<Cell, acc_t<T>> in;
-  const acc_t<T> share = s.resets.mask(b);
+  const acc_t<T> mask = mask_before<Cell>(s, b);
   for (int g = 0; g < Cell::kGates; ++g) {
-    const acc_t<T> product = scale_by_mask(share, products[g]);
+    const acc_t<T> product = scale_by_mask(mask, products[g]);
     in.x[g] = projection_of<Cell>(s, b, g, j);
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
@@ -217,10 +247,16 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
-  const acc_t<T> share = s.resets.mask(b);
-  if constexpr (Cell::kReadsH) s.grad_own_h[at] = scale_by_mask(share, grads.h);
+  const acc_t<T> share = s.resets.share(b), mask = mask_of(share);
+  if (kResetsToInitial<Cell> && share != 0) {
+    if constexpr (Cell::kReadsH) s.grad_initial[at] += scale_by_mask(share, grads.h);
+    for (int i = 0; i < Cell::kStates; ++i) {
+      s.grad_initial[(1 + i) * s.state_stride + at] += scale_by_mask(share, grad_states[i]);
+    }
+  }
+  if constexpr (Cell::kReadsH) s.grad_own_h[at] = scale_by_mask(mask, grads.h);
   for (int i = 0; i < Cell::kStates && grad_old_states; ++i) {
-    grad_old_states[i * s.state_stride + at] = narrow<C>(scale_by_mask(share, grad_states[i]));
+    grad_old_states[i * s.state_stride + at] = narrow<C>(scale_by_mask(mask, grad_states[i]));
   }
 }
 

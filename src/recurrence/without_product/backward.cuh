@@ -33,7 +33,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
  private:
   struct Inputs {
     Values saved[at_least_one(Cell::kSaved)], steps[at_least_one(kStepInputs)], grad_output;
-    A keep;
+    A lost;  // the share that the row lost before the step
   };
 
   __device__ void load_inputs(int step, Inputs& inputs) const {
@@ -47,7 +47,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
     inputs.grad_output = args_.grad_output ? Base::read(plane(args_.grad_output, row, 1, 0)) : Values{};
-    inputs.keep = args_.resets().mask(row);
+    inputs.lost = args_.resets().share(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {
@@ -66,7 +66,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
 #pragma unroll
       for (int p = 0; p < kParameters; ++p) sums_[u][kGates + p] += grads[u].parameters[p];
     }
-    if (inputs.keep != 1) keep(inputs.keep);
+    if (inputs.lost != 0) reset(inputs.lost);
     const int64_t row = Base::row_at(step) - args_.first_row;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
@@ -74,12 +74,19 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
     }
   }
 
-  __device__ void keep(A share) {
+  // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
+  __device__ void reset(A share) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      grad_h_[u] = scale_by_mask(share, grad_h_[u]);
+    for (int plane = 0; plane < 1 + kStates; ++plane) {
+      const auto gradient = [&](int u) -> A& { return plane == 0 ? grad_h_[u] : grad_states_[u][plane - 1]; };
+      if constexpr (kResetsToInitial<Cell>) {
+        A before[kUnits];
+        A* const to = state(args_.grad_initial, plane);
+        Base::load(to, [&](int u) -> A& { return before[u]; });
+        Base::store(to, [&](int u) { return before[u] + scale_by_mask(share, gradient(u)); });
+      }
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) grad_states_[u][s] = scale_by_mask(share, grad_states_[u][s]);
+      for (int u = 0; u < kUnits; ++u) gradient(u) = scale_by_mask(mask_of(share), gradient(u));
     }
   }
 

@@ -17,7 +17,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
 
   __device__ void run() {
     if (!Base::exists()) return;
-    load_initial();
+    load_initial(h_, states_);
     const typename Base::Range range = Base::steps_of_row(0, args_.steps.length);
     Base::template for_steps<Inputs>(
         range.end - range.begin, [&](int n, Inputs& inputs) { load_inputs(range.begin + n, inputs); },
@@ -28,17 +28,19 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   }
 
  private:
-  __device__ void load_initial() {
-    if (args_.h0) Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h_[u]; });
+  using States = A[kUnits][at_least_one(kStates)];
+
+  __device__ void load_initial(A (&h)[kUnits], States& states) const {
+    if (args_.h0) Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h[u]; });
     if (!args_.states0) return;
-    args_.narrow_states ? load_states(static_cast<const T*>(args_.states0))
-                        : load_states(static_cast<const A*>(args_.states0));
+    args_.narrow_states ? load_states(static_cast<const T*>(args_.states0), states)
+                        : load_states(static_cast<const A*>(args_.states0), states);
   }
   template <typename X>
-  __device__ void load_states(const X* states) {
+  __device__ void load_states(const X* from, States& to) const {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      Base::load(state(states, s), [&](int u) -> A& { return states_[u][s]; });
+      Base::load(state(from, s), [&](int u) -> A& { return to[u][s]; });
     }
   }
   template <typename X>
@@ -50,7 +52,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   struct Inputs {
     Vec<projection_t<Cell, T>, kUnits> projections[kGates];
     Values steps[at_least_one(kStepInputs)];
-    A keep;
+    A lost;  // the share that the row loses before the step
   };
 
   __device__ void load_inputs(int step, Inputs& inputs) const {
@@ -63,13 +65,13 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     for (int k = 0; k < kStepInputs; ++k) {
       inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
     }
-    inputs.keep = args_.resets().mask(row);
+    inputs.lost = args_.resets().share(row);
   }
 
   __device__ void step(int step, const Inputs& inputs) {
     Saved saved;
     Base::set_step_inputs(inputs.steps);
-    if (inputs.keep != 1) keep(inputs.keep);
+    if (inputs.lost != 0) reset(inputs.lost);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -80,9 +82,9 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     }
     const int64_t row = Base::row_at(step);
     Base::store(plane(args_.output, row, 1, 0), [&](int u) { return h_[u]; });
-    if constexpr (Cell::kOutputState >= 0) {
-      Base::store(plane(args_.state_output, row, 1, 0),
-                  [&](int u) { return states_[u][Cell::kOutputState]; });
+    if constexpr (Base::kShape.has_output_apart()) {
+      Base::store(plane(args_.output_apart, row, 1, 0),
+                  [&](int u) { return output_of<Cell>(h_[u], states_[u]); });
     }
     if (!args_.save) return;
 #pragma unroll
@@ -91,17 +93,21 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     }
   }
 
-  __device__ void keep(A share) {
+  __device__ void reset(A share) {
+    A h0[kUnits] = {};
+    States states0 = {};
+    if constexpr (kResetsToInitial<Cell>) load_initial(h0, states0);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      h_[u] = scale_by_mask(share, h_[u]);
+      h_[u] = reset_to(share, h_[u], h0[u]);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) states_[u][s] = scale_by_mask(share, states_[u][s]);
+      for (int s = 0; s < kStates; ++s) states_[u][s] = reset_to(share, states_[u][s], states0[u][s]);
     }
   }
 
   const SequenceForwardArguments<T>& args_;
-  A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
+  A h_[kUnits] = {};
+  States states_ = {};
 };
 
 }  // namespace lltm_ext
