@@ -322,6 +322,16 @@ def cells() -> str:
     return text
 
 
+def resets_of_torchrl() -> str:
+    """Times of torchrl's modules, converted and with its backends."""
+    text = line("module", "mode", "converted", "the layer alone", "`pad`", "`scan`")
+    text += line(*["---"] * 6)
+    for row in load("rl"):
+        times = (f"{number(row[f'{name} ms'])} ms" for name in ("converted", "layer", "pad", "scan"))
+        text += line(row["model"], row["mode"], *times)
+    return text
+
+
 def libraries() -> str:
     """Training steps of other libraries' models."""
     text = line("library", "model", "sizes", "torch's layers", "converted", "ratio")
@@ -338,7 +348,7 @@ PAGES = {
     "README.md": [short],
     "docs/benchmarks.md": [sizes, layers, ops, gemm_sizes],
     "docs/design/recurrence.md": [cells],
-    "docs/libraries.md": [libraries],
+    "docs/libraries.md": [libraries, resets_of_torchrl],
 }
 
 
