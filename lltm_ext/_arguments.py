@@ -141,14 +141,13 @@ def one_bias(bias: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:
     return bias if bias_hh is None else sum_of_biases(bias, bias_hh)  # type: ignore[arg-type]
 
 
-def at_next_step(reset: Tensor, batch_sizes: list[int] | None, is_reverse: bool = False) -> Tensor:
-    """The reset of each row's next step in the order of computation; zeros at its last step."""
+def at_next_step(reset: Tensor, batch_sizes: list[int] | None) -> Tensor:
+    """The reset of each row's next step in time; zeros at its last step."""
     if batch_sizes is None:
         zeros = torch.zeros_like(reset[:1])
-        return torch.cat([zeros, reset[:-1]] if is_reverse else [reset[1:], zeros])
+        return torch.cat([reset[1:], zeros])
     none = reset[:0]
-    around = (none, *reset.split(batch_sizes), none)
-    following = around[:-2] if is_reverse else around[2:]
+    following = (*reset.split(batch_sizes)[1:], none)
     zeros = torch.zeros_like(reset[: max(batch_sizes, default=0)])
     parts = [(y[:n], zeros[len(y) : n]) for n, y in zip(batch_sizes, following, strict=True)]
     return torch.cat([none, *(part for pair in parts for part in pair)])
