@@ -175,7 +175,7 @@ class RecurrentCell:
             are multiplied by 1 - reset (numbers).
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
-            Without reset it does nothing. On CUDA its numbers are rounded to the dtype of ``input``.
+            Without reset it does nothing.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all are a step at a time.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
