@@ -179,7 +179,7 @@ def lltm(
             are multiplied by 1 - reset (numbers).
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
-            Without reset it does nothing. On CUDA its numbers are rounded to the dtype of ``input``.
+            Without reset it does nothing.
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, or one kernel for both,
             for any size, dtype and device. "cluster" and "grid" are one kernel for all steps, on CUDA in
