@@ -163,6 +163,7 @@ def test_dropout_in_training_is_random_and_seeded(name):
 SAVE_CALLS = """
 import sys, torch
 from torch.testing._internal.common_modules import module_db
+torch.manual_seed(0)
 calls = {}
 for info in module_db:
     if info.module_cls in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
@@ -208,7 +209,8 @@ def assert_same_call(theirs, ours, args):
         torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))
         for layer, outputs in ((ours, found), (theirs, expected))
     )
-    assert_all_near(*gradients, 10 * bound)
+    # Where tanh saturates, its derivative 1 - h^2 is almost 0, with the rounding error of h: an absolute one.
+    torch.testing.assert_close(*gradients, rtol=10 * bound, atol=bound, check_device=False)
 
 
 # ---- Gradients and weights -------------------------------------------------------------------------------
