@@ -238,16 +238,20 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path):
     assert toolchain.source_revision(tmp_path) != tree
 
 
-@pytest.mark.parametrize("edited,kept", [(999, {"embeds", "includes"}), (1001, {"includes"})])
-def test_a_file_that_embeds_headers_is_compiled_again_after_an_edit(tmp_path, monkeypatch, edited, kept):
-    monkeypatch.chdir(tmp_path)
-    texts = {"embeds": 'LLTM_EMBED(x, "op/x.cuh");', "includes": '#include "op/x.cuh"\n'}
-    for stem, text in texts.items():
-        write(Path(f"src/op/{stem}.cpp"), text)
-        os.utime(write(Path(f"objects/src/op/{stem}.o")), (1000, 1000))
-    os.utime(write(Path("src/op/x.cuh")), (edited, edited))
-    build_native.remove_stale([f"src/op/{stem}.cpp" for stem in texts], Path("objects"), Path("src"))
-    assert {built.stem for built in Path("objects/src/op").iterdir()} == kept
+@pytest.mark.parametrize(
+    "text,again", [('LLTM_EMBED(x, "op/x.cuh");', True), ('#include "op/x.cuh"\n', False)]
+)
+def test_a_module_that_embeds_headers_is_compiled_again_after_an_edit(tmp_path, text, again):
+    src, folder = tmp_path / "src", tmp_path / "objects"
+    files = [str(write(src / "op/op.cpp", text)), str(write(src / "op/op_kernel.cu"))]
+    os.utime(write(src / "op/x.cuh"), (999, 999))
+    unit, *kernels = build_native.in_one_unit(files, folder, src)
+    assert (Path(unit).read_text(), kernels) == ('#include "op/op.cpp"\n', files[1:])
+    for edited, written in ((999, False), (1001, again)):
+        os.utime(unit, (1000, 1000))
+        os.utime(src / "op/x.cuh", (edited, edited))
+        assert build_native.in_one_unit(files, folder, src) == [unit, *kernels]
+        assert (Path(unit).stat().st_mtime != 1000) is written
 
 
 # ---- what an isolated build requires -----------------------------------------------------------------------

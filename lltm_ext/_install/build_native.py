@@ -22,7 +22,7 @@ from typing import Any
 from lltm_ext._install import build_record, probe, toolchain
 from lltm_ext._version import __version__, label, major, minor
 
-# Most modules are one long file and a few short ones: building one at a time would leave most cores idle.
+# A module with kernels is one long file and a few short ones: one at a time would leave most cores idle.
 MODULES_AT_ONCE = 4
 
 
@@ -47,14 +47,23 @@ def sources(src: Path, op: str, cuda: bool) -> list[str]:
     return [str(file) for file in files]
 
 
-def remove_stale(files: list[str], objects: Path, src: Path) -> None:
-    """Removes the objects of files that embed headers, if a header is newer: no compiler lists these."""
-    headers = [file for pattern in ("*.h", "*.cuh") for file in src.rglob(pattern)]
-    newest = max((header.stat().st_mtime for header in headers), default=0.0)
-    for file in files:
-        built = (objects / file).with_suffix(".o")
-        if "LLTM_EMBED(" in Path(file).read_text() and built.exists() and built.stat().st_mtime < newest:
-            built.unlink()
+def in_one_unit(files: list[str], folder: Path, src: Path) -> list[str]:
+    """These files with a file in `folder` in place of the C++ ones, which includes them.
+
+    Compiled one by one, they take 1.6 times as long: most of it is torch's headers. The file is written
+    again, and so compiled again, if a header is newer that one of them embeds: no compiler lists these.
+    """
+    cpp = [file for file in files if file.endswith(".cpp")]
+    text = "".join(f'#include "{Path(file).relative_to(src).as_posix()}"\n' for file in cpp)
+    newest = 0.0
+    if any("LLTM_EMBED(" in Path(file).read_text() for file in cpp):
+        headers = (header for pattern in ("*.h", "*.cuh") for header in src.rglob(pattern))
+        newest = max((header.stat().st_mtime for header in headers), default=0.0)
+    unit = folder / "all.cpp"
+    if not unit.exists() or unit.read_text() != text or unit.stat().st_mtime < newest:
+        folder.mkdir(parents=True, exist_ok=True)
+        unit.write_text(text)
+    return [str(unit), *(file for file in files if file not in cpp)]
 
 
 class Target:
@@ -151,7 +160,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
     """The arguments of setup() that build the modules of `src` against this torch."""
     target = Target(torch, src)
     modules = ops(src)
-    at_once = min(target.jobs, len(modules), MODULES_AT_ONCE)
+    at_once = min(target.jobs, MODULES_AT_ONCE if target.cuda else len(modules))
     os.environ["MAX_JOBS"] = str(target.jobs // at_once)
     version = f"{__version__}+{label(torch.__version__, torch.version.cuda if target.cuda else None)}"
 
@@ -170,7 +179,7 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
             op = ext.name.rpartition(".")[2]
             own = copy.copy(self)
             own.build_temp = str(Path(self.build_temp, op))
-            remove_stale(ext.sources, Path(own.build_temp), src)
+            ext.sources = in_one_unit(ext.sources, Path(own.build_temp), src)
             try:
                 super(BuildModules, own).build_extension(ext)
             except BaseException:

@@ -23,26 +23,29 @@ at::Tensor call_forward(const at::Tensor& a, const at::Tensor& b, const Optional
 
 // ---- The backward of the activation
 
-at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
-                               string_view activation) {
+at::Tensor differentiable_activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
+                                              string_view activation) {
   if (any_needs_grad(grad_output, saved)) {
     check_gradient("gemm_activation_backward", grad_output, saved);
     activation_of("gemm_activation_backward", activation);
-    static const auto composed = find_composed<decltype(activation_backward)>(kActivationBackward);
+    static const auto composed =
+        find_composed<decltype(differentiable_activation_backward)>(kActivationBackward);
     return composed.call(grad_output, saved, activation);
   }
-  return call_below_autograd<activation_backward>(kActivationBackward, grad_output, saved, activation);
+  return call_below_autograd<differentiable_activation_backward>(kActivationBackward, grad_output, saved,
+                                                                 activation);
 }
 
-std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& grad_output,
-                                                            const at::Tensor& saved, string_view activation) {
+std::tuple<at::Tensor, at::Tensor> differentiable_activation_bias_backward(const at::Tensor& grad_output,
+                                                                           const at::Tensor& saved,
+                                                                           string_view activation) {
   if (any_needs_grad(grad_output, saved)) {
     check_rows(saved);
-    const at::Tensor grad_input = activation_backward(grad_output, saved, activation);
+    const at::Tensor grad_input = differentiable_activation_backward(grad_output, saved, activation);
     return {grad_input, sum_of_rows(grad_input)};
   }
-  return call_below_autograd<activation_bias_backward>(kActivationBiasBackward, grad_output, saved,
-                                                       activation);
+  return call_below_autograd<differentiable_activation_bias_backward>(kActivationBiasBackward, grad_output,
+                                                                      saved, activation);
 }
 
 // ---- The product
@@ -121,10 +124,11 @@ struct GemmNode : Function<GemmNode> {
     at::Tensor grad = grad_outputs[0], grad_bias;
     if (grad.defined() && saved[2].defined()) {
       if (wants_bias && !grad_pre_activation.defined()) {
-        std::tie(grad, grad_bias) = call_op<activation_bias_backward>(kActivationBiasBackward, grad, saved[2],
-                                                                      string_view(activation));
+        std::tie(grad, grad_bias) = call_op<differentiable_activation_bias_backward>(
+            kActivationBiasBackward, grad, saved[2], string_view(activation));
       } else {
-        grad = call_op<activation_backward>(kActivationBackward, grad, saved[2], string_view(activation));
+        grad = call_op<differentiable_activation_backward>(kActivationBackward, grad, saved[2],
+                                                           string_view(activation));
       }
     }
     if (grad_pre_activation.defined())
@@ -171,8 +175,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   implement_autograd(m, "gemm", GemmNode::kernel);
   implement_autograd(m, "gemm_out", forward_out_autograd);
   implement_lazy(m, "gemm_out", forward_out_lazy);
-  implement_autograd(m, "gemm_activation_backward", activation_backward);
-  implement_autograd(m, "gemm_activation_bias_backward", activation_bias_backward);
+  implement_autograd(m, "gemm_activation_backward", differentiable_activation_backward);
+  implement_autograd(m, "gemm_activation_bias_backward", differentiable_activation_bias_backward);
   implement_autocast(m, "gemm", forward_autocast);
 }
 

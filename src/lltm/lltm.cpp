@@ -186,7 +186,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cell_forward(const at::Tensor& in
 
 // The gradients of input, weights, bias [3 * H], old_h and old_cell. That of input, old_h or old_cell is
 // undefined unless it is needed.
-using CellGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using OneStepGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 void check_cell_backward(const char* op, const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
                          const at::Tensor& new_cell, const at::Tensor& gates, const at::Tensor& input,
@@ -222,10 +222,10 @@ StridedGradient<T> strided_gradient(const OptionalTensor& x) {
   return x ? StridedGradient<T>{pointer<T>(*x), x->stride(0), x->stride(1)} : StridedGradient<T>{};
 }
 
-CellGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
-                            const at::Tensor& new_cell, const at::Tensor& gates, const at::Tensor& input,
-                            const at::Tensor& weights, const at::Tensor& old_h, bool input_needs_grad,
-                            bool old_h_needs_grad, bool old_cell_needs_grad) {
+OneStepGradients cell_backward(const OptionalTensor& grad_h, const OptionalTensor& grad_cell,
+                               const at::Tensor& new_cell, const at::Tensor& gates, const at::Tensor& input,
+                               const at::Tensor& weights, const at::Tensor& old_h, bool input_needs_grad,
+                               bool old_h_needs_grad, bool old_cell_needs_grad) {
   check_cell_backward("lltm_cell_backward", grad_h, grad_cell, new_cell, gates, input, weights, old_h);
   const auto gradient_of = [](const at::Tensor& x, bool needed) {
     return needed ? empty_contiguous(x) : at::Tensor();
@@ -385,10 +385,10 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 void share_lltm();  // lltm_sequence.cpp
 
 namespace {
-std::tuple<at::Tensor, at::Tensor> call_cell(const at::Tensor& input, const at::Tensor& weights,
-                                             const OptionalTensor& bias, const at::Tensor& old_h,
-                                             const at::Tensor& old_cell) {
-  return call_op<call_cell>("lltm_ext::lltm_cell", input, weights, bias, old_h, old_cell);
+std::tuple<at::Tensor, at::Tensor> call_lltm_cell(const at::Tensor& input, const at::Tensor& weights,
+                                                  const OptionalTensor& bias, const at::Tensor& old_h,
+                                                  const at::Tensor& old_cell) {
+  return call_op<call_lltm_cell>("lltm_ext::lltm_cell", input, weights, bias, old_h, old_cell);
 }
 }  // namespace
 
@@ -400,8 +400,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("new_cell"), py::arg("input_gate"), py::arg("output_gate"), py::arg("candidate_cell"),
         py::arg("X"), py::arg("gate_weights"), py::arg("weights"));
   // Calls the dispatcher's op from Python in half of the host time of torch.ops.
-  m.def("call_lltm_cell", torch::wrap_pybind_function_no_gil(call_cell), py::arg("input"), py::arg("weights"),
-        py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
+  m.def("call_lltm_cell", torch::wrap_pybind_function_no_gil(call_lltm_cell), py::arg("input"),
+        py::arg("weights"), py::arg("bias"), py::arg("old_h"), py::arg("old_cell"));
 }
 #endif
 
