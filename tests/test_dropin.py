@@ -209,8 +209,7 @@ def assert_same_call(theirs, ours, args):
         torch.autograd.grad(sum_of_squares(outputs), list(layer.parameters()))
         for layer, outputs in ((ours, found), (theirs, expected))
     )
-    # Where tanh saturates, its derivative 1 - h^2 is almost 0, with the rounding error of h: an absolute one.
-    torch.testing.assert_close(*gradients, rtol=10 * bound, atol=bound, check_device=False)
+    assert_all_near(*gradients, 10 * bound)
 
 
 # ---- Gradients and weights -------------------------------------------------------------------------------
