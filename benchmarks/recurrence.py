@@ -195,6 +195,7 @@ class CompiledLoop(nn.Module):
 
 
 def measure_heads(bench: Bench, shape: Shape) -> Row:
+    torch.compiler.reset()  # else the limit of recompilations leaves the peer uncompiled
     dtype = torch.bfloat16
     layer = lltm_ext.Recurrent(cells.slstm, shape[2], shape[2], heads=HEADS, device=bench.device, dtype=dtype)
     layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
@@ -264,7 +265,7 @@ def outputs_and_gradients(layer: nn.Module, input: Tensor, grad_output: Tensor) 
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 def measure_memory(bench: Bench, which: str, precision: str, shape: Shape) -> Row:
