@@ -115,7 +115,7 @@ def test_hopper_multiplies_by_its_own_kernel_what_it_multiplies_faster(choose):
 
 
 def test_an_activation_that_the_library_cannot_add_is_a_reason_for_ours(choose):
-    sizes = [(4096, 512, 4096), (4096, 1024, 4096)]
+    sizes = [(4096, k, 4096) for k in (512, 1024, 4096)]
     assert {found.kernel for found in choose(*sizes, passes=1)} == {"hopper"}
     for without, fused in zip(choose(*sizes), choose(*sizes, passes=1), strict=True):
         assert fused.library > without.library + 10

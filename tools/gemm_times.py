@@ -5,9 +5,8 @@ On a GPU, with the package built in place and CUDA's nvcc (options that it needs
 
     python tools/gemm_times.py --products 200 --seed 1 [NVCC OPTIONS]
 
-For each type it prints the rate of what src/gemm/gemm_choice.h chooses in parts of cuBLAS's, how much
-longer that takes than the fastest way, and the products for which it is most. Operands come from memory, not from
-the L2 cache.
+For each type it prints the rate of what src/gemm/gemm_choice.h chooses in parts of cuBLAS's, how much longer
+that takes than the fastest way, and the products where it is most. Operands come from memory, not from L2.
 """
 
 from __future__ import annotations

@@ -100,8 +100,11 @@ void run_library(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bia
                  const at::Tensor& c, const at::Tensor& pre_activation) {
   const at::Tensor sums = pre_activation.defined() ? pre_activation : c;
   const bool tf32 = options.precision == Precision::kTf32 && a.scalar_type() == at::kFloat;
-  const bool is_one_product = !is_batch(a) && !is_batch(b);
-  library_product(is_one_product ? sums.view({a.size(-2), b.size(-1)}) : sums, a, b, bias, tf32);
+  if (is_batch(a) || is_batch(b)) {
+    library_product(sums, a, b, bias, tf32);
+  } else {
+    library_product(sums.view({a.size(-2), b.size(-1)}), a, as_one_matrix(b), bias, tf32);
+  }
   if (pre_activation.defined() || options.activation != Activation::kNone) {
     elementwise<GemmActivation, 1>("gemm", c, {sums}, options.activation);
   }

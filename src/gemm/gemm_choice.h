@@ -228,10 +228,17 @@ inline double time_of_copies(const Product& p, bool a, bool b) {
   return a || b ? 0.85 + 0.65e-6 * elements * p.bytes : 0;
 }
 
+// Kernels count tiles, and chunks of 8 elements of a copied operand, in an int.
 inline bool hopper_fits(const Product& p, const DeviceInfo& device) {
-  constexpr double kMost = INT32_MAX / 4;  // kernels count tiles and chunks of 8 elements in an int
+  constexpr double kMost = INT32_MAX / 2;
+  const auto chunks = [&](int64_t rows) {
+    return static_cast<double>(p.batch) *
+           static_cast<double>(std::max(rows * ceil_div(p.k, 8), p.k * ceil_div(rows, 8)));
+  };
+  const double tiles = static_cast<double>(p.batch) * static_cast<double>(ceil_div(p.m, 16)) *
+                       static_cast<double>(ceil_div(p.n, 16));
   return p.bytes == 2 && device.has_sm90a && std::max({p.m, p.n, p.k, p.batch}) <= INT32_MAX / 2 &&
-         p.results() / (16 * 64) < kMost && p.operands / 8 < kMost;
+         tiles < kMost && chunks(p.m) + chunks(p.n) < kMost;
 }
 
 template <class F>
@@ -314,15 +321,16 @@ void consider_ours(const Product& p, const DeviceInfo& device, const F& f) {
   consider_clusters(p, device, f);
 }
 
-// The errors of the estimates are some 20 %, and the library's kernels are the better ones where a product
-// takes long: so ours has to be clearly faster there. Small products are ours unless the library is clearly
-// faster.
+// The errors of the estimates are some 20 %, and the library's kernels are the better ones where a product takes
+// long: so ours has to be clearly faster there, less so if the library needs a pass more. Small products are ours
+// unless the library is clearly faster.
 inline Choice choose(const Product& p, const DeviceInfo& device) {
-  constexpr double kClearly = 0.88, kSmall = 0.55;
+  constexpr double kClearly = 0.88, kWithPass = 0.95, kSmall = 0.55;
   Choice best = {Kernel::kDirect, 0, 1, kNever};
   consider_ours(p, device, [&](const Choice& other) { best.consider(other); });
   const double library = p.k > 0 ? time_of_library(p, device) : kNever;
-  if (best.time > kClearly * library + kSmall) best = {Kernel::kLibrary, 0, 1, library};
+  const double most = library * (p.library_passes > 0 ? kWithPass : kClearly) + kSmall;
+  if (best.time > most) best = {Kernel::kLibrary, 0, 1, library};
   return best;
 }
 
