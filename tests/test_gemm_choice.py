@@ -142,8 +142,6 @@ def test_partial_sums_stay_within_their_memory(choose, dtype):
         assert 1 <= found.splits <= k
         if found.splits > 1 and found.kernel in ("ffma", "hopper"):
             assert batch * m * n * found.splits * max(BYTES[dtype], 4) <= MOST_BYTES_OF_PARTIAL_SUMS
-        if found.kernel == "hopper split-K":
-            assert found.splits in (1, 2, 4, 8)
         assert 0 < found.time < 1e12
 
 

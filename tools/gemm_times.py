@@ -57,7 +57,7 @@ GemmArgs<T> arguments(const Sizes& s, const void* a, const void* b, void* c, voi
   args.batch = 1, args.m = s.m, args.n = s.n, args.k = s.k;
   args.precision = tf32 ? Precision::kTf32 : Precision::kIeee;
   args.workspace = workspace;
-  return with_vectors_along_k(args);
+  return args;
 }
 
 template <typename F>

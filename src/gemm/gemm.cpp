@@ -90,6 +90,11 @@ GemmArgs<T> arguments(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   args.k = a.size(-1);
   args.activation = options.activation;
   args.precision = options.precision;
+  // The stride between the rows of one row, or the columns of one column, is never used. As a multiple of any
+  // vector it does not keep kernels from loading vectors along K.
+  constexpr int64_t kAny = 64;
+  if (args.m == 1) args.a.row_stride = ceil_div(args.k * args.a.column_stride + 1, kAny) * kAny;
+  if (args.n == 1) args.b.column_stride = ceil_div(args.k * args.b.row_stride + 1, kAny) * kAny;
   return args;
 }
 

@@ -136,7 +136,7 @@ cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t str
 template <typename T>
 int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>& args, const Choice& choice);
 template <typename T>
-cudaError_t gemm_hopper(const GemmArgs<T>& args, const Choice& choice, const DeviceInfo& device,
+cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream);
 bool bf16x6_fits(const GemmArgs<float>& args);
 int64_t gemm_bf16x6_workspace_bytes(const GemmArgs<float>& args);

@@ -177,14 +177,13 @@ struct Bf16x6Kernel {
     }
   }
 
-  // Stores chunks of 64 columns. Of each 8 columns wgmma gives a thread two neighbours in its first row and
-  // the same two 8 below. Shifting the accumulators, instead of indexing them, keeps the loop rolled,
+  // Stores chunks of 64 columns. Shifting the accumulators, instead of indexing them, keeps the loop rolled,
   // so that the code of all activations exists once.
   __device__ static __forceinline__ void store(float (&d)[kN / 2], const Bf16x6Arguments& args, int row,
                                                int column, int matrix) {
-    const int thread = threadIdx.x % 128;
-    row += thread / 32 * 16 + thread % 32 / 4;
-    column += thread % 4 * 2;
+    const auto store_chunk = [&](const float (&x)[32], float* to) {
+      store_accumulators(x, to, args.m, args.n, row, column, matrix, args.pairs);
+    };
 #pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
       float x[32];
@@ -195,33 +194,13 @@ struct Bf16x6Kernel {
       if (args.bias) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          const int s = column + i / 4 * 8 + i % 2;
+          const int s = column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
           if (s < args.n) x[i] += args.bias[s * args.bias_stride];
         }
       }
-      if (args.pre_activation) store_chunk(x, args, args.pre_activation, row, column, matrix);
+      if (args.pre_activation) store_chunk(x, args.pre_activation);
       activate(args.activation, x);
-      store_chunk(x, args, args.c, row, column, matrix);
-    }
-  }
-
-  __device__ static __forceinline__ void store_chunk(const float (&x)[32], const Bf16x6Arguments& args,
-                                                     float* to, int row, int column, int matrix) {
-    to += (int64_t{matrix} * args.m + row) * args.n + column;
-#pragma unroll
-    for (int half = 0; half < 2; ++half, to += int64_t{8} * args.n) {
-      if (row + half * 8 >= args.m) return;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float first = x[4 * i + 2 * half], second = x[4 * i + 2 * half + 1];
-        const int left = args.n - column - 8 * i;
-        if (args.pairs) {
-          if (left > 0) *reinterpret_cast<Vec<float, 2>*>(to + 8 * i) = {first, second};
-        } else {
-          if (left > 0) to[8 * i] = first;
-          if (left > 1) to[8 * i + 1] = second;
-        }
-      }
+      store_chunk(x, args.c);
     }
   }
 };

@@ -17,9 +17,8 @@
 
 namespace lltm_ext {
 
-enum class Kernel { kLibrary, kDirect, kFfma, kFewRows, kHopper, kHopperSplitK, kBf16x6, kCpu };
-constexpr const char* kKernelNames[] = {"library", "direct",         "ffma",   "few rows",
-                                        "hopper",  "hopper split-K", "bf16x6", "cpu"};
+enum class Kernel { kLibrary, kDirect, kFfma, kFewRows, kHopper, kBf16x6, kCpu };
+constexpr const char* kKernelNames[] = {"library", "direct", "ffma", "few rows", "hopper", "bf16x6", "cpu"};
 
 // How an operand [rows, k] lies in memory.
 struct Lines {
@@ -189,8 +188,8 @@ constexpr Unit kFfma = {2.25e5, 0.5, 1.5, 0.2};
 template <class F>
 void consider_ffma(const Product& p, const DeviceInfo& device, const F& f) {
   for (int i = 0; i < static_cast<int>(std::size(kFfmaTiles)); ++i) {
-    if (kFfmaShared[i] <= device.shared_bytes)
-      f(best_splits(p, Kernel::kFfma, i, kFfmaTiles[i], kFfma, device));
+    const bool fits = kFfmaShared[i] <= device.shared_bytes && tiles_in(p, kFfmaTiles[i]) <= INT32_MAX;
+    if (fits) f(best_splits(p, Kernel::kFfma, i, kFfmaTiles[i], kFfma, device));
   }
 }
 
@@ -221,7 +220,7 @@ constexpr TileShape kHopperTiles[] = {{64, 64, 64, 1, 1, 1, 1, false},
                                       {128, 256, 64, 1, 2, 1, 1, false}};
 constexpr Unit kWgmma = {3.75e6, 0.16, 1.2, 0.05};
 
-// Of operands that TMA cannot address, or that have to become K-major.
+// Of operands that TMA cannot address.
 inline double time_of_copies(const Product& p, bool a, bool b) {
   const double elements = static_cast<double>(p.batch) * static_cast<double>(p.k) *
                           static_cast<double>((a ? p.m : 0) + (b ? p.n : 0));
@@ -252,33 +251,6 @@ void consider_tiles(const Product& p, const DeviceInfo& device, const F& f) {
     Choice found = best_splits(p, Kernel::kHopper, i, t, kWgmma, device, true);
     found.time += more;
     f(found);
-  }
-}
-
-// Few tiles, whose K the blocks of a cluster split. Up to kFewRows rows of a, or 32 columns of b, are the
-// narrow side of a tile, which is then K-major; rows are by computing the transpose of c.
-constexpr int kNarrowWidths[] = {16, 32, 64}, kFewRows = 64;
-constexpr int narrow_width(int64_t size) { return size <= 16 ? 0 : size <= 32 ? 1 : 2; }
-
-template <class F>
-void consider_clusters(const Product& p, const DeviceInfo& device, const F& f) {
-  constexpr double kLaunch = 0.5, kSums = 1.6, kResults = 0.5e-6,
-                   kSummedResults = 2e-6;  // stored four at a time
-  const bool swap = p.m <= kFewRows;
-  const int width = narrow_width(swap ? p.m : p.n);
-  const auto is_copied = [&](const Lines& x, bool is_narrow) {
-    return !x.aligned || (is_narrow && kNarrowWidths[width] < kFewRows && !x.along_k);
-  };
-  const double copies = time_of_copies(p, is_copied(p.a, swap), is_copied(p.b, !swap));
-  Product tiled = p;
-  if (swap) std::swap(tiled.m, tiled.n), std::swap(tiled.a, tiled.b);
-  const TileShape t = {64, kNarrowWidths[width], 64, 2};
-  const int64_t tiles = tiles_in(tiled, t), slices = ceil_div(p.k, t.depth);
-  for (int splits = 1; splits <= std::min<int64_t>(kMostClusterBlocks, slices); splits *= 2) {
-    if (splits > 1 && tiles * splits > device.cluster_multiprocessors[splits]) break;
-    const double stores = (splits > 1 ? kSummedResults : kResults) * p.results() * p.bytes;
-    const double time = kLaunch + time_of(tiled, t, kWgmma, splits, device, true) + (splits > 1 ? kSums : 0);
-    f(Choice{Kernel::kHopperSplitK, width, splits, time + stores + copies});
   }
 }
 
@@ -318,12 +290,11 @@ void consider_ours(const Product& p, const DeviceInfo& device, const F& f) {
   if (p.bytes == 2) consider_few_rows(p, device, f);
   if (!hopper_fits(p, device)) return;
   consider_tiles(p, device, f);
-  consider_clusters(p, device, f);
 }
 
-// The errors of the estimates are some 20 %, and the library's kernels are the better ones where a product takes
-// long: so ours has to be clearly faster there, less so if the library needs a pass more. Small products are ours
-// unless the library is clearly faster.
+// The errors of the estimates are some 20 %, and the library's kernels are the better ones where a product
+// takes long: so ours has to be clearly faster there, less so if the library needs a pass more. Small
+// products are ours unless the library is clearly faster.
 inline Choice choose(const Product& p, const DeviceInfo& device) {
   constexpr double kClearly = 0.88, kWithPass = 0.95, kSmall = 0.55;
   Choice best = {Kernel::kDirect, 0, 1, kNever};

@@ -19,44 +19,27 @@
 
 namespace lltm_ext {
 
-// ---- Tiles of c. One block computes one tile, or one of several parts of its K (split-K). Blocks are
-// counted over the whole batch in 64 bits, so neither the batch nor a side of a matrix meets the limits of a
-// grid's dimensions.
+// ---- Tiles of c. A block computes one, or one of several parts of its K (split-K).
 
 struct Tiles {
-  Tiles(const GemmArgs<float>& args, int tile_rows, int tile_columns, int splits_ = 1)
-      : order(ceil_div(args.m, tile_rows), ceil_div(args.n, tile_columns), args.batch),
-        by_splits(splits_),
-        splits(splits_) {}
-
   TileOrder order;
   Divisor by_splits;
-  int splits;         // of K
-  int64_t first = 0;  // the number of block 0
 };
 
-struct TilePosition {
-  int64_t matrix, row, column;  // the tile's first element in c
-  int split;
-};
+// What a block computes: a tile, from an element of c on, and the slices of K from `begin` on, `size` of K.
+struct TilePart {
+  int64_t matrix, row, column, begin, size;
 
-__device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
-  const TileOrder::Tile tile = tiles.order.at(tiles.first + blockIdx.x);
-  return {tile.matrix, tile.row * tile_rows, tile.column * tile_columns, static_cast<int>(blockIdx.y)};
-}
-
-// The part of K that a block multiplies, in whole slices of `depth`, but for K's end.
-struct KRange {
-  int64_t begin, size;
+  __device__ __forceinline__ TilePart(const Tiles& tiles, int rows, int columns, int depth, int64_t k) {
+    const TileOrder::Tile tile = tiles.order.at(blockIdx.x);
+    matrix = tile.matrix, row = tile.row * rows, column = tile.column * columns, begin = 0, size = k;
+    if (gridDim.y == 1) return;
+    const int64_t slices = ceil_div(k, depth);
+    begin = tiles.by_splits.quotient(slices * blockIdx.y) * depth;
+    size = min(tiles.by_splits.quotient(slices * (blockIdx.y + 1)) * depth, k) - begin;
+  }
+  TilePart() = default;
 };
-__device__ __forceinline__ KRange range_of_k(int64_t k, int depth, const Tiles& tiles,
-                                             const TilePosition& at) {
-  if (tiles.splits == 1) return {0, k};
-  const int64_t slices = ceil_div(k, depth);
-  const int64_t begin = tiles.by_splits.quotient(slices * at.split) * depth,
-                end = min(tiles.by_splits.quotient(slices * (at.split + 1)) * depth, k);
-  return {begin, end - begin};
-}
 
 // ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
 
@@ -67,17 +50,15 @@ struct OperandTile {
   int extent;  // how many rows or columns the tile has
 };
 
-__device__ __forceinline__ OperandTile rows_of_a(const GemmArgs<float>& args, const TilePosition& at,
-                                                 int rows, int64_t k) {
+__device__ __forceinline__ OperandTile rows_of_a(const GemmArgs<float>& args, const TilePart& at, int rows) {
   const Matrices<float>& a = args.a;
-  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + k * a.column_stride, a.row_stride,
-          a.column_stride, clamp_to_int(args.m - at.row, rows)};
+  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + at.begin * a.column_stride,
+          a.row_stride, a.column_stride, clamp_to_int(args.m - at.row, rows)};
 }
-
-__device__ __forceinline__ OperandTile columns_of_b(const GemmArgs<float>& args, const TilePosition& at,
-                                                    int columns, int64_t k) {
+__device__ __forceinline__ OperandTile columns_of_b(const GemmArgs<float>& args, const TilePart& at,
+                                                    int columns) {
   const Matrices<float>& b = args.b;
-  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + k * b.row_stride,
+  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + at.begin * b.row_stride,
           b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
 }
 
@@ -279,67 +260,45 @@ __device__ __forceinline__ int staged_at(int row, int column) {
 }
 
 // Not inlined: all activations together are as much code as a kernel without them.
-template <typename A, int N>
-__device__ __noinline__ Vec<A, N> activated(Activation activation, Vec<A, N> values) {
+template <int N>
+__device__ __noinline__ Vec<float, N> activated(Activation activation, Vec<float, N> values) {
   activate(activation, values.data);
   return values;
-}
-
-template <int N, typename A>
-__device__ __forceinline__ void activate_sums(Activation activation, A (&sums)[N]) {
-  if (activation == Activation::kNone) return;
-  if (activation == Activation::kRelu) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] = relu(sums[i]);
-    return;
-  }
-  constexpr int kAtOnce = std::min(N, kVecWidth<A>);  // are passed in registers
-  static_assert(N % kAtOnce == 0);
-#pragma unroll
-  for (int i = 0; i < N; i += kAtOnce) {
-    Vec<A, kAtOnce> values;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) values.data[j] = sums[i + j];
-    values = activated(activation, values);
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) sums[i + j] = values.data[j];
-  }
 }
 
 // Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
 // [splits, batch, m, n]. Called by all THREADS. Neighbours were staged in each other's place: see swap_pairs.
 template <int ROWS, int COLUMNS, int THREADS>
-__device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const Tiles& tiles,
-                                             const TilePosition& at, int first_row, const float* staged) {
+__device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const TilePart& at, int first_row,
+                                             const float* staged) {
   constexpr int V = kVecWidth<float>, kAcross = COLUMNS / V;
   const bool aligned = is_vec_aligned(args.c) && is_vec_aligned(args.pre_activation);
-  const bool vectors = args.n % V == 0 && (aligned || tiles.splits > 1);
+  const bool vectors = args.n % V == 0 && (aligned || gridDim.y > 1);
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * kAcross; i += THREADS) {
     const int tile_row = i / kAcross, tile_column = i % kAcross * V;
     const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
     if (row >= args.m || column >= args.n) continue;
-    const int valid = clamp_to_int(args.n - column, V);
-    const auto found =
-        *reinterpret_cast<const Vec<float, V>*>(staged + staged_at<COLUMNS>(tile_row, tile_column));
-    float x[V];
+    const int valid = clamp_to_int(args.n - column, V), place = staged_at<COLUMNS>(tile_row, tile_column);
+    const auto found = *reinterpret_cast<const Vec<float, V>*>(staged + place);
+    Vec<float, V> x;
 #pragma unroll
-    for (int j = 0; j < V; ++j) x[j ^ 1] = found.data[j];
+    for (int j = 0; j < V; ++j) x.data[j ^ 1] = found.data[j];
     const int64_t to = (at.matrix * args.m + row) * args.n + column;
-    if (tiles.splits > 1) {
-      float* const part = static_cast<float*>(args.workspace) + at.split * args.batch * args.m * args.n;
-      write_vector(part + to, x, valid, vectors);
+    if (gridDim.y > 1) {
+      float* const part = static_cast<float*>(args.workspace) + blockIdx.y * args.batch * args.m * args.n;
+      write_vector(part + to, x.data, valid, vectors);
       continue;
     }
     if (args.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if (j < valid) x[j] += args.bias[(column + j) * args.bias_stride];
+        if (j < valid) x.data[j] += args.bias[(column + j) * args.bias_stride];
       }
     }
-    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors);
-    activate_sums(args.activation, x);
-    write_vector(args.c + to, x, valid, vectors);
+    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x.data, valid, vectors);
+    if (args.activation != Activation::kNone) x = activated(args.activation, x);
+    write_vector(args.c + to, x.data, valid, vectors);
   }
 }
 
@@ -370,12 +329,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
   // In shared memory, because the mainloop needs all registers.
-  __shared__ TilePosition at;
-  if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
+  __shared__ TilePart at;
+  if (threadIdx.x == 0) at = TilePart(tiles, Tile::BM, Tile::BN, BK, args.k);
   __syncthreads();
-  const KRange range = range_of_k(args.k, BK, tiles, at);
-  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM, range.begin), access_a);
-  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN, range.begin), access_b);
+  const int64_t size = at.size;
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
@@ -387,12 +346,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   };
 
   // Only the first slice may be short.
-  const int64_t slices = ceil_div(range.size, BK);
+  const int64_t slices = ceil_div(size, BK);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < slices) {
       if (i == 0) {
-        const int depth = static_cast<int>(range.size - (slices - 1) * BK);
+        const int depth = static_cast<int>(size - (slices - 1) * BK);
         a.copy_first(slice_a(i), depth);
         b.copy_first(slice_b(i), depth);
       } else {
@@ -448,7 +407,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       }
     }
     __syncthreads();
-    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads>(args, tiles, at, part * Tile::kPartRows, shared);
+    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads>(args, at, part * Tile::kPartRows, shared);
   }
 }
 
@@ -461,26 +420,22 @@ inline Access access_of(const float* data, int64_t stride, int64_t k_stride, int
   return k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
 }
 
-// One launch, or several if a grid cannot have that many blocks. early: whether blocks may start while the
-// previous kernel still runs. hopper: that has kernels of its own for some tiles, specialised by access:
-// vectors, or dense along K.
+// early: whether blocks may start while the previous kernel still runs. hopper: that has kernels of its own
+// for some tiles, specialised by access: vectors, or dense along K.
 template <class Tile>
 cudaError_t launch_ffma(const GemmArgs<float>& args, int splits, bool early, bool hopper,
                         cudaStream_t stream) {
   const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
   const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
+  const Tiles tiles = {TileOrder(ceil_div(args.m, Tile::BM), ceil_div(args.n, Tile::BN), args.batch),
+                       Divisor(splits)};
   const auto run = [&](auto x, auto y, auto parts) {
     const auto kernel = gemm_ffma_kernel<Tile, x, y, parts>;
     cudaError_t error = cudaSuccess;
     if (Tile::kBytes > (48 << 10) - 64) error = set_max_dynamic_shared(kernel, Tile::kBytes);
-    Tiles tiles(args, Tile::BM, Tile::BN, splits);
-    for (; tiles.first < tiles.order.total && error == cudaSuccess; tiles.first += INT32_MAX) {
-      const auto blocks =
-          static_cast<unsigned>(std::min<int64_t>(tiles.order.total - tiles.first, INT32_MAX));
-      error = launch_kernel(kernel, dim3(blocks, splits), dim3(Tile::kThreads), Tile::kBytes, early, stream,
-                            args, tiles, a, b);
-    }
-    return error;
+    if (error != cudaSuccess) return error;
+    return launch_kernel(kernel, dim3(static_cast<unsigned>(tiles.order.total), splits), dim3(Tile::kThreads),
+                         Tile::kBytes, early, stream, args, tiles, a, b);
   };
   if constexpr (Tile::kParts > 1) {
     constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;

@@ -1,12 +1,10 @@
 // gemm in half types on Hopper. A producer warp loads tiles by TMA, one or two consumer warpgroups multiply
 // them by wgmma, 64 rows of c each, and TMA stores the results.
 //
-// Two kernels:
-// - Persistent: a block computes many tiles of c, and loads the next one's operands during the epilogue. The
-//   largest tiles are in clusters of two, which share b by multicast. Where there are few tiles, K is split:
-//   blocks leave partial sums in the workspace (gemm_tile.cuh).
-// - Cluster split-K, for few rows, few columns and few tiles: the blocks of a cluster split K, and add their
-//   partial sums in a fixed order through distributed shared memory.
+// The kernel is persistent: a block computes many tiles of c, and loads the next one's operands during the
+// epilogue. The largest tiles are in clusters of two, which share b by multicast. Where there are few tiles,
+// K is split: blocks leave partial sums in the workspace (gemm_tile.cuh). What TMA cannot address is copied
+// first.
 #include <algorithm>
 
 #include "common/hopper/launch.h"
@@ -181,7 +179,7 @@ class EpilogueStore {
   int buffer_ = 0;
 };
 
-// ---- Kernels
+// ---- Kernel
 
 template <typename T>
 struct KernelArguments {
@@ -189,12 +187,9 @@ struct KernelArguments {
   int tiles_of_k;
   bool batched_a, batched_b;  // else one matrix serves the whole batch
   bool tma_store;             // whether TMA can address the results
-  bool swap_ab;               // a and b are each other's transposes, so a tile is of c's transpose
   int splits;                 // of K, of one product: the matrices of c are their sums
   float* partials;            // [splits, m, n], if there are several
 };
-
-// ---- Persistent
 
 // kSplitsK: a kernel of its own, because the others take 0.2 us longer with the code for partial sums in
 // them.
@@ -253,7 +248,9 @@ struct PersistentKernel {
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, end - begin, warpgroup);
         if constexpr (kSplitsK) {
-          store_partials(d, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
+          const int m = args.epilogue.m, n = args.epilogue.n;
+          store_accumulators(d, args.partials, m, n, tile.row + 64 * warpgroup, tile.column, tile.matrix,
+                             n % 2 == 0);
           continue;
         }
         out.run(d, args.epilogue, args.tma_store ? c : nullptr, args.tma_store ? pre_activation : nullptr,
@@ -263,178 +260,6 @@ struct PersistentKernel {
     }
     // Other blocks of the cluster may still write to this block's shared memory.
     if constexpr (kBlocks > 1) cluster_sync();
-  }
-
- private:
-  // wgmma gives a thread two neighbours in a row and the same two 8 rows below.
-  __device__ static __forceinline__ void store_partials(const float (&d)[Mainloop::kTileN / 2],
-                                                        const KernelArguments<T>& args, int row, int column,
-                                                        int split) {
-    const int thread = threadIdx.x % 128, m = args.epilogue.m, n = args.epilogue.n;
-    row += thread / 32 * 16 + thread % 32 / 4;
-    column += thread % 4 * 2;
-    float* to = args.partials + (int64_t{split} * m + row) * n + column;
-    const bool pairs = n % 2 == 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half, to += int64_t{8} * n) {
-      if (row + 8 * half >= m) return;
-#pragma unroll
-      for (int i = 0; i < Mainloop::kTileN / 8; ++i) {
-        const float left = d[4 * i + 2 * half], right = d[4 * i + 2 * half + 1];
-        const int rest = n - column - 8 * i;
-        if (pairs) {
-          if (rest > 0) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(left, right);
-        } else {
-          if (rest > 0) to[8 * i] = left;
-          if (rest > 1) to[8 * i + 1] = right;
-        }
-      }
-    }
-  }
-};
-
-// ---- Split-K in clusters
-
-// A block's tile and its part of K, which gridDim.z blocks split.
-template <class Mainloop>
-struct SplitKBlock {
-  using T = typename Mainloop::T;
-  static constexpr int kN = Mainloop::kTileN;
-  static constexpr int kThreads = 128 * Mainloop::kConsumers + 32;
-  static_assert(Mainloop::kClusterBlocks == 1, "the blocks of the cluster split K");
-
-  int row, column, matrix, split, splits, warpgroup;
-
-  __device__ __forceinline__ explicit SplitKBlock(const TileOrder& order)
-      : split(blockIdx.z), splits(gridDim.z), warpgroup(threadIdx.x / 128) {
-    const TileIndex tile = first_element<Mainloop>(order, blockIdx.x, 0);
-    row = tile.row;
-    column = tile.column;
-    matrix = tile.matrix;
-  }
-
-  __device__ __forceinline__ bool is_consumer() const { return warpgroup < Mainloop::kConsumers; }
-
-  // d: the partial sums, in consumer warpgroups.
-  __device__ __forceinline__ void mma(float (&d)[kN / 2], unsigned char* stages, unsigned char* barriers,
-                                      const CUtensorMap* a, const CUtensorMap* b,
-                                      const KernelArguments<T>& args) const {
-    const int begin = args.tiles_of_k * split / splits, end = args.tiles_of_k * (split + 1) / splits;
-    auto pipeline = pipeline_of<Mainloop>(stages, barriers);
-    start_pipeline(pipeline, a, b);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (is_consumer()) {
-      pipeline.mma(d, end - begin, warpgroup);
-    } else {
-      if (threadIdx.x % 128 == 0) {
-        const int matrix_a = args.batched_a ? matrix : 0, matrix_b = args.batched_b ? matrix : 0;
-        for (int k = begin; k < end; ++k) {
-          pipeline.load(a, b, row, column, k * kTileK, matrix_a, matrix_b, 0);
-        }
-      }
-      __syncwarp();
-    }
-  }
-};
-
-template <class Mainloop>
-struct ClusterSplitK {
-  using T = typename Mainloop::T;
-  static constexpr int kTileM = Mainloop::kTileM, kN = Mainloop::kTileN;
-  using Partials = SplitKPartials<kTileM, kN>;
-  static constexpr int kThreads = SplitKBlock<Mainloop>::kThreads;
-  static constexpr int kOperandsOrPartials = std::max(Mainloop::kBytes, Partials::kBytes);
-  static constexpr int kShared = kOperandsOrPartials + kBarrierBytes;
-
-  __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const KernelArguments<T>& args,
-                             const TileOrder& order) {
-    unsigned char* shared = dynamic_shared();
-    const SplitKBlock<Mainloop> block(order);
-    float d[kN / 2];
-    block.mma(d, shared, shared + kOperandsOrPartials, a, b, args);
-    if (block.splits == 1) {
-      if (block.is_consumer()) store_tile(d, args, block);
-      return;
-    }
-    __syncthreads();  // the partials overwrite the stages
-    Partials partials(shared);
-    if (block.is_consumer()) partials.store(d, block.warpgroup);
-    cluster_sync();
-    reduce_and_store(partials, args, block);
-    cluster_sync();  // the others have read this block's partials
-  }
-
- private:
-  // Reduces and stores this block's share of the tile, in pieces of four elements.
-  __device__ static __forceinline__ void reduce_and_store(const Partials& partials,
-                                                          const KernelArguments<T>& args,
-                                                          const SplitKBlock<Mainloop>& block) {
-    const bool swap = args.swap_ab;
-    constexpr int kPieces = kTileM * kN / 4, kBatch = 4;
-    const int row = block.row, column = block.column, split = block.split, splits = block.splits;
-    const int end = kPieces * (split + 1) / splits;
-    // Neighbouring threads store neighbours in c, whose rows are the tile's columns if A and B are swapped.
-    const auto row_of = [=](int piece) { return swap ? piece % kTileM : piece / (kN / 4); };
-    const auto column_of = [=](int piece) { return (swap ? piece / kTileM : piece % (kN / 4)) * 4; };
-    for (int first = kPieces * split / splits + threadIdx.x; first < end; first += kBatch * kThreads) {
-      float4 sums[kBatch];  // loaded together, to overlap their latencies
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int piece = first + i * kThreads;
-        if (piece < end) {
-          sums[i] = partials.reduce(row_of(piece), column_of(piece), splits);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int piece = first + i * kThreads;
-        if (piece >= end) continue;
-        const int r = row_of(piece), n = column_of(piece);
-        float x[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
-        store(x, args, block.matrix, swap ? column + n : row + r, swap ? row + r : column + n);
-      }
-    }
-  }
-
-  // Stores the accumulators of a block that has all of K. wgmma gives a thread two neighbours in a row and
-  // the same two 8 rows below. Shifting the accumulators, instead of indexing them, keeps the loop rolled, so
-  // that the code of all activations exists once.
-  __device__ static __forceinline__ void store_tile(float (&d)[kN / 2], const KernelArguments<T>& args,
-                                                    const SplitKBlock<Mainloop>& block) {
-    const Epilogue<T>& epilogue = args.epilogue;
-    const bool swap = args.swap_ab;
-    const int thread = threadIdx.x % 128;
-    const int row = block.row + block.warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    const auto row_of = [&](int i) { return row + i % 4 / 2 * 8; };
-    const auto column_of = [&](int i) { return block.column + i / 4 * 8 + thread % 4 * 2 + i % 2; };
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) d[i] += epilogue.bias_at(swap ? row_of(i) : column_of(i));
-#pragma unroll 1
-    for (int first = 0; first < kN / 2; first += 4) {
-      float x[4] = {d[0], d[1], d[2], d[3]};
-#pragma unroll
-      for (int i = 0; i < kN / 2 - 4; ++i) d[i] = d[i + 4];
-      epilogue.finish(x, [&](T* to) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = row_of(i), n = column_of(first + i);
-          epilogue.write(to, block.matrix, swap ? n : r, swap ? r : n, x[i]);
-        }
-      });
-    }
-  }
-
-  // Stores four values: along a row of c, or down a column if A and B are swapped.
-  __device__ static __forceinline__ void store(float (&x)[4], const KernelArguments<T>& args, int matrix,
-                                               int row, int column) {
-    const int down = args.swap_ab, along = !args.swap_ab;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] += args.epilogue.bias_at(column + along * e);
-    args.epilogue.finish(x, [&](T* to) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) args.epilogue.write(to, matrix, row + down * e, column + along * e, x[e]);
-    });
   }
 };
 
@@ -447,14 +272,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   LLTM_HOPPER(Kernel::run(&a, &b, &c, &pre_activation, args, order));
 }
 
-template <class Kernel, typename T>
-__global__ void __launch_bounds__(Kernel::kThreads)
-    gemm_cluster_split_k_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                                const __grid_constant__ KernelArguments<T> args, const TileOrder order) {
-  LLTM_HOPPER(Kernel::run(&a, &b, args, order));
-}
-
-// ---- Copies of operands that TMA cannot address, and of narrow ones that are not K-major
+// ---- Copies of operands that TMA cannot address
 
 // Copies an operand's lines: the rows of [lines, length] of each matrix.
 template <typename T>
@@ -504,39 +322,28 @@ __global__ void __launch_bounds__(kCopyThreads)
 
 // ---- Launchers
 
-// A product of TMA operands. If A and B are swapped, b^T @ a^T, whose result is c's transpose.
+// A product of TMA operands.
 template <typename T>
 struct Problem {
   GlobalTensor a, b;
   int m, n, k, batch;
-  bool swap_ab;
-  Epilogue<T> epilogue;  // of c itself
-
-  KernelArguments<T> arguments(bool tma_store = false, int splits = 1, float* partials = nullptr) const {
-    return {epilogue, tiles_of(k, kTileK), a.batch > 1, b.batch > 1, tma_store, swap_ab, splits, partials};
-  }
-  GlobalTensor result(const T* data) const {
-    const int64_t rows = epilogue.m, columns = epilogue.n;
-    return {data, columns, rows, batch, columns, rows * columns};
-  }
-  template <class Mainloop>
-  TileOrder order(int splits = 1) const {
-    return {tiles_of(m, Mainloop::kTileM * Mainloop::kClusterM),
-            tiles_of(n, Mainloop::kTileN * Mainloop::kClusterN), int64_t{batch} * splits};
-  }
+  Epilogue<T> epilogue;
+  int64_t multiprocessors, pairs;  // that run at once; pairs: clusters of two
 };
 
-// clusters: that the device runs at once. splits: of K, whose sums are left in the workspace if there are
-// several.
+// splits: of K, whose sums are left in the workspace if there are several.
 template <class Mainloop, bool kSplitsK = false, typename T>
-cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, int splits, void* workspace,
-                              cudaStream_t stream) {
+cudaError_t launch_persistent(const Problem<T>& problem, int splits, void* workspace, cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop, kSplitsK>;
+  constexpr int kBlocks = Mainloop::kClusterBlocks;
+  const auto result = [&](const T* data) {
+    const int64_t rows = problem.m, columns = problem.n;
+    return GlobalTensor{data, columns, rows, problem.batch, columns, rows * columns};
+  };
+  const GlobalTensor results = result(problem.epilogue.c), inputs = result(problem.epilogue.pre_activation);
+  const bool tma_store = tma_supports(results, sizeof(T)) && tma_supports(inputs, sizeof(T));
   CUtensorMap a, b, c = {}, pre_activation = {};
   cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
-  const GlobalTensor results = problem.result(problem.epilogue.c),
-                     inputs = problem.result(problem.epilogue.pre_activation);
-  const bool tma_store = tma_supports(results, sizeof(T)) && tma_supports(inputs, sizeof(T));
   if (error == cudaSuccess && tma_store) error = encode_tensor_map<T>(c, results, 64);
   if (error == cudaSuccess && tma_store && inputs.data) {
     error = encode_tensor_map<T>(pre_activation, inputs, 64);
@@ -544,110 +351,22 @@ cudaError_t launch_persistent(const Problem<T>& problem, int64_t clusters, int s
   const auto kernel = gemm_persistent_kernel<Kernel, T>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  constexpr int kBlocks = Mainloop::kClusterBlocks;
-  const TileOrder order = problem.template order<Mainloop>(splits);
-  clusters = std::min(order.total, clusters);
+  const TileOrder order(tiles_of(problem.m, Mainloop::kTileM * kBlocks),
+                        tiles_of(problem.n, Mainloop::kTileN), int64_t{problem.batch} * splits);
+  const int64_t clusters = std::min(order.total, kBlocks == 1 ? problem.multiprocessors : problem.pairs);
+  const KernelArguments<T> args = {
+      problem.epilogue, tiles_of(problem.k, kTileK),   problem.a.batch > 1, problem.b.batch > 1, tma_store,
+      splits,           static_cast<float*>(workspace)};
   return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
-                         /*programmatic=*/true, stream, a, b, c, pre_activation,
-                         problem.arguments(tma_store, splits, static_cast<float*>(workspace)), order);
-}
-
-template <class Mainloop, typename T>
-cudaError_t launch_cluster_split_k(const Problem<T>& problem, int splits, cudaStream_t stream) {
-  using Kernel = ClusterSplitK<Mainloop>;
-  CUtensorMap a, b;
-  cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
-  const auto kernel = gemm_cluster_split_k_kernel<Kernel, T>;
-  if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
-  if (error != cudaSuccess) return error;
-  const TileOrder order = problem.template order<Mainloop>();
-  return launch_clusters(kernel, dim3(order.total, 1, splits), dim3(1, 1, splits), Kernel::kThreads,
-                         Kernel::kShared, /*programmatic=*/true, stream, a, b, problem.arguments(), order);
-}
-
-// How the operands are copied before the product: not at all, if TMA can address them.
-template <typename T>
-struct Operand {
-  Lines lines;  // after the copy
-  AlignedCopy<T> copy;
-};
-
-// k_major: whether the operand has to become that.
-template <typename T>
-Operand<T> operand(const Matrices<T>& x, Lines lines, int64_t rows, int64_t k, int64_t row_stride,
-                   int64_t k_stride, int64_t batch, bool k_major) {
-  if (lines.aligned && (lines.along_k || !k_major)) return {lines, {}};
-  lines.along_k = lines.along_k || k_major;
-  const int64_t count = lines.along_k ? rows : k, length = lines.along_k ? k : rows;
-  const int64_t chunks = ceil_div(length, 8), total = chunks * count * (x.batch_stride == 0 ? 1 : batch);
-  return {lines,
-          {x.data, nullptr, x.batch_stride, lines.along_k ? row_stride : k_stride,
-           lines.along_k ? k_stride : row_stride, length < 64 ? chunks * 8 : ceil_div(length, 64) * 64,
-           static_cast<uint32_t>(count), static_cast<uint32_t>(length), static_cast<uint32_t>(chunks),
-           static_cast<uint32_t>(total)}};
-}
-
-template <typename T>
-struct Operands {
-  bool swap;  // the transpose of c is computed
-  Operand<T> a, b;
-
-  Operands(const GemmArgs<T>& args, const Choice& choice)
-      : swap(choice.kernel == Kernel::kHopperSplitK && args.m <= kFewRows) {
-    const bool k_major = choice.kernel == Kernel::kHopperSplitK && kNarrowWidths[choice.tile] < kFewRows;
-    a = operand(args.a, lines_of_a(args), args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch,
-                k_major && swap);
-    b = operand(args.b, lines_of_b(args), args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch,
-                k_major && !swap);
-  }
-  int64_t bytes() const { return (a.copy.elements() + b.copy.elements()) * int64_t{sizeof(T)}; }
-};
-
-// Makes the copies at the start of the workspace, and the arguments those of their product. args.workspace
-// moves behind them.
-template <typename T>
-cudaError_t align(GemmArgs<T>& args, Operands<T>& operands, cudaStream_t stream) {
-  AlignedCopy<T>&a = operands.a.copy, &b = operands.b.copy;
-  const int64_t blocks = ceil_div(a.total, kCopyThreads) + ceil_div(b.total, kCopyThreads);
-  if (blocks == 0) return cudaSuccess;
-  T* to = static_cast<T*>(args.workspace);
-  const auto place = [&](Operand<T>& operand, Matrices<T>& x, int64_t& along_k, int64_t& across) {
-    AlignedCopy<T>& copy = operand.copy;
-    if (copy.total == 0) return;
-    x.data = copy.to = to;
-    to += copy.elements();
-    if (x.batch_stride != 0) x.batch_stride = copy.lines * copy.to_line_stride;
-    along_k = operand.lines.along_k ? 1 : copy.to_line_stride;
-    across = operand.lines.along_k ? copy.to_line_stride : 1;
-  };
-  place(operands.a, args.a, args.a.column_stride, args.a.row_stride);
-  place(operands.b, args.b, args.b.row_stride, args.b.column_stride);
-  args.workspace = to;
-  return launch_kernel(gemm_align_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kCopyThreads), 0,
-                       /*programmatic=*/true, stream, a, b);
-}
-
-// The operand as TMA sees it: [rows, K], or [K, rows].
-template <typename T>
-GlobalTensor tensor_of(const Matrices<T>& x, bool along_k, int64_t rows, int64_t k, int64_t row_stride,
-                       int64_t k_stride, int64_t batch) {
-  const int64_t matrices = x.batch_stride == 0 ? 1 : batch;
-  if (along_k) return {x.data, k, rows, matrices, row_stride, x.batch_stride};
-  return {x.data, rows, k, matrices, k_stride, x.batch_stride};
-}
-
-// How many clusters of so many blocks run at once.
-inline int64_t clusters_of(const DeviceInfo& device, int blocks) {
-  return device.cluster_multiprocessors[blocks] / blocks;
+                         /*programmatic=*/true, stream, a, b, c, pre_activation, args, order);
 }
 
 // The place of a tile in kHopperTiles is its case here.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, const DeviceInfo& device,
-                         void* workspace, cudaStream_t stream) {
+cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, void* workspace,
+                         cudaStream_t stream) {
   const auto run = [&](auto mainloop) {
-    using M = decltype(mainloop);
-    return launch_persistent<M>(problem, clusters_of(device, M::kClusterBlocks), 1, nullptr, stream);
+    return launch_persistent<decltype(mainloop)>(problem, 1, nullptr, stream);
   };
   switch (choice.tile) {
     case 0:
@@ -655,7 +374,7 @@ cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, const 
     case 1: {
       using M = Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>;
       if (choice.splits == 1) return run(M());
-      return launch_persistent<M, true>(problem, clusters_of(device, 1), choice.splits, workspace, stream);
+      return launch_persistent<M, true>(problem, choice.splits, workspace, stream);
     }
     case 2:
       return run(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
@@ -666,63 +385,113 @@ cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, const 
   }
 }
 
-// The few rows or columns are the tile's columns. A multiprocessor has several blocks, each with many loads
-// in flight.
-template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_in_clusters(const Problem<T>& problem, const Choice& choice, cudaStream_t stream) {
-  if constexpr (!kMnMajorB) {
-    if (choice.tile == 0)
-      return launch_cluster_split_k<Mainloop<T, 64, 16, 6, kMnMajorA, false>>(problem, choice.splits, stream);
-    if (choice.tile == 1)
-      return launch_cluster_split_k<Mainloop<T, 64, 32, 6, kMnMajorA, false>>(problem, choice.splits, stream);
+// An operand [rows, k], and the copy of it that TMA can address, if it needs one.
+template <typename T>
+struct Operand {
+  const T* data;
+  int64_t rows, k, matrices, row_stride, k_stride, batch_stride;
+  Lines lines;
+
+  Operand(const Matrices<T>& x, Lines lines_, int64_t batch, int64_t rows_, int64_t k_, int64_t row_stride_,
+          int64_t k_stride_)
+      : data(x.data),
+        rows(rows_),
+        k(k_),
+        matrices(x.batch_stride == 0 ? 1 : batch),
+        row_stride(row_stride_),
+        k_stride(k_stride_),
+        batch_stride(x.batch_stride),
+        lines(lines_) {}
+
+  // Without memory; of nothing if there is no need.
+  AlignedCopy<T> copy() const {
+    if (lines.aligned) return {};
+    const int64_t count = lines.along_k ? rows : k, length = lines.along_k ? k : rows,
+                  chunks = ceil_div(length, 8);
+    return {data,
+            nullptr,
+            batch_stride,
+            lines.along_k ? row_stride : k_stride,
+            lines.along_k ? k_stride : row_stride,
+            length < 64 ? chunks * 8 : ceil_div(length, 64) * 64,
+            static_cast<uint32_t>(count),
+            static_cast<uint32_t>(length),
+            static_cast<uint32_t>(chunks),
+            static_cast<uint32_t>(chunks * count * matrices)};
   }
-  return launch_cluster_split_k<Mainloop<T, 64, 64, 6, kMnMajorA, kMnMajorB>>(problem, choice.splits, stream);
+  void become(const AlignedCopy<T>& copy) {
+    if (copy.total == 0) return;
+    data = copy.to;
+    (lines.along_k ? row_stride : k_stride) = copy.to_line_stride;
+    batch_stride = copy.lines * copy.to_line_stride;
+  }
+  // As TMA sees it.
+  GlobalTensor tensor() const {
+    if (lines.along_k) return {data, k, rows, matrices, row_stride, batch_stride};
+    return {data, rows, k, matrices, k_stride, batch_stride};
+  }
+};
+
+template <typename T>
+Operand<T> operand_a(const GemmArgs<T>& args) {
+  return {args.a, lines_of_a(args), args.batch, args.m, args.k, args.a.row_stride, args.a.column_stride};
+}
+template <typename T>
+Operand<T> operand_b(const GemmArgs<T>& args) {
+  return {args.b, lines_of_b(args), args.batch, args.n, args.k, args.b.column_stride, args.b.row_stride};
 }
 
 }  // namespace hopper
 
+// The copies are at the start of the workspace, partial sums behind them.
 template <typename T>
 int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>& args, const Choice& choice) {
-  const bool leaves_sums = choice.kernel == Kernel::kHopper;
-  return hopper::Operands<T>(args, choice).bytes() +
-         (leaves_sums ? partial_sum_bytes(args, choice.splits) : 0);
+  using namespace hopper;
+  return (operand_a(args).copy().elements() + operand_b(args).copy().elements()) * int64_t{sizeof(T)} +
+         partial_sum_bytes(args, choice.splits);
 }
 
 template <typename T>
-cudaError_t gemm_hopper(const GemmArgs<T>& given, const Choice& choice, const DeviceInfo& device,
+cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
   using namespace hopper;
-  GemmArgs<T> args = given;
-  Operands<T> operands(args, choice);
-  const cudaError_t error = align(args, operands, stream);
+  Operand<T> a = operand_a(args), b = operand_b(args);
+  AlignedCopy<T> copy_a = a.copy(), copy_b = b.copy();
+  copy_a.to = static_cast<T*>(args.workspace);
+  copy_b.to = copy_a.to + copy_a.elements();
+  args.workspace = copy_b.to + copy_b.elements();
+  const int64_t blocks = ceil_div(copy_a.total, kCopyThreads) + ceil_div(copy_b.total, kCopyThreads);
+  const cudaError_t error =
+      launch_kernel(gemm_align_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kCopyThreads), 0,
+                    /*programmatic=*/true, stream, copy_a, copy_b);
   if (error != cudaSuccess) return error;
-  GlobalTensor a = tensor_of(args.a, operands.a.lines.along_k, args.m, args.k, args.a.row_stride,
-                             args.a.column_stride, args.batch),
-               b = tensor_of(args.b, operands.b.lines.along_k, args.n, args.k, args.b.column_stride,
-                             args.b.row_stride, args.batch);
-  bool mn_major_a = !operands.a.lines.along_k, mn_major_b = !operands.b.lines.along_k;
-  int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
-  const Epilogue<T> epilogue = {args.bias, args.bias_stride, args.c, args.pre_activation, m,
-                                n,         args.activation};
-  if (operands.swap) std::swap(a, b), std::swap(m, n), std::swap(mn_major_a, mn_major_b);
+  a.become(copy_a);
+  b.become(copy_b);
+  const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
   const Problem<T> problem = {
-      a, b, m, n, static_cast<int>(args.k), static_cast<int>(args.batch), operands.swap, epilogue};
-  const auto run = [&](auto a_mn_major, auto b_mn_major) {
-    constexpr bool kA = decltype(a_mn_major)::value, kB = decltype(b_mn_major)::value;
-    if (choice.kernel == Kernel::kHopperSplitK) return launch_in_clusters<T, kA, kB>(problem, choice, stream);
-    return launch_tiles<T, kA, kB>(problem, choice, device, args.workspace, stream);
+      a.tensor(),
+      b.tensor(),
+      m,
+      n,
+      static_cast<int>(args.k),
+      static_cast<int>(args.batch),
+      {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation},
+      device.multiprocessors,
+      device.cluster_multiprocessors[2] / 2};
+  const auto run = [&](auto mn_major_a, auto mn_major_b) {
+    return launch_tiles<T, mn_major_a, mn_major_b>(problem, choice, args.workspace, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
-  const cudaError_t launched = mn_major_a ? (mn_major_b ? run(Yes(), Yes()) : run(Yes(), No()))
-                                          : (mn_major_b ? run(No(), Yes()) : run(No(), No()));
-  if (launched != cudaSuccess || choice.kernel != Kernel::kHopper || choice.splits == 1) return launched;
+  const cudaError_t launched = a.lines.along_k ? (b.lines.along_k ? run(No(), No()) : run(No(), Yes()))
+                                               : (b.lines.along_k ? run(Yes(), No()) : run(Yes(), Yes()));
+  if (launched != cudaSuccess || choice.splits == 1) return launched;
   return launch_reduce(args, choice.splits, /*programmatic=*/true, stream);
 }
 
 #define INSTANTIATE(T)                                                             \
   template int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>&, const Choice&); \
-  template cudaError_t gemm_hopper(const GemmArgs<T>&, const Choice&, const DeviceInfo&, cudaStream_t);
+  template cudaError_t gemm_hopper(GemmArgs<T>, const Choice&, const DeviceInfo&, cudaStream_t);
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)
 

@@ -1,7 +1,9 @@
 // gemm on CUDA: the launch of the kernel that gemm_choice.h chooses, and the backward of activation and bias.
 // The order of additions is fixed, so the same call twice gives the same bits.
 #include <array>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "common/device.cuh"
 #include "common/elementwise.cuh"
@@ -161,18 +163,6 @@ cudaError_t query_device(DeviceInfo& device) {
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
 }
 
-// If a has one row, or b one column, the stride between its rows or columns is never used. It becomes a whole
-// number of vectors, so that kernels load vectors along K.
-template <typename T>
-GemmArgs<T> with_vectors_along_k(GemmArgs<T> args) {
-  const auto line_stride = [&](int64_t k_stride) {
-    return ceil_div(std::max<int64_t>(args.k * k_stride, 1), kVecWidth<T>) * kVecWidth<T>;
-  };
-  if (args.m == 1) args.a.row_stride = line_stride(args.a.column_stride);
-  if (args.n == 1) args.b.column_stride = line_stride(args.b.row_stride);
-  return args;
-}
-
 template <typename T>
 Product product_of(const GemmArgs<T>& args) {
   const auto elements = [&](const Matrices<T>& x, int64_t of_matrix) {
@@ -201,8 +191,7 @@ Choice choose_for(const GemmArgs<T>& args, const DeviceInfo& device) {
 
 // Choosing takes the host some microseconds, so choices are kept.
 template <typename T>
-cudaError_t gemm_choice(const GemmArgs<T>& any_strides, Choice& choice) {
-  const GemmArgs<T> args = with_vectors_along_k(any_strides);
+cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
   using Key = std::array<int64_t, 21>;
@@ -244,68 +233,51 @@ inline bool starts_early(const TileShape& tile, int64_t blocks, double time, con
   return one_round && (time < kLong || (evenly && (tile.blocks == 1 || time < kVeryLong)));
 }
 
-// The tiles of kFfmaTiles.
+// Calls f with the i-th of constants 0, 1, ...
+template <int... I, class F>
+cudaError_t with_constant(int i, std::integer_sequence<int, I...>, const F& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  (void)((i == I && (error = f(std::integral_constant<int, I>()), true)) || ...);
+  return error;
+}
+
+// Those of kFfmaTiles.
+using FfmaTiles = std::tuple<FfmaTile<64, 64, 16, 8, 4, 1, 3, 4>, FfmaTile<128, 32, 16, 8, 4, 1, 3, 5>,
+                             FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 32, 16, 8, 4, 1, 2, 16>,
+                             FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>, FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
+constexpr int kFfmaTileCount = std::tuple_size_v<FfmaTiles>;
+
 cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
   const TileShape& shape = kFfmaTiles[choice.tile];
   const int64_t tiles = args.batch * ceil_div(args.m, shape.rows) * ceil_div(args.n, shape.columns);
   const bool has_early = device.compute_capability >= kHopperCapability;
   const bool early = has_early && starts_early(shape, tiles * choice.splits, choice.time, device);
-  const auto launch = [&](auto place, auto tile) {
-    using Tile = decltype(tile);
-    constexpr int kPlace = decltype(place)::value;
-    constexpr TileShape kShape = kFfmaTiles[kPlace];
+  const auto launch = [&](auto place) {
+    using Tile = std::tuple_element_t<decltype(place)::value, FfmaTiles>;
+    constexpr TileShape kShape = kFfmaTiles[decltype(place)::value];
     static_assert(kShape.rows == Tile::BM && kShape.columns == Tile::BN && kShape.depth == Tile::BK &&
-                  kShape.blocks == Tile::kBlocksPerMultiprocessor && kFfmaShared[kPlace] == Tile::kBytes);
+                  kShape.blocks == Tile::kBlocksPerMultiprocessor &&
+                  kFfmaShared[decltype(place)::value] == Tile::kBytes);
     return launch_ffma<Tile>(args, choice.splits, early, device.compute_capability == kHopperCapability,
                              stream);
   };
-  cudaError_t error = cudaErrorInvalidValue;
-  switch (choice.tile) {
-    case 0:
-      error = launch(std::integral_constant<int, 0>(), FfmaTile<64, 64, 16, 8, 4, 1, 3, 4>());
-      break;
-    case 1:
-      error = launch(std::integral_constant<int, 1>(), FfmaTile<128, 32, 16, 8, 4, 1, 3, 5>());
-      break;
-    case 2:
-      error = launch(std::integral_constant<int, 2>(), FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>());
-      break;
-    case 3:
-      error = launch(std::integral_constant<int, 3>(), FfmaTile<32, 32, 16, 8, 4, 1, 2, 16>());
-      break;
-    case 4:
-      error = launch(std::integral_constant<int, 4>(), FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>());
-      break;
-    case 5:
-      error = launch(std::integral_constant<int, 5>(), FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>());
-      break;
-  }
+  const cudaError_t error =
+      with_constant(choice.tile, std::make_integer_sequence<int, kFfmaTileCount>(), launch);
   if (error != cudaSuccess || choice.splits == 1) return error;
   return launch_reduce(args, choice.splits, has_early, stream);
 }
 
 template <typename T>
 cudaError_t launch_direct(const GemmArgs<T>& args, int shape, bool early, cudaStream_t stream) {
-  switch (shape) {
-    case 0:
-      return launch_direct<0>(args, early, stream);
-    case 1:
-      return launch_direct<1>(args, early, stream);
-    case 2:
-      return launch_direct<2>(args, early, stream);
-    case 3:
-      return launch_direct<3>(args, early, stream);
-    case 4:
-      return launch_direct<4>(args, early, stream);
-    default:
-      return launch_direct<5>(args, early, stream);
-  }
+  constexpr int kCount = std::size(kDirectShapes);
+  return with_constant(shape, std::make_integer_sequence<int, kCount>(), [&](auto place) {
+    return launch_direct<decltype(place)::value>(args, early, stream);
+  });
 }
 
 template <typename T>
-cudaError_t gemm(const GemmArgs<T>& any_strides, const Choice& choice, cudaStream_t stream) {
-  const GemmArgs<T> args = with_vectors_along_k(any_strides);
+cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
   const bool early = device.compute_capability >= kHopperCapability;
@@ -313,7 +285,7 @@ cudaError_t gemm(const GemmArgs<T>& any_strides, const Choice& choice, cudaStrea
   if constexpr (sizeof(T) == 2) {
     if (choice.kernel == Kernel::kFewRows) return launch_few_rows(args, device, early, stream);
 #ifdef LLTM_EXT_SM90A
-    if (choice.kernel != Kernel::kLibrary) return gemm_hopper(args, choice, device, stream);
+    if (choice.kernel == Kernel::kHopper) return gemm_hopper(args, choice, device, stream);
 #endif
   }
   if constexpr (sizeof(T) == 4) {
@@ -330,8 +302,7 @@ int64_t gemm_workspace_bytes(const GemmArgs<T>& args, const Choice& choice) {
   if (choice.kernel == Kernel::kFfma) return partial_sum_bytes(args, choice.splits);
 #ifdef LLTM_EXT_SM90A
   if constexpr (sizeof(T) == 2) {
-    if (choice.kernel == Kernel::kHopper || choice.kernel == Kernel::kHopperSplitK)
-      return gemm_hopper_workspace_bytes(with_vectors_along_k(args), choice);
+    if (choice.kernel == Kernel::kHopper) return gemm_hopper_workspace_bytes(args, choice);
   }
   if constexpr (sizeof(T) == 4) {
     if (choice.kernel == Kernel::kBf16x6) return gemm_bf16x6_workspace_bytes(args);

@@ -60,6 +60,32 @@ __device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64
           static_cast<int>(tile.matrix)};
 }
 
+// Stores a warpgroup's accumulators from (row, column) of a matrix on, [.., m, n]. wgmma gives a thread two
+// neighbours in a row and the same two 8 rows below. pairs: whether two neighbours can be stored at a time.
+template <int kCount>
+__device__ __forceinline__ void store_accumulators(const float (&d)[kCount], float* to, int m, int n, int row,
+                                                   int column, int matrix, bool pairs) {
+  const int thread = threadIdx.x % 128;
+  row += thread / 32 * 16 + thread % 32 / 4;
+  column += thread % 4 * 2;
+  to += (int64_t{matrix} * m + row) * n + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half, to += int64_t{8} * n) {
+    if (row + 8 * half >= m) return;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const float left = d[4 * i + 2 * half], right = d[4 * i + 2 * half + 1];
+      const int rest = n - column - 8 * i;
+      if (pairs) {
+        if (rest > 0) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(left, right);
+      } else {
+        if (rest > 0) to[8 * i] = left;
+        if (rest > 1) to[8 * i + 1] = right;
+      }
+    }
+  }
+}
+
 }  // namespace hopper
 
 // ---- Epilogue
