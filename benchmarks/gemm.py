@@ -67,6 +67,11 @@ def ours(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return lltm_ext.gemm(a, b)
 
 
+def kernel_of(a: Tensor, b: Tensor, *args: Any, **options: Any) -> str:
+    """What lltm_ext.gemm runs: a kernel of ours, "library" or "cpu"."""
+    return str(lltm_ext._C.gemm.kernel_of(a, b, *args, **options))
+
+
 def measure_batch(bench: Bench, dtype: str, shape: str, sizes: tuple[int, int, int, int], layout: str) -> Row:
     batch, m, k, n = sizes
     like = {"device": bench.device, "dtype": DTYPES[dtype]}
@@ -81,7 +86,7 @@ def measure_batch(bench: Bench, dtype: str, shape: str, sizes: tuple[int, int, i
     ]
     times = bench.device_milliseconds({OURS: lltm_ext.gemm, "torch": torch.bmm}, operands)
     found: Row = {"part": BATCHES, "dtype": dtype, "shape": shape, "layout": layout}
-    found |= {"batch": batch, "m": m, "k": k, "n": n}
+    found |= {"batch": batch, "m": m, "k": k, "n": n, "kernel": kernel_of(*operands[0])}
     for name, milliseconds in times.items():
         found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": 2 * batch * m * k * n / milliseconds / 1e9}
     return found | {"ours / torch": times["torch"] / times[OURS]}
@@ -160,6 +165,9 @@ def measure(
     calls = calls or {OURS: ours, "torch": matmul}
     times = bench.device_milliseconds(calls, operands)
     found: dict[str, Any] = {"part": part, "dtype": dtype, "layout": layout, "m": m, "k": k, "n": n, **more}
+    activation, precision = more.get("activation"), more.get("precision", "ieee")
+    a, b, bias = operands[0][:3]
+    found["kernel"] = kernel_of(a, b, bias if activation else None, activation, precision)
     products = 6 if more.get("backward") else 2
     for name, milliseconds in times.items():
         found |= {f"{name} ms": milliseconds, f"{name} TFLOP/s": products * m * k * n / milliseconds / 1e9}
@@ -200,14 +208,15 @@ def main() -> None:
                 more = {"activation": activation, "backward": backward}
                 calls = fused(activation, backward, bench.cuda)
                 rows.append(measure(bench, FUSED, "bfloat16", "NT", (m, k, m), calls, **more))
-    for precision in ("bf16x6", "bf16x9", "tf32"):
+    for precision in ("bf16x6", "tf32"):
         calls = with_precision(precision)
         more = {"precision": precision, **errors(bench.device, calls, 256 if args.small else 2048)}
         for n in sizes if args.small else sizes[1:]:
             rows += [
                 measure(bench, PRECISION, "float32", layout, (n, n, n), calls, **more) for layout in LAYOUTS
             ]
-    found = ["m", "k", "n", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s", "ours / torch"]
+    found = ["m", "k", "n", "kernel", f"{OURS} ms", "torch ms", f"{OURS} TFLOP/s", "torch TFLOP/s"]
+    found.append("ours / torch")
     columns = {
         SQUARE: ["dtype", "layout", *found],
         FEW_ROWS: ["dtype", *found],
@@ -221,20 +230,25 @@ def main() -> None:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[str]:
-    """The geometric mean and the minimum of each part."""
+    """The geometric mean and the minimum of each part, and in how many of its rows the library ran."""
     groups = {f"{SQUARE}, {dtype}": (SQUARE, (dtype,)) for dtype in DTYPES}
     groups |= {f"{part}, half types": (part, HALF) for part in (FEW_ROWS, ODD, FUSED)}
     groups |= {f"{BATCHES}, {dtype}": (BATCHES, (dtype,)) for dtype in BATCH_DTYPES}
-    ratios_of = {
-        name: [row["ours / torch"] for row in rows if row["part"] == part and row["dtype"] in dtypes]
+    rows_of = {
+        name: [row for row in rows if row["part"] == part and row["dtype"] in dtypes]
         for name, (part, dtypes) in groups.items()
     }
-    for precision in ("bf16x6", "bf16x9", "tf32"):
-        ratios_of[precision] = [row["ours / torch"] for row in rows if row.get("precision") == precision]
+    for precision in ("bf16x6", "tf32"):
+        rows_of[precision] = [row for row in rows if row.get("precision") == precision]
     found = []
-    for name, ratios in ratios_of.items():
+    for name, here in rows_of.items():
+        ratios = [row["ours / torch"] for row in here]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        found.append(f"{name}: {mean:.3f} x torch's rate (geometric mean), {min(ratios):.3f} at the worst")
+        by_library = sum(row["kernel"] == "library" for row in here)
+        found.append(
+            f"{name}: {mean:.3f} x torch's rate (geometric mean), {min(ratios):.3f} at the worst; "
+            f"cuBLAS ran in {by_library} of {len(here)}"
+        )
     return found + [
         f"{CEILING}, {row['dtype']}: {row['TFLOP/s']:.1f} TFLOP/s" for row in rows if row["part"] == CEILING
     ]
@@ -279,9 +293,9 @@ def draw(record: dict[str, Any]) -> Any:
 def precisions(axes: Any, rows: list[dict[str, Any]]) -> None:
     """TFLOP/s of each precision, and of torch's IEEE and TF32 products, in layout NN."""
     names = ["torch", OURS]
-    for precision, style in (("bf16x6", "-"), ("bf16x9", "--"), ("tf32", ":")):
+    for precision, style in (("bf16x6", "-"), ("tf32", ":")):
         here = [row for row in rows if row["precision"] == precision and row["layout"] == "NN"]
-        for name in names if precision != "bf16x9" else names[1:]:
+        for name in names:
             label = (
                 f"{OURS} {precision}" if name == OURS else "torch" + (" tf32" if precision == "tf32" else "")
             )

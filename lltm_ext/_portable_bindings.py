@@ -78,8 +78,9 @@ def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:
     """The functions of the module that this stub describes, by name."""
     op = stub.stem
     for node in ast.parse(stub.read_text()).body:
-        if not isinstance(node, ast.FunctionDef) or node.name == "add_compiled_cell":
-            continue  # a single library adds its cells itself
+        # A single library adds its cells itself, and no op says which kernel runs.
+        if not isinstance(node, ast.FunctionDef) or node.name in ("add_compiled_cell", "kernel_of"):
+            continue
         name = node.name
         if name.startswith("call_"):
             yield name, bypassing(name.removeprefix("call_"))

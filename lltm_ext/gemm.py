@@ -146,23 +146,26 @@ def gemm(
         activation: None, ``"relu"``, ``"sigmoid"``, ``"tanh"``, ``"elu"``, ``"gelu"``, ``"gelu_tanh"`` (its
             approximation by tanh) or ``"silu"``. At -inf the last three are NaN, as in torch; in half types
             on Hopper they may be 0.
-        precision: how float32 is multiplied. ``"ieee"``: products and sums in float32. ``"bf16x6"`` and
-            ``"bf16x9"``: each value as the sum of three bfloat16, and six or all nine of their products
-            summed in float32; as exact as ``"ieee"`` for finite values from 1e-33 on (smaller ones
-            lose their last bits, infinities may give NaN). ``"tf32"``: values rounded to 11 bits,
-            but for products so small that ``"ieee"`` is faster. The first two are for Hopper, ``"tf32"`` for
-            GPUs from compute capability 8.0 on; other GPUs, and other dtypes, compute as ``"ieee"``.
+        precision: how float32 is multiplied. ``"ieee"``: products and sums in float32. ``"bf16x6"``: each
+            value as the sum of three bfloat16, and six of their nine products summed in float32; as exact
+            as ``"ieee"`` for finite values from 1e-33 on (smaller ones lose their last bits, infinities may
+            give NaN). ``"tf32"``: values rounded to 11 bits, but for products so small that ``"ieee"`` is
+            faster. ``"bf16x6"`` is for Hopper, ``"tf32"`` for GPUs from compute capability 8.0 on; other
+            GPUs, and other dtypes, compute as ``"ieee"``, and so does ``"bf16x9"``, which once summed all
+            nine products. torch's own switches for TF32 make no difference.
         out: where to write the result, of its shape and any strides; or None. Not differentiable.
 
-        Any strides: a transposed or expanded operand is read in place, without a copy. (On Hopper an operand
-        in a half type whose rows are not a multiple of 16 bytes apart is copied first if that is faster.
-        ``"bf16x6"`` and ``"bf16x9"`` read copies, ``"tf32"`` copies of some operands. Long sums of few
-        results take a workspace of at most 64 MiB.) Any sizes, including 0 (with K = 0 the product is 0). All
-        tensors have one dtype and are on one device.
+        Any strides: a transposed operand is read in place, without a copy. (On Hopper an operand in a half
+        type whose rows are not a multiple of 16 bytes apart is copied first if that is faster. cuBLAS, which
+        multiplies what it multiplies faster, reads a copy of an operand that is contiguous along neither
+        dimension. ``"bf16x6"`` reads copies. Long sums of few results take a workspace of at most 64 MiB.)
+        Any sizes, including 0 (with K = 0 the product is 0). All tensors have one dtype and are on one
+        device.
 
     Returns:
         ``[M, N]`` or ``[B, M, N]``, contiguous, of the dtype of ``a``; or ``out``. Bias and activation are
-        applied before the one rounding to half types. The same call gives the same bits every time.
+        applied before the one rounding to half types; where cuBLAS multiplies, the activation is applied
+        after it, and rounded too. The same call gives the same bits every time.
 
     Raises:
         TypeError: for another dtype, dtypes that differ, or no tensor.

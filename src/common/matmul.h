@@ -125,4 +125,30 @@ class Matmul {
   bool by_torch_ = false;  // whether the portable library leaves all products to torch's ops
 };
 
+#ifdef LLTM_EXT_WITH_CUDA
+// out [M, N] = a [M, K] @ b [K, N] (+ bias [N]) on CUDA, at the cost of torch's own products. Or a batch of
+// such products: out [B, M, N], and a, b or both are batches. float32 is TF32 as asked, whatever torch's
+// switches say. `out` is contiguous, and nothing is empty.
+inline void library_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                            const at::Tensor& bias, bool tf32) {
+  using namespace matmul_detail;
+  const auto to = cublas_matrix(out), left = cublas_matrix(a), right = cublas_matrix(b);
+  if (!left || !right) {
+    return library_product(out, left ? a : a.contiguous(), right ? b : b.contiguous(), bias, tf32);
+  }
+  const bool is_batch = out.dim() == 3, has_bias = bias.defined();
+  // cuBLAS itself cannot add a bias. cuBLASLt chooses badly for rows of half types between multiples of 16
+  // bytes.
+  const auto is_aligned = [](const CublasMatrix& x) { return x.ld % 8 == 0 && x.alignment() >= 16; };
+  if (has_bias && !is_batch && bias.is_contiguous() &&
+      (a.element_size() != 2 || (is_aligned(*to) && is_aligned(*left) && is_aligned(*right))) &&
+      cublas_lt(tf32, *to, *left, *right, out, a, b, bias.const_data_ptr(), /*accumulate=*/false)) {
+    return;
+  }
+  if (has_bias) out.copy_(bias);
+  gemm_ex(at::cuda::getCurrentCUDABlasHandle(), tf32, *to, *left, *right, out, a, b, /*accumulate=*/has_bias,
+          is_batch ? out.size(0) : 1);
+}
+#endif
+
 }  // namespace lltm_ext

@@ -10,14 +10,11 @@
 #include "common/checks.h"
 #include "common/elementwise.h"
 #include "common/library.h"
+#include "common/matmul.h"
 #include "common/python.h"
 #include "common/vec.cuh"
 #include "gemm/gemm_checks.h"
 #include "gemm/gemm_onednn.h"
-
-#ifdef LLTM_EXT_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#endif
 
 namespace lltm_ext {
 namespace {
@@ -27,7 +24,7 @@ namespace {
 constexpr std::pair<string_view, Precision> kPrecisions[] = {
     {"ieee", Precision::kIeee},
     {"bf16x6", Precision::kBf16x6},
-    {"bf16x9", Precision::kBf16x9},
+    {"bf16x9", Precision::kIeee},  // no kernel multiplies all nine parts
     {"tf32", Precision::kTf32},
 };
 
@@ -76,39 +73,78 @@ at::Tensor as_one_matrix(const at::Tensor& x) {
   return mergeable ? x.as_strided({x.size(0) * x.size(1), x.size(2)}, {x.stride(1), x.stride(2)}) : x;
 }
 
+// The arguments of the kernels, for checked arguments and a contiguous c.
+template <typename T>
+GemmArgs<T> arguments(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
+                      const Options& options, const at::Tensor& c, const at::Tensor& pre_activation) {
+  GemmArgs<T> args = {};
+  args.a = matrices<T>(a);
+  args.b = matrices<T>(b);
+  args.bias = pointer<T>(bias);
+  args.bias_stride = bias.defined() ? bias.stride(0) : 0;
+  args.c = mutable_pointer<T>(c);
+  args.pre_activation = mutable_pointer<T>(pre_activation);
+  args.batch = is_batch(a) ? a.size(0) : is_batch(b) ? b.size(0) : 1;
+  args.m = a.size(-2);
+  args.n = b.size(-1);
+  args.k = a.size(-1);
+  args.activation = options.activation;
+  args.precision = options.precision;
+  // The stride between the rows of one row, or the columns of one column, is never used. As a multiple of any
+  // vector it does not keep kernels from loading vectors along K.
+  constexpr int64_t kAny = 64;
+  if (args.m == 1) args.a.row_stride = ceil_div(args.k * args.a.column_stride + 1, kAny) * kAny;
+  if (args.n == 1) args.b.column_stride = ceil_div(args.k * args.b.row_stride + 1, kAny) * kAny;
+  return args;
+}
+
+#ifdef LLTM_EXT_WITH_CUDA
+// By the library, and an elementwise pass for the activation: cuBLASLt's relu would make 0 of NaN, and it
+// lacks most of the others.
+void run_library(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, const Options& options,
+                 const at::Tensor& c, const at::Tensor& pre_activation) {
+  const at::Tensor sums = pre_activation.defined() ? pre_activation : c;
+  const bool tf32 = options.precision == Precision::kTf32 && a.scalar_type() == at::kFloat;
+  if (is_batch(a) || is_batch(b)) {
+    library_product(sums, a, b, bias, tf32);
+  } else {
+    library_product(sums.view({a.size(-2), b.size(-1)}), a, as_one_matrix(b), bias, tf32);
+  }
+  if (pre_activation.defined() || options.activation != Activation::kNone) {
+    elementwise<GemmActivation, 1>("gemm", c, {sums}, options.activation);
+  }
+}
+#endif
+
 // c = activation(a @ b + bias), for checked arguments and a contiguous c. pre_activation, if defined, gets a
 // @ b + bias.
 void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& options, const at::Tensor& c,
          const at::Tensor& pre_activation = {}) {
   if (c.is_meta() || c.numel() == 0) return;
   if (!is_batch(b)) a = as_one_matrix(a);
+  bool by_library = false;
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    GemmArgs<T> args;
-    args.a = matrices<T>(a);
-    args.b = matrices<T>(b);
-    args.bias = pointer<T>(bias);
-    args.bias_stride = bias.defined() ? bias.stride(0) : 0;
-    args.c = mutable_pointer<T>(c);
-    args.pre_activation = mutable_pointer<T>(pre_activation);
-    args.batch = is_batch(a) ? a.size(0) : is_batch(b) ? b.size(0) : 1;
-    args.m = a.size(-2);
-    args.n = b.size(-1);
-    args.k = a.size(-1);
-    args.activation = options.activation;
-    args.precision = options.precision;
-    args.workspace = nullptr;
-    at::Tensor workspace;
+    GemmArgs<T> args = arguments<T>(a, b, bias, options, c, pre_activation);
 #ifdef LLTM_EXT_WITH_CUDA
     if constexpr (sizeof...(stream) > 0) {
-      if (const int64_t bytes = gemm_workspace_bytes(args); bytes > 0) {
+      Choice choice;
+      const cudaError_t error = gemm_choice(args, choice);
+      by_library = choice.kernel == Kernel::kLibrary;
+      if (error != cudaSuccess || by_library) return error;
+      at::Tensor workspace;
+      if (const int64_t bytes = gemm_workspace_bytes(args, choice); bytes > 0) {
         workspace = at::empty({bytes}, a.options().dtype(at::kByte));
         args.workspace = workspace.mutable_data_ptr();
       }
+      return gemm(args, choice, stream...);
     }
 #endif
-    return gemm(args, stream...);
+    if constexpr (sizeof...(stream) == 0) return gemm(args);
   });
+#ifdef LLTM_EXT_WITH_CUDA
+  if (by_library) run_library(a, b, bias, options, c, pre_activation);
+#endif
 }
 
 // ---- The implementations.
@@ -253,7 +289,31 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 }
 
 #ifdef TORCH_EXTENSION_NAME
+// Which kernel computes a product: for benchmarks and tests.
+std::string kernel_of(const at::Tensor& given_a, const at::Tensor& b, const OptionalTensor& optional_bias,
+                      const std::optional<std::string>& activation, const std::string& precision) {
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  const Options options =
+      check(given_a, b, bias, activation ? OptionalName(*activation) : std::nullopt, precision);
+  Choice choice = {Kernel::kCpu};
+#ifdef LLTM_EXT_WITH_CUDA
+  if (given_a.is_cuda()) {
+    const KernelGuard guard(given_a);
+    const at::Tensor a = is_batch(b) ? given_a : as_one_matrix(given_a);
+    launch("gemm", a, [&](auto type, auto... stream) {
+      using T = typename decltype(type)::type;
+      if constexpr (sizeof...(stream) > 0) {
+        return gemm_choice(arguments<T>(a, b, bias, options, at::Tensor(), at::Tensor()), choice);
+      }
+    });
+  }
+#endif
+  return kKernelNames[static_cast<int>(choice.kernel)];
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("kernel_of", torch::wrap_pybind_function_no_gil(kernel_of), py::arg("a"), py::arg("b"),
+        py::arg("bias") = py::none(), py::arg("activation") = py::none(), py::arg("precision") = "ieee");
   m.def("gemm",
         torch::wrap_pybind_function_no_gil([](const at::Tensor& c, const at::Tensor& a, const at::Tensor& b) {
           CHECK_INPUT("gemm.gemm", a);

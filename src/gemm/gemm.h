@@ -5,6 +5,7 @@
 
 #include "common/activations.h"
 #include "common/types.h"
+#include "gemm/gemm_choice.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -15,9 +16,9 @@
 
 namespace lltm_ext {
 
-// How float32 is multiplied: as the sum of three bfloat16 each, with the six largest or all nine products, or
+// How float32 is multiplied: as the sum of three bfloat16 each, with the six largest of the nine products, or
 // rounded to TF32. GPUs without kernels for it, and other types, compute as kIeee.
-enum class Precision { kIeee, kBf16x6, kBf16x9, kTf32 };
+enum class Precision { kIeee, kBf16x6, kTf32 };
 
 // A batch of matrices of any strides (in elements): element (i, j) of matrix z is at
 // data[z * batch_stride + i * row_stride + j * column_stride].
@@ -46,6 +47,23 @@ struct GemmArgs {
 // c = activation(a @ b + bias), computed in the accumulate type and rounded once.
 template <typename T>
 void gemm(const GemmArgs<T>& args);
+
+// The activation, an elementwise functor, as in the kernels.
+template <typename T>
+struct GemmActivation {
+  Activation activation;
+  LLTM_HOST_DEVICE acc_t<T> operator()(acc_t<T> x) const {
+    acc_t<T> values[1] = {x};
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(T) == 2) {
+      activate<ActivationMath<T>>(activation, values);
+      return values[0];
+    }
+#endif
+    activate(activation, values);
+    return values[0];
+  }
+};
 
 // Backward of the activation, an elementwise functor. saved: see saves_output.
 template <typename T>
@@ -78,11 +96,51 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args);
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream);
 
-// On the current device.
+// How an operand [rows, k] lies in memory.
 template <typename T>
-int64_t gemm_workspace_bytes(const GemmArgs<T>& args);
+Lines lines_of(const Matrices<T>& x, int64_t batch, int64_t rows, int64_t k, int64_t row_stride,
+               int64_t k_stride) {
+  const auto multiple = [&](int64_t stride, int64_t size, int64_t bytes) {
+    return size == 1 || (stride > 0 && stride * static_cast<int64_t>(sizeof(T)) % bytes == 0);
+  };
+  const auto lines = [&](bool along_k, int64_t stride, int64_t length, int64_t line_stride, int64_t count) {
+    const auto start_at = [&](int64_t bytes) {
+      return (stride == 1 || length == 1) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+             multiple(line_stride, count, bytes) &&
+             (x.batch_stride == 0 || multiple(x.batch_stride, batch, 16));
+    };
+    return Lines{along_k, start_at(16), start_at(128)};
+  };
+  if (const Lines found = lines(true, k_stride, k, row_stride, rows); found.aligned) return found;
+  if (const Lines found = lines(false, row_stride, rows, k_stride, k); found.aligned) return found;
+  return {rows == 1 || (k > 1 && k_stride <= row_stride), false, false};
+}
 template <typename T>
-cudaError_t gemm(const GemmArgs<T>& args, cudaStream_t stream);
+Lines lines_of_a(const GemmArgs<T>& args) {
+  return lines_of(args.a, args.batch, args.m, args.k, args.a.row_stride, args.a.column_stride);
+}
+template <typename T>
+Lines lines_of_b(const GemmArgs<T>& args) {
+  return lines_of(args.b, args.batch, args.n, args.k, args.b.column_stride, args.b.row_stride);
+}
+
+// Of args, without their workspace, on the current device. The library's products are the binding's.
+template <typename T>
+cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice);
+template <typename T>
+int64_t gemm_workspace_bytes(const GemmArgs<T>& args, const Choice& choice);
+template <typename T>
+cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t stream);
+
+// Parts of these, on a device of compute capability 9.0: half types, and float32 as bf16x6.
+template <typename T>
+int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>& args, const Choice& choice);
+template <typename T>
+cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo& device,
+                        cudaStream_t stream);
+bool bf16x6_fits(const GemmArgs<float>& args);
+int64_t gemm_bf16x6_workspace_bytes(const GemmArgs<float>& args);
+cudaError_t gemm_bf16x6(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream);
 #endif
 
 }  // namespace lltm_ext

@@ -176,6 +176,7 @@ INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(c10::Half)
 INSTANTIATE(c10::BFloat16)
+LLTM_ELEMENTWISE(GemmActivation, 1)
 LLTM_ELEMENTWISE(GemmActivationBackward, 2)
 
 }  // namespace lltm_ext

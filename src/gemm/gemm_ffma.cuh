@@ -1,4 +1,4 @@
-// The kernel for float32, and for float64 without fast tensor cores: products on the ordinary FMA units.
+// The kernel for float32: products on the ordinary FMA units.
 //
 // A block holds a BM x BN tile of c in registers, TM x TN per thread. For every BK of K it copies a slice of
 // a and one of b to shared memory by cp.async, k by k, some slices ahead of the products. Where lines are not
@@ -10,47 +10,99 @@
 // computes many elements, and its sums are in the other bank than their columns: see swap_pairs.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
+#include "common/ptx.cuh"
+#include "common/shared_memory.h"
 #include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
+
+// ---- Tiles of c. A block computes one, or one of several parts of its K (split-K).
+
+struct Tiles {
+  TileOrder order;
+  Divisor by_splits;
+};
+
+// What a block computes: a tile, from an element of c on, and the slices of K from `begin` on, `size` of K.
+struct TilePart {
+  int64_t matrix, row, column, begin, size;
+
+  __device__ __forceinline__ TilePart(const Tiles& tiles, int rows, int columns, int depth, int64_t k) {
+    const TileOrder::Tile tile = tiles.order.at(blockIdx.x);
+    matrix = tile.matrix, row = tile.row * rows, column = tile.column * columns, begin = 0, size = k;
+    if (gridDim.y == 1) return;
+    const int64_t slices = ceil_div(k, depth);
+    begin = tiles.by_splits.quotient(slices * blockIdx.y) * depth;
+    size = min(tiles.by_splits.quotient(slices * (blockIdx.y + 1)) * depth, k) - begin;
+  }
+  TilePart() = default;
+};
+
+// ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
+
+struct OperandTile {
+  const float* data;
+  int64_t stride;  // along the rows of a, the columns of b
+  int64_t k_stride;
+  int extent;  // how many rows or columns the tile has
+};
+
+__device__ __forceinline__ OperandTile rows_of_a(const GemmArgs<float>& args, const TilePart& at, int rows) {
+  const Matrices<float>& a = args.a;
+  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + at.begin * a.column_stride,
+          a.row_stride, a.column_stride, clamp_to_int(args.m - at.row, rows)};
+}
+__device__ __forceinline__ OperandTile columns_of_b(const GemmArgs<float>& args, const TilePart& at,
+                                                    int columns) {
+  const Matrices<float>& b = args.b;
+  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + at.begin * b.row_stride,
+          b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
+}
+
+// Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
+inline bool has_vectors(const float* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
+  constexpr int V = kVecWidth<float>;
+  return stride == 1 && is_vec_aligned(data) && line_stride % V == 0 && batch_stride % V == 0;
+}
+
+// ---- Copies to shared memory
 
 // How an operand is loaded: in vectors along its extent, or in elements, with neighbouring threads along the
 // smaller stride. kAlongDenseK: the stride of K is 1.
 enum class Access : int32_t { kVectors, kAlongExtent, kAlongK, kAlongDenseK, kAtRunTime };
 
-// GROUPS of threads hold the tile, and each sums its part of every slice. HOPPER: compiled for Hopper only.
-template <typename T_, int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int BLOCKS,
-          bool HOPPER = false>
+// GROUPS of threads hold the tile, and each sums its part of every slice.
+template <int BM_, int BN_, int BK_, int TM_, int TN_, int GROUPS, int STAGES, int BLOCKS>
 struct FfmaTile {
-  using T = T_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_;
-  static constexpr int V = kVecWidth<T>;
+  static constexpr int V = kVecWidth<float>;
   static constexpr int kGroups = GROUPS, kStages = STAGES;
   static constexpr int kBlocksPerMultiprocessor = BLOCKS;
-  static constexpr bool kHopper = HOPPER;
   static constexpr int kGroupThreads = BM / TM * (BN / TN);
   static constexpr int kThreads = GROUPS * kGroupThreads;
   // In how many parts Hopper's specialised kernels copy a slice, spread over the FMAs; small tiles have none.
   static constexpr int kParts = BLOCKS == 1 ? 4 : 1;
-  // The padding keeps rows aligned to vectors, and lets 8 k by 4 elements (8 by 2 of float64) hit every bank
-  // once.
+  // The padding keeps rows aligned to vectors, and lets 8 k by 4 elements hit every bank once.
   static constexpr int kPitchA = BM + V, kPitchB = BN + V;
   static constexpr int kStage = BK * (kPitchA + kPitchB);
   // A thread's rows are in groups of V, each in another part of the tile. So are its columns.
   static constexpr int kPartRows = BM / (TM / V), kPartColumns = BN / (TN / V);
   // Staged at the end: a part of the result, or a group's sums.
   static constexpr int kStagedSums = GROUPS > 1 ? BM * BN : kPartRows * BN;
-  static constexpr int kBytes = static_cast<int>(sizeof(T)) * std::max(STAGES * kStage, kStagedSums);
+  static constexpr int kBytes = static_cast<int>(sizeof(float)) * std::max(STAGES * kStage, kStagedSums);
   static_assert(BK % (8 * GROUPS) == 0 && BK / GROUPS % 2 == 0);
 };
 
 // Copies a thread's share of an operand's slices, one slice after the other.
-template <int EXTENT, int PITCH, typename Tile, typename T = typename Tile::T>
+template <int EXTENT, int PITCH, typename Tile>
 class SliceCopy {
   static constexpr int THREADS = Tile::kThreads, BK = Tile::BK, V = Tile::V;
 
  public:
-  __device__ __forceinline__ SliceCopy(const OperandTile<T>& x, Access access) : x_(x), access_(access) {
+  __device__ __forceinline__ SliceCopy(const OperandTile& x, Access access) : x_(x), access_(access) {
     const int thread = threadIdx.x;
     e_ = thread / 8;
     k_ = thread % 8;
@@ -68,23 +120,23 @@ class SliceCopy {
 
   // If `when`, copies part `part` of `parts` of the next slice. Shared memory beyond the extent keeps its
   // values; its sums are never stored.
-  __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts) {
+  __device__ __forceinline__ void copy(bool when, float* slice, int part, int parts) {
     copy<false>(when, slice, part, parts, BK);
   }
 
   // Copies a slice of which only the first `depth` of K exist, and zeros.
-  __device__ __forceinline__ void copy_first(T* slice, int depth) {
+  __device__ __forceinline__ void copy_first(float* slice, int depth) {
     copy<true>(true, slice, 0, 1, depth);
     x_.data -= (BK - depth) * x_.k_stride;
   }
 
  private:
   template <bool SHORT>
-  __device__ __forceinline__ void copy(bool when, T* slice, int part, int parts, int depth) {
-    T* const to = slice + k_ * PITCH + e_;
+  __device__ __forceinline__ void copy(bool when, float* slice, int part, int parts, int depth) {
+    float* const to = slice + k_ * PITCH + e_;
     // The bytes of `count` elements at k, relative to this thread's first.
     const auto bytes = [&](int k, int count) {
-      return (SHORT && k_ + k >= depth ? 0 : count) * static_cast<int>(sizeof(T));
+      return (SHORT && k_ + k >= depth ? 0 : count) * static_cast<int>(sizeof(float));
     };
     if (access_ == Access::kVectors) {
       constexpr int kStep = THREADS / (EXTENT / V), kCopies = BK / kStep;
@@ -100,7 +152,8 @@ class SliceCopy {
       static_assert(THREADS % EXTENT == 0 && BK % kStep == 0);
 #pragma unroll
       for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
-        cp_async_if<sizeof(T)>(when && x_.extent > 0, to + i * kStep * PITCH, x_.data, bytes(i * kStep, 1));
+        cp_async_if<sizeof(float)>(when && x_.extent > 0, to + i * kStep * PITCH, x_.data,
+                                   bytes(i * kStep, 1));
         x_.data += kStep * x_.k_stride;
       }
     } else {
@@ -110,8 +163,8 @@ class SliceCopy {
       for (int i = kCopies * part / parts; i < kCopies * (part + 1) / parts; ++i) {
 #pragma unroll
         for (int k = 0; k < BK; k += 8) {
-          cp_async_if<sizeof(T)>(when && i * kStep < x_.extent, to + i * kStep + k * PITCH,
-                                 x_.data + k * x_.k_stride, bytes(k, 1));
+          cp_async_if<sizeof(float)>(when && i * kStep < x_.extent, to + i * kStep + k * PITCH,
+                                     x_.data + k * x_.k_stride, bytes(k, 1));
         }
         x_.data += kStep * x_.stride;
       }
@@ -119,19 +172,21 @@ class SliceCopy {
     }
   }
 
-  OperandTile<T> x_;  // at this thread's next element
+  OperandTile x_;  // at this thread's next element
   Access access_;
   int e_, k_;
 };
 
+// ---- Products in registers
+
 // A thread's rows of a and columns of b at one k.
-template <typename Tile, typename T = typename Tile::T>
+template <typename Tile>
 struct Fragment {
   static constexpr int TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
-  using Vector = Vec<T, V>;
+  using Vector = Vec<float, V>;
   Vector x[TM / V], y[TN / V];
 
-  __device__ __forceinline__ void load(const T* slice_a, const T* slice_b, int k) {
+  __device__ __forceinline__ void load(const float* slice_a, const float* slice_b, int k) {
 #pragma unroll
     for (int p = 0; p < TM / V; ++p) {
       x[p] = *reinterpret_cast<const Vector*>(slice_a + k * Tile::kPitchA + p * Tile::kPartRows);
@@ -143,7 +198,7 @@ struct Fragment {
   }
 
   // A serpentine through the tile: each FMA has its row or its column in common with the one before.
-  __device__ __forceinline__ void multiply(T (&sum)[TM][TN]) const {
+  __device__ __forceinline__ void multiply(float (&sum)[TM][TN]) const {
 #pragma unroll
     for (int r = 0; r < TM; ++r) {
 #pragma unroll
@@ -157,19 +212,20 @@ struct Fragment {
 
 // V of a row's sums, with neighbours swapped. A vector to load or store is in consecutive registers, so a sum
 // and its column of b would be in the same bank; with neighbours swapped they are not.
-template <int V, typename T, int TN>
-__device__ __forceinline__ Vec<T, V> swap_pairs(const T (&row)[TN], int first) {
-  Vec<T, V> y;
+template <int V, int TN>
+__device__ __forceinline__ Vec<float, V> swap_pairs(const float (&row)[TN], int first) {
+  Vec<float, V> y;
 #pragma unroll
   for (int s = 0; s < V; ++s) y.data[s ^ 1] = row[first + s];
   return y;
 }
 
 // Adds the other groups' sums to the first group's, in order.
-template <typename Tile, typename T = typename Tile::T>
-__device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shared, int group, int thread) {
+template <typename Tile>
+__device__ __forceinline__ void add_groups(float (&sum)[Tile::TM][Tile::TN], float* shared, int group,
+                                           int thread) {
   constexpr int V = Tile::V;
-  using Vector = Vec<T, V>;
+  using Vector = Vec<float, V>;
   Vector* const vectors = reinterpret_cast<Vector*>(shared) + thread;
 #pragma unroll 1
   for (int from = 1; from < Tile::kGroups; ++from) {
@@ -191,12 +247,69 @@ __device__ __forceinline__ void add_groups(T (&sum)[Tile::TM][Tile::TN], T* shar
   }
 }
 
+// ---- The epilogue. Sums are staged in shared memory, so that the code of bias and activation exists once
+// and c is written in 16-byte stores.
+
+// Where the sum of (row, column) is staged. The row's number permutes the vectors of a row, which spreads the
+// rows that a warp writes at once over the banks.
+template <int COLUMNS>
+__device__ __forceinline__ int staged_at(int row, int column) {
+  constexpr int V = kVecWidth<float>, kVectors = COLUMNS / V < 8 ? COLUMNS / V : 8;
+  static_assert(COLUMNS % (kVectors * V) == 0);
+  return row * COLUMNS + (column / V ^ (row & (kVectors - 1))) * V + column % V;
+}
+
+// Not inlined: all activations together are as much code as a kernel without them.
+template <int N>
+__device__ __noinline__ Vec<float, N> activated(Activation activation, Vec<float, N> values) {
+  activate(activation, values.data);
+  return values;
+}
+
+// Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
+// [splits, batch, m, n]. Called by all THREADS. Neighbours were staged in each other's place: see swap_pairs.
+template <int ROWS, int COLUMNS, int THREADS>
+__device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const TilePart& at, int first_row,
+                                             const float* staged) {
+  constexpr int V = kVecWidth<float>, kAcross = COLUMNS / V;
+  const bool aligned = is_vec_aligned(args.c) && is_vec_aligned(args.pre_activation);
+  const bool vectors = args.n % V == 0 && (aligned || gridDim.y > 1);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < ROWS * kAcross; i += THREADS) {
+    const int tile_row = i / kAcross, tile_column = i % kAcross * V;
+    const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
+    if (row >= args.m || column >= args.n) continue;
+    const int valid = clamp_to_int(args.n - column, V), place = staged_at<COLUMNS>(tile_row, tile_column);
+    const auto found = *reinterpret_cast<const Vec<float, V>*>(staged + place);
+    Vec<float, V> x;
+#pragma unroll
+    for (int j = 0; j < V; ++j) x.data[j ^ 1] = found.data[j];
+    const int64_t to = (at.matrix * args.m + row) * args.n + column;
+    if (gridDim.y > 1) {
+      float* const part = static_cast<float*>(args.workspace) + blockIdx.y * args.batch * args.m * args.n;
+      write_vector(part + to, x.data, valid, vectors);
+      continue;
+    }
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (j < valid) x.data[j] += args.bias[(column + j) * args.bias_stride];
+      }
+    }
+    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x.data, valid, vectors);
+    if (args.activation != Activation::kNone) x = activated(args.activation, x);
+    write_vector(args.c + to, x.data, valid, vectors);
+  }
+}
+
+// ---- The kernel
+
 // ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. Copies of a slice are made in
 // PARTS, spread over the FMAs.
-template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS, typename T = typename Tile::T>
+template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
-    gemm_ffma_kernel(const GemmArgs<T> args, const Tiles tiles, Access access_a, Access access_b) {
-  if constexpr (!kForHopper && (Tile::kHopper || ACCESS_A != Access::kAtRunTime)) {
+    gemm_ffma_kernel(const GemmArgs<float> args, const Tiles tiles, Access access_a, Access access_b) {
+  if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
     __trap();  // launched on Hopper only
     return;
   }
@@ -206,7 +319,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
   if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* const shared = reinterpret_cast<T*>(shared_bytes);
+  float* const shared = reinterpret_cast<float*>(shared_bytes);
 
   // A warp is 4 threads down and 8 across, so that it loads few different vectors of both slices.
   const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
@@ -216,12 +329,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
   // In shared memory, because the mainloop needs all registers.
-  __shared__ TilePosition at;
-  if (threadIdx.x == 0) at = position(tiles, Tile::BM, Tile::BN);
+  __shared__ TilePart at;
+  if (threadIdx.x == 0) at = TilePart(tiles, Tile::BM, Tile::BN, BK, args.k);
   __syncthreads();
-  const KRange range = range_of_k(args.k, BK, tiles, at);
-  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM, range.begin), access_a);
-  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN, range.begin), access_b);
+  const int64_t size = at.size;
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
@@ -233,12 +346,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   };
 
   // Only the first slice may be short.
-  const int64_t slices = ceil_div(range.size, BK);
+  const int64_t slices = ceil_div(size, BK);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < slices) {
       if (i == 0) {
-        const int depth = static_cast<int>(range.size - (slices - 1) * BK);
+        const int depth = static_cast<int>(size - (slices - 1) * BK);
         a.copy_first(slice_a(i), depth);
         b.copy_first(slice_b(i), depth);
       } else {
@@ -251,7 +364,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   wait();
 
   const int first_a = group * kDepth * Tile::kPitchA + row, first_b = group * kDepth * Tile::kPitchB + column;
-  T sum[TM][TN] = {};
+  float sum[TM][TN] = {};
   Fragment<Tile> fragment[2];  // one is multiplied while the other is loaded
   fragment[0].load(slice_a(0) + first_a, slice_b(0) + first_b, 0);
   int stage = 0;
@@ -288,35 +401,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       for (int r = 0; r < V; ++r) {
 #pragma unroll
         for (int q = 0; q < TN / V; ++q) {
-          const int to = staged_at<T, Tile::BN>(row + r, q * Tile::kPartColumns + column);
-          *reinterpret_cast<Vec<T, V>*>(shared + to) = swap_pairs<V>(sum[p * V + r], q * V);
+          const int to = staged_at<Tile::BN>(row + r, q * Tile::kPartColumns + column);
+          *reinterpret_cast<Vec<float, V>*>(shared + to) = swap_pairs<V>(sum[p * V + r], q * V);
         }
       }
     }
     __syncthreads();
-    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads, 1>(args, tiles, at, part * Tile::kPartRows,
-                                                               shared);
+    write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads>(args, at, part * Tile::kPartRows, shared);
   }
 }
 
+// ---- The launcher
+
 // `stride` is along the operand's extent.
-template <typename T>
-Access access_of(const T* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
+inline Access access_of(const float* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
   if (has_vectors(data, stride, k_stride, batch_stride)) return Access::kVectors;
   if (k_stride >= stride) return Access::kAlongExtent;
   return k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
 }
 
-// Hopper has kernels of its own for some tiles, specialised by access: vectors, or dense along K.
-template <typename T, int BM, int BN, int BK, int TM, int TN, int GROUPS, int STAGES, int BLOCKS, bool HOPPER>
-cudaError_t launch_tile(FfmaTile<T, BM, BN, BK, TM, TN, GROUPS, STAGES, BLOCKS, HOPPER> tile,
-                        const GemmArgs<T>& args, const Schedule& schedule, bool hopper, cudaStream_t stream) {
-  using Tile = decltype(tile);
+// early: whether blocks may start while the previous kernel still runs. hopper: that has kernels of its own
+// for some tiles, specialised by access: vectors, or dense along K.
+template <class Tile>
+cudaError_t launch_ffma(const GemmArgs<float>& args, int splits, bool early, bool hopper,
+                        cudaStream_t stream) {
   const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
   const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
+  const Tiles tiles = {TileOrder(ceil_div(args.m, Tile::BM), ceil_div(args.n, Tile::BN), args.batch),
+                       Divisor(splits)};
   const auto run = [&](auto x, auto y, auto parts) {
-    return launch_tiles<Tile>(gemm_ffma_kernel<Tile, x, y, parts>, Tile::kBytes, args, schedule, stream, a,
-                              b);
+    const auto kernel = gemm_ffma_kernel<Tile, x, y, parts>;
+    cudaError_t error = cudaSuccess;
+    if (Tile::kBytes > (48 << 10) - 64) error = set_max_dynamic_shared(kernel, Tile::kBytes);
+    if (error != cudaSuccess) return error;
+    return launch_kernel(kernel, dim3(static_cast<unsigned>(tiles.order.total), splits), dim3(Tile::kThreads),
+                         Tile::kBytes, early, stream, args, tiles, a, b);
   };
   if constexpr (Tile::kParts > 1) {
     constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;

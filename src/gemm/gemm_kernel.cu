@@ -1,23 +1,159 @@
-// gemm on CUDA: which kernel computes what. Short sums: gemm_direct.cuh, gemm_outer.cuh. float32:
-// gemm_ffma.cuh. float64: gemm_double.cuh, or gemm_ffma.cuh without tensor cores for it. Half types:
-// gemm_hopper.cuh on Hopper, else gemm_tensor.cuh. The order of additions is fixed, so the same call twice
-// gives the same bits.
+// gemm on CUDA: the launch of the kernel that gemm_choice.h chooses, and the backward of activation and bias.
+// The order of additions is fixed, so the same call twice gives the same bits.
 #include <array>
-#include <iterator>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "common/device.cuh"
 #include "common/elementwise.cuh"
-#include "gemm/gemm_bias.cuh"
 #include "gemm/gemm_direct.cuh"
-#include "gemm/gemm_double.cuh"
+#include "gemm/gemm_few_rows.cuh"
 #include "gemm/gemm_ffma.cuh"
-#include "gemm/gemm_hopper.h"
-#include "gemm/gemm_outer.cuh"
-#include "gemm/gemm_schedule.h"
-#include "gemm/gemm_split_k.cuh"
-#include "gemm/gemm_tensor.cuh"
 
 namespace lltm_ext {
+
+// ---- Backward of activation and bias in one pass: a thread computes the gradients of some columns of some
+// rows, and keeps their sums. Each block writes its sums, and a second kernel adds those of all blocks in a
+// fixed order.
+
+constexpr int kWarpLanes = 32;
+// Minimum rows per block, so that a block writes far fewer sums than it reads values.
+constexpr int64_t kBiasRows = 64;
+
+// blockDim.x threads along a row, blockDim.y rows at a time.
+struct BiasGrid {
+  dim3 blocks, threads;
+  int64_t rows;  // per block
+
+  BiasGrid(int64_t all_rows, int64_t columns, int width) {
+    threads = dim3(1, kThreads);
+    while (threads.x < kWarpLanes && threads.x * width < columns)
+      threads = dim3(threads.x * 2, threads.y / 2);
+    const int64_t across = ceil_div(columns, threads.x * width);
+    const int64_t down = std::clamp<int64_t>(2048 / across, 1, ceil_div(all_rows, kBiasRows));
+    rows = ceil_div(all_rows, down);
+    blocks = dim3(across, ceil_div(all_rows, rows));
+  }
+};
+
+// Calls f with the functor of an activation known at compile time; except on Hopper, with one functor for
+// all.
+template <typename T, class F>
+__device__ __forceinline__ void with_activation(Activation activation, F&& f) {
+  if constexpr (!kForHopper) return f(GemmActivationBackward<T>{activation});
+  switch (activation) {
+    case Activation::kNone:
+      return f(GemmActivationBackward<T>{Activation::kNone});
+#define LLTM_CASE(ID, ...) \
+  case Activation::k##ID:  \
+    return f(GemmActivationBackward<T>{Activation::k##ID});
+      LLTM_ACTIVATIONS(LLTM_CASE)
+#undef LLTM_CASE
+  }
+}
+
+// Per multiprocessor: some wait for memory while others store.
+constexpr int kBiasBlocksPerMultiprocessor = 4;
+
+// V columns per thread. sums [gridDim.y, columns]: the blocks' sums.
+template <int V, typename T>
+__global__ void __launch_bounds__(kThreads, kBiasBlocksPerMultiprocessor)
+    gemm_bias_backward_kernel(const T* grad_output, const T* saved, T* grad_input, acc_t<T>* sums,
+                              const Activation activation, int64_t all_rows, int64_t columns, int64_t rows) {
+  using Pack = Vec<T, V>;
+  constexpr int kRows = kForHopper ? 2 : 1;  // of a thread at a time, to overlap their loads
+  const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * V;
+  const int64_t begin = blockIdx.y * rows, end = begin + rows < all_rows ? begin + rows : all_rows;
+  const int64_t step = blockDim.y;
+  acc_t<T> sum[V] = {};
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  if (column < columns) {
+    with_activation<T>(activation, [&](const auto& backward) {
+      for (int64_t row = begin + threadIdx.y; row < end; row += kRows * step) {
+        Pack grad[kRows], saved_values[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (row + i * step >= end) continue;
+          const int64_t at = (row + i * step) * columns + column;
+          grad[i] = *reinterpret_cast<const Pack*>(grad_output + at);
+          saved_values[i] = *reinterpret_cast<const Pack*>(saved + at);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (row + i * step >= end) continue;
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            const acc_t<T> x = backward(widen(grad[i].data[v]), widen(saved_values[i].data[v]));
+            sum[v] += x;
+            grad[i].data[v] = narrow<T>(x);
+          }
+          *reinterpret_cast<Pack*>(grad_input + (row + i * step) * columns + column) = grad[i];
+        }
+      }
+    });
+  }
+  __shared__ acc_t<T> thread_sums[kThreads * V];
+  const int width = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int v = 0; v < V; ++v) thread_sums[thread * V + v] = sum[v];
+  __syncthreads();
+  const int64_t first = int64_t{blockIdx.x} * width;
+  for (int i = thread; i < width && first + i < columns; i += kThreads) {
+    acc_t<T> total = thread_sums[i];
+    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) total += thread_sums[y * width + i];
+    sums[blockIdx.y * columns + first + i] = total;
+  }
+}
+
+// grad_bias [columns] = the sum over `parts` of sums [parts, columns]. The warps of a block split the parts.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    gemm_bias_sum_kernel(const acc_t<T>* sums, T* grad_bias, int parts, int64_t columns) {
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
+  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
+  acc_t<T> sum = 0;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  if (column < columns) {
+#pragma unroll 8
+    for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
+  }
+  __shared__ acc_t<T> warp_sums[kWarps][kWarpLanes];
+  warp_sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= columns) return;
+#pragma unroll
+  for (int other = 1; other < kWarps; ++other) sum += warp_sums[other][lane];
+  grad_bias[column] = narrow<T>(sum);
+}
+
+template <typename T>
+int width_of(const BiasBackwardArgs<T>& args) {
+  const bool aligned = args.columns % kVecWidth<T> == 0 && is_vec_aligned(args.grad_output) &&
+                       is_vec_aligned(args.saved) && is_vec_aligned(args.grad_input);
+  return aligned ? kVecWidth<T> : 1;
+}
+
+// programmatic: for both kernels, to hide their launch latency.
+template <int V, typename T>
+cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programmatic, cudaStream_t stream) {
+  const BiasGrid grid(args.rows, args.columns, V);
+  acc_t<T>* const sums = static_cast<acc_t<T>*>(args.workspace);
+  const cudaError_t error =
+      launch_kernel(gemm_bias_backward_kernel<V, T>, grid.blocks, grid.threads,
+                    /*shared_bytes=*/0, programmatic, stream, args.grad_output, args.saved, args.grad_input,
+                    sums, args.activation, args.rows, args.columns, grid.rows);
+  if (error != cudaSuccess) return error;
+  const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
+  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0,
+                       programmatic, stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
+                       static_cast<int>(grid.blocks.y), args.columns);
+}
+
+// ---- The choice
 
 // The current device, with the compute capability of this file's code: less than the device's own where that
 // runs older PTX.
@@ -27,247 +163,38 @@ cudaError_t query_device(DeviceInfo& device) {
   return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
 }
 
-constexpr int kAmpere = 80;
-
-// ---- Tiles. Large ones read each operand less often, small ones make more blocks. In tiles of few elements
-// groups of threads split K. Flat and tall ones are for few rows or columns, where reading an operand takes
-// the time.
-
-template <class... Tile>
-struct TileList {};
-
-// Calls f with the tile at place i of a list.
-template <class... Tile, class F>
-cudaError_t with_tile(TileList<Tile...>, int i, const F& f) {
-  cudaError_t error = cudaErrorInvalidValue;
-  int place = 0;
-  (void)((place++ == i && (error = f(Tile()), true)) || ...);
-  return error;
-}
-
-template <class Tile>
-constexpr TileCost cost(double wait, double work, double ends, double store, double pieces = 1,
-                        double latency = 0) {
-  return {Tile::BM, Tile::BN, Tile::BK, Tile::kBlocksPerMultiprocessor, wait, work, ends,
-          store,    pieces,   latency};
-}
-
-constexpr TileCost for_batches(TileCost cost) {
-  cost.batches_only = true;
-  return cost;
-}
-
-constexpr TileCost in_clusters(TileCost cost) {
-  cost.in_clusters = true;
-  return cost;
-}
-
-using Small32 = FfmaTile<float, 64, 64, 16, 8, 4, 1, 3, 4>;
-using Flat32 = FfmaTile<float, 16, 128, 32, 4, 4, 1, 3, 3>;
-using Tall32 = FfmaTile<float, 128, 32, 16, 8, 4, 1, 3, 5>;
-using Medium32 = FfmaTile<float, 128, 64, 32, 16, 8, 4, 3, 1>;
-using Large32 = FfmaTile<float, 256, 128, 16, 16, 8, 1, 3, 1>;
-using Overlapped32 = FfmaTile<float, 128, 64, 16, 8, 8, 1, 3, 4>;  // short K: a block starts while others end
-using Tiny32 = FfmaTile<float, 32, 32, 16, 8, 4, 1, 2, 16>;
-using Narrow32 = FfmaTile<float, 32, 64, 32, 8, 4, 4, 6, 1, true>;
-using Tiles32 = TileList<Small32, Flat32, Medium32, Large32, Overlapped32, Tiny32, Tall32, Narrow32>;
-template <class Tile>
-constexpr TileCost cost32(double wait, double work, double ends, double store) {
-  constexpr double kPieces = 1.06;
-  return cost<Tile>(wait, work, ends, store, kPieces);
-}
-constexpr TileCost kCostSmall32 = cost32<Small32>(0.5, 0.38, 1.99, 0.738),
-                   kCostFlat32 = cost32<Flat32>(0.577, 0.597, 1.69, 0.613),
-                   kCostTiny32 = for_batches(cost32<Tiny32>(0.735, 0.0957, 2.25, 0.133));
-constexpr TileCost kCosts32[] = {kCostSmall32,
-                                 kCostFlat32,
-                                 cost32<Medium32>(0.958, 0.958, 5.58, 0),
-                                 cost32<Large32>(1.86, 1.86, 7.16, 0),
-                                 cost32<Overlapped32>(0.644, 0.708, 4.55, 0.305),
-                                 kCostTiny32,
-                                 cost32<Tall32>(0.503, 0.404, 2.02, 0.796),
-                                 cost32<Narrow32>(0.345, 0.345, 2.3, 0)};
-constexpr int kMostSharedBytes = 98 << 10;  // of shared memory, that a block of 8.6, 8.9 and 12.0 may have
-static_assert(std::max({Small32::kBytes, Flat32::kBytes, Medium32::kBytes, Large32::kBytes,
-                        Overlapped32::kBytes, Tiny32::kBytes, Tall32::kBytes}) < kMostSharedBytes);
-
-// Before Ampere there is less shared memory and no cp.async.
-using Square32 = FfmaTile<float, 128, 128, 16, 8, 8, 1, 2, 2>;
-using OlderTiles32 = TileList<Small32, Square32>;
-constexpr TileCost kOlderCosts32[] = {kCostSmall32, cost<Square32>(0.98, 1.63, 7, 0)};
-
-using Small64 = DoubleTile<64, 64, 16, 32, 32, 3, 3, true>;
-using Deep64 = DoubleTile<64, 64, 16, 32, 32, 4, 2>;  // more stages instead of room for a third block
-using Large64 = DoubleTile<128, 64, 16, 64, 32, 3, 2>;
-using Flat64 = DoubleTile<32, 64, 16, 32, 16, 4, 3, true>;
-using Tall64 = DoubleTile<64, 32, 32, 32, 16, 3, 2, true>;
-using Narrow64 = DoubleTile<32, 64, 32, 32, 16, 5, 1, false, true>;
-using Tiles64 = TileList<Small64, Deep64, Large64, Flat64, Tall64, Narrow64>;
-template <class Tile>
-constexpr TileCost cost64(double wait, double work, double ends, double store) {
-  constexpr double kPieces = 1.07;
-  return cost<Tile>(wait, work, ends, store, kPieces);
-}
-constexpr TileCost kCosts64[] = {in_clusters(cost64<Small64>(0.521, 0.226, 2.96, 0.607)),
-                                 cost64<Deep64>(0.424, 0.213, 2.91, 0.74),
-                                 cost64<Large64>(0.593, 0.505, 5.22, 0),
-                                 in_clusters(cost64<Flat64>(0.301, 0.144, 1.84, 0.581)),
-                                 in_clusters(cost64<Tall64>(0.505, 0.254, 2.04, 0.864)),
-                                 cost64<Narrow64>(0.351, 0.351, 2.38, 0)};
-
-// Without tensor cores for float64.
-using Plain64 = FfmaTile<double, 64, 64, 16, 8, 4, 1, 2, 3>;
-constexpr TileCost kPlainCosts64[] = {cost<Plain64>(1, 10, 3, 0)};
-
-// Half is for bfloat16 too.
-using Half = __half;
-using SmallHalf = TensorTile<Half, 64, 64, 32, 32, 4, 3>;
-using MediumHalf = TensorTile<Half, 128, 128, 32, 64, 3, 2>;
-using LargeHalf = TensorTile<Half, 128, 256, 32, 64, 4, 1, true>;
-using TinyHalf = TensorTile<Half, 32, 32, 32, 32, 3, 16, true>;
-using TilesHalf = TileList<SmallHalf, MediumHalf, LargeHalf, TinyHalf>;
-constexpr double kNever = 1e9;
-constexpr TileCost kCostsHalf[] = {cost<SmallHalf>(0.186, 0.124, 1.81, 0.792, 1.38, 1.3),
-                                   cost<MediumHalf>(0.399, 0.221, 3.32, 1.84, 1.47, 2.39),
-                                   cost<LargeHalf>(0.308, 0.308, 5.38, 0, kNever, kNever),
-                                   for_batches(cost<TinyHalf>(0.277, 0.0577, 1.95, 0.117, kNever, kNever))};
-static_assert(LargeHalf::kBytes < kMostSharedBytes);
-
-using OlderSmallHalf = TensorTile<Half, 64, 64, 32, 32, 2, 3>;
-using OlderMediumHalf = TensorTile<Half, 128, 128, 32, 64, 2, 2>;
-using OlderTilesHalf = TileList<OlderSmallHalf, OlderMediumHalf>;
-constexpr TileCost kOlderCostsHalf[] = {cost<OlderSmallHalf>(0.3, 0.21, 2.7, 1.0),
-                                        cost<OlderMediumHalf>(0.576, 0.407, 3.8, 2.8)};
-
-using SmallTf32 = TensorTile<float, 64, 64, 16, 32, 4, 3>;
-using MediumTf32 = TensorTile<float, 128, 128, 16, 64, 3, 2>;
-using FlatTf32 = TensorTile<float, 32, 64, 32, 32, 4, 4>;
-using TallTf32 = TensorTile<float, 64, 32, 32, 32, 4, 4>;
-// Few rows, or small matrices, are faster in float32.
-using TilesTf32 = TileList<SmallTf32, MediumTf32, FlatTf32, TallTf32, Flat32, Tiny32>;
-constexpr TileCost kCostsTf32[] = {cost<SmallTf32>(0.249, 0.152, 2.08, 0.623, 1.36),
-                                   cost<MediumTf32>(0.566, 0.357, 5, 0.54, 1.27),
-                                   cost<FlatTf32>(0.39, 0.135, 2.35, 0.333, 1.54),
-                                   cost<TallTf32>(0.45, 0.132, 2.5, 0.394, 1.52),
-                                   kCostFlat32,
-                                   kCostTiny32};
-
-using DirectTiles =
-    TileList<DirectTile<1, 1, 1>, DirectTile<1, 1, 4>, DirectTile<1, 1, 32>, DirectTile<1, 1, 128>,
-             DirectTile<1, 4, 1>, DirectTile<4, 1, 1>, DirectTile<4, 4, 1>>;
-constexpr DirectCost kDirectCosts[] = {
-    {1, 1, 1, 8, 0.7, 0.316, 1.01, 1.16},   {1, 1, 4, 8, 0.553, 0.462, 0.658, 6.28},
-    {1, 1, 32, 8, 0.571, 0.482, 1.01, 41},  {1, 1, 128, 8, 0.691, 0.462, 1.62, 54},
-    {1, 4, 1, 4, 0.782, 0.328, 1.1, 0.763}, {4, 1, 1, 4, 0.929, 0.42, 1.03, 0.664},
-    {4, 4, 1, 4, 1.18, 0.603, 1.31, 0.425}};
-constexpr DirectCost kDirectCostsHalf[] = {
-    {1, 1, 1, 8, 0.641, 0.543, 0.906, 1.66}, {1, 1, 4, 8, 0.493, 0.582, 0.496, 7.77},
-    {1, 1, 32, 8, 0.519, 0.594, 0.892, 54},  {1, 1, 128, 8, 0.725, 0.501, 1.8, 54},
-    {1, 4, 1, 4, 0.749, 0.546, 1.04, 0.821}, {4, 1, 1, 4, 1.05, 0.603, 0.973, 0.816},
-    {4, 4, 1, 4, 1.03, 1.01, 1.85, 0.408}};
-constexpr int kDirectCount = std::size(kDirectCosts);
-static_assert(std::size(kDirectCostsHalf) == kDirectCount);
-
-// For results of any size, and for large ones.
 template <typename T>
-using OuterTiles = TileList<OuterTile<acc_t<T>, 1>, OuterTile<acc_t<T>, 2>>;
-constexpr int kOuterCount = 2, kOuterHeights[] = {1, 16};
-template <class Tile>
-constexpr OuterCost outer_cost(double ends, double depth, double work, double store) {
-  return {Tile::BM, Tile::BN, Tile::kMostK, ends, depth, work, store};
-}
-constexpr OuterCost kOuterCosts32[] = {outer_cost<OuterTile<float, 1>>(2.01, 0.0572, 45.7, 0.31),
-                                       outer_cost<OuterTile<float, 2>>(2.27, 0.0944, 39, 0.304)};
-constexpr OuterCost kOuterCosts64[] = {outer_cost<OuterTile<double, 1>>(1.97, 0.0601, 93.7, 0.289),
-                                       outer_cost<OuterTile<double, 2>>(2.15, 0.0917, 72.8, 0.273)};
-constexpr OuterCost kOuterCostsHalf[] = {outer_cost<OuterTile<float, 1>>(1.91, 0.0657, 69.7, 0.425),
-                                         outer_cost<OuterTile<float, 2>>(2.21, 0.114, 53.2, 0.472)};
-template <typename T>
-constexpr const OuterCost* kOuterCosts = sizeof(T) == 2   ? kOuterCostsHalf
-                                         : sizeof(T) == 4 ? kOuterCosts32
-                                                          : kOuterCosts64;
-
-// What multiplies T on a device by the kernels for all architectures: calls f(the list of tiles, the table of
-// their costs, how many of them are for this device).
-template <typename T, class F>
-auto with_tiles_for(const DeviceInfo& device, const GemmArgs<T>& args, const F& f) {
-  const int capability = device.compute_capability;
-  if constexpr (std::is_same_v<T, float>) {
-    if (args.precision == Precision::kTf32 && capability >= kAmpere)
-      return f(TilesTf32(), kCostsTf32, std::size(kCostsTf32));
-  }
-  if constexpr (sizeof(T) == 2) {
-    return capability < kAmpere ? f(OlderTilesHalf(), kOlderCostsHalf, std::size(kOlderCostsHalf))
-                                : f(TilesHalf(), kCostsHalf, std::size(kCostsHalf));
-  } else if constexpr (sizeof(T) == 4) {
-    return capability < kAmpere ? f(OlderTiles32(), kOlderCosts32, std::size(kOlderCosts32))
-                                : f(Tiles32(), kCosts32,
-                                    std::size(kCosts32) - (capability != kHopper));  // the last is for Hopper
-  } else {
-    if (!has_double_tensor_cores(capability)) return f(TileList<Plain64>(), kPlainCosts64, 1);
-    return f(Tiles64(), kCosts64, std::size(kCosts64) - (capability != kHopper));  // the last is for Hopper
-  }
-}
-
-struct Choice {
-  Schedule schedule;
-  bool on_hopper = false;  // by gemm_hopper.cu or gemm_hopper_float.cu instead
-  HopperPlan plan = {};
-};
-
-template <typename T>
-GemmSizes sizes_of(const GemmArgs<T>& args) {
-  const bool a_along_k = args.a.column_stride <= args.a.row_stride,
-             b_along_k = args.b.row_stride < args.b.column_stride;
-  const bool vectors = has_vectors(args.a, a_along_k) && has_vectors(args.b, !b_along_k);
-  int width = vectors ? kVecWidth<T> : 1;
-  if constexpr (sizeof(T) == 2) {
-    width = std::min(access_of(args.a, a_along_k, args.batch, args.m, args.k).width,
-                     access_of(args.b, !b_along_k, args.batch, args.k, args.n).width);
-  }
+Product product_of(const GemmArgs<T>& args) {
   const auto elements = [&](const Matrices<T>& x, int64_t of_matrix) {
-    return static_cast<double>((x.batch_stride == 0 ? 1 : args.batch) * of_matrix);
+    return static_cast<double>(x.batch_stride == 0 ? 1 : args.batch) * static_cast<double>(of_matrix);
   };
-  const double operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
-  return {args.batch,       args.m,   args.n,    args.k,    sizeof(T),
-          sizeof(acc_t<T>), operands, a_along_k, b_along_k, width};
+  Product p = {args.batch, args.m, args.n, args.k, sizeof(T)};
+  p.tf32 = sizeof(T) == 4 && args.precision == Precision::kTf32;
+  p.a = lines_of_a(args);
+  p.b = lines_of_b(args);
+  p.operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
+  const bool adds_bias = sizeof(T) < 8 && args.batch == 1;  // as cuBLASLt does
+  p.library_passes = args.activation != Activation::kNone || (args.bias != nullptr && !adds_bias);
+  return p;
 }
 
 template <typename T>
-Choice choose(const GemmArgs<T>& args, const DeviceInfo& device) {
-  const GemmSizes sizes = sizes_of(args);
-  HopperPlan plan;
+Choice choose_for(const GemmArgs<T>& args, const DeviceInfo& device) {
 #ifdef LLTM_EXT_SM90A
-  if constexpr (sizeof(T) <= 4) {
-    if (device.has_sm90a) plan = hopper_plan(args, device);
+  if constexpr (sizeof(T) == 4) {
+    if (args.precision == Precision::kBf16x6 && device.has_sm90a && bf16x6_fits(args))
+      return {Kernel::kBf16x6};
   }
 #endif
-  // Of half types, Hopper's tiles are more often the faster ones where two estimates differ by less than
-  // their errors.
-  const double slower = sizeof(T) == 2 && plan.supported ? 1.05 : 1;
-  const Schedule schedule = with_tiles_for<T>(device, args, [&](auto, const TileCost* costs, int count) {
-    return best_schedule(costs, count, slower, sizeof(T) == 2 ? kDirectCostsHalf : kDirectCosts, kDirectCount,
-                         kOuterCosts<T>, kOuterCount, sizes, device);
-  });
-  return {schedule, plan.supported && plan.time < schedule.time, plan};
-}
-
-// If a has one row, or b one column, the stride between its rows or columns is never used. It becomes a whole
-// number of vectors, so that kernels load vectors along K.
-template <typename T>
-GemmArgs<T> with_vectors_along_k(GemmArgs<T> args) {
-  const auto line_stride = [&](int64_t k_stride) {
-    return ceil_div(std::max<int64_t>(args.k * k_stride, 1), kVecWidth<T>) * kVecWidth<T>;
-  };
-  if (args.m == 1) args.a.row_stride = line_stride(args.a.column_stride);
-  if (args.n == 1) args.b.column_stride = line_stride(args.b.row_stride);
-  return args;
+  return choose(product_of(args), device);
 }
 
 // Choosing takes the host some microseconds, so choices are kept.
 template <typename T>
-Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
-  using Key = std::array<int64_t, 19>;
+cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
+  DeviceInfo device;
+  if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
+  using Key = std::array<int64_t, 21>;
   struct Kept {
     Key key;
     Choice choice;
@@ -279,7 +206,8 @@ Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
   const Matrices<T>&a = args.a, &b = args.b;
   const Key key = {args.batch, args.m, args.n, args.k, a.batch_stride, a.row_stride, a.column_stride,
                    b.batch_stride, b.row_stride, b.column_stride, misalignment(a.data), misalignment(b.data),
-                   static_cast<int64_t>(args.precision), device.compute_capability, device.multiprocessors,
+                   static_cast<int64_t>(args.precision), args.activation != Activation::kNone,
+                   args.bias != nullptr, device.compute_capability, device.multiprocessors,
                    device.shared_bytes,
                    // of equal chips, too, different multiprocessors are switched off
                    device.cluster_multiprocessors[2], device.cluster_multiprocessors[4],
@@ -287,63 +215,103 @@ Choice choice_for(const GemmArgs<T>& args, const DeviceInfo& device) {
   uint64_t hash = 0;
   for (const int64_t part : key) hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
   Kept& place = kept[hash >> 58];
-  if (place.key != key) place = {key, choose(args, device)};
-  return place.choice;
+  if (place.key != key) place = {key, choose_for(args, device)};
+  choice = place.choice;
+  return cudaSuccess;
+}
+
+// ---- The launch
+
+// Whether blocks may start while the previous kernel still runs, wherever it leaves room (PDL). Some
+// multiprocessors then get more blocks than others, which costs more than the early start gains if the blocks
+// take long. In more than one round they would take the places of the previous kernel's last round.
+inline bool starts_early(const TileShape& tile, int64_t blocks, double time, const DeviceInfo& device) {
+  constexpr double kLong = 10, kVeryLong = 30;  // microseconds
+  const int64_t multiprocessors = device.multiprocessors;
+  const bool one_round = blocks <= multiprocessors * tile.blocks;
+  const bool evenly = blocks > multiprocessors * (tile.blocks - 1);
+  return one_round && (time < kLong || (evenly && (tile.blocks == 1 || time < kVeryLong)));
+}
+
+// Calls f with the i-th of constants 0, 1, ...
+template <int... I, class F>
+cudaError_t with_constant(int i, std::integer_sequence<int, I...>, const F& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  (void)((i == I && (error = f(std::integral_constant<int, I>()), true)) || ...);
+  return error;
+}
+
+// Those of kFfmaTiles.
+using FfmaTiles = std::tuple<FfmaTile<64, 64, 16, 8, 4, 1, 3, 4>, FfmaTile<128, 32, 16, 8, 4, 1, 3, 5>,
+                             FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 32, 16, 8, 4, 1, 2, 16>,
+                             FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>, FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
+constexpr int kFfmaTileCount = std::tuple_size_v<FfmaTiles>;
+
+cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const DeviceInfo& device,
+                        cudaStream_t stream) {
+  const TileShape& shape = kFfmaTiles[choice.tile];
+  const int64_t tiles = args.batch * ceil_div(args.m, shape.rows) * ceil_div(args.n, shape.columns);
+  const bool has_early = device.compute_capability >= kHopperCapability;
+  const bool early = has_early && starts_early(shape, tiles * choice.splits, choice.time, device);
+  const auto launch = [&](auto place) {
+    using Tile = std::tuple_element_t<decltype(place)::value, FfmaTiles>;
+    constexpr TileShape kShape = kFfmaTiles[decltype(place)::value];
+    static_assert(kShape.rows == Tile::BM && kShape.columns == Tile::BN && kShape.depth == Tile::BK &&
+                  kShape.blocks == Tile::kBlocksPerMultiprocessor &&
+                  kFfmaShared[decltype(place)::value] == Tile::kBytes);
+    return launch_ffma<Tile>(args, choice.splits, early, device.compute_capability == kHopperCapability,
+                             stream);
+  };
+  const cudaError_t error =
+      with_constant(choice.tile, std::make_integer_sequence<int, kFfmaTileCount>(), launch);
+  if (error != cudaSuccess || choice.splits == 1) return error;
+  return launch_reduce(args, choice.splits, has_early, stream);
 }
 
 template <typename T>
-cudaError_t launch_schedule(const GemmArgs<T>& args, Schedule schedule, const DeviceInfo& device,
-                            cudaStream_t stream) {
-  const bool hopper = device.compute_capability == kHopper;
-  schedule.programmatic = schedule.programmatic && device.compute_capability >= kHopper;
-  const cudaError_t error = with_tiles_for<T>(device, args, [&](auto tiles, const TileCost*, int count) {
-    const int outer = schedule.tile - count - kDirectCount;
-    if (outer >= 0) {
-      return with_tile(OuterTiles<T>(), outer, [&](auto tile) {
-        return launch_outer(tile, kOuterHeights[outer], args, device.multiprocessors, schedule.programmatic,
-                            stream);
-      });
-    }
-    if (schedule.tile >= count) {
-      return with_tile(DirectTiles(), schedule.tile - count, [&](auto tile) {
-        return launch_direct(tile, args, schedule.splits, schedule.programmatic, stream);
-      });
-    }
-    return with_tile(tiles, schedule.tile,
-                     [&](auto tile) { return launch_tile(tile, args, schedule, hopper, stream); });
+cudaError_t launch_direct(const GemmArgs<T>& args, int shape, bool early, cudaStream_t stream) {
+  constexpr int kCount = std::size(kDirectShapes);
+  return with_constant(shape, std::make_integer_sequence<int, kCount>(), [&](auto place) {
+    return launch_direct<decltype(place)::value>(args, early, stream);
   });
-  if (error != cudaSuccess || schedule.splits == 1 || schedule.in_cluster) return error;
-  return launch_reduce(args, schedule.splits, schedule.programmatic, stream);
 }
 
 template <typename T>
-cudaError_t gemm(const GemmArgs<T>& any_strides, cudaStream_t stream) {
-  const GemmArgs<T> args = with_vectors_along_k(any_strides);
+cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t stream) {
   DeviceInfo device;
-  const cudaError_t error = query_device(device);
-  if (error != cudaSuccess) return error;
-  const Choice choice = choice_for(args, device);
+  if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
+  const bool early = device.compute_capability >= kHopperCapability;
+  if (choice.kernel == Kernel::kDirect) return launch_direct(args, choice.tile, early, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (choice.kernel == Kernel::kFewRows) return launch_few_rows(args, device, early, stream);
 #ifdef LLTM_EXT_SM90A
-  if constexpr (sizeof(T) <= 4) {
-    if (choice.on_hopper) return gemm_on_hopper(args, choice.plan, device, stream);
-  }
+    if (choice.kernel == Kernel::kHopper) return gemm_hopper(args, choice, device, stream);
 #endif
-  return launch_schedule(args, choice.schedule, device, stream);
+  }
+  if constexpr (sizeof(T) == 4) {
+    if (choice.kernel == Kernel::kFfma) return launch_ffma(args, choice, device, stream);
+#ifdef LLTM_EXT_SM90A
+    if (choice.kernel == Kernel::kBf16x6) return gemm_bf16x6(args, device, stream);
+#endif
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>
-int64_t gemm_workspace_bytes(const GemmArgs<T>& any_strides) {
-  const GemmArgs<T> args = with_vectors_along_k(any_strides);
-  DeviceInfo device;
-  if (query_device(device) != cudaSuccess) return 0;
-  const Choice choice = choice_for(args, device);
+int64_t gemm_workspace_bytes(const GemmArgs<T>& args, const Choice& choice) {
+  if (choice.kernel == Kernel::kFfma) return partial_sum_bytes(args, choice.splits);
 #ifdef LLTM_EXT_SM90A
-  if constexpr (sizeof(T) <= 4) {
-    if (choice.on_hopper) return choice.plan.workspace_bytes;
+  if constexpr (sizeof(T) == 2) {
+    if (choice.kernel == Kernel::kHopper) return gemm_hopper_workspace_bytes(args, choice);
+  }
+  if constexpr (sizeof(T) == 4) {
+    if (choice.kernel == Kernel::kBf16x6) return gemm_bf16x6_workspace_bytes(args);
   }
 #endif
-  return choice.schedule.in_cluster ? 0 : partial_sum_bytes(args, choice.schedule.splits);
+  return 0;
 }
+
+// ---- The backward's launchers
 
 template <typename T>
 int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args) {
@@ -362,14 +330,16 @@ cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t str
 }
 
 #define INSTANTIATE(T)                                                             \
-  template int64_t gemm_workspace_bytes(const GemmArgs<T>&);                       \
-  template cudaError_t gemm(const GemmArgs<T>&, cudaStream_t);                     \
+  template cudaError_t gemm_choice(const GemmArgs<T>&, Choice&);                   \
+  template int64_t gemm_workspace_bytes(const GemmArgs<T>&, const Choice&);        \
+  template cudaError_t gemm(const GemmArgs<T>&, const Choice&, cudaStream_t);      \
   template int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>&); \
   template cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>&, cudaStream_t);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(__half)
 INSTANTIATE(__nv_bfloat16)
+LLTM_ELEMENTWISE(GemmActivation, 1)
 LLTM_ELEMENTWISE(GemmActivationBackward, 2)
 
 }  // namespace lltm_ext

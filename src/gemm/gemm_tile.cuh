@@ -1,149 +1,97 @@
-// What the kernels for all architectures share: how c is cut into tiles, how a tile's operands are addressed,
-// and the epilogue.
+// What the CUDA kernels share: the order in which blocks compute the tiles of c, the epilogue of single
+// elements, and the kernel that adds the partial sums of split-K.
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
-#include "common/activations.h"
-#include "common/hopper/launch.h"
-#include "common/hopper/ptx.cuh"
+#include "common/divisor.h"
 #include "common/launch.cuh"
-#include "common/shared_memory.h"
 #include "common/types.h"
 #include "common/vec.cuh"
 #include "gemm/gemm.h"
-#include "gemm/gemm_ptx.cuh"
-#include "gemm/gemm_schedule.h"
-#include "gemm/gemm_tile_order.h"
 
 namespace lltm_ext {
 
-// ---- Tiles of c. One block computes one tile, or one of several parts of its K (split-K). Blocks are
-// counted over the whole batch in 64 bits, so neither the batch nor a side of a matrix meets the limits of a
-// grid's dimensions.
+// ---- Tiles
 
-struct Tiles {
-  template <typename T>
-  Tiles(const GemmArgs<T>& args, int tile_rows, int tile_columns, int splits_ = 1)
-      : order(ceil_div(args.m, tile_rows), ceil_div(args.n, tile_columns), args.batch),
-        by_splits(splits_),
-        splits(splits_) {}
+// Tiles of a batch of matrices, `rows` x `columns` each. Bands of kBand tile rows are walked column by
+// column, so that blocks that run at the same time share rows of a and columns of b in L2.
+struct TileOrder {
+  static constexpr int kBand = 8;
 
-  TileOrder order;
-  Divisor by_splits;
-  int splits;         // of K
-  int64_t first = 0;  // the number of block 0
-};
+  TileOrder(int64_t rows_, int64_t columns, int64_t batch)
+      : rows(rows_),
+        total(rows_ * columns * batch),
+        by_matrix(std::max<int64_t>(rows_ * columns, 1)),
+        by_band(std::max<int64_t>(kBand * columns, 1)),
+        by_last_rows(rows_ % kBand == 0 ? kBand : rows_ % kBand) {}
 
-struct TilePosition {
-  int64_t matrix, row, column;  // the tile's first element in c
-  int split;
-};
-
-__device__ __forceinline__ TilePosition position(const Tiles& tiles, int tile_rows, int tile_columns) {
-  const TileOrder::Tile tile = tiles.order.at(tiles.first + blockIdx.x);
-  return {tile.matrix, tile.row * tile_rows, tile.column * tile_columns, static_cast<int>(blockIdx.y)};
-}
-
-// The part of K that a block multiplies, in whole slices of `depth`, but for K's end.
-struct KRange {
-  int64_t begin, size;
-};
-__device__ __forceinline__ KRange range_of_k(int64_t k, int depth, const Tiles& tiles,
-                                             const TilePosition& at) {
-  if (tiles.splits == 1) return {0, k};
-  const int64_t slices = ceil_div(k, depth);
-  const int64_t begin = tiles.by_splits.quotient(slices * at.split) * depth,
-                end = min(tiles.by_splits.quotient(slices * (at.split + 1)) * depth, k);
-  return {begin, end - begin};
-}
-
-// One launch, or several if a grid cannot have that many blocks. access_a and access_b: how the kernel loads
-// the operands.
-template <class Tile, class F, typename T, typename Access>
-cudaError_t launch_tiles(F* kernel, int shared_bytes, const GemmArgs<T>& args, const Schedule& schedule,
-                         cudaStream_t stream, Access access_a, Access access_b) {
-  constexpr int kDefaultLimit = (48 << 10) - 64;
-  Tiles tiles(args, Tile::BM, Tile::BN, schedule.splits);
-  cudaError_t error = cudaSuccess;
-  if (shared_bytes > kDefaultLimit) error = set_max_dynamic_shared(kernel, shared_bytes);
-  for (; tiles.first < tiles.order.total && error == cudaSuccess; tiles.first += INT32_MAX) {
-    const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(tiles.order.total - tiles.first, INT32_MAX)),
-                      tiles.splits);
-    error = schedule.in_cluster
-                ? hopper::launch_clusters(kernel, blocks, dim3(1, tiles.splits), Tile::kThreads, shared_bytes,
-                                          schedule.programmatic, stream, args, tiles, access_a, access_b)
-                : launch_kernel(kernel, blocks, dim3(Tile::kThreads), shared_bytes, schedule.programmatic,
-                                stream, args, tiles, access_a, access_b);
+#ifdef __CUDACC__
+  struct Tile {
+    int64_t matrix, row, column;
+  };
+  __device__ __forceinline__ Tile at(int64_t i) const {
+    const int64_t matrix = by_matrix.quotient(i), in_matrix = i - matrix * by_matrix.divisor;
+    const int64_t band = by_band.quotient(in_matrix), in_band = in_matrix - band * by_band.divisor;
+    const bool whole = (band + 1) * kBand <= rows;
+    const int64_t column = whole ? in_band / kBand : by_last_rows.quotient(in_band);
+    return {matrix, band * kBand + in_band - column * (whole ? kBand : by_last_rows.divisor), column};
   }
-  return error;
+#endif
+
+  int64_t rows, total;
+  Divisor by_matrix, by_band, by_last_rows;  // tiles of a matrix, tiles of a band, rows of the last band
+};
+
+namespace hopper {
+
+struct TileIndex {
+  int row, column, matrix;
+};
+
+// The first row and column of c that the block of this rank computes of a cluster's tiles. Ranks increase
+// down the columns of a cluster.
+template <class Mainloop>
+__device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64_t i, uint32_t rank) {
+  const TileOrder::Tile tile = order.at(i);
+  const int row = static_cast<int>(tile.row), column = static_cast<int>(tile.column);
+  return {(row * Mainloop::kClusterM + static_cast<int>(rank % Mainloop::kClusterM)) * Mainloop::kTileM,
+          (column * Mainloop::kClusterN + static_cast<int>(rank / Mainloop::kClusterM)) * Mainloop::kTileN,
+          static_cast<int>(tile.matrix)};
 }
 
-// ---- Operands. Both look alike: a line of `extent` elements (rows of a, columns of b) for every k.
+// Stores a warpgroup's accumulators from (row, column) of a matrix on, [.., m, n]. wgmma gives a thread two
+// neighbours in a row and the same two 8 rows below. pairs: whether two neighbours can be stored at a time.
+template <int kCount>
+__device__ __forceinline__ void store_accumulators(const float (&d)[kCount], float* to, int m, int n, int row,
+                                                   int column, int matrix, bool pairs) {
+  const int thread = threadIdx.x % 128;
+  row += thread / 32 * 16 + thread % 32 / 4;
+  column += thread % 4 * 2;
+  to += (int64_t{matrix} * m + row) * n + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half, to += int64_t{8} * n) {
+    if (row + 8 * half >= m) return;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const float left = d[4 * i + 2 * half], right = d[4 * i + 2 * half + 1];
+      const int rest = n - column - 8 * i;
+      if (pairs) {
+        if (rest > 0) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(left, right);
+      } else {
+        if (rest > 0) to[8 * i] = left;
+        if (rest > 1) to[8 * i + 1] = right;
+      }
+    }
+  }
+}
 
-template <typename T>
-struct OperandTile {
-  const T* data;
-  int64_t stride;  // along the rows of a, the columns of b
-  int64_t k_stride;
-  int extent;  // how many rows or columns the tile has
-};
+}  // namespace hopper
+
+// ---- Epilogue
 
 __device__ __forceinline__ int clamp_to_int(int64_t x, int limit) {
   return static_cast<int>(min(max(x, int64_t{0}), static_cast<int64_t>(limit)));
-}
-
-template <typename T>
-__device__ __forceinline__ OperandTile<T> rows_of_a(const GemmArgs<T>& args, const TilePosition& at, int rows,
-                                                    int64_t k) {
-  const Matrices<T>& a = args.a;
-  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + k * a.column_stride, a.row_stride,
-          a.column_stride, clamp_to_int(args.m - at.row, rows)};
-}
-
-template <typename T>
-__device__ __forceinline__ OperandTile<T> columns_of_b(const GemmArgs<T>& args, const TilePosition& at,
-                                                       int columns, int64_t k) {
-  const Matrices<T>& b = args.b;
-  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + k * b.row_stride,
-          b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
-}
-
-// Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
-template <typename T>
-bool has_vectors(const T* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
-  constexpr int V = kVecWidth<T>;
-  return stride == 1 && is_vec_aligned(data) && line_stride % V == 0 && batch_stride % V == 0;
-}
-
-template <typename T>
-bool has_vectors(const Matrices<T>& x, bool row_lines) {
-  return row_lines ? has_vectors(x.data, x.column_stride, x.row_stride, x.batch_stride)
-                   : has_vectors(x.data, x.row_stride, x.column_stride, x.batch_stride);
-}
-
-// Calls launch(a_k_major, b_k_major) with constants: whether k runs along an operand's lines. Lines are along
-// the smaller stride.
-template <typename T, class F>
-cudaError_t with_layouts(const GemmArgs<T>& args, F&& launch) {
-  const std::true_type yes;
-  const std::false_type no;
-  const bool b_k_major = args.b.row_stride < args.b.column_stride;
-  if (args.a.column_stride <= args.a.row_stride) return b_k_major ? launch(yes, yes) : launch(yes, no);
-  return b_k_major ? launch(no, yes) : launch(no, no);
-}
-
-// ---- The epilogue. Sums are staged in shared memory, so that the code of bias and activation exists once
-// and c is written in 16-byte stores.
-
-// Where the sum of (row, column) is staged. The row's number permutes the vectors of a row, which spreads the
-// rows that a warp writes at once over the banks.
-template <typename T, int COLUMNS>
-__device__ __forceinline__ int staged_at(int row, int column) {
-  constexpr int V = kVecWidth<T>, kVectors = COLUMNS / V < 8 ? COLUMNS / V : 8;
-  static_assert(COLUMNS % (kVectors * V) == 0);
-  return row * COLUMNS + (column / V ^ (row & (kVectors - 1))) * V + column % V;
 }
 
 // Writes the first `valid` of V values, or all of them in one store if `vector`.
@@ -162,127 +110,88 @@ __device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, 
   }
 }
 
-// Writes x to a row from `to` on: as one vector, or to V places `step` apart, but for those beyond the row.
-template <typename T, int V, typename A>
-__device__ __forceinline__ void write_apart(T* to, const A (&x)[V], int step, int64_t left, bool vector) {
-  if (vector || step == 1) return write_vector(to, x, clamp_to_int(left, V), vector);
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (j * step < left) to[j * step] = narrow<T>(x[j]);
-  }
-}
+// c = activation(a @ b + bias), and where it goes.
+template <typename T>
+struct Epilogue {
+  const T* bias;  // [n], or null
+  int64_t bias_stride;
+  T* c;               // [batch, m, n], contiguous
+  T* pre_activation;  // as c, or null
+  int m, n;
+  Activation activation;
 
-// Not inlined: all activations together are as much code as a kernel without them.
-template <typename A, int N>
-__device__ __noinline__ Vec<A, N> activated(Activation activation, Vec<A, N> values) {
-  activate(activation, values.data);
-  return values;
-}
-
-template <int N, typename A>
-__device__ __forceinline__ void activate_sums(Activation activation, A (&sums)[N]) {
-  if (activation == Activation::kNone) return;
-  if (activation == Activation::kRelu) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] = relu(sums[i]);
-    return;
+  __device__ __forceinline__ float bias_at(int column) const {
+    return bias && column < n ? widen(bias[column * bias_stride]) : 0.f;
   }
-  constexpr int kAtOnce = std::min(N, kVecWidth<A>);  // are passed in registers
-  static_assert(N % kAtOnce == 0);
-#pragma unroll
-  for (int i = 0; i < N; i += kAtOnce) {
-    Vec<A, kAtOnce> values;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) values.data[j] = sums[i + j];
-    values = activated(activation, values);
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) sums[i + j] = values.data[j];
+  // Calls write(to) to store x before the activation, if wanted, and after it.
+  template <int N, class Write>
+  __device__ __forceinline__ void finish(float (&x)[N], const Write& write) const {
+    if (pre_activation) write(pre_activation);
+    activate<ActivationMath<T>>(activation, x);
+    write(c);
   }
-}
+  __device__ __forceinline__ void write(T* to, int matrix, int row, int column, float x) const {
+    if (row < m && column < n) to[(static_cast<int64_t>(matrix) * m + row) * n + column] = narrow<T>(x);
+  }
+};
 
-// Waits for all threads of the block, or of the cluster that adds its blocks' sums.
-template <bool CLUSTER>
-__device__ __forceinline__ void sync_sharers() {
-  if constexpr (CLUSTER) {
-    hopper::cluster_sync();
-  } else {
+// ---- Split-K: blocks that have a part of K leave partial sums in the workspace, and a second kernel adds
+// them in a fixed order.
+
+constexpr int kReduceThreads = 256;
+
+// partials [splits, elements of c]. SHARERS warps share the splits of 32 elements.
+template <typename T, int SHARERS>
+__global__ void __launch_bounds__(kReduceThreads) gemm_reduce_kernel(const GemmArgs<T> args, int splits) {
+  using A = acc_t<T>;
+  constexpr int kElements = kReduceThreads / SHARERS, kBatch = 8;
+  __shared__ A sums[SHARERS][kElements];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int64_t elements = args.batch * args.m * args.n;
+  const int in_block = threadIdx.x % kElements, sharer = threadIdx.x / kElements;
+  const int64_t element = int64_t{blockIdx.x} * kElements + in_block;
+  const A* const partials = static_cast<const A*>(args.workspace) + element;
+  A sum = 0;
+  for (int first = sharer; first < splits; first += kBatch * SHARERS) {
+    A found[kBatch] = {};  // loaded together, to overlap their latencies
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int split = first + i * SHARERS;
+      if (split < splits && element < elements) found[i] = partials[split * elements];
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sum += found[i];
+  }
+  if constexpr (SHARERS > 1) {
+    sums[sharer][in_block] = sum;
     __syncthreads();
+    if (sharer > 0) return;
+#pragma unroll
+    for (int i = 1; i < SHARERS; ++i) sum += sums[i][in_block];
   }
+  if (element >= elements) return;
+  A x[1] = {sum};
+  if (args.bias != nullptr) x[0] += widen(args.bias[element % args.n * args.bias_stride]);
+  if (args.pre_activation != nullptr) args.pre_activation[element] = narrow<T>(x[0]);
+  activate(args.activation, x);
+  args.c[element] = narrow<T>(x[0]);
 }
 
-// Staged sums from `place` on, of this block, or of all `splits` blocks of the cluster in their order.
-// SWIZZLE: element j was staged at j ^ SWIZZLE.
-template <bool CLUSTER, int SWIZZLE, int V, typename A>
-__device__ __forceinline__ void load_staged(A (&x)[V], const A* staged, int place, int splits) {
-  // float64 is read faster one by one.
-  constexpr int W = sizeof(A) == 8 || V < kVecWidth<A> ? 1 : kVecWidth<A>;
-#pragma unroll
-  for (int j = 0; j < V; ++j) x[j] = 0;
-#pragma unroll 4
-  for (int rank = 0; rank < (CLUSTER ? splits : 1); ++rank) {
-    const A* const from = CLUSTER ? hopper::in_block(staged, rank) : staged;
-#pragma unroll
-    for (int i = 0; i < V; i += W) {
-      const Vec<A, W> found = *reinterpret_cast<const Vec<A, W>*>(from + place + i);
-#pragma unroll
-      for (int j = 0; j < W; ++j) x[(i + j) ^ SWIZZLE] += found.data[j];
-    }
-  }
+template <typename T>
+int64_t partial_sum_bytes(const GemmArgs<T>& args, int splits) {
+  return splits > 1 ? args.batch * args.m * args.n * splits * int64_t{sizeof(acc_t<T>)} : 0;
 }
 
-// Writes ROWS x COLUMNS staged sums to c, from row first_row of the tile on; with split-K to the workspace,
-// [splits, batch, m, n]. Called by all THREADS. SWIZZLE: element j of a vector was staged at j ^ SWIZZLE.
-// CLUSTER: the blocks that split K are a cluster, and each writes its share of the sums of all.
-//
-// A thread has V columns of a row. They are neighbours, unless it has many and rows are not whole vectors:
-// then neighbouring threads write neighbours.
-template <int ROWS, int COLUMNS, int THREADS, int SWIZZLE = 0, bool CLUSTER = false, typename T>
-__device__ __forceinline__ void write_staged(const GemmArgs<T>& args, const Tiles& tiles,
-                                             const TilePosition& at, int first_row, const acc_t<T>* staged) {
-  constexpr int V = kVecWidth<T>, kAcross = COLUMNS / V;
-  constexpr int kApart = V < 8 ? 1 : kAcross < 32 ? kAcross : 32;
-  const bool aligned = reinterpret_cast<uintptr_t>(args.c) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(args.pre_activation) % 16 == 0;
-  const bool leave_sums = !CLUSTER && tiles.splits > 1, vectors = args.n % V == 0 && (aligned || leave_sums);
-  const int step = vectors ? 1 : kApart;
-  const int first = (CLUSTER ? at.split * THREADS : 0) + threadIdx.x,
-            threads = THREADS * (CLUSTER ? tiles.splits : 1);
-#pragma unroll 1
-  for (int i = first; i < ROWS * kAcross; i += threads) {
-    const int tile_row = i / kAcross, place = i % kAcross;
-    const int tile_column = vectors ? place * V : place / kApart * (kApart * V) + place % kApart;
-    const int64_t row = at.row + first_row + tile_row, column = at.column + tile_column;
-    if (row >= args.m || column >= args.n) continue;
-    const int64_t left = args.n - column;
-    acc_t<T> x[V];
-    if (vectors || kApart == 1) {
-      load_staged<CLUSTER, SWIZZLE>(x, staged, staged_at<T, COLUMNS>(tile_row, tile_column), tiles.splits);
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        acc_t<T> one[1];
-        load_staged<CLUSTER, 0>(one, staged, staged_at<T, COLUMNS>(tile_row, tile_column + j * kApart),
-                                tiles.splits);
-        x[j] = one[0];
-      }
-    }
-    const int64_t to = (at.matrix * args.m + row) * args.n + column;
-    if (leave_sums) {
-      acc_t<T>* const part =
-          static_cast<acc_t<T>*>(args.workspace) + at.split * args.batch * args.m * args.n + to;
-      write_apart(part, x, step, left, vectors);
-      continue;
-    }
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (j * step < left) x[j] += widen(args.bias[(column + j * step) * args.bias_stride]);
-      }
-    }
-    if (args.pre_activation != nullptr) write_apart(args.pre_activation + to, x, step, left, vectors);
-    activate_sums(args.activation, x);
-    write_apart(args.c + to, x, step, left, vectors);
-  }
+template <typename T>
+cudaError_t launch_reduce(const GemmArgs<T>& args, int splits, bool programmatic, cudaStream_t stream) {
+  const auto run = [&](auto sharers) {
+    constexpr int kSharers = decltype(sharers)::value;
+    const int64_t blocks = ceil_div(args.batch * args.m * args.n, kReduceThreads / kSharers);
+    return launch_kernel(gemm_reduce_kernel<T, kSharers>, dim3(static_cast<unsigned>(blocks)),
+                         dim3(kReduceThreads), 0, programmatic, stream, args, splits);
+  };
+  return splits > 8 ? run(std::integral_constant<int, 8>()) : run(std::integral_constant<int, 1>());
 }
 
 }  // namespace lltm_ext

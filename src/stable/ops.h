@@ -38,6 +38,16 @@ __attribute__((weak)) cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasO
                                                   int a_ld, const void* b, cudaDataType b_type, int b_ld,
                                                   const void* beta, void* c, cudaDataType c_type, int c_ld,
                                                   cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
+__attribute__((weak)) cublasStatus_t cublasGemmStridedBatchedEx(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k,
+    const void* alpha, const void* a, cudaDataType a_type, int a_ld, long long a_stride, const void* b,
+    cudaDataType b_type, int b_ld, long long b_stride, const void* beta, void* c, cudaDataType c_type,
+    int c_ld, long long c_stride, int batch, cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
+__attribute__((weak)) cublasStatus_t cublasGemmStridedBatchedEx_64(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int64_t m, int64_t n, int64_t k,
+    const void* alpha, const void* a, cudaDataType a_type, int64_t a_ld, long long a_stride, const void* b,
+    cudaDataType b_type, int64_t b_ld, long long b_stride, const void* beta, void* c, cudaDataType c_type,
+    int64_t c_ld, long long c_stride, int64_t batch, cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
 #endif
 }
 

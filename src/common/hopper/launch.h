@@ -84,6 +84,16 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const GlobalTensor& x, int box_r
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// The maps of a mainloop's operands (pipeline.cuh).
+template <class Mainloop>
+cudaError_t encode_operands(CUtensorMap& map_a, CUtensorMap& map_b, const GlobalTensor& a,
+                            const GlobalTensor& b) {
+  using T = typename Mainloop::T;
+  const cudaError_t error = encode_tensor_map<T>(map_a, a, Mainloop::kPartA);
+  if (error != cudaSuccess) return error;
+  return encode_tensor_map<T>(map_b, b, Mainloop::kPartB);
+}
+
 // Launches a __global__ function or a cudaKernel_t. programmatic: see launch_kernel of common/launch.cuh.
 inline cudaError_t launch_clusters(const void* kernel, dim3 grid, dim3 cluster, int threads, int shared_bytes,
                                    bool programmatic, cudaStream_t stream, const void** arguments) {

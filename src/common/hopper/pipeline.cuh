@@ -247,5 +247,25 @@ class Pipeline {
   PipelineState<kStages> state_;
 };
 
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread; two consumers fit
+
+// By all threads of a cluster, before any of them uses the pipeline.
+template <class Mainloop>
+__device__ __forceinline__ void start_pipeline(Pipeline<Mainloop>& pipeline, const CUtensorMap* a,
+                                               const CUtensorMap* b) {
+  if (threadIdx.x == 0) {
+    pipeline.init();
+    prefetch_tensor_map(a);
+    prefetch_tensor_map(b);
+  }
+  if constexpr (Mainloop::kClusterBlocks > 1) cluster_sync();
+  __syncthreads();
+}
+
+template <class Mainloop>
+__device__ __forceinline__ Pipeline<Mainloop> pipeline_of(unsigned char* stages, unsigned char* barriers) {
+  return {stages, *reinterpret_cast<typename Pipeline<Mainloop>::Barriers*>(barriers)};
+}
+
 }  // namespace hopper
 }  // namespace lltm_ext

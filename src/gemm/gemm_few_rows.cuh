@@ -1,6 +1,6 @@
-// gemm in half types on Hopper for an a of up to 32 rows and K-major weights b [N, K]. Reading the weights
-// takes all the time. Ordinary loads, many in flight in each of many warps, read them faster than TMA fills
-// stages, and put them where mma.sync needs them: in registers.
+// The kernel for half types with an a of up to 32 rows and K-major weights b [N, K], on GPUs from 8.0 on.
+// Reading the weights takes all the time. Ordinary loads, many in flight in each of many warps, read them
+// faster than TMA fills stages, and put them where mma.sync needs them: in registers.
 //
 // A block has 16 columns of c. They are 16 rows of the weights, mma.sync's first operand; the rows of a are
 // columns of the second, eight at a time. K may be in any order that both operands share: per slice of 32, a
@@ -9,13 +9,12 @@
 // The warps of a block split K into slices, and add their sums through shared memory in a fixed order.
 #pragma once
 
-#include "common/hopper/launch.h"
-#include "common/types.h"
-#include "gemm/gemm_hopper_epilogue.cuh"
-#include "gemm/gemm_ptx.cuh"
+#include "common/ptx.cuh"
+#include "common/shared_memory.h"
+#include "gemm/gemm_choice.h"
+#include "gemm/gemm_tile.cuh"
 
 namespace lltm_ext {
-namespace hopper {
 
 // 16 bytes that are read once, so they bypass L1 and leave it to a's rows; 0 unless `inside`. Four lanes read
 // half a cache line. The other half is prefetched with it, for the next load.
@@ -35,6 +34,13 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool inside) {
 }
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool inside) {
   return inside ? *static_cast<const uint4*>(from) : uint4{};
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1, __half) {
+  mma_m16n8k16_f16(d, a.x, a.y, a.z, a.w, b0, b1);
+}
+__device__ __forceinline__ void mma(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1, __nv_bfloat16) {
+  mma_m16n8k16_bf16(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
 constexpr int kFewRowsColumns = 16;  // of c, per block
@@ -126,8 +132,8 @@ struct FewRowsKernel {
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
           const uint4 x = loaded[i].x[e];
-          mma(d[e], {u.x, l.x, u.y, l.y}, x.x, x.y, T());
-          mma(d[e], {u.z, l.z, u.w, l.w}, x.z, x.w, T());
+          mma(d[e], uint4{u.x, l.x, u.y, l.y}, x.x, x.y, T());
+          mma(d[e], uint4{u.z, l.z, u.w, l.w}, x.z, x.w, T());
         }
         load(i);
         __syncwarp();  // keeps the compiler from moving the next loads behind the wait for all slices
@@ -139,19 +145,52 @@ struct FewRowsKernel {
 template <class Kernel, typename T>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     gemm_few_rows_kernel(const __grid_constant__ FewRowsArguments<T> args) {
-  LLTM_HOPPER(Kernel::run(args));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  __trap();  // never launched
+#else
+  Kernel::run(args);
+#endif
 }
 
-// shared_bytes: unused shared memory, to limit the blocks per multiprocessor.
+// early: whether blocks may start while the previous kernel still runs. shared_bytes: unused shared memory,
+// to limit the blocks of a multiprocessor.
 template <class Kernel, typename T>
-cudaError_t launch_few_rows_kernel(const FewRowsArguments<T>& args, int batch, int shared_bytes,
-                                   cudaStream_t stream) {
+cudaError_t launch_few_rows_kernel(const FewRowsArguments<T>& args, int64_t batch, int shared_bytes,
+                                   bool early, cudaStream_t stream) {
   const auto kernel = gemm_few_rows_kernel<Kernel, T>;
   const cudaError_t error = shared_bytes > 0 ? set_max_dynamic_shared(kernel, shared_bytes) : cudaSuccess;
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel, dim3(args.tiles * batch), dim3(Kernel::kThreads), shared_bytes,
-                       /*programmatic=*/true, stream, args);
+  return launch_kernel(kernel, dim3(static_cast<unsigned>(args.tiles * batch)), dim3(Kernel::kThreads),
+                       shared_bytes, early, stream, args);
 }
 
-}  // namespace hopper
+// For operands that are both K-major, in lines that start at multiples of 16 bytes.
+template <typename T>
+cudaError_t launch_few_rows(const GemmArgs<T>& args, const DeviceInfo& device, bool early,
+                            cudaStream_t stream) {
+  const FewRowsArguments<T> few = {args.a.data,
+                                   args.b.data,
+                                   args.a.row_stride,
+                                   args.b.column_stride,
+                                   args.a.batch_stride,
+                                   args.b.batch_stride,
+                                   static_cast<int>(args.k),
+                                   static_cast<int>(ceil_div(args.n, kFewRowsColumns)),
+                                   {args.bias, args.bias_stride, args.c, args.pre_activation,
+                                    static_cast<int>(args.m), static_cast<int>(args.n), args.activation}};
+  const auto run = [&](auto kernel, int shared_bytes) {
+    return launch_few_rows_kernel<decltype(kernel)>(few, args.batch, shared_bytes, early, stream);
+  };
+  if (args.m > 16) return run(FewRowsKernel<T, 4, 2>(), 0);
+  if (args.m > 8) return run(FewRowsKernel<T, 2, 4>(), 0);
+  const int64_t tiles = few.tiles * args.batch;
+  if (tiles <= device.multiprocessors || tiles > device.multiprocessors * 2)
+    return run(FewRowsKernel<T, 1, 8>(), 0);
+  // A multiprocessor has room for three blocks and gets one or two; the next launch's blocks take the rest.
+  // With more than 1.5 blocks a multiprocessor some would get three, so unused shared memory limits it to
+  // two.
+  const bool limit = device.compute_capability == kHopperCapability && tiles * 2 > device.multiprocessors * 3;
+  return run(FewRowsKernel<T, 1, 4>(), limit ? 72 << 10 : 0);
+}
+
 }  // namespace lltm_ext
