@@ -29,7 +29,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat)) and not isinstance(
+        value, bool
+    )
 
 
 def _check(a: Any, b: Any, initial: Any, reset: Any) -> None:
@@ -43,14 +45,44 @@ def _check(a: Any, b: Any, initial: Any, reset: Any) -> None:
         raise TypeError(f"scan: expected reset to be a Tensor or None, got {type(reset).__name__}")
 
 
+def _category(dtype: torch.dtype) -> int:
+    return 2 if dtype.is_complex else int(dtype.is_floating_point)
+
+
+def _raised(dtype: torch.dtype | None, other: torch.dtype) -> torch.dtype:
+    """The dtype after a value that counts only if it is of a higher category: float or complex."""
+    if dtype is None:
+        return other
+    if _category(other) <= _category(dtype):
+        return dtype
+    return torch.promote_types(
+        dtype, torch.complex32 if other.is_complex and dtype.is_floating_point else other
+    )
+
+
+def _result_type(values: Sequence[Any]) -> torch.dtype:
+    """torch.result_type of several values, some of them tensors. torch.compile does not trace torch's."""
+    found = None
+    for has_dims in (True, False):
+        common = None
+        for x in values:
+            if isinstance(x, Tensor) and (x.dim() > 0) == has_dims:
+                common = x.dtype if common is None else torch.promote_types(common, x.dtype)
+        if common is not None:
+            found = _raised(found, common)
+    for x in values:
+        if isinstance(x, (float, torch.SymFloat)):
+            found = _raised(found, torch.get_default_dtype())
+        elif isinstance(x, complex):
+            found = _raised(found, torch.get_default_dtype().to_complex())
+    assert found is not None
+    return found
+
+
 def _promoted(a: Any, b: Any, initial: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments as tensors of their common dtype. With half types, an a without dimensions is float32."""
     like = a if isinstance(a, Tensor) else b
-    dtype = torch.result_type(a, b)
-    if initial is not None:
-        # Of tensors with dimensions, which decide, one is enough.
-        both = like.new_empty((1,) if like.dim() or getattr(b, "dim", int)() else (), dtype=dtype)
-        dtype = torch.result_type(both, initial)
+    dtype = _result_type((a, b, initial))
 
     def tensor(value: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(value, Tensor):
@@ -142,7 +174,11 @@ class ScanFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, initial: Tensor | None = None, reset: Tensor | None = None, reverse: bool = False
+        a: Tensor,
+        b: Tensor,
+        initial: Tensor | None = None,
+        reset: Tensor | None = None,
+        reverse: bool = False,
     ) -> Tensor:
         return ops.scan(a, b, initial, reset, reverse)
 

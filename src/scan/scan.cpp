@@ -1,5 +1,5 @@
-// scan: the binding. Dispatcher ops lltm_ext::scan and scan_backward; raw bindings lltm_ext._C.scan.forward and
-// backward.
+// scan: the binding. Dispatcher ops lltm_ext::scan and scan_backward; raw bindings lltm_ext._C.scan.forward
+// and backward.
 #include "scan/scan.h"
 
 #include <ATen/ops/empty.h>
@@ -57,10 +57,9 @@ void check_reset(const char* op, const OptionalTensor& reset, const Tensor& like
   check_same_device(op, "reset", *reset, like);
   check_same_dtype(op, "reset", *reset, at::kBool);
   const c10::SymIntArrayRef sizes = reset->sym_sizes();
-  TORCH_CHECK(0 < sizes.size() && sizes.size() <= steps.size() &&
-                  broadcasts_to(sizes, steps.slice(0, sizes.size())),
-              op, ": expected reset of shape [T], [T, B] and so on, where the steps have ", steps, ", got ",
-              sizes);
+  TORCH_CHECK(
+      0 < sizes.size() && sizes.size() <= steps.size() && broadcasts_to(sizes, steps.slice(0, sizes.size())),
+      op, ": expected reset of shape [T], [T, B] and so on, where the steps have ", steps, ", got ", sizes);
 }
 
 // The sizes of all steps: a and b, broadcast against each other.
@@ -317,9 +316,8 @@ Gradients backward(const Tensor& grad, const Tensor& a, const OptionalTensor& in
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "scan(Tensor a, Tensor b, Tensor? initial=None, Tensor? reset=None, bool reverse=False) -> Tensor",
-      tags);
+  m.def("scan(Tensor a, Tensor b, Tensor? initial=None, Tensor? reset=None, bool reverse=False) -> Tensor",
+        tags);
   // They have no defaults: calls from Python would leave out arguments that are equal to them.
   const std::string backward_schema =
       "(Tensor grad, Tensor a, Tensor? initial, Tensor? reset, Tensor? h, bool reverse, bool of_initial) -> "

@@ -1,9 +1,13 @@
-// scan: h_t = a_t h_{t-1} + b_t over the steps, for channels that do not depend on each other, and its backward.
-// What a step reads and writes, for CPU and GPU, and the launchers' contract: pointers, sizes, strides and a
-// stream. No torch.
+// scan: h_t = a_t h_{t-1} + b_t over the steps, for channels that do not depend on each other, and its
+// backward. What a step reads and writes, for CPU and GPU, and the launchers' contract: pointers, sizes,
+// strides and a stream. No torch.
 #pragma once
 
 #include "common/types.h"
+
+#ifdef LLTM_EXT_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 namespace lltm_ext {
 
@@ -140,7 +144,7 @@ struct ScanBackward {
   ScanOperand<const C> a;
   ScanOperand<const T> grad, initial, h;  // h: null if there is no grad_a
   ScanOperand<const bool> reset;
-  ScanOperand<C> grad_a;        // null: not wanted
+  ScanOperand<C> grad_a;  // null: not wanted
   ScanOperand<T> grad_b;
   ScanOperand<T> grad_initial;  // of one step; null: not wanted
 
@@ -209,8 +213,8 @@ inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps) {
   return {width, tile_steps, ceil_div(channels, width), ceil_div(steps, tile_steps)};
 }
 
-// A part of the time as a function of the state before it, h -> a h + b. In double: where |a| > 1, products of
-// many a overflow float although h is finite.
+// A part of the time as a function of the state before it, h -> a h + b. In double: where |a| > 1, products
+// of many a overflow float although h is finite.
 template <typename W>
 struct Affine {
   W a, b;
@@ -229,10 +233,10 @@ using wide_t = typename ScanWide<typename Scan::A>::type;
 // What blocks tell those of later tiles. Empty if no tile follows another.
 template <typename W>
 struct ScanLinks {
-  Affine<W>* parts;  // [blocks, width]: tiles as functions
-  W* states;         // [blocks, width]: the states after them
-  unsigned* known;   // [blocks]: 0; 1: the parts; 2: the states too
-  unsigned* started; // the number of blocks that have started
+  Affine<W>* parts;   // [blocks, width]: tiles as functions
+  W* states;          // [blocks, width]: the states after them
+  unsigned* known;    // [blocks]: 0; 1: the parts; 2: the states too
+  unsigned* started;  // the number of blocks that have started
 
   static int64_t flag_bytes(const ScanPlan& plan) { return (plan.blocks() + 1) * sizeof(unsigned); }
   static int64_t bytes(const ScanPlan& plan) {

@@ -44,7 +44,7 @@ void run_scan(const Scan& scan) {
   });
 }
 
-#define LLTM_SCAN(T, C)                                    \
+#define LLTM_SCAN(T, C)                                  \
   template void run_scan(const ScanForward<T, C>& scan); \
   template void run_scan(const ScanBackward<T, C>& scan);
 LLTM_SCAN(float, float)

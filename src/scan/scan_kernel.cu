@@ -28,7 +28,7 @@ cudaError_t run_scan(const Scan& scan, void* memory, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-#define LLTM_SCAN(T, C)                                                                  \
+#define LLTM_SCAN(T, C)                                                              \
   template cudaError_t run_scan(const ScanForward<T, C>& scan, void*, cudaStream_t); \
   template cudaError_t run_scan(const ScanBackward<T, C>& scan, void*, cudaStream_t);
 LLTM_SCAN(float, float)

@@ -5,12 +5,12 @@
 // combines these functions into the tile's, finds the state before the tile, and from it the one before each
 // thread's steps. Then the threads run their steps.
 //
-// The state before a tile comes from the tiles before it: from the nearest whose final state is known, through
-// the functions of those in between, one after the other. A tile's final state is computed in the same way
-// wherever one starts, so the result does not depend on when blocks run.
+// The state before a tile comes from the tiles before it: from the nearest whose final state is known,
+// through the functions of those in between, one after the other. A tile's final state is computed in the
+// same way wherever one starts, so the result does not depend on when blocks run.
 //
-// Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In such
-// a tile the threads run their steps one after the other, and later tiles wait for its final state.
+// Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
+// such a tile the threads run their steps one after the other, and later tiles wait for its final state.
 #pragma once
 
 #include "common/launch.cuh"
@@ -59,9 +59,7 @@ __device__ __forceinline__ Affine<W> identity() {
 // A reset makes the state b, whatever it was before. Its mark is the factor -0, which no product gives.
 __device__ __forceinline__ void mark_reset(double& a) { a = -0.; }
 __device__ __forceinline__ void mark_reset(Complex<double>& a) { a = {-0., 0}; }
-__device__ __forceinline__ bool is_reset(double a) {
-  return __double2hiint(a) == INT32_MIN && a == 0;
-}
+__device__ __forceinline__ bool is_reset(double a) { return __double2hiint(a) == INT32_MIN && a == 0; }
 __device__ __forceinline__ bool is_reset(Complex<double> a) { return is_reset(a.real) && a.imaginary == 0; }
 
 template <typename A>
@@ -116,9 +114,9 @@ __device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
 
 template <class Scan>
 struct ScanShared {
-  Affine<wide_t<Scan>> units[kScanThreads];  // [units, width]: units of rows as functions
-  wide_t<Scan> states[kScanThreads];         // [units, width]: the states before them
-  Affine<wide_t<Scan>> parts[kScanThreads];  // [rows, width]: earlier tiles as functions
+  Affine<wide_t<Scan>> units[kScanThreads];           // [units, width]: units of rows as functions
+  wide_t<Scan> states[kScanThreads];                  // [units, width]: the states before them
+  Affine<wide_t<Scan>> parts[kScanThreads];           // [rows, width]: earlier tiles as functions
   int states_at[kScanWarps], missing_at[kScanWarps];  // the nearest of each warp
   unsigned number;
 };
@@ -287,7 +285,8 @@ struct ScanBlock {
     for (int turn = 0; turn < (in_turn ? rows : 1); ++turn) {
       if (!in_turn || turn == row) {
         A h;
-        from_wide(h, in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
+        from_wide(h,
+                  in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           if (k >= left) continue;

@@ -3,8 +3,8 @@
 //
 //   scan
 //
-// prints a line for each result that differs. The exit status is 0 if none does. tests/test_scan_kernel.py runs
-// it.
+// prints a line for each result that differs. The exit status is 0 if none does. tests/test_scan_kernel.py
+// runs it.
 #include <complex>
 #include <limits>
 #include <random>
@@ -49,7 +49,7 @@ enum class Values {
 
 struct Case {
   int64_t steps, rows, columns;  // channels are rows x columns
-  int a_layout, b_layout;        // 0: time is slowest; 1: time is fastest; 2: the same at all steps; 3: of columns
+  int a_layout, b_layout;  // 0: time is slowest; 1: time is fastest; 2: the same at all steps; 3: of columns
   bool initial, reset;
   Values values = Values::kNormal;
 };
@@ -260,10 +260,18 @@ void run_case(const std::string& name, const Case& c) {
 
 void run_all() {
   const Case cases[] = {
-      {1, 1, 1, 0, 0, true, true},        {3, 5, 211, 0, 0, false, false},  {1, 1, 1300, 0, 0, true, false},
-      {260, 2, 17, 0, 0, true, true},     {700, 3, 20, 0, 1, true, true},   {513, 1, 40, 3, 0, false, true},
-      {1500, 1, 16, 0, 0, true, true},    {2100, 5, 1, 1, 2, true, false},  {9000, 1, 2, 1, 1, true, true},
-      {20000, 1, 1, 0, 0, false, false},  {17000, 1, 1, 0, 0, true, true},  {1200, 1, 33, 2, 0, true, true},
+      {1, 1, 1, 0, 0, true, true},
+      {3, 5, 211, 0, 0, false, false},
+      {1, 1, 1300, 0, 0, true, false},
+      {260, 2, 17, 0, 0, true, true},
+      {700, 3, 20, 0, 1, true, true},
+      {513, 1, 40, 3, 0, false, true},
+      {1500, 1, 16, 0, 0, true, true},
+      {2100, 5, 1, 1, 2, true, false},
+      {9000, 1, 2, 1, 1, true, true},
+      {20000, 1, 1, 0, 0, false, false},
+      {17000, 1, 1, 0, 0, true, true},
+      {1200, 1, 33, 2, 0, true, true},
       {900, 1, 40, 0, 0, true, false, Values::kGrowing},
       {900, 1, 40, 0, 0, true, true, Values::kGrowing},
       {20000, 1, 1, 0, 0, true, false, Values::kGrowing},
