@@ -1,6 +1,6 @@
 """The scan: a linear recurrence over time, h_t = a_t h_{t-1} + b_t, in parallel over time.
 
-Exponential averages, discounted returns, advantages (GAE), minGRU and other gated linear recurrences are scans.
+Exponential averages, discounted returns, advantages (GAE), minGRU and other gated recurrences are scans.
 """
 
 from __future__ import annotations
@@ -169,8 +169,13 @@ def _gradients(
     return of_a, of_b, of_first
 
 
+def _filled(args: Sequence[Any]) -> list[Any]:
+    """The arguments with the defaults of those left out."""
+    return [*args, *[None, None, False][len(args) - 2 :]]
+
+
 class ScanFunction(torch.autograd.Function):
-    """``ScanFunction.apply(a, b, initial, reset, reverse)``, of tensors. It saves all but ``b``, and the result."""
+    """``ScanFunction.apply(a, b, initial, reset, reverse)``. It saves all but ``b``, and the result."""
 
     @staticmethod
     def forward(
@@ -184,7 +189,7 @@ class ScanFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, initial, reset, reverse = (*inputs, *(None, None, False)[len(inputs) - 2 :])
+        a, b, initial, reset, reverse = _filled(inputs)
         ctx.save_for_backward(a, initial, reset, output)
         ctx.save_for_forward(a, initial, reset, output)
         ctx.shape_of_b, ctx.reverse, ctx.inputs = b.shape, reverse, len(inputs)
@@ -221,7 +226,7 @@ class ScanFunction(torch.autograd.Function):
 
 def _vmap(function: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
     """The vmap rule: the slices become the first dimension of the steps, after time."""
-    a, b, initial, reset, reverse = (*args, *(None, None, False)[len(args) - 2 :])
+    a, b, initial, reset, reverse = _filled(args)
     dims = (*in_dims, *[None] * (5 - len(in_dims)))
     dim = max(x.dim() - (d is not None) for x, d in zip((a, b), dims, strict=False))
 
@@ -267,8 +272,8 @@ def scan(
         reverse: time runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``, with
             ``initial`` after the last step.
 
-        The dtypes are promoted as in torch, also under autocast. A number and an ``a`` without dimensions keep
-        the precision of float32 where the other tensors have half types.
+        The dtypes are promoted as in torch, also under autocast. A number and an ``a`` without dimensions
+        keep the precision of float32 where the other tensors have half types.
 
     Returns:
         The states, of the shape of the steps. The strides are those of ``b`` if it has this shape, else those
@@ -279,12 +284,12 @@ def scan(
         ``a`` of few elements has a gradient of all steps for a moment. All derivatives of higher order.
 
     Numerics:
-        Half types compute in float32 and round each state once, for the result. On CUDA the functions of
-        parts of the time are combined in float64. With ``u`` the unit roundoff of the type that is computed
-        in, an element differs from the exact one by at most ``2 u n s`` and the final rounding, where ``s`` is
-        the same scan of absolute values and ``n`` the number of steps since the last reset. States that
-        overflow, and infinite or NaN coefficients, give what the loop gives. The same call gives the same
-        bits.
+        Half types compute in float32 and round each state once, for the result. On CUDA, parts of the time
+        are combined in float64. With ``u`` the unit roundoff of the type that is computed in (twice that of
+        complex numbers), an element differs from the exact one by at most ``2 u n s`` and the final rounding,
+        where ``s`` is the same scan of absolute values and ``n`` the number of steps since the last reset.
+        States that overflow, and infinite or NaN coefficients, give what the loop gives. The same call gives
+        the same bits.
 
     Raises:
         TypeError: for another dtype, or no tensor.
