@@ -26,6 +26,7 @@ if not _loader.is_module_run():  # the doctor must run where torch does not impo
     from lltm_ext.relu import *
     from lltm_ext.rnn import *
     from lltm_ext.round import *
+    from lltm_ext.scan import *
     from lltm_ext.sigmoid import *
     from lltm_ext.stochastic_round import *
 

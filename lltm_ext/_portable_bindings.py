@@ -55,12 +55,24 @@ def cell_backward(
     return [grad_old_h, grad_input, grad_weights, grad_bias.unsqueeze(0), grad_old_cell]
 
 
+def scan_backward(
+    grad: Tensor,
+    a: Tensor,
+    h: Tensor,
+    initial: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+) -> list[Tensor]:
+    return ops.scan_backward(grad, a, initial, reset, h, reverse, True)
+
+
 COMPOSED: dict[str, Binding] = {
     "gemm.gemm": gemm_into,
     "gemm.backward": gemm_backward,
     "round.backward": lambda grad_output: grad_output,
     "lltm.forward": cell_forward,
     "lltm.backward": cell_backward,
+    "scan.backward": scan_backward,
     "fake_quantize.forward": ops.fake_quantize_with_mask,
     "fake_quantize.backward": lambda grad_output, mask: ops.fake_quantize_mask_backward(
         grad_output, mask, grad_output.stride()
@@ -71,7 +83,7 @@ COMPOSED: dict[str, Binding] = {
     ),
     "stochastic_round.backward": lambda grad_output: grad_output.float(),
 }
-NEEDS_NO_CHECK = ("scale", "zero_point", "mask")  # CHECK_INPUT is not for these
+NEEDS_NO_CHECK = ("scale", "zero_point", "mask", "initial", "reset")  # CHECK_INPUT is not for these
 
 
 def bindings(stub: Path) -> Iterator[tuple[str, Binding]]:

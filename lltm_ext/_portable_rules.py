@@ -33,6 +33,8 @@ from lltm_ext.elementwise import ElementwiseFunction, composed_backward, formula
 from lltm_ext.fake_quantize import FakeQuantizeFunction
 from lltm_ext.gemm import _Product, activation_backward
 from lltm_ext.lltm import _CellFunction
+from lltm_ext.scan import ScanFunction
+from lltm_ext.scan import _gradients as scan_gradients
 from lltm_ext.stochastic_round import StochasticRoundFunction, stochastic_round_reference
 
 Kernel = Callable[..., Any]
@@ -519,6 +521,25 @@ def shape_both_gradients(_: Any, input: Tensor, forward: Any, reverse: Any, *arg
     return [*shape_gradients(input, forward, *needed), *shape_gradients(input, reverse, *needed)[1:]]
 
 
+def shape_scan(a: Tensor, b: Tensor, *args: Any) -> Tensor:
+    sizes = torch.broadcast_shapes(a.shape, b.shape)
+    for x in (b, a):
+        if x.shape == sizes and x.dtype == b.dtype:
+            return torch.empty_like(x)
+    return b.new_empty(sizes)
+
+
+def shape_scan_backward(grad: Tensor, a: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Those of a and of the initial state are without elements where they are not wanted."""
+    h, of_initial = args[2], args[4]
+    of_a = of_first = grad.new_empty(0)
+    if h is not None:
+        of_a = torch.empty_like(h) if a.dtype == h.dtype else a.new_empty(grad.shape)
+    if of_initial:
+        of_first = grad.new_empty(grad.shape[1:])
+    return of_a, torch.empty_like(grad if h is None else h), of_first
+
+
 def shape_elementwise(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Like the first dense operand of the result's sizes, or else the first operand of these sizes."""
     operands = [x.to(dtype) for x in operands]
@@ -732,6 +753,8 @@ define(
         ),
     ),
 )
+define("scan", recording("scan", apply_of(ScanFunction)), shape_scan)
+define("scan_backward", recording("scan_backward", scan_gradients, checks=True), shape_scan_backward)
 define("elementwise", recording("elementwise", elementwise), shape_from_formula)
 define(
     "elementwise_backward",

@@ -40,6 +40,7 @@ for file in sys.argv[1:]:
     arguments = {
         "fake_quantize": (x, x[0, 0], torch.tensor(0), -8, 7),
         "gemm": (x, x),
+        "scan": (x, x),
         "stochastic_round": (x, torch.bfloat16),
     }.get(module, (x,))
     getattr(torch.ops.lltm_ext, module)(*arguments).sum().backward()

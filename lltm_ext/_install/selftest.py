@@ -27,6 +27,7 @@ from lltm_ext.fake_quantize import fake_quantize_reference
 from lltm_ext.gemm import gemm_reference
 from lltm_ext.lltm import lltm_cell_reference, lltm_reference
 from lltm_ext.lstm import lstm_reference
+from lltm_ext.scan import scan_reference
 from lltm_ext.stochastic_round import stochastic_round_reference
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -73,6 +74,7 @@ def checks() -> Iterator[Check]:
     yield made_at_run_time()
     yield from of_quantizers()
     yield from of_gemm()
+    yield from of_scans()
     yield compare("lltm_cell", lltm_cell_reference, cell_inputs)
     yield from of_sequences("lltm", 3, lltm_reference)
     yield from of_sequences("lstm", 4, lstm_reference)
@@ -196,6 +198,19 @@ def of_gemm() -> Iterator[Check]:
 def matrices(*shapes: tuple[int, ...]) -> Callable[[Make], Inputs]:
     """Makes matrices. The first is scaled so that the products are of size 1."""
     return lambda make: tuple(make(*s, scale=1 if i else s[-1] ** -0.5) for i, s in enumerate(shapes))
+
+
+def of_scans() -> Iterator[Check]:
+    for steps, channels in ((129, 65), (5, 2049), (9000, 3)):
+        inputs = functools.partial(coefficients, steps, channels)
+        yield compare("scan", scan_reference, inputs)
+        yield compare("scan, reverse", scan_reference, inputs, with_options(reverse=True))
+
+
+def coefficients(steps: int, channels: int, make: Make) -> Inputs:
+    """Makes a, b and initial of a scan. No product of many a is large."""
+    a = torch.tanh(make(steps, channels).double()).to(make.dtype)
+    return a, make(steps, channels), make(channels)
 
 
 def cell_inputs(make: Make) -> Inputs:

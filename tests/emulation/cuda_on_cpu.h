@@ -70,6 +70,12 @@ inline unsigned __float_as_uint(float x) {
   return bits;
 }
 
+inline int __double2hiint(double x) {
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<int>(bits >> 32);
+}
+
 // ---- half types, rounded to nearest, ties to even
 
 struct __half {
@@ -177,6 +183,7 @@ struct Block {
   std::vector<SharedLine> shared;  // ends with a line that no thread may write
   Barrier barriers[kNamedBarriers];
   Warp warps[kMaxWarps];
+  bool any = false;  // of __syncthreads_or
 
   unsigned char* memory() { return shared.front().bytes; }
 };
@@ -332,11 +339,28 @@ using std::min;
 inline void __syncthreads() {
   cuda_on_cpu::current_block().barriers[0].wait(cuda_on_cpu::launch->grid.block_threads);
 }
+inline int __syncthreads_or(int predicate) {
+  cuda_on_cpu::Block& block = cuda_on_cpu::current_block();
+  block.any = block.any || predicate;
+  __syncthreads();
+  const bool any = block.any;
+  __syncthreads();
+  block.any = false;
+  __syncthreads();
+  return any;
+}
 inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu::kWarpThreads); }
 
 template <class V>
 V __shfl_xor_sync(unsigned, V value, int mask) {
   return cuda_on_cpu::WarpValues<V>(value).of(cuda_on_cpu::lane() ^ mask);
+}
+
+// The lanes below `lanes` keep their values.
+template <class V>
+V __shfl_up_sync(unsigned, V value, int lanes) {
+  const int lane = cuda_on_cpu::lane();
+  return cuda_on_cpu::WarpValues<V>(value).of(lane < lanes ? lane : lane - lanes);
 }
 
 inline int __all_sync(unsigned, bool predicate) {
@@ -350,5 +374,12 @@ template <class V>
 V __ldg(const V* address) {
   return *address;
 }
+
+inline unsigned atomicAdd(unsigned* address, unsigned x) {
+  const unsigned before = *address;
+  *address += x;
+  return before;
+}
+inline void __threadfence() {}
 
 [[noreturn]] inline void __trap() { cuda_on_cpu::fail("The kernel trapped"); }

@@ -1,0 +1,322 @@
+// The kernel of scan and of its backward: one pass over the data, in parallel over channels and over time.
+//
+// A block has a tile of channels and steps, and each of its threads some successive steps of one channel, in
+// registers. The thread first reduces its steps to an affine function of the state before them. The block
+// combines these functions into the tile's, finds the state before the tile, and from it the one before each
+// thread's steps. Then the threads run their steps.
+//
+// The state before a tile comes from the tiles before it: from the nearest whose final state is known,
+// through the functions of those in between, one after the other. A tile's final state is computed in the
+// same way wherever one starts, so the result does not depend on when blocks run.
+//
+// Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
+// such a tile the threads run their steps one after the other, and later tiles wait for its final state.
+#pragma once
+
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
+#include "scan/scan.h"
+
+namespace lltm_ext {
+
+constexpr int kScanWarp = 32, kScanWarps = kScanThreads / kScanWarp;
+
+// ---- Affine functions in double
+
+__device__ __forceinline__ double to_wide(float x) { return x; }
+__device__ __forceinline__ double to_wide(double x) { return x; }
+template <typename R>
+__device__ __forceinline__ Complex<double> to_wide(Complex<R> x) {
+  return {x.real, x.imaginary};
+}
+__device__ __forceinline__ void from_wide(float& to, double x) { to = static_cast<float>(x); }
+__device__ __forceinline__ void from_wide(double& to, double x) { to = x; }
+template <typename R>
+__device__ __forceinline__ void from_wide(Complex<R>& to, Complex<double> x) {
+  to = {static_cast<R>(x.real), static_cast<R>(x.imaginary)};
+}
+
+// Whether |x| is below 2^kExponent. NaN is not.
+template <int kExponent>
+__device__ __forceinline__ bool is_below(double x) {
+  return (__double2hiint(x) & 0x7ff00000) < (1023 + kExponent) << 20;
+}
+template <int kExponent>
+__device__ __forceinline__ bool is_below(Complex<double> x) {
+  return is_below<kExponent>(x.real) && is_below<kExponent>(x.imaginary);
+}
+
+__device__ __forceinline__ void set_one(double& x) { x = 1; }
+__device__ __forceinline__ void set_one(Complex<double>& x) { x = {1, 0}; }
+
+template <typename W>
+__device__ __forceinline__ Affine<W> identity() {
+  Affine<W> f = {};
+  set_one(f.a);
+  return f;
+}
+
+// A reset makes the state b, whatever it was before. Its mark is the factor -0, which no product gives.
+__device__ __forceinline__ void mark_reset(double& a) { a = -0.; }
+__device__ __forceinline__ void mark_reset(Complex<double>& a) { a = {-0., 0}; }
+__device__ __forceinline__ bool is_reset(double a) { return __double2hiint(a) == INT32_MIN && a == 0; }
+__device__ __forceinline__ bool is_reset(Complex<double> a) { return is_reset(a.real) && a.imaginary == 0; }
+
+template <typename A>
+__device__ __forceinline__ bool is_zero(A x) {
+  return x == 0;
+}
+template <typename R>
+__device__ __forceinline__ bool is_zero(Complex<R> x) {
+  return x.real == 0 && x.imaginary == 0;
+}
+
+// A product of factors of which none is 0 is not 0 either: an infinite state stays infinite. A 0 is +0.
+__device__ __forceinline__ double without_underflow(double product, bool any_zero) {
+  return product != 0 ? product : any_zero ? 0. : copysign(5e-324, product);
+}
+__device__ __forceinline__ Complex<double> without_underflow(Complex<double> product, bool any_zero) {
+  if (!is_zero(product)) return product;
+  return {any_zero ? 0. : 5e-324, 0};
+}
+
+template <typename W>
+__device__ __forceinline__ W apply(const Affine<W>& f, W h) {
+  return is_reset(f.a) ? f.b : multiply_add(f.a, h, f.b);
+}
+
+// f, then g.
+template <typename W>
+__device__ __forceinline__ Affine<W> then(const Affine<W>& f, const Affine<W>& g) {
+  const bool any_zero = is_zero(f.a) || is_zero(g.a);
+  Affine<W> both = {without_underflow(multiply(g.a, f.a), any_zero), apply(g, f.b)};
+  if (is_reset(f.a) || is_reset(g.a)) mark_reset(both.a);
+  return both;
+}
+
+// Whether the function finds the state that the steps find. If a is large, a h and b may cancel or overflow
+// although no state on the way is large.
+template <typename W>
+__device__ __forceinline__ bool is_reliable(const Affine<W>& f) {
+  return is_below<32>(f.a) && is_below<1024>(f.b);
+}
+
+__device__ __forceinline__ double shuffle_up(double x, int lanes) { return __shfl_up_sync(~0u, x, lanes); }
+__device__ __forceinline__ Complex<double> shuffle_up(Complex<double> x, int lanes) {
+  return {shuffle_up(x.real, lanes), shuffle_up(x.imaginary, lanes)};
+}
+template <typename W>
+__device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
+  return {shuffle_up(f.a, lanes), shuffle_up(f.b, lanes)};
+}
+
+// ---- A block
+
+template <class Scan>
+struct ScanShared {
+  Affine<wide_t<Scan>> units[kScanThreads];           // [units, width]: units of rows as functions
+  wide_t<Scan> states[kScanThreads];                  // [units, width]: the states before them
+  Affine<wide_t<Scan>> parts[kScanThreads];           // [rows, width]: earlier tiles as functions
+  int states_at[kScanWarps], missing_at[kScanWarps];  // the nearest of each warp
+  unsigned number;
+};
+
+__device__ __forceinline__ int least_of_warp(int x) {
+#pragma unroll
+  for (int mask = kScanWarp / 2; mask > 0; mask /= 2) {
+    const int other = __shfl_xor_sync(~0u, x, mask);
+    x = other < x ? other : x;
+  }
+  return x;
+}
+
+template <class Scan>
+struct ScanBlock {
+  using A = typename Scan::A;
+  using W = wide_t<Scan>;
+  static constexpr int kSteps = kScanSteps<Scan>;
+
+  const Scan& scan;
+  const ScanPlan& plan;
+  const ScanLinks<W>& links;
+  ScanShared<Scan>& shared;
+  int64_t number, tile, group;  // of the block; `number` is tile * groups + group
+  int column, row;              // the thread's channel in the tile, and which of its steps
+  bool is_head, exists;         // one thread of each channel; whether there is such a channel
+  typename Scan::Channel channel;
+
+  // Blocks take tiles in the order in which they start, so those that a block waits for have started.
+  __device__ __forceinline__ static int64_t take_number(const ScanPlan& plan, const ScanLinks<W>& links,
+                                                        ScanShared<Scan>& shared) {
+    if (plan.tiles == 1) return blockIdx.x;
+    if (threadIdx.x == 0) shared.number = atomicAdd(links.started, 1u);
+    __syncthreads();
+    return shared.number;
+  }
+
+  __device__ __forceinline__ bool has_next() const { return tile + 1 < plan.tiles; }
+
+  // Tells later tiles that what this block has written is complete.
+  __device__ __forceinline__ void publish(unsigned known) const {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    st_relaxed_gpu(links.known + number, known);
+  }
+
+  // Waits for the tiles before this one. Returns how many tiles back the nearest is whose state is known.
+  // The functions of those in between are known then.
+  __device__ __forceinline__ int wait_for_state() const {
+    constexpr int kFar = 1 << 30;
+    const int back = 1 + static_cast<int>(threadIdx.x);
+    const bool exists = back <= tile;
+    const unsigned* const known = links.known + (number - back * plan.groups);
+    for (;;) {
+      const unsigned found = exists ? ld_relaxed_gpu_u32(known) : 1;
+      const int state_at = least_of_warp(found == 2 ? back : kFar);
+      const int missing_at = least_of_warp(found == 0 ? back : kFar);
+      if (threadIdx.x % kScanWarp == 0) {
+        shared.states_at[threadIdx.x / kScanWarp] = state_at;
+        shared.missing_at[threadIdx.x / kScanWarp] = missing_at;
+      }
+      __threadfence();
+      __syncthreads();
+      int nearest_state = kFar, nearest_missing = kFar;
+#pragma unroll
+      for (int i = 0; i < kScanWarps; ++i) {
+        nearest_state = min(nearest_state, shared.states_at[i]);
+        nearest_missing = min(nearest_missing, shared.missing_at[i]);
+      }
+      __syncthreads();  // all have read before anyone writes again
+      if (nearest_state < nearest_missing) return nearest_state;
+    }
+  }
+
+  // The state before the tile, for the head of each channel.
+  __device__ __forceinline__ W state_before_tile() const {
+    if (tile == 0) return is_head ? to_wide(scan.before_first(channel)) : W{};
+    const int back = wait_for_state(), rows = kScanThreads / plan.width;
+    const int64_t from = number - back * plan.groups;
+    W state = is_head ? links.states[from * plan.width + column] : W{};
+    Affine<W> mine = identity<W>();
+    const auto read = [&](int at) {  // the function of the tile `row` after `at`
+      if (at + row < back) mine = links.parts[(from + (at + row) * plan.groups) * plan.width + column];
+    };
+    read(1);
+    for (int at = 1; at < back; at += rows) {
+      shared.parts[threadIdx.x] = mine;
+      __syncthreads();
+      read(at + rows);
+      if (is_head) {
+        const int count = min(rows, back - at);
+        for (int i = 0; i < count; ++i) state = apply(shared.parts[i * plan.width + column], state);
+      }
+      __syncthreads();
+    }
+    return state;
+  }
+
+  __device__ __forceinline__ void run() const {
+    const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * kSteps;
+    const int64_t left = exists ? scan.steps - first : 0;
+    ScanStep<A> steps[kSteps];
+    unsigned forgets = 0;  // a bit a step, and one for the step after these
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k < left) steps[k] = scan.load(channel, first + k);
+    }
+#pragma unroll
+    for (int k = 0; k <= kSteps; ++k) {
+      if (Scan::kBackward ? 0 < left && k <= left : k < left) {
+        forgets |= static_cast<unsigned>(scan.forgets(channel, first + k)) << k;
+      }
+    }
+    Affine<W> mine = identity<W>();
+    bool any_zero = false;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k >= left) continue;
+      const bool forget = forgets >> k & 1;
+      const W a = to_wide(steps[k].a), b = to_wide(steps[k].b);
+      any_zero = any_zero || forget || is_zero(steps[k].a);
+      mine = {forget ? W{} : multiply(a, mine.a), forget ? b : multiply_add(a, mine.b, b)};
+    }
+    mine.a = without_underflow(mine.a, any_zero);
+    if (forgets & ((1u << clamped<int64_t>(left, 0, kSteps)) - 1)) mark_reset(mine.a);
+
+    // Where a warp has several rows: the functions of the rows before this one, and with it.
+    const int lane = threadIdx.x % kScanWarp;
+    Affine<W> before = identity<W>();
+    if (plan.width < kScanWarp) {
+      for (int lanes = plan.width; lanes < kScanWarp; lanes *= 2) {
+        const Affine<W> earlier = shuffle_up(mine, lanes);
+        if (lane >= lanes) mine = then(earlier, mine);
+      }
+      const Affine<W> earlier = shuffle_up(mine, plan.width);
+      if (lane >= plan.width) before = earlier;
+    }
+    // A unit is the rows of a warp, or one row.
+    const int rows = kScanThreads / plan.width, unit_rows = larger(1, kScanWarp / plan.width);
+    const int units = rows / unit_rows, unit = row / unit_rows;
+    if (row % unit_rows == unit_rows - 1) shared.units[unit * plan.width + column] = mine;
+    bool in_turn = __syncthreads_or(!is_reliable(mine));
+    Affine<W> whole = identity<W>();
+    if (has_next()) {
+      if (is_head) {
+        for (int i = 0; i < units; ++i) whole = then(whole, shared.units[i * plan.width + column]);
+        links.parts[number * plan.width + column] = whole;
+      }
+      in_turn = __syncthreads_or(in_turn || !is_reliable(whole));
+      if (!in_turn) publish(1);
+    }
+
+    W state = state_before_tile();
+    if (has_next() && !in_turn) {
+      if (is_head) links.states[number * plan.width + column] = apply(whole, state);
+      publish(2);
+    }
+    if (is_head) {
+      for (int i = 0; i < units; ++i) {
+        shared.states[i * plan.width + column] = state;
+        state = apply(shared.units[i * plan.width + column], state);
+      }
+    }
+    __syncthreads();
+    for (int turn = 0; turn < (in_turn ? rows : 1); ++turn) {
+      if (!in_turn || turn == row) {
+        A h;
+        from_wide(h,
+                  in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          if (k >= left) continue;
+          h = advance(steps[k], forgets >> k & 1, h);
+          scan.store(channel, first + k, steps[k], forgets >> (k + 1) & 1, h);
+        }
+        if (in_turn) shared.states[column] = to_wide(h);
+      }
+      if (in_turn) __syncthreads();
+    }
+    if (has_next() && in_turn) {
+      if (is_head) links.states[number * plan.width + column] = shared.states[column];
+      publish(2);
+    }
+  }
+};
+
+template <class Scan>
+__device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& plan,
+                                           const ScanLinks<wide_t<Scan>>& links, ScanShared<Scan>& shared) {
+  using Block = ScanBlock<Scan>;
+  const int64_t number = Block::take_number(plan, links, shared);
+  const int64_t tile = static_cast<uint32_t>(number) / static_cast<uint32_t>(plan.groups);
+  const int64_t group = number - tile * plan.groups;
+  const int column = static_cast<int>(threadIdx.x) & (plan.width - 1);
+  const int row = static_cast<int>(threadIdx.x) / plan.width;
+  const int64_t channel = group * plan.width + column, last = scan.channels.count - 1;
+  Block{scan,  plan,   links, shared,   number,          tile,
+        group, column, row,   row == 0, channel <= last, scan.channel(channel < last ? channel : last)}
+      .run();
+}
+
+}  // namespace lltm_ext
