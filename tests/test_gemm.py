@@ -470,10 +470,10 @@ SHAPES = {
     "split-K": (136, 4096, 264),
     "split-K, odd": (137, 6281, 137),
     "split-K, rounds that divide K unevenly": (601, 4001, 1301),
-    "split-K of clusters of four by one": (1088, 8496, 112),
-    "split-K of clusters of four by one, odd": (701, 5001, 71),
-    "split-K in clusters": (232, 128, 80),
-    "split-K in clusters, odd": (351, 121, 105),
+    "split-K, few columns": (1088, 8496, 112),
+    "split-K, few columns, odd": (701, 5001, 71),
+    "few tiles, short K": (232, 128, 80),
+    "few tiles, short K, odd": (351, 121, 105),
     "split-K, narrow tiles": (128, 2048, 64),
     "long K": (256, 20_000, 264),
     "long K, one tile": (100, 30_000, 72),
@@ -489,16 +489,16 @@ SHAPES = {
     "8 columns": (11_000, 1112, 8),
     "29 columns": (3001, 1209, 29),
     "50 columns": (9001, 500, 50),
-    "stream-K, less than half a round": (3000, 5001, 288),
-    "stream-K, most of a round, odd": (200, 5001, 5001),
-    "stream-K, a round and a half": (900, 2048, 4400),
-    "stream-K, more than two rounds": (2048, 2048, 5000),
-    "stream-K, clusters of two by two, odd": (901, 5001, 1101),
-    "clusters of four by one": (2048, 3552, 288),
-    "clusters of one by four": (384, 7048, 4400),
-    "clusters of one by four, odd": (1501, 5001, 901),
-    "clusters of two by two": (1536, 1536, 1536),
-    "clusters of two by two, several rounds": (3000, 2048, 1600),
+    "less than half a round of large tiles": (3000, 5001, 288),
+    "most of a round, odd": (200, 5001, 5001),
+    "a round and a half": (900, 2048, 4400),
+    "more than two rounds": (2048, 2048, 5000),
+    "a round and a half, odd": (901, 5001, 1101),
+    "few columns of large tiles": (2048, 3552, 288),
+    "few rows of large tiles": (384, 7048, 4400),
+    "several rounds, odd": (1501, 5001, 901),
+    "a square": (1536, 1536, 1536),
+    "several rounds of large tiles": (3000, 2048, 1600),
     "rows of whole 8 bytes": (112, 2100, 2276),
     "rows of whole 4 bytes": (2598, 2002, 22),
 }
@@ -562,7 +562,7 @@ def test_batches_of_small_matrices(sizes, layout, dtype):
 
 @needs_cuda
 @layouts
-def test_large_tiles_of_float64_with_batches_strides_and_infinity(layout):
+def test_float64_with_batches_strides_and_infinity(layout):
     a, b, _ = stored(layout, Make(DOUBLE, "cuda"), 2047, 34, 1023, 2)
     wide_a, wide_b = (x.repeat_interleave(2, -1)[..., ::2] for x in (a, b))  # no stride is 1
     exact = a @ b
@@ -914,8 +914,7 @@ def test_the_library_keeps_nan_and_infinity(name):
         assert c[10].isfinite().all()
 
 
-# A linear layer's operands, both K-major: kernels for up to 8, 16, 32 and 64 rows; their tile widths depend
-# on the columns.
+# A linear layer's operands, both K-major: kernels for up to 8, 16 and 32 rows, and tiles.
 FEW_ROWS = (1, 7, 8, 9, 16, 17, 32, 33, 64)
 halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 

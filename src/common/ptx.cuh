@@ -51,6 +51,23 @@ __device__ __forceinline__ float4 ld_once(const float* address) {
   return x;
 }
 
+// 16 bytes that are read once, so they bypass L1 and leave it to a's rows; 0 unless `inside`. Four lanes read
+// half a cache line. The other half is prefetched with it, for the next load.
+__device__ __forceinline__ uint4 ld_once_if(const void* from, bool inside) {
+  uint4 x;
+  asm volatile(
+      "{\n"
+      " .reg .pred inside;\n"
+      " setp.ne.b32 inside, %5, 0;\n"
+      " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
+      " @inside ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "r"(static_cast<int>(inside))
+      : "memory");
+  return x;
+}
+
 // Keeps the compiler from computing x again at every use.
 template <typename T>
 __device__ __forceinline__ void keep_in_register(T& x) {

@@ -16,22 +16,6 @@
 
 namespace lltm_ext {
 
-// 16 bytes that are read once, so they bypass L1 and leave it to a's rows; 0 unless `inside`. Four lanes read
-// half a cache line. The other half is prefetched with it, for the next load.
-__device__ __forceinline__ uint4 load_once(const void* from, bool inside) {
-  uint4 x;
-  asm volatile(
-      "{\n"
-      " .reg .pred inside;\n"
-      " setp.ne.b32 inside, %5, 0;\n"
-      " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
-      " @inside ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-      : "l"(from), "r"(static_cast<int>(inside))
-      : "memory");
-  return x;
-}
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool inside) {
   return inside ? *static_cast<const uint4*>(from) : uint4{};
 }
@@ -114,8 +98,8 @@ struct FewRowsKernel {
     Slice loaded[kSlices];
     const auto load = [&](int i) {
       const bool inside = k + i * kSlice + in_slice < end;
-      loaded[i].upper = load_once(upper + i * kSlice, inside);
-      loaded[i].lower = load_once(lower + i * kSlice, inside);
+      loaded[i].upper = ld_once_if(upper + i * kSlice, inside);
+      loaded[i].lower = ld_once_if(lower + i * kSlice, inside);
 #pragma unroll
       for (int e = 0; e < EIGHTS; ++e) loaded[i].x[e] = load_or_zero(row[e] + i * kSlice, inside);
     };

@@ -304,22 +304,17 @@ __device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const 
 
 // ---- The kernel
 
-// ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. Copies of a slice are made in
-// PARTS, spread over the FMAs.
+// What a block does. ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. Copies of a
+// slice are made in PARTS, spread over the FMAs. at: in shared memory, because the mainloop needs all
+// registers.
 template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
-    gemm_ffma_kernel(const GemmArgs<float> args, const Tiles tiles, Access access_a, Access access_b) {
-  if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
-    __trap();  // launched on Hopper only
-    return;
-  }
+__device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tiles& tiles, Access access_a,
+                                         Access access_b, float* shared, TilePart& at) {
   constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
   constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, per group
   constexpr int kEvery = kDepth / PARTS;
   if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
   if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  float* const shared = reinterpret_cast<float*>(shared_bytes);
 
   // A warp is 4 threads down and 8 across, so that it loads few different vectors of both slices.
   const int group = threadIdx.x / Tile::kGroupThreads, thread = threadIdx.x % Tile::kGroupThreads;
@@ -328,8 +323,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const int row = (warp / kWarpsAcross * 4 + lane / 8) * V;
   const int column = (warp % kWarpsAcross * 8 + lane % 8) * V;
 
-  // In shared memory, because the mainloop needs all registers.
-  __shared__ TilePart at;
   if (threadIdx.x == 0) at = TilePart(tiles, Tile::BM, Tile::BN, BK, args.k);
   __syncthreads();
   const int64_t size = at.size;
@@ -408,6 +401,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     }
     __syncthreads();
     write_staged<Tile::kPartRows, Tile::BN, Tile::kThreads>(args, at, part * Tile::kPartRows, shared);
+  }
+}
+
+template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
+    gemm_ffma_kernel(const GemmArgs<float> args, const Tiles tiles, Access access_a, Access access_b) {
+  if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
+    __trap();  // launched on Hopper only
+  } else {
+    __shared__ TilePart at;
+    run_ffma<Tile, ACCESS_A, ACCESS_B, PARTS>(args, tiles, access_a, access_b, dynamic_shared_floats(), at);
   }
 }
 

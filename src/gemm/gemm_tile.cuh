@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/divisor.h"
+#include "common/fast_math.cuh"
 #include "common/launch.cuh"
 #include "common/types.h"
 #include "common/vec.cuh"
@@ -26,7 +27,6 @@ struct TileOrder {
         by_band(std::max<int64_t>(kBand * columns, 1)),
         by_last_rows(rows_ % kBand == 0 ? kBand : rows_ % kBand) {}
 
-#ifdef __CUDACC__
   struct Tile {
     int64_t matrix, row, column;
   };
@@ -37,7 +37,6 @@ struct TileOrder {
     const int64_t column = whole ? in_band / kBand : by_last_rows.quotient(in_band);
     return {matrix, band * kBand + in_band - column * (whole ? kBand : by_last_rows.divisor), column};
   }
-#endif
 
   int64_t rows, total;
   Divisor by_matrix, by_band, by_last_rows;  // tiles of a matrix, tiles of a band, rows of the last band

@@ -10,4 +10,8 @@ struct MathOf {
   using type = ExactMath;
 };
 
+template <typename T>
+using ActivationMath = ExactMath;
+using FastMath = ExactMath;
+
 }  // namespace lltm_ext

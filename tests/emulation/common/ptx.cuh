@@ -31,11 +31,19 @@ inline void prefetch_global_l2(const void* address) { prefetched.push_back(addre
 
 inline float4 ld_once(const float* address) { return *reinterpret_cast<const float4*>(address); }
 
+inline uint4 ld_once_if(const void* address, bool inside) {
+  return inside ? *static_cast<const uint4*>(address) : uint4{};
+}
+
 // Here a copy is done at once.
 template <int kBytes>
 void cp_async(void* shared, const void* global, int valid) {
   std::memset(shared, 0, kBytes);
   if (valid > 0) std::memcpy(shared, global, valid);
+}
+template <int kBytes>
+void cp_async_if(bool when, void* shared, const void* global, int valid) {
+  if (when) cp_async<kBytes>(shared, global, valid);
 }
 inline void cp_async_commit_group() {}
 template <int kGroups>
