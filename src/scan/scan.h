@@ -233,9 +233,9 @@ using wide_t = typename ScanWide<typename Scan::A>::type;
 // What blocks tell those of later tiles. Empty if no tile follows another.
 template <typename W>
 struct ScanLinks {
-  Affine<W>* parts;   // [blocks, width]: tiles as functions
-  W* states;          // [blocks, width]: the states after them
-  unsigned* known;    // [blocks]: 0; 1: the parts; 2: the states too
+  Affine<W>* parts;   // [groups, tiles, width]: tiles as functions
+  W* states;          // [groups, tiles, width]: the states after them
+  unsigned* known;    // [groups, tiles]: 0; 1: the parts; 2: the states too
   unsigned* started;  // the number of blocks that have started
 
   static int64_t flag_bytes(const ScanPlan& plan) { return (plan.blocks() + 1) * sizeof(unsigned); }

@@ -112,12 +112,16 @@ __device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
 
 // ---- A block
 
+// Functions of earlier tiles that a thread reads at once.
+template <class Scan>
+constexpr int kScanReads = sizeof(wide_t<Scan>) == 8 ? 4 : 1;
+
 template <class Scan>
 struct ScanShared {
-  Affine<wide_t<Scan>> units[kScanThreads];           // [units, width]: units of rows as functions
-  wide_t<Scan> states[kScanThreads];                  // [units, width]: the states before them
-  Affine<wide_t<Scan>> parts[kScanThreads];           // [rows, width]: earlier tiles as functions
-  int states_at[kScanWarps], missing_at[kScanWarps];  // the nearest of each warp
+  Affine<wide_t<Scan>> units[kScanThreads];                     // [units, width]: units of rows as functions
+  wide_t<Scan> states[kScanThreads];                            // [units, width]: the states before them
+  Affine<wide_t<Scan>> parts[kScanReads<Scan> * kScanThreads];  // [tiles, width]: earlier tiles as functions
+  int states_at[kScanWarps], missing_at[kScanWarps];            // the nearest of each warp
   unsigned number;
 };
 
@@ -140,9 +144,10 @@ struct ScanBlock {
   const ScanPlan& plan;
   const ScanLinks<W>& links;
   ScanShared<Scan>& shared;
-  int64_t number, tile, group;  // of the block; `number` is tile * groups + group
-  int column, row;              // the thread's channel in the tile, and which of its steps
-  bool is_head, exists;         // one thread of each channel; whether there is such a channel
+  int64_t tile;          // which of its channels' tiles the block has
+  int64_t slot;          // its place in the links, where the tiles of the same channels are adjacent
+  int column, row;       // the thread's channel in the tile, and which of its steps
+  bool is_head, exists;  // one thread of each channel; whether there is such a channel
   typename Scan::Channel channel;
 
   // Blocks take tiles in the order in which they start, so those that a block waits for have started.
@@ -161,7 +166,7 @@ struct ScanBlock {
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence();
-    st_relaxed_gpu(links.known + number, known);
+    st_relaxed_gpu(links.known + slot, known);
   }
 
   // Waits for the tiles before this one. Returns how many tiles back the nearest is whose state is known.
@@ -170,7 +175,7 @@ struct ScanBlock {
     constexpr int kFar = 1 << 30;
     const int back = 1 + static_cast<int>(threadIdx.x);
     const bool exists = back <= tile;
-    const unsigned* const known = links.known + (number - back * plan.groups);
+    const unsigned* const known = links.known + (slot - back);
     for (;;) {
       const unsigned found = exists ? ld_relaxed_gpu_u32(known) : 1;
       const int state_at = least_of_warp(found == 2 ? back : kFar);
@@ -179,7 +184,6 @@ struct ScanBlock {
         shared.states_at[threadIdx.x / kScanWarp] = state_at;
         shared.missing_at[threadIdx.x / kScanWarp] = missing_at;
       }
-      __threadfence();
       __syncthreads();
       int nearest_state = kFar, nearest_missing = kFar;
 #pragma unroll
@@ -187,8 +191,10 @@ struct ScanBlock {
         nearest_state = min(nearest_state, shared.states_at[i]);
         nearest_missing = min(nearest_missing, shared.missing_at[i]);
       }
+      const bool found_all = nearest_state < nearest_missing;
+      if (found_all) __threadfence();
       __syncthreads();  // all have read before anyone writes again
-      if (nearest_state < nearest_missing) return nearest_state;
+      if (found_all) return nearest_state;
     }
   }
 
@@ -196,20 +202,25 @@ struct ScanBlock {
   __device__ __forceinline__ W state_before_tile() const {
     if (tile == 0) return is_head ? to_wide(scan.before_first(channel)) : W{};
     const int back = wait_for_state(), rows = kScanThreads / plan.width;
-    const int64_t from = number - back * plan.groups;
-    W state = is_head ? links.states[from * plan.width + column] : W{};
-    Affine<W> mine = identity<W>();
-    const auto read = [&](int at) {  // the function of the tile `row` after `at`
-      if (at + row < back) mine = links.parts[(from + (at + row) * plan.groups) * plan.width + column];
-    };
-    read(1);
-    for (int at = 1; at < back; at += rows) {
-      shared.parts[threadIdx.x] = mine;
+    W state = is_head ? links.states[(slot - back) * plan.width + column] : W{};
+    constexpr int kReads = kScanReads<Scan>;
+    for (int left = back - 1; left > 0; left -= kReads * rows) {  // tiles that the state has yet to pass
+      const Affine<W>* const parts = links.parts + (slot - left) * plan.width;
+      const int count = min(left, kReads * rows) * plan.width;
+      Affine<W> read[kReads];
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int at = i * kScanThreads + static_cast<int>(threadIdx.x);
+        if (at < count) read[i] = parts[at];
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int at = i * kScanThreads + static_cast<int>(threadIdx.x);
+        if (at < count) shared.parts[at] = read[i];
+      }
       __syncthreads();
-      read(at + rows);
       if (is_head) {
-        const int count = min(rows, back - at);
-        for (int i = 0; i < count; ++i) state = apply(shared.parts[i * plan.width + column], state);
+        for (int at = column; at < count; at += plan.width) state = apply(shared.parts[at], state);
       }
       __syncthreads();
     }
@@ -264,7 +275,7 @@ struct ScanBlock {
     if (has_next()) {
       if (is_head) {
         for (int i = 0; i < units; ++i) whole = then(whole, shared.units[i * plan.width + column]);
-        links.parts[number * plan.width + column] = whole;
+        links.parts[slot * plan.width + column] = whole;
       }
       in_turn = __syncthreads_or(in_turn || !is_reliable(whole));
       if (!in_turn) publish(1);
@@ -272,7 +283,7 @@ struct ScanBlock {
 
     W state = state_before_tile();
     if (has_next() && !in_turn) {
-      if (is_head) links.states[number * plan.width + column] = apply(whole, state);
+      if (is_head) links.states[slot * plan.width + column] = apply(whole, state);
       publish(2);
     }
     if (is_head) {
@@ -298,7 +309,7 @@ struct ScanBlock {
       if (in_turn) __syncthreads();
     }
     if (has_next() && in_turn) {
-      if (is_head) links.states[number * plan.width + column] = shared.states[column];
+      if (is_head) links.states[slot * plan.width + column] = shared.states[column];
       publish(2);
     }
   }
@@ -314,8 +325,17 @@ __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& pla
   const int column = static_cast<int>(threadIdx.x) & (plan.width - 1);
   const int row = static_cast<int>(threadIdx.x) / plan.width;
   const int64_t channel = group * plan.width + column, last = scan.channels.count - 1;
-  Block{scan,  plan,   links, shared,   number,          tile,
-        group, column, row,   row == 0, channel <= last, scan.channel(channel < last ? channel : last)}
+  Block{scan,
+        plan,
+        links,
+        shared,
+        tile,
+        group * plan.tiles + tile,
+        column,
+        row,
+        row == 0,
+        channel <= last,
+        scan.channel(channel < last ? channel : last)}
       .run();
 }
 
