@@ -117,6 +117,7 @@ struct ScanForward {
     const ChannelIndex i = index_of(channels, number);
     return {a.at(i), b.at(i), initial.at(i), reset.at(i), h.at(i)};
   }
+  bool time_is_fastest() const { return h.step == 1 || h.step == -1; }
   LLTM_HOST_DEVICE A before_first(const Channel& x) const { return x.initial ? widen(*x.initial) : A{}; }
   LLTM_HOST_DEVICE bool forgets(const Channel& x, int64_t s) const {
     return x.reset && x.reset[s * reset.step];
@@ -160,6 +161,7 @@ struct ScanBackward {
     return {a.at(i),     grad.at(i),   initial.at(i), h.at(i),
             reset.at(i), grad_a.at(i), grad_b.at(i),  grad_initial.at(i)};
   }
+  bool time_is_fastest() const { return grad_b.step == 1 || grad_b.step == -1; }
   LLTM_HOST_DEVICE A before_first(const Channel&) const { return A{}; }
   // s may be `steps`: whether the initial state has no gradient.
   LLTM_HOST_DEVICE bool forgets(const Channel& x, int64_t s) const {

@@ -112,16 +112,29 @@ __device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
 
 // ---- A block
 
+// Whether blocks can exchange elements between threads. Complex numbers would take too much shared memory.
+template <class Scan>
+constexpr bool kScanExchanges = sizeof(wide_t<Scan>) == 8;
+
 // Functions of earlier tiles that a thread reads at once.
 template <class Scan>
 constexpr int kScanReads = sizeof(wide_t<Scan>) == 8 ? 4 : 1;
 
 template <class Scan>
 struct ScanShared {
-  Affine<wide_t<Scan>> units[kScanThreads];                     // [units, width]: units of rows as functions
-  wide_t<Scan> states[kScanThreads];                            // [units, width]: the states before them
-  Affine<wide_t<Scan>> parts[kScanReads<Scan> * kScanThreads];  // [tiles, width]: earlier tiles as functions
-  int states_at[kScanWarps], missing_at[kScanWarps];            // the nearest of each warp
+  using A = typename Scan::A;
+  // An element of padding for each 128 bytes, so that the threads of a warp use all banks.
+  static constexpr int kPadding = 128 / sizeof(A);
+  __device__ __forceinline__ A& at(int i) { return exchanged[i + i / kPadding]; }
+
+  Affine<wide_t<Scan>> units[kScanThreads];  // [units, width]: units of rows as functions
+  wide_t<Scan> states[kScanThreads];         // [units, width]: the states before them
+  union {
+    Affine<wide_t<Scan>>
+        parts[kScanReads<Scan> * kScanThreads];  // [tiles, width]: earlier tiles as functions
+    A exchanged[kScanExchanges<Scan> ? kScanThreads * kScanSteps<Scan> * (kPadding + 1) / kPadding : 1];
+  };
+  int states_at[kScanWarps], missing_at[kScanWarps];  // the nearest of each warp
   unsigned number;
 };
 
@@ -134,21 +147,26 @@ __device__ __forceinline__ int least_of_warp(int x) {
   return x;
 }
 
-template <class Scan>
+// kExchange: time is the fastest dimension in memory. Adjacent threads read and write adjacent steps, and
+// exchange them with the threads that run them.
+template <class Scan, bool kExchange>
 struct ScanBlock {
   using A = typename Scan::A;
   using W = wide_t<Scan>;
+  using Channel = typename Scan::Channel;
   static constexpr int kSteps = kScanSteps<Scan>;
 
   const Scan& scan;
   const ScanPlan& plan;
   const ScanLinks<W>& links;
   ScanShared<Scan>& shared;
-  int64_t tile;          // which of its channels' tiles the block has
-  int64_t slot;          // its place in the links, where the tiles of the same channels are adjacent
-  int column, row;       // the thread's channel in the tile, and which of its steps
-  bool is_head, exists;  // one thread of each channel; whether there is such a channel
-  typename Scan::Channel channel;
+  int64_t tile;                  // which of its channels' tiles the block has
+  int64_t slot;                  // its place in the links, where the tiles of the same channels are adjacent
+  int column, row;               // the thread's channel in the tile, and which of its steps
+  bool is_head;                  // one thread of each channel
+  int64_t first_channel, first;  // of the block's channels; of the thread's steps
+  int64_t left;                  // how many steps there are from `first` on; none if there is no such channel
+  Channel channel;
 
   // Blocks take tiles in the order in which they start, so those that a block waits for have started.
   __device__ __forceinline__ static int64_t take_number(const ScanPlan& plan, const ScanLinks<W>& links,
@@ -227,15 +245,59 @@ struct ScanBlock {
     return state;
   }
 
-  __device__ __forceinline__ void run() const {
-    const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * kSteps;
-    const int64_t left = exists ? scan.steps - first : 0;
-    ScanStep<A> steps[kSteps];
-    unsigned forgets = 0;  // a bit a step, and one for the step after these
+  // ---- The steps of the thread
+
+  // Calls f(k, channel, step) for the elements that this thread reads and writes.
+  template <class F>
+  __device__ __forceinline__ void for_each_element(const F& f) const {
+    if constexpr (kExchange) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (k < left) steps[k] = scan.load(channel, first + k);
+      for (int k = 0; k < kSteps; ++k) {
+        const int at = k * kScanThreads + static_cast<int>(threadIdx.x);
+        const int64_t s = tile * plan.tile_steps + at % plan.tile_steps;
+        const int64_t c = first_channel + at / plan.tile_steps;
+        if (s < scan.steps && c < scan.channels.count) f(k, scan.channel(c), s);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (k < left) f(k, channel, first + k);
+      }
     }
+  }
+
+  // Passes values from the threads that read them to those that run them.
+  __device__ __forceinline__ void to_rows(ScanStep<A> (&steps)[kSteps], A ScanStep<A>::* value) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) shared.at(k * kScanThreads + threadIdx.x) = steps[k].*value;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) steps[k].*value = shared.at(own_place() + k);
+    __syncthreads();
+  }
+  // Passes results, in b, to the threads that write them.
+  __device__ __forceinline__ void from_rows(ScanStep<A> (&steps)[kSteps]) const {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) shared.at(own_place() + k) = steps[k].b;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) steps[k].b = shared.at(k * kScanThreads + threadIdx.x);
+  }
+  __device__ __forceinline__ int own_place() const { return column * plan.tile_steps + row * kSteps; }
+
+  __device__ __forceinline__ void run() const {
+    ScanStep<A> steps[kSteps];
+    if constexpr (kExchange) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) steps[k] = {};
+    }
+    for_each_element([&](int k, const Channel& c, int64_t s) { steps[k] = scan.load(c, s); });
+    if constexpr (kExchange) {
+      to_rows(steps, &ScanStep<A>::a);
+      to_rows(steps, &ScanStep<A>::b);
+    }
+    unsigned forgets = 0;  // a bit a step, and one for the step after these
 #pragma unroll
     for (int k = 0; k <= kSteps; ++k) {
       if (Scan::kBackward ? 0 < left && k <= left : k < left) {
@@ -300,9 +362,7 @@ struct ScanBlock {
                   in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          if (k >= left) continue;
-          h = advance(steps[k], forgets >> k & 1, h);
-          scan.store(channel, first + k, steps[k], forgets >> (k + 1) & 1, h);
+          if (k < left) steps[k].b = h = advance(steps[k], forgets >> k & 1, h);
         }
         if (in_turn) shared.states[column] = to_wide(h);
       }
@@ -312,31 +372,42 @@ struct ScanBlock {
       if (is_head) links.states[slot * plan.width + column] = shared.states[column];
       publish(2);
     }
+
+    if constexpr (kExchange) from_rows(steps);
+    for_each_element([&](int k, const Channel& c, int64_t s) {
+      bool next_forgets = forgets >> (k + 1) & 1;
+      if constexpr (kExchange && Scan::kBackward) next_forgets = scan.forgets(c, s + 1);
+      scan.store(c, s, steps[k], next_forgets, steps[k].b);
+    });
   }
 };
 
-template <class Scan>
+template <bool kExchange, class Scan>
 __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& plan,
                                            const ScanLinks<wide_t<Scan>>& links, ScanShared<Scan>& shared) {
-  using Block = ScanBlock<Scan>;
+  using Block = ScanBlock<Scan, kExchange>;
   const int64_t number = Block::take_number(plan, links, shared);
   const int64_t tile = static_cast<uint32_t>(number) / static_cast<uint32_t>(plan.groups);
   const int64_t group = number - tile * plan.groups;
   const int column = static_cast<int>(threadIdx.x) & (plan.width - 1);
   const int row = static_cast<int>(threadIdx.x) / plan.width;
-  const int64_t channel = group * plan.width + column, last = scan.channels.count - 1;
-  Block{scan,
-        plan,
-        links,
-        shared,
-        tile,
-        group * plan.tiles + tile,
-        column,
-        row,
-        row == 0,
-        channel <= last,
-        scan.channel(channel < last ? channel : last)}
-      .run();
+  const int64_t first_channel = group * plan.width, channel = first_channel + column;
+  const int64_t last = scan.channels.count - 1;
+  const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * Block::kSteps;
+  const Block block = {scan,
+                       plan,
+                       links,
+                       shared,
+                       tile,
+                       group * plan.tiles + tile,
+                       column,
+                       row,
+                       row == 0,
+                       first_channel,
+                       first,
+                       channel <= last ? scan.steps - first : 0,
+                       scan.channel(channel < last ? channel : last)};
+  block.run();
 }
 
 }  // namespace lltm_ext
