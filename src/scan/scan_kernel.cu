@@ -5,7 +5,7 @@ namespace lltm_ext {
 namespace {
 
 template <bool kExchange, class Scan>
-__global__ void __launch_bounds__(kScanThreads, 2)
+__global__ void __launch_bounds__(kScanThreads, 3)
     scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanPlan plan,
                 const __grid_constant__ ScanLinks<wide_t<Scan>> links) {
   __shared__ ScanShared<Scan> shared;

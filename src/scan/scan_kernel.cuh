@@ -112,10 +112,6 @@ __device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
 
 // ---- A block
 
-// Whether blocks can exchange elements between threads. Complex numbers would take too much shared memory.
-template <class Scan>
-constexpr bool kScanExchanges = sizeof(wide_t<Scan>) == 8;
-
 // Functions of earlier tiles that a thread reads at once.
 template <class Scan>
 constexpr int kScanReads = sizeof(wide_t<Scan>) == 8 ? 4 : 1;
@@ -165,8 +161,9 @@ struct ScanBlock {
   int column, row;               // the thread's channel in the tile, and which of its steps
   bool is_head;                  // one thread of each channel
   int64_t first_channel, first;  // of the block's channels; of the thread's steps
-  int64_t left;                  // how many steps there are from `first` on; none if there is no such channel
-  Channel channel;
+  int left;  // how many steps there are from `first` on, at most kSteps + 1; none if there is no such channel
+  Channel channel;  // at its first step
+  Channel start;    // at `first`
 
   // Blocks take tiles in the order in which they start, so those that a block waits for have started.
   __device__ __forceinline__ static int64_t take_number(const ScanPlan& plan, const ScanLinks<W>& links,
@@ -183,7 +180,7 @@ struct ScanBlock {
   __device__ __forceinline__ void publish(unsigned known) const {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
+    fence_gpu();
     st_relaxed_gpu(links.known + slot, known);
   }
 
@@ -210,7 +207,7 @@ struct ScanBlock {
         nearest_missing = min(nearest_missing, shared.missing_at[i]);
       }
       const bool found_all = nearest_state < nearest_missing;
-      if (found_all) __threadfence();
+      if (found_all) fence_gpu();
       __syncthreads();  // all have read before anyone writes again
       if (found_all) return nearest_state;
     }
@@ -247,21 +244,28 @@ struct ScanBlock {
 
   // ---- The steps of the thread
 
-  // Calls f(k, channel, step) for the elements that this thread reads and writes.
-  template <class F>
+  // Whether all threads have all steps.
+  __device__ __forceinline__ bool is_full() const {
+    return (tile + 1) * plan.tile_steps <= scan.steps && first_channel + plan.width <= scan.channels.count;
+  }
+
+  // Calls f(k, x, is_first, is_last) for the elements that this thread reads and writes.
+  template <bool kFull, class F>
   __device__ __forceinline__ void for_each_element(const F& f) const {
     if constexpr (kExchange) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const int at = k * kScanThreads + static_cast<int>(threadIdx.x);
-        const int64_t s = tile * plan.tile_steps + at % plan.tile_steps;
-        const int64_t c = first_channel + at / plan.tile_steps;
-        if (s < scan.steps && c < scan.channels.count) f(k, scan.channel(c), s);
+        const int at = k * kScanThreads + static_cast<int>(threadIdx.x), c = at >> plan.tile_bits;
+        const int64_t s = tile * plan.tile_steps + (at & (plan.tile_steps - 1));
+        if (!kFull && (s >= scan.steps || first_channel + c >= scan.channels.count)) continue;
+        f(k, scan.moved(scan.beside(channel, c - column), s), s == 0, s + 1 == scan.steps);
       }
     } else {
+      Channel x = start;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        if (k < left) f(k, channel, first + k);
+        if (kFull || k < left) f(k, x, k == 0 && first == 0, k + 1 == left);
+        x = scan.moved(x, 1);
       }
     }
   }
@@ -286,36 +290,75 @@ struct ScanBlock {
   }
   __device__ __forceinline__ int own_place() const { return column * plan.tile_steps + row * kSteps; }
 
-  __device__ __forceinline__ void run() const {
-    ScanStep<A> steps[kSteps];
-    if constexpr (kExchange) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) steps[k] = {};
-    }
-    for_each_element([&](int k, const Channel& c, int64_t s) { steps[k] = scan.load(c, s); });
-    if constexpr (kExchange) {
-      to_rows(steps, &ScanStep<A>::a);
-      to_rows(steps, &ScanStep<A>::b);
-    }
-    unsigned forgets = 0;  // a bit a step, and one for the step after these
+  // A bit a step that forgets the state before it, and one for the step after these.
+  __device__ __forceinline__ unsigned load_resets() const {
+    unsigned forgets = Scan::kBackward && first == 0;
+    if (!scan.reset.data) return forgets;
+    Channel x = start;
 #pragma unroll
     for (int k = 0; k <= kSteps; ++k) {
       if (Scan::kBackward ? 0 < left && k <= left : k < left) {
-        forgets |= static_cast<unsigned>(scan.forgets(channel, first + k)) << k;
+        forgets |= static_cast<unsigned>(scan.forgets(x, k == 0 && first == 0)) << k;
       }
+      x = scan.moved(x, 1);
     }
+    return forgets;
+  }
+
+  // The thread's steps as a function.
+  template <bool kFull>
+  __device__ __forceinline__ Affine<W> reduced(const ScanStep<A> (&steps)[kSteps], unsigned forgets) const {
     Affine<W> mine = identity<W>();
     bool any_zero = false;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (k >= left) continue;
-      const bool forget = forgets >> k & 1;
-      const W a = to_wide(steps[k].a), b = to_wide(steps[k].b);
-      any_zero = any_zero || forget || is_zero(steps[k].a);
-      mine = {forget ? W{} : multiply(a, mine.a), forget ? b : multiply_add(a, mine.b, b)};
+      if (!kFull && k >= left) continue;
+      const A a = forgets >> k & 1 ? A{} : steps[k].a;
+      any_zero = any_zero || is_zero(a);
+      mine = {multiply(to_wide(a), mine.a), multiply_add(to_wide(a), mine.b, to_wide(steps[k].b))};
     }
     mine.a = without_underflow(mine.a, any_zero);
-    if (forgets & ((1u << clamped<int64_t>(left, 0, kSteps)) - 1)) mark_reset(mine.a);
+    if (forgets & ((1u << clamped<int>(left, 0, kSteps)) - 1)) mark_reset(mine.a);
+    return mine;
+  }
+
+  // Runs the steps from the state h, and returns the last one. The results are in b, if threads exchange
+  // them, else they are stored.
+  template <bool kFull>
+  __device__ __forceinline__ A run_steps(ScanStep<A> (&steps)[kSteps], unsigned forgets, A h) const {
+    Channel x = start;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (kFull || k < left) {
+        h = advance(steps[k], forgets >> k & 1, h);
+        if constexpr (kExchange) {
+          steps[k].b = h;
+        } else {
+          scan.store(x, steps[k], forgets >> (k + 1) & 1, k + 1 == left, h);
+        }
+      }
+      if constexpr (!kExchange) x = scan.moved(x, 1);
+    }
+    return h;
+  }
+
+  // kFull: is_full().
+  template <bool kFull>
+  __device__ __forceinline__ void run() const {
+    ScanStep<A> steps[kSteps];
+    if constexpr (kExchange && !kFull) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) steps[k] = {};
+    }
+    for_each_element<kFull>([&](int k, const Channel& x, bool is_first, bool is_last) {
+      steps[k] = scan.load(x, is_first, is_last);
+    });
+    if constexpr (kExchange) {
+      to_rows(steps, &ScanStep<A>::a);
+      to_rows(steps, &ScanStep<A>::b);
+    }
+    const unsigned forgets = load_resets();
+    Affine<W> mine = reduced<kFull>(steps, forgets);
 
     // Where a warp has several rows: the functions of the rows before this one, and with it.
     const int lane = threadIdx.x % kScanWarp;
@@ -360,10 +403,7 @@ struct ScanBlock {
         A h;
         from_wide(h,
                   in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          if (k < left) steps[k].b = h = advance(steps[k], forgets >> k & 1, h);
-        }
+        h = run_steps<kFull>(steps, forgets, h);
         if (in_turn) shared.states[column] = to_wide(h);
       }
       if (in_turn) __syncthreads();
@@ -373,12 +413,13 @@ struct ScanBlock {
       publish(2);
     }
 
-    if constexpr (kExchange) from_rows(steps);
-    for_each_element([&](int k, const Channel& c, int64_t s) {
-      bool next_forgets = forgets >> (k + 1) & 1;
-      if constexpr (kExchange && Scan::kBackward) next_forgets = scan.forgets(c, s + 1);
-      scan.store(c, s, steps[k], next_forgets, steps[k].b);
-    });
+    if constexpr (kExchange) {
+      from_rows(steps);
+      for_each_element<kFull>([&](int k, const Channel& x, bool, bool is_last) {
+        scan.store(x, steps[k], Scan::kBackward && scan.forgets(scan.moved(x, 1), false), is_last,
+                   steps[k].b);
+      });
+    }
   }
 };
 
@@ -394,20 +435,16 @@ __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& pla
   const int64_t first_channel = group * plan.width, channel = first_channel + column;
   const int64_t last = scan.channels.count - 1;
   const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * Block::kSteps;
-  const Block block = {scan,
-                       plan,
-                       links,
-                       shared,
-                       tile,
-                       group * plan.tiles + tile,
-                       column,
-                       row,
-                       row == 0,
-                       first_channel,
-                       first,
-                       channel <= last ? scan.steps - first : 0,
-                       scan.channel(channel < last ? channel : last)};
-  block.run();
+  const int64_t left = channel <= last ? scan.steps - first : 0;
+  const typename Scan::Channel at_first_step = scan.channel(channel < last ? channel : last);
+  const Block block = {scan,          plan,
+                       links,         shared,
+                       tile,          group * plan.tiles + tile,
+                       column,        row,
+                       row == 0,      first_channel,
+                       first,         static_cast<int>(clamped<int64_t>(left, 0, Block::kSteps + 1)),
+                       at_first_step, scan.moved(at_first_step, first)};
+  block.is_full() ? block.template run<true>() : block.template run<false>();
 }
 
 }  // namespace lltm_ext

@@ -381,6 +381,5 @@ inline unsigned atomicAdd(unsigned* address, unsigned x) {
   *address += x;
   return before;
 }
-inline void __threadfence() {}
 
 [[noreturn]] inline void __trap() { cuda_on_cpu::fail("The kernel trapped"); }
