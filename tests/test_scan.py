@@ -332,6 +332,25 @@ def test_the_strides_of_b_are_kept(device):
     assert lltm_ext.scan(a[0], b).is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(20_000, 1), (9000, 3), (1200, 40), (20, 1500), (700, 5, 7)], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_that_are_adjacent_in_memory_have_the_same_bits(shape, reverse, dtype, device):
+    """Batch first: a sequence of each channel."""
+    make = Make(dtype, device)
+    call = Call(torch.tanh(make(*shape)), make(*shape))
+    reset = Make(device=device, seed=1)(*shape[:2]) > 2.5
+    grad = [make(*shape)]
+
+    def batch_first(x):
+        return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+    def function(a, b):
+        return lltm_ext.scan(a, b, reset=reset, reverse=reverse)
+
+    found = results(function, call.map(batch_first), [batch_first(grad[0])])
+    assert_same_bits(found, results(function, call, grad))
+
+
 def test_dtypes_are_promoted(device):
     make = Make(device=device)
     half, single, double = (make(5, 3).to(dtype) for dtype in (torch.float16, torch.float32, DOUBLE))

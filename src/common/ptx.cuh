@@ -33,6 +33,9 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
                : "memory");
 }
 
+// Orders this thread's accesses before it and those after it, for all threads of the GPU.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
+
 // to += x, without waiting for the old value.
 __device__ __forceinline__ void red_add_gpu(float* to, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(to), "f"(x) : "memory");

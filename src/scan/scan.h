@@ -94,6 +94,9 @@ LLTM_HOST_DEVICE A advance(const ScanStep<A>& step, bool forgets, A h) {
   return forgets ? step.b : multiply_add(step.a, h, step.b);
 }
 
+// A Channel points to a step of a channel, `moved` to another one. `load` and `store` are told whether it is
+// the first or the last one.
+//
 // T: the type of b and h. C: that of a, which is T, or float where T is a half type.
 template <typename T, typename C>
 struct ScanForward {
@@ -117,15 +120,25 @@ struct ScanForward {
     const ChannelIndex i = index_of(channels, number);
     return {a.at(i), b.at(i), initial.at(i), reset.at(i), h.at(i)};
   }
+  bool time_is_fastest() const { return channels.dims <= 1 && (h.step == 1 || h.step == -1); }
+  LLTM_HOST_DEVICE Channel moved(Channel x, int64_t by) const {
+    x.a += by * a.step, x.b += by * b.step, x.h += by * h.step;
+    if (x.reset) x.reset += by * reset.step;
+    return x;
+  }
+  // The same step of another channel, where channels have one dimension.
+  LLTM_HOST_DEVICE Channel beside(Channel x, int64_t by) const {
+    x.a += by * a.strides[0], x.b += by * b.strides[0], x.h += by * h.strides[0];
+    if (x.reset) x.reset += by * reset.strides[0];
+    return x;
+  }
   LLTM_HOST_DEVICE A before_first(const Channel& x) const { return x.initial ? widen(*x.initial) : A{}; }
-  LLTM_HOST_DEVICE bool forgets(const Channel& x, int64_t s) const {
-    return x.reset && x.reset[s * reset.step];
+  LLTM_HOST_DEVICE bool forgets(const Channel& x, bool) const { return x.reset && *x.reset; }
+  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, bool, bool) const {
+    return {widen(*x.a), widen(*x.b), A{}};
   }
-  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, int64_t s) const {
-    return {widen(x.a[s * a.step]), widen(x.b[s * b.step]), A{}};
-  }
-  LLTM_HOST_DEVICE void store(const Channel& x, int64_t s, const ScanStep<A>&, bool, A value) const {
-    x.h[s * h.step] = narrow<T>(value);
+  LLTM_HOST_DEVICE void store(const Channel& x, const ScanStep<A>&, bool, bool, A value) const {
+    *x.h = narrow<T>(value);
   }
 };
 
@@ -142,9 +155,9 @@ struct ScanBackward {
   int64_t steps;
   ScanChannels channels;
   ScanOperand<const C> a;
-  ScanOperand<const T> grad, initial, h;  // h: null if there is no grad_a
+  ScanOperand<const T> grad, initial, h;  // h: null if grad_a is not wanted
   ScanOperand<const bool> reset;
-  ScanOperand<C> grad_a;  // null: not wanted
+  ScanOperand<C> grad_a;  // null if h is
   ScanOperand<T> grad_b;
   ScanOperand<T> grad_initial;  // of one step; null: not wanted
 
@@ -160,27 +173,40 @@ struct ScanBackward {
     return {a.at(i),     grad.at(i),   initial.at(i), h.at(i),
             reset.at(i), grad_a.at(i), grad_b.at(i),  grad_initial.at(i)};
   }
+  bool time_is_fastest() const { return channels.dims <= 1 && (grad_b.step == 1 || grad_b.step == -1); }
+  LLTM_HOST_DEVICE Channel moved(Channel x, int64_t by) const {
+    x.a += by * a.step, x.grad += by * grad.step, x.grad_b += by * grad_b.step;
+    if (x.h) x.h += by * h.step, x.grad_a += by * grad_a.step;
+    if (x.reset) x.reset += by * reset.step;
+    return x;
+  }
+  LLTM_HOST_DEVICE Channel beside(Channel x, int64_t by) const {
+    x.a += by * a.strides[0], x.grad += by * grad.strides[0], x.grad_b += by * grad_b.strides[0];
+    if (x.h) x.h += by * h.strides[0], x.grad_a += by * grad_a.strides[0];
+    if (x.reset) x.reset += by * reset.strides[0];
+    if (x.initial) x.initial += by * initial.strides[0];
+    if (x.grad_initial) x.grad_initial += by * grad_initial.strides[0];
+    return x;
+  }
   LLTM_HOST_DEVICE A before_first(const Channel&) const { return A{}; }
-  // s may be `steps`: whether the initial state has no gradient.
-  LLTM_HOST_DEVICE bool forgets(const Channel& x, int64_t s) const {
-    return s == 0 || (x.reset && x.reset[(s - 1) * reset.step]);
+  // x may be after the last step: whether the initial state has no gradient.
+  LLTM_HOST_DEVICE bool forgets(const Channel& x, bool is_first) const {
+    return is_first || (x.reset && *(x.reset - reset.step));
   }
-  // The reads of a at the first step and of h at the last one are not used, but need no branch.
-  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, int64_t s) const {
-    const int64_t before = s > 0 ? s - 1 : 0, after = s + 1 < steps ? s + 1 : s;
-    return {conjugate(widen(x.a[before * a.step])), widen(x.grad[s * grad.step]),
-            x.h ? conjugate(widen(x.h[after * h.step])) : A{}};
+  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, bool is_first, bool is_last) const {
+    return {is_first ? A{} : conjugate(widen(*(x.a - a.step))), widen(*x.grad),
+            is_last || !x.h ? A{} : conjugate(widen(x.h[h.step]))};
   }
-  LLTM_HOST_DEVICE void store(const Channel& x, int64_t s, const ScanStep<A>& step, bool next_forgets,
+  LLTM_HOST_DEVICE void store(const Channel& x, const ScanStep<A>& step, bool next_forgets, bool is_last,
                               A value) const {
-    x.grad_b[s * grad_b.step] = narrow<T>(value);
-    if (x.grad_a) {
+    *x.grad_b = narrow<T>(value);
+    if (x.h) {
       A state = step.saved;
-      if (s + 1 == steps) state = x.initial ? conjugate(widen(*x.initial)) : A{};
-      x.grad_a[s * grad_a.step] = narrow<C>(next_forgets ? A{} : multiply(value, state));
+      if (is_last && x.initial) state = conjugate(widen(*x.initial));
+      *x.grad_a = narrow<C>(next_forgets ? A{} : multiply(value, state));
     }
-    if (x.grad_initial && s + 1 == steps) {
-      const A of_initial = multiply(conjugate(widen(x.a[s * a.step])), value);
+    if (is_last && x.grad_initial) {
+      const A of_initial = multiply(conjugate(widen(*x.a)), value);
       *x.grad_initial = narrow<T>(next_forgets ? A{} : of_initial);
     }
   }
@@ -188,7 +214,7 @@ struct ScanBackward {
 
 // ---- How CUDA divides the work. It depends on sizes and types only, so the same call gives the same bits.
 
-constexpr int kScanThreads = 512;
+constexpr int kScanThreads = 256;
 
 // The steps of a thread, which it keeps in registers.
 template <class Scan>
@@ -197,20 +223,25 @@ constexpr int kScanSteps = (Scan::kBackward ? 32 : 64) / sizeof(typename Scan::A
 // A block has a tile of `width` channels, a power of two, and `tile_steps` steps.
 struct ScanPlan {
   int width;
-  int tile_steps;
-  int64_t groups;  // tiles side by side: channels / width
-  int64_t tiles;   // tiles one after the other: steps / tile_steps
+  int tile_steps, tile_bits;  // a power of two, and its exponent
+  int64_t groups;             // tiles side by side: channels / width
+  int64_t tiles;              // tiles one after the other: steps / tile_steps
 
   int64_t blocks() const { return groups * tiles; }
 };
 
-inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps) {
-  // A warp reads 32 adjacent channels. If there are few steps, more channels keep all threads busy.
-  const int64_t most = larger<int64_t>(32, kScanThreads / ceil_div(steps, thread_steps));
+// time_is_fastest: whether adjacent steps are neighbours in memory.
+inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps, bool time_is_fastest) {
+  // A warp reads 32 adjacent channels, or adjacent steps. If there are few steps, more channels keep all
+  // threads busy.
+  const int64_t rows = ceil_div(steps, thread_steps);
+  const int64_t most = larger<int64_t>(time_is_fastest ? 1 : 32, kScanThreads / rows);
   int width = 1;
   while (width < channels && 2 * width <= most) width *= 2;
   const int tile_steps = kScanThreads / width * thread_steps;
-  return {width, tile_steps, ceil_div(channels, width), ceil_div(steps, tile_steps)};
+  int tile_bits = 0;
+  while (1 << tile_bits < tile_steps) ++tile_bits;
+  return {width, tile_steps, tile_bits, ceil_div(channels, width), ceil_div(steps, tile_steps)};
 }
 
 // A part of the time as a function of the state before it, h -> a h + b. In double: where |a| > 1, products
@@ -233,9 +264,9 @@ using wide_t = typename ScanWide<typename Scan::A>::type;
 // What blocks tell those of later tiles. Empty if no tile follows another.
 template <typename W>
 struct ScanLinks {
-  Affine<W>* parts;   // [blocks, width]: tiles as functions
-  W* states;          // [blocks, width]: the states after them
-  unsigned* known;    // [blocks]: 0; 1: the parts; 2: the states too
+  Affine<W>* parts;   // [groups, tiles, width]: tiles as functions
+  W* states;          // [groups, tiles, width]: the states after them
+  unsigned* known;    // [groups, tiles]: 0; 1: the parts; 2: the states too
   unsigned* started;  // the number of blocks that have started
 
   static int64_t flag_bytes(const ScanPlan& plan) { return (plan.blocks() + 1) * sizeof(unsigned); }
@@ -253,9 +284,14 @@ struct ScanLinks {
   }
 };
 
+// Whether blocks can exchange elements between threads. Complex numbers would take too much shared memory.
+template <class Scan>
+constexpr bool kScanExchanges = sizeof(wide_t<Scan>) == 8;
+
 template <class Scan>
 ScanPlan plan_of(const Scan& scan) {
-  return plan_scan(scan.steps, scan.channels.count, kScanSteps<Scan>);
+  return plan_scan(scan.steps, scan.channels.count, kScanSteps<Scan>,
+                   kScanExchanges<Scan> && scan.time_is_fastest());
 }
 
 // ---- The launchers

@@ -18,14 +18,17 @@ void run_channels(const Scan& scan, int64_t first, int count) {
   for (int i = 0; i < count; ++i) {
     channels[i] = scan.channel(first + i);
     h[i] = scan.before_first(channels[i]);
-    forgets[i] = scan.forgets(channels[i], 0);
+    forgets[i] = scan.forgets(channels[i], true);
   }
   for (int64_t s = 0; s < scan.steps; ++s) {
+    const bool is_last = s + 1 == scan.steps;
     for (int i = 0; i < count; ++i) {
-      const auto step = scan.load(channels[i], s);
+      const auto step = scan.load(channels[i], s == 0, is_last);
       h[i] = advance(step, forgets[i], h[i]);
-      forgets[i] = (Scan::kBackward || s + 1 < scan.steps) && scan.forgets(channels[i], s + 1);
-      scan.store(channels[i], s, step, forgets[i], h[i]);
+      const auto next = scan.moved(channels[i], 1);
+      forgets[i] = (Scan::kBackward || !is_last) && scan.forgets(next, false);
+      scan.store(channels[i], step, forgets[i], is_last, h[i]);
+      channels[i] = next;
     }
   }
 }

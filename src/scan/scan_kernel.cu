@@ -4,12 +4,12 @@
 namespace lltm_ext {
 namespace {
 
-template <class Scan>
-__global__ void __launch_bounds__(kScanThreads, 2)
+template <bool kExchange, class Scan>
+__global__ void __launch_bounds__(kScanThreads, 3)
     scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanPlan plan,
                 const __grid_constant__ ScanLinks<wide_t<Scan>> links) {
   __shared__ ScanShared<Scan> shared;
-  scan_block(scan, plan, links, shared);
+  scan_block<kExchange>(scan, plan, links, shared);
 }
 
 }  // namespace
@@ -24,7 +24,14 @@ cudaError_t run_scan(const Scan& scan, void* memory, cudaStream_t stream) {
     const cudaError_t error = cudaMemsetAsync(links.known, 0, Links::flag_bytes(plan), stream);
     if (error != cudaSuccess) return error;
   }
-  scan_kernel<<<static_cast<unsigned>(plan.blocks()), kScanThreads, 0, stream>>>(scan, plan, links);
+  const auto blocks = static_cast<unsigned>(plan.blocks());
+  if constexpr (kScanExchanges<Scan>) {
+    if (scan.time_is_fastest()) {
+      scan_kernel<true><<<blocks, kScanThreads, 0, stream>>>(scan, plan, links);
+      return cudaGetLastError();
+    }
+  }
+  scan_kernel<false><<<blocks, kScanThreads, 0, stream>>>(scan, plan, links);
   return cudaGetLastError();
 }
 

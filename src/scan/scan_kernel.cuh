@@ -112,11 +112,24 @@ __device__ __forceinline__ Affine<W> shuffle_up(const Affine<W>& f, int lanes) {
 
 // ---- A block
 
+// Functions of earlier tiles that a thread reads at once.
+template <class Scan>
+constexpr int kScanReads = sizeof(wide_t<Scan>) == 8 ? 4 : 1;
+
 template <class Scan>
 struct ScanShared {
-  Affine<wide_t<Scan>> units[kScanThreads];           // [units, width]: units of rows as functions
-  wide_t<Scan> states[kScanThreads];                  // [units, width]: the states before them
-  Affine<wide_t<Scan>> parts[kScanThreads];           // [rows, width]: earlier tiles as functions
+  using A = typename Scan::A;
+  // An element of padding for each 128 bytes, so that the threads of a warp use all banks.
+  static constexpr int kPadding = 128 / sizeof(A);
+  __device__ __forceinline__ A& at(int i) { return exchanged[i + i / kPadding]; }
+
+  Affine<wide_t<Scan>> units[kScanThreads];  // [units, width]: units of rows as functions
+  wide_t<Scan> states[kScanThreads];         // [units, width]: the states before them
+  union {
+    Affine<wide_t<Scan>>
+        parts[kScanReads<Scan> * kScanThreads];  // [tiles, width]: earlier tiles as functions
+    A exchanged[kScanExchanges<Scan> ? kScanThreads * kScanSteps<Scan> * (kPadding + 1) / kPadding : 1];
+  };
   int states_at[kScanWarps], missing_at[kScanWarps];  // the nearest of each warp
   unsigned number;
 };
@@ -130,20 +143,27 @@ __device__ __forceinline__ int least_of_warp(int x) {
   return x;
 }
 
-template <class Scan>
+// kExchange: time is the fastest dimension in memory. Adjacent threads read and write adjacent steps, and
+// exchange them with the threads that run them.
+template <class Scan, bool kExchange>
 struct ScanBlock {
   using A = typename Scan::A;
   using W = wide_t<Scan>;
+  using Channel = typename Scan::Channel;
   static constexpr int kSteps = kScanSteps<Scan>;
 
   const Scan& scan;
   const ScanPlan& plan;
   const ScanLinks<W>& links;
   ScanShared<Scan>& shared;
-  int64_t number, tile, group;  // of the block; `number` is tile * groups + group
-  int column, row;              // the thread's channel in the tile, and which of its steps
-  bool is_head, exists;         // one thread of each channel; whether there is such a channel
-  typename Scan::Channel channel;
+  int64_t tile;                  // which of its channels' tiles the block has
+  int64_t slot;                  // its place in the links, where the tiles of the same channels are adjacent
+  int column, row;               // the thread's channel in the tile, and which of its steps
+  bool is_head;                  // one thread of each channel
+  int64_t first_channel, first;  // of the block's channels; of the thread's steps
+  int left;  // how many steps there are from `first` on, at most kSteps + 1; none if there is no such channel
+  Channel channel;  // at its first step
+  Channel start;    // at `first`
 
   // Blocks take tiles in the order in which they start, so those that a block waits for have started.
   __device__ __forceinline__ static int64_t take_number(const ScanPlan& plan, const ScanLinks<W>& links,
@@ -160,8 +180,8 @@ struct ScanBlock {
   __device__ __forceinline__ void publish(unsigned known) const {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
-    st_relaxed_gpu(links.known + number, known);
+    fence_gpu();
+    st_relaxed_gpu(links.known + slot, known);
   }
 
   // Waits for the tiles before this one. Returns how many tiles back the nearest is whose state is known.
@@ -170,7 +190,7 @@ struct ScanBlock {
     constexpr int kFar = 1 << 30;
     const int back = 1 + static_cast<int>(threadIdx.x);
     const bool exists = back <= tile;
-    const unsigned* const known = links.known + (number - back * plan.groups);
+    const unsigned* const known = links.known + (slot - back);
     for (;;) {
       const unsigned found = exists ? ld_relaxed_gpu_u32(known) : 1;
       const int state_at = least_of_warp(found == 2 ? back : kFar);
@@ -179,7 +199,6 @@ struct ScanBlock {
         shared.states_at[threadIdx.x / kScanWarp] = state_at;
         shared.missing_at[threadIdx.x / kScanWarp] = missing_at;
       }
-      __threadfence();
       __syncthreads();
       int nearest_state = kFar, nearest_missing = kFar;
 #pragma unroll
@@ -187,8 +206,10 @@ struct ScanBlock {
         nearest_state = min(nearest_state, shared.states_at[i]);
         nearest_missing = min(nearest_missing, shared.missing_at[i]);
       }
+      const bool found_all = nearest_state < nearest_missing;
+      if (found_all) fence_gpu();
       __syncthreads();  // all have read before anyone writes again
-      if (nearest_state < nearest_missing) return nearest_state;
+      if (found_all) return nearest_state;
     }
   }
 
@@ -196,53 +217,148 @@ struct ScanBlock {
   __device__ __forceinline__ W state_before_tile() const {
     if (tile == 0) return is_head ? to_wide(scan.before_first(channel)) : W{};
     const int back = wait_for_state(), rows = kScanThreads / plan.width;
-    const int64_t from = number - back * plan.groups;
-    W state = is_head ? links.states[from * plan.width + column] : W{};
-    Affine<W> mine = identity<W>();
-    const auto read = [&](int at) {  // the function of the tile `row` after `at`
-      if (at + row < back) mine = links.parts[(from + (at + row) * plan.groups) * plan.width + column];
-    };
-    read(1);
-    for (int at = 1; at < back; at += rows) {
-      shared.parts[threadIdx.x] = mine;
+    W state = is_head ? links.states[(slot - back) * plan.width + column] : W{};
+    constexpr int kReads = kScanReads<Scan>;
+    for (int left = back - 1; left > 0; left -= kReads * rows) {  // tiles that the state has yet to pass
+      const Affine<W>* const parts = links.parts + (slot - left) * plan.width;
+      const int count = min(left, kReads * rows) * plan.width;
+      Affine<W> read[kReads];
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int at = i * kScanThreads + static_cast<int>(threadIdx.x);
+        if (at < count) read[i] = parts[at];
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int at = i * kScanThreads + static_cast<int>(threadIdx.x);
+        if (at < count) shared.parts[at] = read[i];
+      }
       __syncthreads();
-      read(at + rows);
       if (is_head) {
-        const int count = min(rows, back - at);
-        for (int i = 0; i < count; ++i) state = apply(shared.parts[i * plan.width + column], state);
+        for (int at = column; at < count; at += plan.width) state = apply(shared.parts[at], state);
       }
       __syncthreads();
     }
     return state;
   }
 
-  __device__ __forceinline__ void run() const {
-    const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * kSteps;
-    const int64_t left = exists ? scan.steps - first : 0;
-    ScanStep<A> steps[kSteps];
-    unsigned forgets = 0;  // a bit a step, and one for the step after these
+  // ---- The steps of the thread
+
+  // Whether all threads have all steps.
+  __device__ __forceinline__ bool is_full() const {
+    return (tile + 1) * plan.tile_steps <= scan.steps && first_channel + plan.width <= scan.channels.count;
+  }
+
+  // Calls f(k, x, is_first, is_last) for the elements that this thread reads and writes.
+  template <bool kFull, class F>
+  __device__ __forceinline__ void for_each_element(const F& f) const {
+    if constexpr (kExchange) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (k < left) steps[k] = scan.load(channel, first + k);
+      for (int k = 0; k < kSteps; ++k) {
+        const int at = k * kScanThreads + static_cast<int>(threadIdx.x), c = at >> plan.tile_bits;
+        const int64_t s = tile * plan.tile_steps + (at & (plan.tile_steps - 1));
+        if (!kFull && (s >= scan.steps || first_channel + c >= scan.channels.count)) continue;
+        f(k, scan.moved(scan.beside(channel, c - column), s), s == 0, s + 1 == scan.steps);
+      }
+    } else {
+      Channel x = start;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (kFull || k < left) f(k, x, k == 0 && first == 0, k + 1 == left);
+        x = scan.moved(x, 1);
+      }
     }
+  }
+
+  // Passes values from the threads that read them to those that run them.
+  __device__ __forceinline__ void to_rows(ScanStep<A> (&steps)[kSteps], A ScanStep<A>::* value) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) shared.at(k * kScanThreads + threadIdx.x) = steps[k].*value;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) steps[k].*value = shared.at(own_place() + k);
+    __syncthreads();
+  }
+  // Passes results, in b, to the threads that write them.
+  __device__ __forceinline__ void from_rows(ScanStep<A> (&steps)[kSteps]) const {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) shared.at(own_place() + k) = steps[k].b;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) steps[k].b = shared.at(k * kScanThreads + threadIdx.x);
+  }
+  __device__ __forceinline__ int own_place() const { return column * plan.tile_steps + row * kSteps; }
+
+  // A bit a step that forgets the state before it, and one for the step after these.
+  __device__ __forceinline__ unsigned load_resets() const {
+    unsigned forgets = Scan::kBackward && first == 0;
+    if (!scan.reset.data) return forgets;
+    Channel x = start;
 #pragma unroll
     for (int k = 0; k <= kSteps; ++k) {
       if (Scan::kBackward ? 0 < left && k <= left : k < left) {
-        forgets |= static_cast<unsigned>(scan.forgets(channel, first + k)) << k;
+        forgets |= static_cast<unsigned>(scan.forgets(x, k == 0 && first == 0)) << k;
       }
+      x = scan.moved(x, 1);
     }
+    return forgets;
+  }
+
+  // The thread's steps as a function.
+  template <bool kFull>
+  __device__ __forceinline__ Affine<W> reduced(const ScanStep<A> (&steps)[kSteps], unsigned forgets) const {
     Affine<W> mine = identity<W>();
     bool any_zero = false;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (k >= left) continue;
-      const bool forget = forgets >> k & 1;
-      const W a = to_wide(steps[k].a), b = to_wide(steps[k].b);
-      any_zero = any_zero || forget || is_zero(steps[k].a);
-      mine = {forget ? W{} : multiply(a, mine.a), forget ? b : multiply_add(a, mine.b, b)};
+      if (!kFull && k >= left) continue;
+      const A a = forgets >> k & 1 ? A{} : steps[k].a;
+      any_zero = any_zero || is_zero(a);
+      mine = {multiply(to_wide(a), mine.a), multiply_add(to_wide(a), mine.b, to_wide(steps[k].b))};
     }
     mine.a = without_underflow(mine.a, any_zero);
-    if (forgets & ((1u << clamped<int64_t>(left, 0, kSteps)) - 1)) mark_reset(mine.a);
+    if (forgets & ((1u << clamped<int>(left, 0, kSteps)) - 1)) mark_reset(mine.a);
+    return mine;
+  }
+
+  // Runs the steps from the state h, and returns the last one. The results are in b, if threads exchange
+  // them, else they are stored.
+  template <bool kFull>
+  __device__ __forceinline__ A run_steps(ScanStep<A> (&steps)[kSteps], unsigned forgets, A h) const {
+    Channel x = start;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (kFull || k < left) {
+        h = advance(steps[k], forgets >> k & 1, h);
+        if constexpr (kExchange) {
+          steps[k].b = h;
+        } else {
+          scan.store(x, steps[k], forgets >> (k + 1) & 1, k + 1 == left, h);
+        }
+      }
+      if constexpr (!kExchange) x = scan.moved(x, 1);
+    }
+    return h;
+  }
+
+  // kFull: is_full().
+  template <bool kFull>
+  __device__ __forceinline__ void run() const {
+    ScanStep<A> steps[kSteps];
+    if constexpr (kExchange && !kFull) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) steps[k] = {};
+    }
+    for_each_element<kFull>([&](int k, const Channel& x, bool is_first, bool is_last) {
+      steps[k] = scan.load(x, is_first, is_last);
+    });
+    if constexpr (kExchange) {
+      to_rows(steps, &ScanStep<A>::a);
+      to_rows(steps, &ScanStep<A>::b);
+    }
+    const unsigned forgets = load_resets();
+    Affine<W> mine = reduced<kFull>(steps, forgets);
 
     // Where a warp has several rows: the functions of the rows before this one, and with it.
     const int lane = threadIdx.x % kScanWarp;
@@ -264,7 +380,7 @@ struct ScanBlock {
     if (has_next()) {
       if (is_head) {
         for (int i = 0; i < units; ++i) whole = then(whole, shared.units[i * plan.width + column]);
-        links.parts[number * plan.width + column] = whole;
+        links.parts[slot * plan.width + column] = whole;
       }
       in_turn = __syncthreads_or(in_turn || !is_reliable(whole));
       if (!in_turn) publish(1);
@@ -272,7 +388,7 @@ struct ScanBlock {
 
     W state = state_before_tile();
     if (has_next() && !in_turn) {
-      if (is_head) links.states[number * plan.width + column] = apply(whole, state);
+      if (is_head) links.states[slot * plan.width + column] = apply(whole, state);
       publish(2);
     }
     if (is_head) {
@@ -287,36 +403,48 @@ struct ScanBlock {
         A h;
         from_wide(h,
                   in_turn ? shared.states[column] : apply(before, shared.states[unit * plan.width + column]));
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          if (k >= left) continue;
-          h = advance(steps[k], forgets >> k & 1, h);
-          scan.store(channel, first + k, steps[k], forgets >> (k + 1) & 1, h);
-        }
+        h = run_steps<kFull>(steps, forgets, h);
         if (in_turn) shared.states[column] = to_wide(h);
       }
       if (in_turn) __syncthreads();
     }
     if (has_next() && in_turn) {
-      if (is_head) links.states[number * plan.width + column] = shared.states[column];
+      if (is_head) links.states[slot * plan.width + column] = shared.states[column];
       publish(2);
+    }
+
+    if constexpr (kExchange) {
+      from_rows(steps);
+      for_each_element<kFull>([&](int k, const Channel& x, bool, bool is_last) {
+        scan.store(x, steps[k], Scan::kBackward && scan.forgets(scan.moved(x, 1), false), is_last,
+                   steps[k].b);
+      });
     }
   }
 };
 
-template <class Scan>
+template <bool kExchange, class Scan>
 __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& plan,
                                            const ScanLinks<wide_t<Scan>>& links, ScanShared<Scan>& shared) {
-  using Block = ScanBlock<Scan>;
+  using Block = ScanBlock<Scan, kExchange>;
   const int64_t number = Block::take_number(plan, links, shared);
   const int64_t tile = static_cast<uint32_t>(number) / static_cast<uint32_t>(plan.groups);
   const int64_t group = number - tile * plan.groups;
   const int column = static_cast<int>(threadIdx.x) & (plan.width - 1);
   const int row = static_cast<int>(threadIdx.x) / plan.width;
-  const int64_t channel = group * plan.width + column, last = scan.channels.count - 1;
-  Block{scan,  plan,   links, shared,   number,          tile,
-        group, column, row,   row == 0, channel <= last, scan.channel(channel < last ? channel : last)}
-      .run();
+  const int64_t first_channel = group * plan.width, channel = first_channel + column;
+  const int64_t last = scan.channels.count - 1;
+  const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * Block::kSteps;
+  const int64_t left = channel <= last ? scan.steps - first : 0;
+  const typename Scan::Channel at_first_step = scan.channel(channel < last ? channel : last);
+  const Block block = {scan,          plan,
+                       links,         shared,
+                       tile,          group * plan.tiles + tile,
+                       column,        row,
+                       row == 0,      first_channel,
+                       first,         static_cast<int>(clamped<int64_t>(left, 0, Block::kSteps + 1)),
+                       at_first_step, scan.moved(at_first_step, first)};
+  block.is_full() ? block.template run<true>() : block.template run<false>();
 }
 
 }  // namespace lltm_ext

@@ -6,8 +6,9 @@
 // result every time.
 //
 // What is emulated: threadIdx and blockIdx, barriers of a block, of some of its warps, of a warp and of a
-// cluster, shuffles and votes, shared memory, also that of other blocks in the cluster. The headers in
-// common/ replace those of src/common that contain PTX: mma.sync, mbarriers, st.async, relaxed accesses.
+// cluster, shuffles, votes and atomicAdd, shared memory, also that of other blocks in the cluster. The
+// headers in common/ replace those of src/common that contain PTX: mma.sync, mbarriers, st.async, relaxed
+// accesses.
 //
 // What is not: the order in which memory accesses become visible, because every store is visible at once;
 // races between threads that a GPU would run at the same time; bank conflicts, registers and speed; the
@@ -380,6 +381,5 @@ inline unsigned atomicAdd(unsigned* address, unsigned x) {
   *address += x;
   return before;
 }
-inline void __threadfence() {}
 
 [[noreturn]] inline void __trap() { cuda_on_cpu::fail("The kernel trapped"); }

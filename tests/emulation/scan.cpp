@@ -49,6 +49,7 @@ enum class Values {
 
 struct Case {
   int64_t steps, rows, columns;  // channels are rows x columns
+  // Of a; of b and the results.
   int a_layout, b_layout;  // 0: time is slowest; 1: time is fastest; 2: the same at all steps; 3: of columns
   bool initial, reset;
   Values values = Values::kNormal;
@@ -118,7 +119,10 @@ void run(const Scan& scan) {
   const int blocks = static_cast<int>(plan.blocks());
   cuda_on_cpu::run({blocks, kScanThreads, 1, sizeof(ScanShared<Scan>)}, [&] {
     auto* const shared = reinterpret_cast<ScanShared<Scan>*>(cuda_on_cpu::current_block().memory());
-    scan_block(scan, plan, links, *shared);
+    if constexpr (kScanExchanges<Scan>) {
+      if (scan.time_is_fastest()) return scan_block<true>(scan, plan, links, *shared);
+    }
+    scan_block<false>(scan, plan, links, *shared);
   });
 }
 
@@ -131,7 +135,7 @@ void run_case(const std::string& name, const Case& c) {
   const int64_t channels = c.rows * c.columns;
 
   Tensor<C> a(c, c.a_layout);
-  Tensor<T> b(c, c.b_layout), h(c, 0), grad(c, 1), grad_b(c, 0);
+  Tensor<T> b(c, c.b_layout), h(c, c.b_layout % 2), grad(c, 1), grad_b(c, c.b_layout % 2);
   Tensor<C> grad_a(c, 1);
   Tensor<T> initial(c, 2), grad_initial(c, 2);
   Tensor<bool>* reset = nullptr;
@@ -272,6 +276,9 @@ void run_all() {
       {20000, 1, 1, 0, 0, false, false},
       {17000, 1, 1, 0, 0, true, true},
       {1200, 1, 33, 2, 0, true, true},
+      {300, 3, 11, 1, 1, true, true},
+      {20, 2, 300, 1, 1, false, true},
+      {600, 1, 40, 0, 1, true, true, Values::kDiverging},
       {900, 1, 40, 0, 0, true, false, Values::kGrowing},
       {900, 1, 40, 0, 0, true, true, Values::kGrowing},
       {20000, 1, 1, 0, 0, true, false, Values::kGrowing},

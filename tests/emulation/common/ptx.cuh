@@ -10,6 +10,7 @@ inline uint4 ld_relaxed_gpu(const void* address) {
   cuda_on_cpu::poll();
   return *static_cast<const uint4*>(address);
 }
+inline void fence_gpu() {}
 inline unsigned ld_relaxed_gpu_u32(const unsigned* address) {
   cuda_on_cpu::poll();
   return *address;
