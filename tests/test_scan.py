@@ -70,8 +70,8 @@ RUNTIME_ERRORS = {
     r"a or b with a first dimension, which is time, got two numbers": bad(a=(), b=()),
     r"initial of a shape that broadcasts to a step, \[3, 2\], got \[4, 3, 2\]": bad(initial=(4, 3, 2)),
     r"initial of a shape that broadcasts to a step, \[3, 2\], got \[3\]": bad(initial=(3,)),
-    r"reset of shape \[T\], \[T, B\] .*, where the steps have \[4, 3, 2\], got \[3\]": bad(
-        reset=torch.zeros(3, dtype=torch.bool)
+    r"reset of shape \[T\], \[T, B\] .*, where the steps have \[4, 3, 2\], got \[3\]": lambda make: Call(
+        make(4, 3, 2), make(4, 3, 2), reset=make(3) > 0
     ),
     "b of layout torch.strided, got Sparse": lambda make: Call(0.5, make(3, 2).to_sparse()),
 }

@@ -216,12 +216,19 @@ struct ScanBackward {
 
 constexpr int kScanThreads = 256;
 
+// From so many channels on, a thread has one, and all its steps. Blocks are small there, so that all
+// multiprocessors have about as many threads.
+constexpr int64_t kScanManyChannels = 20'000;
+constexpr int kScanSerialThreads = 64;
+
 // The steps of a thread, which it keeps in registers.
 template <class Scan>
 constexpr int kScanSteps = (Scan::kBackward ? 32 : 64) / sizeof(typename Scan::A);
 
-// A block has a tile of `width` channels, a power of two, and `tile_steps` steps.
+// A block has a tile of `width` channels, a power of two, and `tile_steps` steps. Or each of its threads has
+// a channel.
 struct ScanPlan {
+  bool serial;
   int width;
   int tile_steps, tile_bits;  // a power of two, and its exponent
   int64_t groups;             // tiles side by side: channels / width
@@ -234,6 +241,9 @@ struct ScanPlan {
 inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps, bool time_is_fastest) {
   // A warp reads 32 adjacent channels, or adjacent steps. If there are few steps, more channels keep all
   // threads busy.
+  if (channels >= kScanManyChannels && !time_is_fastest) {
+    return {true, kScanSerialThreads, 0, 0, ceil_div(channels, kScanSerialThreads), 1};
+  }
   const int64_t rows = ceil_div(steps, thread_steps);
   const int64_t most = larger<int64_t>(time_is_fastest ? 1 : 32, kScanThreads / rows);
   int width = 1;
@@ -241,7 +251,7 @@ inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps, boo
   const int tile_steps = kScanThreads / width * thread_steps;
   int tile_bits = 0;
   while (1 << tile_bits < tile_steps) ++tile_bits;
-  return {width, tile_steps, tile_bits, ceil_div(channels, width), ceil_div(steps, tile_steps)};
+  return {false, width, tile_steps, tile_bits, ceil_div(channels, width), ceil_div(steps, tile_steps)};
 }
 
 // A part of the time as a function of the state before it, h -> a h + b. In double: where |a| > 1, products

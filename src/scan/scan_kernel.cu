@@ -12,6 +12,11 @@ __global__ void __launch_bounds__(kScanThreads, 3)
   scan_block<kExchange>(scan, plan, links, shared);
 }
 
+template <class Scan>
+__global__ void __launch_bounds__(kScanSerialThreads) scan_serial_kernel(const __grid_constant__ Scan scan) {
+  scan_channel(scan);
+}
+
 }  // namespace
 
 template <class Scan>
@@ -25,6 +30,10 @@ cudaError_t run_scan(const Scan& scan, void* memory, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
   }
   const auto blocks = static_cast<unsigned>(plan.blocks());
+  if (plan.serial) {
+    scan_serial_kernel<<<blocks, kScanSerialThreads, 0, stream>>>(scan);
+    return cudaGetLastError();
+  }
   if constexpr (kScanExchanges<Scan>) {
     if (scan.time_is_fastest()) {
       scan_kernel<true><<<blocks, kScanThreads, 0, stream>>>(scan, plan, links);

@@ -1,4 +1,6 @@
-// The kernel of scan and of its backward: one pass over the data, in parallel over channels and over time.
+// The kernels of scan and of its backward: one pass over the data.
+//
+// With many channels, a thread runs the steps of one channel. With fewer, time is divided too:
 //
 // A block has a tile of channels and steps, and each of its threads some successive steps of one channel, in
 // registers. The thread first reduces its steps to an affine function of the state before them. The block
@@ -445,6 +447,74 @@ __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& pla
                        first,         static_cast<int>(clamped<int64_t>(left, 0, Block::kSteps + 1)),
                        at_first_step, scan.moved(at_first_step, first)};
   block.is_full() ? block.template run<true>() : block.template run<false>();
+}
+
+// ---- Many channels: one thread each
+
+template <class Scan>
+struct ScanSerial {
+  using A = typename Scan::A;
+  using Channel = typename Scan::Channel;
+  static constexpr int kAhead = kScanSteps<Scan>;  // that a thread loads while it runs those before
+
+  struct Steps {
+    ScanStep<A> of[kAhead];
+    unsigned forgets;  // a bit a step, and one for the step after these
+  };
+
+  const Scan& scan;
+
+  // Loads the steps from `first` on, where x is. kFull: whether there are kAhead, not fewer.
+  template <bool kFull>
+  __device__ __forceinline__ void load(Steps& steps, Channel x, int64_t first) const {
+    steps.forgets = 0;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (!kFull && first + k >= scan.steps) break;
+      const bool is_first = k == 0 && first == 0;
+      steps.of[k] = scan.load(x, is_first, first + k + 1 == scan.steps);
+      steps.forgets |= static_cast<unsigned>(scan.forgets(x, is_first)) << k;
+      x = scan.moved(x, 1);
+    }
+    const int count = kFull ? kAhead : static_cast<int>(scan.steps - first);
+    if (Scan::kBackward) steps.forgets |= static_cast<unsigned>(scan.forgets(x, false)) << count;
+  }
+
+  template <bool kFull>
+  __device__ __forceinline__ void run(const Steps& steps, Channel& x, int64_t first, A& h) const {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (!kFull && first + k >= scan.steps) break;
+      h = advance(steps.of[k], steps.forgets >> k & 1, h);
+      scan.store(x, steps.of[k], steps.forgets >> (k + 1) & 1, first + k + 1 == scan.steps, h);
+      x = scan.moved(x, 1);
+    }
+  }
+
+  __device__ __forceinline__ void run(int64_t channel) const {
+    Channel x = scan.channel(channel);
+    A h = scan.before_first(x);
+    Steps now, next;
+    int64_t first = 0;
+    if (scan.steps >= kAhead) load<true>(now, x, 0);
+    for (; first + 2 * kAhead <= scan.steps; first += kAhead) {
+      load<true>(next, scan.moved(x, kAhead), first + kAhead);
+      run<true>(now, x, first, h);
+      now = next;
+    }
+    if (first + kAhead <= scan.steps) {
+      run<true>(now, x, first, h);
+      first += kAhead;
+    }
+    load<false>(now, x, first);
+    run<false>(now, x, first, h);
+  }
+};
+
+template <class Scan>
+__device__ __forceinline__ void scan_channel(const Scan& scan) {
+  const int64_t channel = int64_t{blockIdx.x} * kScanSerialThreads + threadIdx.x;
+  if (channel < scan.channels.count) ScanSerial<Scan>{scan}.run(channel);
 }
 
 }  // namespace lltm_ext

@@ -117,6 +117,9 @@ void run(const Scan& scan) {
   const Links links = Links::in(memory.data(), plan);
   if (plan.tiles > 1) std::memset(links.known, 0, Links::flag_bytes(plan));
   const int blocks = static_cast<int>(plan.blocks());
+  if (plan.serial) {
+    return cuda_on_cpu::run({blocks, kScanSerialThreads, 1, 0}, [&] { scan_channel(scan); });
+  }
   cuda_on_cpu::run({blocks, kScanThreads, 1, sizeof(ScanShared<Scan>)}, [&] {
     auto* const shared = reinterpret_cast<ScanShared<Scan>*>(cuda_on_cpu::current_block().memory());
     if constexpr (kScanExchanges<Scan>) {
@@ -278,6 +281,10 @@ void run_all() {
       {1200, 1, 33, 2, 0, true, true},
       {300, 3, 11, 1, 1, true, true},
       {20, 2, 300, 1, 1, false, true},
+      {41, 3, 6667, 0, 0, true, true},
+      {5, 1, 20000, 1, 0, false, true},
+      {32, 1, 20001, 2, 0, true, false},
+      {40, 4, 5001, 0, 0, true, true, Values::kDiverging},
       {600, 1, 40, 0, 1, true, true, Values::kDiverging},
       {900, 1, 40, 0, 0, true, false, Values::kGrowing},
       {900, 1, 40, 0, 0, true, true, Values::kGrowing},
