@@ -97,8 +97,8 @@ def algorithm_of(
     backward: bool,
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
-    program = program_for(cell, dtype, to_initial)
-    return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
+    how = (None, call.is_reverse, algorithm, program_for(cell, dtype, to_initial), backward)
+    return ops.custom_cell_algorithm(*op_arguments(cell, call), *how)
 
 
 def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None, ...]:

@@ -56,7 +56,7 @@ class Steps(NamedTuple):
     """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
 
     inputs: list[Tensor]  # in the cell's order
-    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # for the two directions
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # forward, and in reverse
     reset_to: str = "zeros"
 
 
@@ -77,6 +77,7 @@ class SequenceLayer(nn.Module):
     bidirectional: bool
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
+    _is_reverse: bool = False  # whether a single direction starts at the last step
     _permutes: bool = False  # whether a subclass must see each permutation of states, even None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
@@ -97,7 +98,9 @@ class SequenceLayer(nn.Module):
         steps: Steps,
     ) -> SequenceCall:
         weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, direction)
-        of_steps = (steps.inputs, steps.resets[direction], batch_sizes, direction == 1)
+        is_reverse = direction == 1 or self._is_reverse
+        reset = steps.resets[1 if is_reverse else 0]
+        of_steps = (steps.inputs, reset, batch_sizes, is_reverse)
         return SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps, bias_hh)
 
     def forward(
@@ -115,13 +118,13 @@ class SequenceLayer(nn.Module):
         return Steps([], self._resets(input, reset), reset_to)
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The resets of the two directions, in the order of the steps."""
+        """The resets for steps computed forward and in reverse, in the order of the steps."""
         if reset is None:
             return None, None
         reset = self._step_input("reset", reset, input)
         sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
         # In reverse an episode that starts at step t + 1 has no influence on step t.
-        return reset, at_next_step(reset, sizes) if self.bidirectional else None
+        return reset, at_next_step(reset, sizes) if self.bidirectional or self._is_reverse else None
 
     def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
         """An input of the steps in the order of the steps, from the layout of ``input``."""

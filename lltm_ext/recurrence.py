@@ -15,6 +15,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._arguments import (
     SequenceCall,
+    at_next_step,
     check_reset_to,
     check_states,
     check_step_input,
@@ -42,6 +43,7 @@ RESERVED = (
     "bias",
     "reset",
     "reset_to",
+    "reverse",
     "algorithm",
     "backward",
     "device",
@@ -160,8 +162,8 @@ def recurrence(
 class RecurrentCell:
     """A cell that :func:`recurrence` made: a function of a whole sequence.
 
-    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, reset_to="zeros", algorithm="auto",
-    **named)``
+    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, reset_to="zeros", reverse=False,
+    algorithm="auto", **named)``
 
     Args:
         input: [T, B, I], in float16, bfloat16, float32 or float64.
@@ -176,6 +178,9 @@ class RecurrentCell:
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
             Without reset it does nothing.
+        reverse: whether the last step is computed first, as by the reverse direction of a layer: hx is the
+            state after the last step, the final states are those of step 0. Episodes stay where they are: the
+            states become 0 between a step with a reset and the step before it.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all are a step at a time.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
@@ -269,6 +274,7 @@ class RecurrentCell:
         *,
         reset: Any = None,
         reset_to: str = "zeros",
+        reverse: bool = False,
         algorithm: str = "auto",
         **named: Any,
     ) -> tuple[Tensor, Any]:
@@ -281,12 +287,18 @@ class RecurrentCell:
             )
             if reset_to != "zeros":
                 check_reset_to(self.__name__, reset_to)
-            call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+            if reverse and reset is not None:
+                check_step_input(self.__name__, "reset", reset, input, 0)
+                reset_of_steps = at_next_step(reset, None)
+            else:
+                reset_of_steps = reset
+            of_steps = (inputs, reset_of_steps, None, reverse)
+            call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps)
             if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
                 check_call(self, call, algorithm, reset_to)
             output, final = run(self, call, algorithm, reset_to)
         except TypeError:
-            options = {"reset": reset, "reset_to": reset_to, "algorithm": algorithm}
+            options = {"reset": reset, "reset_to": reset_to, "reverse": reverse, "algorithm": algorithm}
             return hand_over(self, input, hx, weight_ih, weight_hh, bias, **options, **named)
         return output, tuple(final) if self.states else final[0]
 
@@ -300,6 +312,7 @@ class RecurrentCell:
         *,
         reset: Any = None,
         reset_to: str = "zeros",
+        reverse: bool = False,
         algorithm: str = "auto",
         backward: bool = False,
         **named: Any,
@@ -315,7 +328,8 @@ class RecurrentCell:
         parameters, inputs = self._values_of(named)
         if self.is_compiled:
             check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
-        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
+        of_steps = (inputs, reset, None, reverse)
+        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps)
         dtype = autocast_dtype(input)
         call = call if dtype is None else lowered(dtype, call)
         check_call(self, call, algorithm, reset_to)

@@ -31,6 +31,9 @@ class Recurrent(CellLayer):
         dropout: the probability of dropout on the output of every layer but the last.
         bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
         heads: into how many blocks the product with h is divided. A unit sees h of its block's units only.
+        reverse: whether all layers run from the last step to the first only, as the reverse direction of a
+            bidirectional layer does: hx is the state after the last step, the final states are those of
+            step 0.
 
     Attributes:
         weight_ih_l{k}: [G*H, I], for layers above the first [G*H, D*H]; weight_hh_l{k}: [G*H, H/heads], none
@@ -42,7 +45,7 @@ class Recurrent(CellLayer):
         hx h0, or for a cell with states ``(h0, *states0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros
         where not given;
         reset, which starts episodes (:class:`~lltm_ext.RecurrentCell`), as input, without its last dimension;
-        the reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and direction
+        a reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and direction
         starts them from its own slice of hx;
         inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
         all layers and directions. For a packed input they are packed with the same lengths;
@@ -51,6 +54,8 @@ class Recurrent(CellLayer):
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
     """
+
+    reverse = False  # in layers pickled by older versions
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Recurrent(CellLayer):
         heads: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        reverse: bool = False,
     ) -> None:
         if not isinstance(cell, RecurrentCell):
             raise TypeError(
@@ -78,13 +84,19 @@ class Recurrent(CellLayer):
                 else "be 1 without a recurrent product"
             )
             raise ValueError(f"{self._name}: expected heads to {why}, got {heads}")
-        self.cell, self.heads = cell, heads
+        if reverse and bidirectional:
+            raise ValueError(f"{self._name}: expected reverse=False with bidirectional=True, got True")
+        self.cell, self.heads, self.reverse = cell, heads, reverse
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
 
     @property
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
         return self.cell
+
+    @property
+    def _is_reverse(self) -> bool:  # type: ignore[override]
+        return self.reverse
 
     def forward(
         self,
@@ -136,4 +148,5 @@ class Recurrent(CellLayer):
 
     def extra_repr(self) -> str:
         heads = f", heads={self.heads}" if self.heads > 1 else ""
-        return f"{self.cell.__name__}, {super().extra_repr()}{heads}"
+        reverse = ", reverse=True" if self.reverse else ""
+        return f"{self.cell.__name__}, {super().extra_repr()}{heads}{reverse}"
