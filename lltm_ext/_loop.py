@@ -64,9 +64,12 @@ def run_loop(
 
 
 def planes_of(call: SequenceCall) -> Tensor:
-    """The product of the input of all steps with weight_ih, plus the bias."""
+    """The product of the input of all steps with weight_ih, if there is one, plus the bias."""
     compute, bias = compute_dtype(call.input.dtype), one_bias(call.bias, call.bias_hh)
     wide_bias = None if bias is None else bias.to(compute)
+    if call.weight_ih is None:
+        planes = call.input.to(compute)
+        return planes if wide_bias is None else planes + wide_bias
     return F.linear(call.input.to(compute), call.weight_ih.to(compute), wide_bias)
 
 

@@ -121,7 +121,6 @@ def run_layers(
             h0 = states[0][i] if len(states) > 0 else None
             others = torch.stack([s[i] for s in states[1:]]) if len(states) > 1 else None
             weight_ih, weight_hh, bias, parameters = weights[4 * i : 4 * i + 4]
-            assert weight_ih is not None
             reverse = is_reverse or i > first
             of_cell = (weight_ih, weight_hh, bias, parameters, steps, later if reverse else reset)
             y, h, s = torch.ops.lltm_ext.custom_cell(x, h0, others, *of_cell, None, reverse, "auto", program)

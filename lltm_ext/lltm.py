@@ -159,7 +159,7 @@ def lltm_cell(
 def lltm(
     input: Tensor,
     hx: State,
-    weight_ih: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
@@ -173,7 +173,7 @@ def lltm(
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
         hx: ``(h0, c0)``, each [B, H]; c0 in the dtype of ``input``, for half types also in float32.
-        weight_ih: [3*H, I].
+        weight_ih: [3*H, I]; None for an input [T, B, 3*H] that is taken as it is, as the product with it.
         weight_hh: [3*H, H].
         bias: [3*H], or None.
         reset: [T, B], where an episode starts. Before such a step the states of the row become 0 (bool), or

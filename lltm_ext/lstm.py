@@ -32,7 +32,7 @@ decompose_under_transforms("lstm")
 def lstm(
     input: Tensor,
     hx: State,
-    weight_ih: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
@@ -46,7 +46,7 @@ def lstm(
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
         hx: ``(h0, c0)``, each [B, H]; c0 in the dtype of ``input``, for half types also in float32.
-        weight_ih: [4*H, I].
+        weight_ih: [4*H, I]; None for an input [T, B, 4*H] that is taken as it is, as the product with it.
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
         reset: [T, B], where an episode starts.

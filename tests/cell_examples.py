@@ -67,7 +67,16 @@ def masked_unit(x, h, s, u):
     return u.mask * y, (y,)
 
 
-WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit)}
+@lltm_ext.recurrence(
+    gates=0, states=("mean",), parameters=("rate",), inputs=("value", "keep"), recurrent=False, output="mean"
+)
+def without_gates(h, s, p, u):
+    """Reads no input with weights."""
+    mean = s.mean + torch.sigmoid(p.rate) * (u.value - s.mean)
+    return u.keep * torch.tanh(h) + mean, (mean,)
+
+
+WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit, without_gates)}
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
 
 # The gradient jumps where relu and maximum do. Half types round projections and h, so their forward can take
@@ -79,8 +88,10 @@ SIDES = {"rnn_relu": (8,), "indrnn": (8,), "slstm": (6, -6, 0, 0)}
 def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
     """A Call of input, states, weight_ih, weight_hh, bias, parameters. `steps`: [T, B], or [N] if packed."""
     rows = cell.gates * hidden
+    if cell.gates == 0:
+        input_size, bias = 0, False
     states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
-    weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5)
+    weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5) if cell.gates > 0 else None
     weight_hh = make(rows, hidden // heads, scale=0.5 * max(hidden, 1) ** -0.5) if cell.recurrent else None
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
@@ -97,6 +108,7 @@ def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
         cell, make, (length, batch), batch, hidden, input_size, heads=heads
     ).args
     hx = tuple(states) if cell.states else states[0]
+    input = input if cell.gates > 0 else None
     return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
 
 
