@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
+from cell_examples import CELLS, SURROGATES, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -316,7 +316,7 @@ def test_steps_of_large_tiles(name, batch, hidden, resets):
 
 
 @needs_cuda
-@every_cell
+@pytest.mark.parametrize("name", [name for name in CELLS if name not in SURROGATES])
 @both_resets
 def test_second_derivatives(name, reset_to):
     example = example_of(name, DOUBLE, 2, 2, 3, input_size=2, reset=True, reset_to=reset_to)
