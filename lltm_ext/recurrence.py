@@ -526,6 +526,7 @@ class RecurrentCell:
             options.append(f"{name}: {', '.join(values) or 'none'}")
         options[-1] = options[-1] if self.differentiable else "without backward"
         options += [f"output: {self.output}"] * (self.output != "h")
+        options += ["affine in its states"] * bool(self.function and self.derived.affine)  # type: ignore[union-attr]
         how = f"({', '.join(self.arguments)})" if self.function else " in C++"
         return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
 
