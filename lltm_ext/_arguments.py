@@ -21,10 +21,10 @@ class SequenceCall(NamedTuple):
 
     Attributes:
         input: [T, B, I]; with ``batch_sizes`` [N, I], the rows of all steps, as in a PackedSequence. The same
-            holds for ``inputs`` and ``reset``.
+            holds for ``inputs`` and ``reset``. Without weight_ih I is G*H.
         states: h0 and the other states, each [B, H], a single other one also [1, B, H] as a layer has it; all
             may be None for zeros.
-        weight_ih, weight_hh, bias: [G*H, I]; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
+        weight_ih, weight_hh, bias: [G*H, I] or None; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
         parameters, inputs: in the cell's order; parameters [H] each, or together [P * H].
         reset: [T, B] or None. A reset precedes its step in the order of computation.
         is_reverse: whether the last step is the first to be computed.
@@ -42,6 +42,18 @@ class SequenceCall(NamedTuple):
     batch_sizes: list[int] | None = None
     is_reverse: bool = False
     bias_hh: Any = None
+
+
+def units_of(input: Tensor, weight_ih: Tensor | None, gates: int) -> int:
+    """H of a call that gives no states."""
+    return (input.shape[-1] if weight_ih is None else weight_ih.shape[0]) // gates
+
+
+def hidden_of(call: SequenceCall, gates: int) -> int:
+    """H of a call."""
+    h0 = call.states[0]
+    hidden: int = units_of(call.input, call.weight_ih, gates) if h0 is None else h0.shape[-1]
+    return hidden
 
 
 def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
@@ -66,6 +78,13 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
         )
 
 
+def check_no_input(name: str, cell: str, input: Any) -> None:
+    """Raises for an input of a cell without gates."""
+    if input is not None:
+        got = type(input).__name__
+        raise TypeError(f"{name}: expected input to be None, because {cell} has no gates, got {got}")
+
+
 def check_reset_to(name: str, reset_to: Any) -> None:
     if reset_to not in ("zeros", "initial"):
         raise ValueError(f"{name}: expected reset_to to be 'zeros' or 'initial', got {reset_to!r}")
@@ -77,10 +96,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def check_tensors(name: str, input: Any, weight_ih: Any, weight_hh: Any, bias: Any) -> None:
     check_tensor(name, "input", input)
-    check_tensor(name, "weight_ih", weight_ih)
     check_tensor(name, "weight_hh", weight_hh)
-    if bias is not None:
-        check_tensor(name, "bias", bias)
+    for argument, x in (("weight_ih", weight_ih), ("bias", bias)):
+        if x is not None:
+            check_tensor(name, argument, x)
 
 
 def check_states(name: str, hx: Any, names: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lltm_ext._arguments import SequenceCall
+from lltm_ext._arguments import SequenceCall, hidden_of, units_of
 from lltm_ext._C import custom_cell as _C  # noqa: F401  registers the ops
 from lltm_ext._library import (
     differentiable_gradients,
@@ -97,8 +97,8 @@ def algorithm_of(
     backward: bool,
 ) -> str:
     """The algorithm of a call of :func:`run_kernels` on padded input."""
-    program = program_for(cell, dtype, to_initial)
-    return ops.custom_cell_algorithm(*op_arguments(cell, call), None, False, algorithm, program, backward)
+    how = (None, call.is_reverse, algorithm, program_for(cell, dtype, to_initial), backward)
+    return ops.custom_cell_algorithm(*op_arguments(cell, call), *how)
 
 
 def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None, ...]:
@@ -116,7 +116,7 @@ def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None
         weight_hh,
         bias,
         parameters if isinstance(parameters, Tensor) else stacked(parameters) if parameters else None,
-        step_inputs_of(inputs, input, weight_ih.shape[0] // cell.gates) if inputs else None,
+        step_inputs_of(inputs, input, hidden_of(call, cell.gates)) if inputs else None,
         reset,
     )
 
@@ -282,7 +282,7 @@ def by_loop(
     input: Tensor,
     h0: Tensor | None,
     states: Tensor | None,
-    weight_ih: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor | None,
     bias: Tensor | None,
     parameters: Tensor | None,
@@ -300,7 +300,7 @@ def by_loop(
     cell, to_initial = CELLS[program]
     declared = cell.declared
     if h0 is None:
-        h0 = zero_state(input, weight_ih.shape[0] // cell.gates, batch_sizes)
+        h0 = zero_state(input, units_of(input, weight_ih, cell.gates), batch_sizes)
     is_one = states is not None and states.dim() == 2
     if states is None:
         states = h0.new_zeros((len(declared.states), *h0.shape))

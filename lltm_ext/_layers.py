@@ -56,7 +56,7 @@ class Steps(NamedTuple):
     """What the steps of a call take except its input: [T, B] or [T, B, H], or packed rows [N] or [N, H]."""
 
     inputs: list[Tensor]  # in the cell's order
-    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # for the two directions
+    resets: tuple[Tensor | None, Tensor | None] = (None, None)  # forward, and in reverse
     reset_to: str = "zeros"
 
 
@@ -77,6 +77,7 @@ class SequenceLayer(nn.Module):
     bidirectional: bool
 
     _cell: RecurrentCell  # torch's layers have no attribute `cell`, so their subclasses may
+    _is_reverse: bool = False  # whether a single direction starts at the last step
     _permutes: bool = False  # whether a subclass must see each permutation of states, even None
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
@@ -97,7 +98,9 @@ class SequenceLayer(nn.Module):
         steps: Steps,
     ) -> SequenceCall:
         weight_ih, weight_hh, bias, bias_hh, parameters = self._weights_of(layer, direction)
-        of_steps = (steps.inputs, steps.resets[direction], batch_sizes, direction == 1)
+        is_reverse = direction == 1 or self._is_reverse
+        reset = steps.resets[1 if is_reverse else 0]
+        of_steps = (steps.inputs, reset, batch_sizes, is_reverse)
         return SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, *of_steps, bias_hh)
 
     def forward(
@@ -115,13 +118,13 @@ class SequenceLayer(nn.Module):
         return Steps([], self._resets(input, reset), reset_to)
 
     def _resets(self, input: Any, reset: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The resets of the two directions, in the order of the steps."""
+        """The resets for steps computed forward and in reverse, in the order of the steps."""
         if reset is None:
             return None, None
         reset = self._step_input("reset", reset, input)
         sizes = input.batch_sizes.tolist() if isinstance(input, PackedSequence) else None
         # In reverse an episode that starts at step t + 1 has no influence on step t.
-        return reset, at_next_step(reset, sizes) if self.bidirectional else None
+        return reset, at_next_step(reset, sizes) if self.bidirectional or self._is_reverse else None
 
     def _step_input(self, name: str, value: Any, input: Any) -> Tensor:
         """An input of the steps in the order of the steps, from the layout of ``input``."""
@@ -283,10 +286,12 @@ class CellLayer(SequenceLayer):
     """A layer that declares its own parameters, with one bias a gate, from the number of the op's gates."""
 
     bias: bool
+    heads: int = 1
+    input_size: int | None  # type: ignore[assignment]  # None: the input is the product with weight_ih
 
     def __init__(
         self,
-        input_size: int,
+        input_size: int | None,
         hidden_size: int,
         num_layers: int = 1,
         bias: bool = True,
@@ -297,7 +302,9 @@ class CellLayer(SequenceLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(self._name, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if input_size is not None:
+            check_sizes(self._name, input_size=input_size)
+        check_sizes(self._name, hidden_size=hidden_size, num_layers=num_layers)
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
             raise ValueError(f"{self._name}: expected dropout to be a probability in [0, 1], got {dropout!r}")
         if dropout > 0 and num_layers == 1:
@@ -317,11 +324,16 @@ class CellLayer(SequenceLayer):
                     self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
         self.reset_parameters()
 
-    def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, layer_input: int | None) -> dict[str, tuple[int, ...]]:
         """The parameters of one layer and direction, in their order."""
-        rows = self._cell.gates * self.hidden_size
-        shapes = {"weight_ih": (rows, layer_input), "weight_hh": (rows, self.hidden_size), "bias": (rows,)}
-        return shapes if self.bias else {name: shapes[name] for name in ("weight_ih", "weight_hh")}
+        rows, shapes = self._cell.gates * self.hidden_size, dict[str, tuple[int, ...]]()
+        if layer_input is not None:
+            shapes["weight_ih"] = (rows, layer_input)
+        if self._cell.recurrent:
+            shapes["weight_hh"] = (rows, self.hidden_size // self.heads)
+        if self.bias and rows > 0:
+            shapes["bias"] = (rows,)
+        return shapes
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), as nn.LSTM does."""
@@ -340,11 +352,14 @@ class CellLayer(SequenceLayer):
         return getattr(self, name, None) if found is None else found
 
     def _check_input(self, input: Tensor, dims: tuple[int, ...]) -> None:
-        if input.dim() not in dims or input.shape[-1] != self.input_size:
-            layout = "[batch, length, input_size]" if self.batch_first else "[length, batch, input_size]"
+        gates, size = self._cell.gates, self.input_size
+        features = gates * self.hidden_size if size is None else size
+        if input.dim() not in dims or input.shape[-1] != features:
+            name = f"{gates}*hidden_size" if size is None else "input_size"
+            layout = f"[batch, length, {name}]" if self.batch_first else f"[length, batch, {name}]"
             raise RuntimeError(
-                f"{self._name}: expected input of shape {layout} or [length, input_size] with "
-                f"input_size = {self.input_size}, got {list(input.shape)}"
+                f"{self._name}: expected input of shape {layout} or [length, {name}] with "
+                f"{name} = {features}, got {list(input.shape)}"
             )
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lltm_ext._arguments import SequenceCall, one_bias
+from lltm_ext._arguments import SequenceCall, at_next_step, one_bias
 
 if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
@@ -64,9 +64,12 @@ def run_loop(
 
 
 def planes_of(call: SequenceCall) -> Tensor:
-    """The product of the input of all steps with weight_ih, plus the bias."""
+    """The product of the input of all steps with weight_ih, if there is one, plus the bias."""
     compute, bias = compute_dtype(call.input.dtype), one_bias(call.bias, call.bias_hh)
     wide_bias = None if bias is None else bias.to(compute)
+    if call.weight_ih is None:
+        planes = call.input.to(compute)
+        return planes if wide_bias is None else planes + wide_bias
     return F.linear(call.input.to(compute), call.weight_ih.to(compute), wide_bias)
 
 
@@ -113,9 +116,12 @@ def reference(
     bias: Tensor | None,
     reset: Tensor | None,
     reset_to: str,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Runs a cell over a sequence in pure PyTorch, without any checks."""
-    call = SequenceCall(input, hx, weight_ih, weight_hh, bias, reset=reset)
+    if reverse and reset is not None:
+        reset = at_next_step(reset, None)
+    call = SequenceCall(input, hx, weight_ih, weight_hh, bias, reset=reset, is_reverse=reverse)
     output, final = run_loop(cell, call, to_initial=reset is not None and reset_to == "initial")
     return output, tuple(final)
 

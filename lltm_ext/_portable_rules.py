@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lltm_ext._arguments import units_of
 from lltm_ext._custom_cell import CustomCellFunction, h_of_steps
 from lltm_ext._formula.text import SEPARATOR
 from lltm_ext._library import differentiable_gradients
@@ -481,7 +482,7 @@ def shape_cell(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
     h0, states, weight_ih = args[:3]
     batch_sizes, program = args[8], args[11]
     gates, count, saved_gates, extra, outputs_state = sizes_of(program)
-    hidden = weight_ih.shape[0] // gates
+    hidden = units_of(input, weight_ih, gates) if h0 is None else h0.shape[1]
     h_n = zero_state(input, hidden, batch_sizes) if h0 is None else dense(h0)
     states_n = h_n.new_empty(count, *h_n.shape) if states is None else dense(states)
     of_steps = (hidden, saved_gates * hidden, extra * hidden, outputs_state * hidden)
@@ -508,7 +509,8 @@ def shape_both(count: int) -> Kernel:
 def shape_gradients(input: Tensor, direction: Sequence[Any], of_input: bool, of_bias: bool) -> list[Tensor]:
     """The gradients of a direction; empty where they are not needed, or where the cell has none."""
     weight_ih = direction[2]
-    given = (input if of_input else None, *direction[:4], weight_ih[:, 0] if of_bias else None, direction[5])
+    of_gates = input.flatten(0, -2)[:0].sum(0) if weight_ih is None else weight_ih[:, 0]
+    given = (input if of_input else None, *direction[:4], of_gates if of_bias else None, direction[5])
     return [input.new_empty(0) if x is None else dense(x) for x in given]
 
 

@@ -76,7 +76,7 @@ def scriptable_layer(layer: Any, forward: Callable[..., Any]) -> nn.Module:
         states="hx" if count == 1 else ", ".join(f"hx[{i}]" for i in range(count)),
         weights=", ".join(of_slice(f"_l{k}{end}") for k in range(layer.num_layers) for end in ends),
         steps=", ".join(cell.inputs),
-        sizes=f"{len(ends)}, {layer.hidden_size}",
+        sizes=f"{len(ends)}, {layer._is_reverse}, {layer.hidden_size}",
         final="final[0]" if count == 1 else ", ".join(f"final[{i}]" for i in range(count)).join("()"),
     )
     programs = tuple(cell.programs[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16))
@@ -93,6 +93,7 @@ def run_layers(
     batch_first: bool,
     dropout: float,
     directions: int,
+    is_reverse: bool,
     hidden: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """What :class:`lltm_ext._layers.SequenceLayer` does with batches, in TorchScript."""
@@ -120,11 +121,9 @@ def run_layers(
             h0 = states[0][i] if len(states) > 0 else None
             others = torch.stack([s[i] for s in states[1:]]) if len(states) > 1 else None
             weight_ih, weight_hh, bias, parameters = weights[4 * i : 4 * i + 4]
-            assert weight_ih is not None
-            of_cell = (weight_ih, weight_hh, bias, parameters, steps, reset if i == first else later)
-            y, h, s = torch.ops.lltm_ext.custom_cell(
-                x, h0, others, *of_cell, None, i > first, "auto", program
-            )
+            reverse = is_reverse or i > first
+            of_cell = (weight_ih, weight_hh, bias, parameters, steps, later if reverse else reset)
+            y, h, s = torch.ops.lltm_ext.custom_cell(x, h0, others, *of_cell, None, reverse, "auto", program)
             outputs.append(y)
             h_n.append(h)
             states_n.append(s)

@@ -18,12 +18,17 @@ __all__ = [
     "gru",
     "indrnn",
     "janet",
+    "lif",
     "lltm",
     "lstm",
+    "mingru",
+    "minlstm",
     "peephole_lstm",
+    "rg_lru",
     "rnn_relu",
     "rnn_tanh",
     "slstm",
+    "sru",
     "ugrnn",
     "zoneout_lstm",
 ]
@@ -180,6 +185,85 @@ def indrnn(x, h, p):
     Source: Li et al., "Independently Recurrent Neural Network (IndRNN)", 2018.
     """
     return torch.relu(x[0] + p.w_hh * h)
+
+
+@recurrence(gates=2, recurrent=False)
+def mingru(x, h):
+    """The minimal GRU, without a product of h; gates update and candidate::
+
+        z = sigmoid(z)
+        h' = (1 - z) * h + z * n
+
+    Source: Feng et al., "Were RNNs All We Needed?", 2024.
+    """
+    update = torch.sigmoid(x[0])
+    return (1 - update) * h + update * x[1]
+
+
+@recurrence(gates=3, recurrent=False)
+def minlstm(x, h):
+    """The minimal LSTM, without a product of h; gates forget, input and candidate::
+
+        f, i = sigmoid(f), sigmoid(i)
+        h' = f / (f + i) * h + i / (f + i) * n
+
+    Source: Feng et al., "Were RNNs All We Needed?", 2024, with gates that sum to 1.
+    """
+    forget = torch.sigmoid(F.logsigmoid(x[0]) - F.logsigmoid(x[1]))  # f / (f + i), of small gates too
+    return forget * h + (1 - forget) * x[2]
+
+
+@recurrence(gates=4, states=("c",), recurrent=False)
+def sru(x, s):
+    """The simple recurrent unit, without a product of h; gates candidate, forget, reset and highway::
+
+        f, r = sigmoid(f), sigmoid(r)
+        c' = f * c + (1 - f) * n
+        h' = r * c' + (1 - r) * y
+
+    The highway y is the input itself in the paper, where both have one size.
+
+    Source: Lei et al., "Simple Recurrent Units for Highly Parallelizable Recurrence", 2018, with gates that
+    see the input only, as in its first version of 2017.
+    """
+    forget, reset = torch.sigmoid(x[1]), torch.sigmoid(x[2])
+    c = forget * s.c + (1 - forget) * x[0]
+    return reset * c + (1 - reset) * x[3], (c,)
+
+
+@recurrence(gates=3, parameters={"decay": 6.0}, recurrent=False)
+def rg_lru(x, h, p):
+    """The real-gated linear recurrent unit; gates recurrence, input and value::
+
+        a = sigmoid(decay) ^ (8 * sigmoid(r))
+        h' = a * h + sqrt(1 - a^2) * sigmoid(i) * v
+
+    The value is the unit's input in the paper. ``weight_ih=None`` takes it with the two gates as they are.
+
+    Source: De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient Language
+    Models", 2024.
+    """
+    log_a = 8 * torch.sigmoid(x[0]) * F.logsigmoid(p.decay)
+    scale = torch.sqrt(-torch.expm1(2 * log_a))  # exact for an a near 1
+    return torch.exp(log_a) * h + scale * torch.sigmoid(x[1]) * x[2]
+
+
+@recurrence(gates=1, states=("v",), parameters={"beta": 0.9}, recurrent=False)
+def lif(x, h, s, p):
+    """The leaky integrate-and-fire neuron: h is 1 in a step with a spike, else 0::
+
+        v' = beta * v + a - h
+        h' = 1 if v' > 1 else 0
+
+    A spike lowers the potential v by the threshold, 1, in the next step. In the backward the derivative of h'
+    by v' is 1 / (1 + 25 * abs(v' - 1))^2, a surrogate, which counts as a constant in second derivatives.
+
+    Source: Neftci, Mostafa and Zenke, "Surrogate Gradient Learning in Spiking Neural Networks", 2019.
+    """
+    v = p.beta * s.v + x[0] - h
+    above = v - 1
+    slope = 1 / (1 + 25 * torch.abs(above)) ** 2
+    return torch.where(above > 0, 1.0, 0.0) + slope.detach() * (above - above.detach()), (v,)
 
 
 @recurrence(gates=4, states=("c",), inputs=("keep_h", "keep_c"))

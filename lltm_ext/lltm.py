@@ -159,12 +159,13 @@ def lltm_cell(
 def lltm(
     input: Tensor,
     hx: State,
-    weight_ih: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
     reset: Tensor | None = None,
     reset_to: str = "zeros",
+    reverse: bool = False,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LLTM cell.
@@ -172,7 +173,7 @@ def lltm(
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
         hx: ``(h0, c0)``, each [B, H]; c0 in the dtype of ``input``, for half types also in float32.
-        weight_ih: [3*H, I].
+        weight_ih: [3*H, I]; None for an input [T, B, 3*H] that is taken as it is, as the product with it.
         weight_hh: [3*H, H].
         bias: [3*H], or None.
         reset: [T, B], where an episode starts. Before such a step the states of the row become 0 (bool), or
@@ -180,6 +181,8 @@ def lltm(
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
             Without reset it does nothing.
+        reverse: whether the last step is computed first. hx then is the state after the last step, and h_n
+            and c_n that of step 0. Episodes start at the same places.
         algorithm: how the steps run. "auto" picks the fastest one that fits; :func:`lltm_algorithm` tells
             which. "stepwise" runs a matrix product and a pointwise kernel per step, or one kernel for both,
             for any size, dtype and device. "cluster" and "grid" are one kernel for all steps, on CUDA in
@@ -202,9 +205,8 @@ def lltm(
 
     Source: the formula at the head of this module.
     """
-    return cells.lltm(
-        input, hx, weight_ih, weight_hh, bias, reset=reset, reset_to=reset_to, algorithm=algorithm
-    )
+    options: Any = {"reset": reset, "reset_to": reset_to, "reverse": reverse, "algorithm": algorithm}
+    return cells.lltm(input, hx, weight_ih, weight_hh, bias, **options)
 
 
 lltm.__script_unsupported = (  # type: ignore[attr-defined]  # an attribute that torch.jit.script reads
@@ -241,9 +243,12 @@ def lltm_reference(
     *,
     reset: Tensor | None = None,
     reset_to: str = "zeros",
+    reverse: bool = False,
 ) -> tuple[Tensor, State]:
     """:func:`lltm` in pure PyTorch."""
-    output, (h_n, c_n) = reference(cells.lltm, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    output, (h_n, c_n) = reference(
+        cells.lltm, input, hx, weight_ih, weight_hh, bias, reset, reset_to, reverse
+    )
     return output, (h_n, c_n)
 
 

@@ -32,12 +32,13 @@ decompose_under_transforms("lstm")
 def lstm(
     input: Tensor,
     hx: State,
-    weight_ih: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor,
     bias: Tensor | None = None,
     *,
     reset: Tensor | None = None,
     reset_to: str = "zeros",
+    reverse: bool = False,
     algorithm: str = "auto",
 ) -> tuple[Tensor, State]:
     """A whole sequence of the LSTM cell; arguments, results and errors as for :func:`lltm_ext.lltm`.
@@ -45,11 +46,12 @@ def lstm(
     Args:
         input: [T, B, I], on CPU or CUDA; float16, bfloat16, float32 or float64.
         hx: ``(h0, c0)``, each [B, H]; c0 in the dtype of ``input``, for half types also in float32.
-        weight_ih: [4*H, I].
+        weight_ih: [4*H, I]; None for an input [T, B, 4*H] that is taken as it is, as the product with it.
         weight_hh: [4*H, H].
         bias: [4*H], the sum of nn.LSTM's two, or None.
         reset: [T, B], where an episode starts.
         reset_to: "zeros" or "initial": what the states of the row become there.
+        reverse: whether the last step is computed first.
         algorithm: "auto", "stepwise", "cluster" or "grid" (H up to 512 in float32, 1024 in TF32).
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
@@ -58,9 +60,8 @@ def lstm(
     Returns:
         ``(output, (h_n, c_n))``: output [T, B, H] holds h of every step, h_n and c_n [B, H] the last state.
     """
-    return cells.lstm(
-        input, hx, weight_ih, weight_hh, bias, reset=reset, reset_to=reset_to, algorithm=algorithm
-    )
+    options: Any = {"reset": reset, "reset_to": reset_to, "reverse": reverse, "algorithm": algorithm}
+    return cells.lstm(input, hx, weight_ih, weight_hh, bias, **options)
 
 
 lstm.__script_unsupported = (  # type: ignore[attr-defined]  # an attribute that torch.jit.script reads
@@ -97,9 +98,12 @@ def lstm_reference(
     *,
     reset: Tensor | None = None,
     reset_to: str = "zeros",
+    reverse: bool = False,
 ) -> tuple[Tensor, State]:
     """:func:`lstm` in pure PyTorch."""
-    output, (h_n, c_n) = reference(cells.lstm, input, hx, weight_ih, weight_hh, bias, reset, reset_to)
+    output, (h_n, c_n) = reference(
+        cells.lstm, input, hx, weight_ih, weight_hh, bias, reset, reset_to, reverse
+    )
     return output, (h_n, c_n)
 
 

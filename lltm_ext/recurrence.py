@@ -15,11 +15,14 @@ from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._arguments import (
     SequenceCall,
+    at_next_step,
+    check_no_input,
     check_reset_to,
     check_states,
     check_step_input,
     check_tensors,
     dtype_name,
+    hidden_of,
 )
 from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels, tracing_state
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
@@ -42,6 +45,7 @@ RESERVED = (
     "bias",
     "reset",
     "reset_to",
+    "reverse",
     "algorithm",
     "backward",
     "device",
@@ -109,7 +113,8 @@ def recurrence(
         )
 
     Args:
-        gates: G, how many blocks of hidden_size rows weight_ih and weight_hh have.
+        gates: G, how many blocks of hidden_size rows weight_ih and weight_hh have; 0 for a cell with
+            ``inputs`` and without a product with h, whose function reads no ``x``.
         separate: whether the function sees the products with the input and with h apart.
         states: the names of the cell's states except h.
         parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
@@ -160,14 +165,15 @@ def recurrence(
 class RecurrentCell:
     """A cell that :func:`recurrence` made: a function of a whole sequence.
 
-    ``cell(input, hx, weight_ih, weight_hh, bias=None, *, reset=None, reset_to="zeros", algorithm="auto",
-    **named)``
+    ``cell(input, hx, weight_ih=None, weight_hh=None, bias=None, *, reset=None, reset_to="zeros",
+    reverse=False, algorithm="auto", **named)``
 
     Args:
-        input: [T, B, I], in float16, bfloat16, float32 or float64.
+        input: [T, B, I], in float16, bfloat16, float32 or float64; None for a cell without gates, where the
+            inputs of the steps tell T and B.
         hx: h0 [B, H], or for a cell with states the tuple ``(h0, *states0)``, each [B, H]; h0 in the dtype of
             ``input``, the other states also in float32, if that is a half type.
-        weight_ih: [G*H, I].
+        weight_ih: [G*H, I]; None for an input [T, B, G*H] that is taken as it is, as the product with it.
         weight_hh: [G*H, H]; or [G*H, H/heads], block-diagonal: a unit sees h of the H/heads units of its
             head. None for a cell without recurrent product.
         bias: [G*H], or None.
@@ -176,6 +182,9 @@ class RecurrentCell:
         reset_to: "zeros"; or "initial" for states that become those of ``hx`` of this call again, with
             numbers (1 - reset) * states + reset * initial states. ``hx`` gets gradients of all episodes.
             Without reset it does nothing.
+        reverse: whether the last step is computed first, as by the reverse direction of a layer: hx is the
+            state after the last step, the final states are those of step 0. Episodes stay where they are: the
+            states become 0 between a step with a reset and the step before it.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all are a step at a time.
         named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
 
@@ -225,8 +234,10 @@ class RecurrentCell:
         else:
             raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
         name = self.__name__
-        if not isinstance(gates, int) or isinstance(gates, bool) or gates < 1:
-            raise ValueError(f"{name}: expected gates to be a positive int, got {gates!r}")
+        can_lack_gates = not recurrent and bool(inputs)
+        if not isinstance(gates, int) or isinstance(gates, bool) or gates < (0 if can_lack_gates else 1):
+            also = " (0 needs inputs= and recurrent=False)" if gates == 0 else ""
+            raise ValueError(f"{name}: expected gates to be a positive int, got {gates!r}{also}")
         if gates > 1024:
             raise ValueError(f"{name}: expected at most 1024 gates, got {gates}")
         if separate and not recurrent:
@@ -263,30 +274,25 @@ class RecurrentCell:
         self,
         input: Any,
         hx: Any,
-        weight_ih: Any,
-        weight_hh: Any,
+        weight_ih: Any = None,
+        weight_hh: Any = None,
         bias: Any = None,
         *,
         reset: Any = None,
         reset_to: str = "zeros",
+        reverse: bool = False,
         algorithm: str = "auto",
         **named: Any,
     ) -> tuple[Tensor, Any]:
         try:
-            if not isinstance(input, Tensor):
-                check_tensor(self.__name__, "input", input)
-            states = check_states(self.__name__, hx, self.state_names)
-            parameters, inputs = (
-                self._values_of(named) if named or self.parameters or self.inputs else ((), ())
-            )
+            call = self._call_of(input, hx, (weight_ih, weight_hh, bias), reset, reverse, named)
             if reset_to != "zeros":
                 check_reset_to(self.__name__, reset_to)
-            call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-            if len(states) == 2 and states[1].dim() == 3:  # only layers give it this shape
+            if len(call.states) == 2 and call.states[1].dim() == 3:  # only layers give it this shape
                 check_call(self, call, algorithm, reset_to)
             output, final = run(self, call, algorithm, reset_to)
         except TypeError:
-            options = {"reset": reset, "reset_to": reset_to, "algorithm": algorithm}
+            options = {"reset": reset, "reset_to": reset_to, "reverse": reverse, "algorithm": algorithm}
             return hand_over(self, input, hx, weight_ih, weight_hh, bias, **options, **named)
         return output, tuple(final) if self.states else final[0]
 
@@ -294,12 +300,13 @@ class RecurrentCell:
         self,
         input: Any,
         hx: Any,
-        weight_ih: Any,
-        weight_hh: Any,
+        weight_ih: Any = None,
+        weight_hh: Any = None,
         bias: Any = None,
         *,
         reset: Any = None,
         reset_to: str = "zeros",
+        reverse: bool = False,
         algorithm: str = "auto",
         backward: bool = False,
         **named: Any,
@@ -311,17 +318,45 @@ class RecurrentCell:
 
         The other arguments and all errors are those of a call.
         """
-        states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named)
         if self.is_compiled:
             check_tensors(self.__name__, input, weight_ih, weight_hh, bias)
-        call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters, inputs, reset)
-        dtype = autocast_dtype(input)
+        call = self._call_of(input, hx, (weight_ih, weight_hh, bias), reset, reverse, named)
+        dtype = autocast_dtype(call.input)
         call = call if dtype is None else lowered(dtype, call)
         check_call(self, call, algorithm, reset_to)
         return algorithm_of(
             self, call, algorithm, call.input.dtype, resets_to_states(call, reset_to), backward
         )
+
+    def _call_of(
+        self,
+        input: Any,
+        hx: Any,
+        weights: tuple[Any, Any, Any],
+        reset: Any,
+        reverse: bool,
+        named: dict[str, Any],
+    ) -> SequenceCall:
+        if self.gates > 0 and not isinstance(input, Tensor):
+            check_tensor(self.__name__, "input", input)
+        states = check_states(self.__name__, hx, self.state_names)
+        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+        if self.gates == 0:
+            input = self._input_of_no_gates(input, states[0], inputs[0])
+        if reverse and reset is not None:
+            check_step_input(self.__name__, "reset", reset, input, 0)
+            reset = at_next_step(reset, None)
+        return SequenceCall(input, states, *weights, parameters, inputs, reset, None, reverse)
+
+    def _input_of_no_gates(self, input: Any, h0: Tensor, steps: Any) -> Tensor:
+        """An input without features, [T, B, 0], which tells the op the sizes of an input of the steps."""
+        name, argument = self.__name__, self.inputs[0]
+        check_no_input(name, name, input)
+        check_tensor(name, argument, steps)
+        if steps.dim() not in (2, 3):
+            shapes = "[length, batch] or, for each unit, [length, batch, hidden_size]"
+            raise RuntimeError(f"{name}: expected {argument} of shape {shapes}, got {list(steps.shape)}")
+        return h0.new_empty((*steps.shape[:2], 0))
 
     def _warn_of_unread_gates(self) -> None:
         read = ancestors(self.derived.outputs)  # type: ignore[union-attr]
@@ -408,12 +443,14 @@ class RecurrentCell:
 
         rows = self.gates * hidden_size
         weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
+        weights = weights if self.gates else (None, None, None)  # type: ignore[assignment]
         named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
         for length in (1, 2):  # a single step has a kernel of its own
             named |= {u: zeros(length, batch).detach() for u in self.inputs}
             flags = torch.zeros(length, batch, dtype=torch.bool, device=device) if reset else None
-            steps = (zeros(length, batch, 8), hx if self.states else hx[0], *weights)
+            input = zeros(length, batch, 8) if self.gates else None
+            steps = (input, hx if self.states else hx[0], *weights)
             output, _ = self(*steps, reset=flags, reset_to=reset_to, **named)
             if self.differentiable:
                 output.sum().backward()
@@ -469,6 +506,7 @@ class RecurrentCell:
         weight_hh = 0.5 * normal(rows, hidden) if self.recurrent else None
         hx = tuple(states) if self.states else states[0]
         args = (normal(length, batch, size), hx, normal(rows, size), weight_hh, normal(rows))
+        args = args if self.gates else (None, hx)  # type: ignore[assignment]
         named = {p: normal(hidden) for p in self.parameters}
         named |= {u: torch.sigmoid(normal(length, batch)) for u in self.inputs}
         return args, named
@@ -477,7 +515,7 @@ class RecurrentCell:
         return self.__qualname__  # pickle finds the cell in its module by this name, as it finds a function
 
     def __repr__(self) -> str:
-        options = [f"{self.gates} gate{'s' * (self.gates > 1)}"]
+        options = [f"{self.gates} gate{'s' * (self.gates != 1)}"]
         options += ["separate products"] * self.separate + ["no recurrent product"] * (not self.recurrent)
         for name, values in (
             ("states", self.states),
@@ -488,6 +526,7 @@ class RecurrentCell:
             options.append(f"{name}: {', '.join(values) or 'none'}")
         options[-1] = options[-1] if self.differentiable else "without backward"
         options += [f"output: {self.output}"] * (self.output != "h")
+        options += ["affine in its states"] * bool(self.function and self.derived.affine)  # type: ignore[union-attr]
         how = f"({', '.join(self.arguments)})" if self.function else " in C++"
         return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
 
@@ -517,9 +556,7 @@ def run(
         if reset is not None or call.inputs:
             for name, x in zip((*cell.inputs, "reset"), (*call.inputs, reset), strict=True):
                 if x is not None:
-                    check_step_input(
-                        cell.__name__, name, x, call.input, call.weight_ih.shape[0] // cell.gates
-                    )
+                    check_step_input(cell.__name__, name, x, call.input, hidden_of(call, cell.gates))
         to_initial = resets_to_states(call, reset_to)
         return run_kernels(cell, call, algorithm, dtype or call.input.dtype, to_initial)
     except Exception:
@@ -568,7 +605,7 @@ def with_states(cell: RecurrentCell, call: SequenceCall) -> SequenceCall:
     if call.states[0] is not None:
         is_layers = len(call.states) == 2 and isinstance(call.states[1], Tensor) and call.states[1].dim() == 3
         return call._replace(states=[call.states[0], call.states[1][0]]) if is_layers else call
-    zeros = zero_state(call.input, call.weight_ih.shape[0] // cell.gates, call.batch_sizes)
+    zeros = zero_state(call.input, hidden_of(call, cell.gates), call.batch_sizes)
     return call._replace(states=[zeros] * len(call.states))
 
 
@@ -581,7 +618,8 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     if cell.is_compiled:
         return True
     input = calls[0].input
-    if cell.function is None or not isinstance(input, Tensor) or not isinstance(calls[0].weight_ih, Tensor):
+    is_known = isinstance(input, Tensor) and isinstance(calls[0].weight_ih, (Tensor, type(None)))
+    if cell.function is None or not is_known:
         return False
     dtypes = (input.dtype, compute_dtype(input.dtype))
     for call in calls:
@@ -650,8 +688,11 @@ def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to
         raise TypeError(f"{name}: expected input of dtype {dtypes}, got {dtype_name(input.dtype)}")
     if weight_hh is not None and not cell.recurrent:
         raise TypeError(f"{name}: expected weight_hh to be None, because the cell has no recurrent product")
-    tensors = {"weight_ih": weight_ih} | ({"weight_hh": weight_hh} if cell.recurrent else {})
-    tensors |= {name: x for name, x in (("bias", bias), ("bias_hh", bias_hh)) if x is not None}
+    if weight_ih is not None and cell.gates == 0:
+        raise TypeError(f"{name}: expected weight_ih to be None, because the cell has no gates")
+    tensors = {"weight_hh": weight_hh} if cell.recurrent else {}
+    optional = {"weight_ih": weight_ih, "bias": bias, "bias_hh": bias_hh}
+    tensors |= {argument: x for argument, x in optional.items() if x is not None}
     if isinstance(parameters, Tensor):
         parameters = parameters.chunk(len(cell.parameters))
     tensors |= zip(cell.parameters, parameters, strict=True)
@@ -717,7 +758,13 @@ def check_shapes(
     for argument, x in zip(cell.state_names, states, strict=True):
         check(argument, x, "[batch, hidden_size]", batch, hidden)
     rows, meaning = cell.gates * hidden, f"[{cell.gates}*hidden_size"
-    check("weight_ih", tensors["weight_ih"], f"{meaning}, input_size]", rows, input.shape[-1])
+    if "weight_ih" in tensors:
+        check("weight_ih", tensors["weight_ih"], f"{meaning}, input_size]", rows, input.shape[-1])
+    elif input.shape[-1] != rows:
+        raise TypeError(
+            f"{name}: expected weight_ih to be a Tensor, got None, or input of "
+            f"{cell.gates}*hidden_size = {rows} features, which need none, got {list(input.shape)}"
+        )
     if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], rows, hidden):
         check("weight_hh", tensors["weight_hh"], f"{meaning}, hidden_size (or / heads)]", rows, hidden)
     for argument in ("bias", "bias_hh"):

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
-from lltm_ext._arguments import check_reset_to, check_sizes, init_uniform
+from lltm_ext._arguments import check_no_input, check_reset_to, check_sizes, init_uniform
 from lltm_ext._layers import CellLayer, Steps
+from lltm_ext._library import check_tensor
 from lltm_ext._scripting import scriptable_layer
 from lltm_ext.recurrence import RecurrentCell
 
@@ -23,7 +25,8 @@ class Recurrent(CellLayer):
 
     Args:
         cell: the cell.
-        input_size: I, the number of features of the input.
+        input_size: I, the number of features of the input; None for an input of G*H features that the first
+            layer takes as it is, as the product with a weight_ih, and for a cell without gates.
         hidden_size: H, the number of units.
         num_layers: L, the layers stacked, each fed with the output of the one below.
         bias: whether the gates have a bias.
@@ -31,18 +34,22 @@ class Recurrent(CellLayer):
         dropout: the probability of dropout on the output of every layer but the last.
         bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
         heads: into how many blocks the product with h is divided. A unit sees h of its block's units only.
+        reverse: whether all layers run from the last step to the first only, as the reverse direction of a
+            bidirectional layer does: hx is the state after the last step, the final states are those of
+            step 0.
 
     Attributes:
-        weight_ih_l{k}: [G*H, I], for layers above the first [G*H, D*H]; weight_hh_l{k}: [G*H, H/heads], none
-        for a cell without recurrent product; bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H].
-        Those of the other direction end in ``_reverse``.
+        weight_ih_l{k}: [G*H, I], none without input_size, for layers above the first [G*H, D*H];
+        weight_hh_l{k}: [G*H, H/heads], none for a cell without recurrent product; bias_l{k}: [G*H]; each
+        parameter of the cell, {name}_l{k}: [H]. Those of the other direction end in ``_reverse``.
 
     Shapes:
-        input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence;
+        input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence; None for a cell without gates,
+        whose first input of the steps has these layouts, without the last dimension;
         hx h0, or for a cell with states ``(h0, *states0)``, each [L*D, B, H] (unbatched [L*D, H]), zeros
         where not given;
         reset, which starts episodes (:class:`~lltm_ext.RecurrentCell`), as input, without its last dimension;
-        the reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and direction
+        a reverse direction is cut at the same places. With ``reset_to="initial"`` each layer and direction
         starts them from its own slice of hx;
         inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
         all layers and directions. For a packed input they are packed with the same lengths;
@@ -52,10 +59,12 @@ class Recurrent(CellLayer):
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
     """
 
+    reverse = False  # in layers pickled by older versions
+
     def __init__(
         self,
         cell: RecurrentCell,
-        input_size: int = ...,  # type: ignore[assignment]  # needed, but Recurrent(32, 64) lacks the cell
+        input_size: int | None = ...,  # type: ignore[assignment]  # needed, but Recurrent(32, 64) lacks the cell
         hidden_size: int = ...,  # type: ignore[assignment]
         num_layers: int = 1,
         bias: bool = True,
@@ -65,6 +74,7 @@ class Recurrent(CellLayer):
         heads: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        reverse: bool = False,
     ) -> None:
         if not isinstance(cell, RecurrentCell):
             raise TypeError(
@@ -78,7 +88,16 @@ class Recurrent(CellLayer):
                 else "be 1 without a recurrent product"
             )
             raise ValueError(f"{self._name}: expected heads to {why}, got {heads}")
-        self.cell, self.heads = cell, heads
+        if cell.gates == 0 and (input_size is not None or num_layers != 1):
+            what, got = (
+                ("input_size=None", input_size) if input_size is not None else ("num_layers=1", num_layers)
+            )
+            raise ValueError(
+                f"{self._name}: expected {what} for {cell.__name__}, which has no gates, got {got}"
+            )
+        if reverse and bidirectional:
+            raise ValueError(f"{self._name}: expected reverse=False with bidirectional=True, got True")
+        self.cell, self.heads, self.reverse = cell, heads, reverse
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
 
@@ -86,9 +105,13 @@ class Recurrent(CellLayer):
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
         return self.cell
 
+    @property
+    def _is_reverse(self) -> bool:  # type: ignore[override]
+        return self.reverse
+
     def forward(
         self,
-        input: Tensor | PackedSequence,
+        input: Tensor | PackedSequence | None = None,
         hx: Any = None,
         reset: Tensor | PackedSequence | None = None,
         reset_to: str = "zeros",
@@ -96,8 +119,35 @@ class Recurrent(CellLayer):
     ) -> tuple[Tensor | PackedSequence, Any]:
         self._check_names(inputs)
         check_reset_to(self._name, reset_to)
+        if self.cell.gates == 0:
+            input = self._input_of_no_gates(input, hx, inputs[self.cell.inputs[0]])
         found = [self._step_input(name, inputs[name], input) for name in self.cell.inputs]
-        return self._forward(input, hx, Steps(found, self._resets(input, reset), reset_to))
+        return self._forward(input, hx, Steps(found, self._resets(input, reset), reset_to))  # type: ignore[arg-type]
+
+    def _input_of_no_gates(self, input: Any, hx: Any, steps: Any) -> Tensor | PackedSequence:
+        """An input without features, in the layout of an input of the steps and the dtype of the states."""
+        check_no_input(self._name, self.cell.__name__, input)
+        is_packed = isinstance(steps, PackedSequence)
+        rows = steps.data if is_packed else steps
+        check_tensor(self._name, self.cell.inputs[0], rows)
+        dtypes = (x.dtype for x in (*tree_leaves(hx), *self.parameters(), rows) if isinstance(x, Tensor))
+        dtype = next((t for t in dtypes if t.is_floating_point), torch.get_default_dtype())
+        sizes = rows.shape[: 1 if is_packed else 2]
+        found = rows.new_empty((*sizes, 0), dtype=dtype)
+        return PackedSequence(found, *steps[1:]) if is_packed else found
+
+    def _check_hx(
+        self,
+        input: Tensor,
+        hx: Any,
+        batch: int,
+        batch_sizes: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        if hx is None and self.cell.gates == 0:  # only the states tell hidden_size
+            zeros = input.new_zeros((self._slices, batch, self.hidden_size))
+            return (zeros,) * len(self.cell.state_names)
+        return super()._check_hx(input, hx, batch, batch_sizes, order)
 
     def _check_names(self, inputs: dict[str, Any]) -> None:
         names = self.cell.inputs
@@ -109,14 +159,8 @@ class Recurrent(CellLayer):
             if inputs.get(name) is None:
                 raise TypeError(f"{self._name}: expected {name} to be a Tensor, but it is missing")
 
-    def _shapes(self, layer_input: int) -> dict[str, tuple[int, ...]]:
-        rows = self.cell.gates * self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, layer_input)}
-        if self.cell.recurrent:
-            shapes["weight_hh"] = (rows, self.hidden_size // self.heads)
-        if self.bias:
-            shapes["bias"] = (rows,)
-        return shapes | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
+    def _shapes(self, layer_input: int | None) -> dict[str, tuple[int, ...]]:
+        return super()._shapes(layer_input) | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
@@ -132,8 +176,13 @@ class Recurrent(CellLayer):
                 nn.init.constant_(parameter, value)
 
     def __prepare_scriptable__(self) -> nn.Module:
+        if self.cell.gates == 0:
+            raise NotImplementedError(
+                f"{self._name}: expected a cell with gates for torch.jit.script, got {self.cell.__name__}"
+            )
         return scriptable_layer(self, Recurrent.forward)
 
     def extra_repr(self) -> str:
         heads = f", heads={self.heads}" if self.heads > 1 else ""
-        return f"{self.cell.__name__}, {super().extra_repr()}{heads}"
+        reverse = ", reverse=True" if self.reverse else ""
+        return f"{self.cell.__name__}, {super().extra_repr()}{heads}{reverse}"

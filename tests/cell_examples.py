@@ -67,20 +67,33 @@ def masked_unit(x, h, s, u):
     return u.mask * y, (y,)
 
 
-WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit)}
-CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
+@lltm_ext.recurrence(
+    gates=0, states=("mean",), parameters=("rate",), inputs=("value", "keep"), recurrent=False, output="mean"
+)
+def without_gates(h, s, p, u):
+    """Reads no input with weights."""
+    mean = s.mean + torch.sigmoid(p.rate) * (u.value - s.mean)
+    return u.keep * torch.tanh(h) + mean, (mean,)
 
-# The gradient jumps where relu and maximum do. Half types round projections and h, so their forward can take
-# another branch than one in float64. With these amounts, added to the bias of a gate and subtracted in every
-# other unit, all units stay far from there. (test_half_gradients.py has values on the jumps.)
-SIDES = {"rnn_relu": (8,), "indrnn": (8,), "slstm": (6, -6, 0, 0)}
+
+WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit, without_gates)}
+CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
+SURROGATES = ("lif",)  # whose gradient is not the derivative, so that finite differences differ
+
+# The gradient jumps where relu and maximum do, and h where a neuron spikes. Half types round projections and
+# h, so their forward can take another branch than one in float64. With these amounts, added to the bias of a
+# gate and subtracted in every other unit, all units stay far from there. (test_half_gradients.py has values
+# on the jumps.)
+SIDES = {"rnn_relu": (8,), "indrnn": (8,), "lif": (4,), "slstm": (6, -6, 0, 0)}
 
 
 def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
     """A Call of input, states, weight_ih, weight_hh, bias, parameters. `steps`: [T, B], or [N] if packed."""
     rows = cell.gates * hidden
+    if cell.gates == 0:
+        input_size, bias = 0, False
     states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
-    weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5)
+    weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5) if cell.gates > 0 else None
     weight_hh = make(rows, hidden // heads, scale=0.5 * max(hidden, 1) ** -0.5) if cell.recurrent else None
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
@@ -88,6 +101,8 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
         biases += torch.outer(torch.tensor(SIDES[cell.__name__]), sign).flatten().to(biases)
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
     parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
+    if cell.__name__ == "lif":  # smaller ones make the gradient of v0 subnormal in float16
+        parameters = [p.abs() + 0.3 for p in parameters]
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
 
 
@@ -97,6 +112,7 @@ def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
         cell, make, (length, batch), batch, hidden, input_size, heads=heads
     ).args
     hx = tuple(states) if cell.states else states[0]
+    input = input if cell.gates > 0 else None
     return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
 
 

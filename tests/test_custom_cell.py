@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cell_examples import CELLS, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
+from cell_examples import CELLS, SURROGATES, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -47,6 +47,7 @@ def algorithm_of(example, algorithm="auto"):
     cell, reset = example.cell, {"reset": example.reset, "reset_to": example.reset_to}
     named = zip((*cell.parameters, *cell.inputs), (*parameters, *example.inputs), strict=True)
     hx = tuple(states) if cell.states else states[0]
+    input = input if cell.gates > 0 else None
     return cell.algorithm(input, hx, *weights, **dict(named), **reset, algorithm=algorithm)
 
 
@@ -315,7 +316,7 @@ def test_steps_of_large_tiles(name, batch, hidden, resets):
 
 
 @needs_cuda
-@every_cell
+@pytest.mark.parametrize("name", [name for name in CELLS if name not in SURROGATES])
 @both_resets
 def test_second_derivatives(name, reset_to):
     example = example_of(name, DOUBLE, 2, 2, 3, input_size=2, reset=True, reset_to=reset_to)
@@ -528,7 +529,7 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
         assert one != pair
 
 
-@every_cell
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.gates > 0])
 def test_fused_steps_compile_for_hopper(name):
     cell = CELLS[name]
     for backward, rows in [(False, 64), (True, 64), (True, 128)] + [(False, 128)] * (cell.gates <= 3):

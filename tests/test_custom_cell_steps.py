@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cell_examples import TEXTS, WITH_OUTPUT, Example, everything, without_product
+from cell_examples import SURROGATES, TEXTS, WITH_OUTPUT, Example, everything, without_product
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -81,6 +81,7 @@ TO_INITIAL = [*WITH_EPISODES, *TEXTS.values()]
 EVERY_RESET = [(cell, "zeros") for cell in CELLS.values()] + [(cell, "initial") for cell in WITH_EPISODES]
 MANY_RESETS = [(cell, reset_to) for cell in FEW for reset_to in ("zeros", "initial")]
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+DIFFERENTIABLE = [name for name in CELLS if name not in SURROGATES]
 of_many_shapes, with_episodes = (
     pytest.mark.parametrize("cell", chosen, ids=lambda c: c.__name__) for chosen in (FEW, WITH_EPISODES)
 )
@@ -538,7 +539,7 @@ def test_gradients_that_can_be_differentiated_again_are_the_same(cell, sizes, re
     assert_all_near(twice, once, BACKWARD[DOUBLE], "gradient")
 
 
-@every_cell
+@pytest.mark.parametrize("cell", [CELLS[name] for name in DIFFERENTIABLE], ids=DIFFERENTIABLE)
 def test_second_derivatives(cell):
     example = Example(cell, length=2, batch=2, hidden=3, input_size=2, reset=torch.bool)
     call = example.call.leaves()

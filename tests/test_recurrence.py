@@ -355,7 +355,7 @@ def test_a_cell_says_what_it_is():
     assert repr(without_product) == (
         "<lltm_ext.recurrence without_product(x, h, s, p, u), 2 gates, no recurrent product, "
         "states: fast, slow, parameters: rate, inputs: gap, saved for backward: "
-        f"{', '.join(without_product.derived.saved_names)}>"
+        f"{', '.join(without_product.derived.saved_names)}, affine in its states>"
     )
     assert repr(plain).startswith(
         "<lltm_ext.recurrence plain(x), 1 gate, states: none, parameters: none, inputs: none, saved for "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lltm_ext._formula.affine import affine
 from lltm_ext._formula.capture import capture
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
@@ -191,6 +192,7 @@ class Derived:
         jumps: whether comparisons choose among its formulas.
         struct: the C++ struct.
         half_struct: that for half types, which differs if ``wide`` has nodes or the cell ``jumps``.
+        affine: the components of the states, if the new ones are affine in the old ones; else none.
     """
 
     def __init__(self, function: Callable[..., Any], declaration: Declaration):
@@ -215,6 +217,7 @@ class Derived:
         self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
+        self.affine = affine(self.leaves, self.outputs, declaration.recurrent)
 
     def _emit(self, saved: Sequence[Node], wide: Sequence[Node] = (), jumps: bool = False) -> Struct:
         numbers, _ = saved_numbers(saved, wide)

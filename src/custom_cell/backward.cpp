@@ -102,7 +102,7 @@ void check_backward_inputs(const CellOp& op, const CellCall& call, const Directi
   const char* name_of_op = full_name.c_str();
   const CellShape shape = op.shape();
   const at::ScalarType type = input.scalar_type();
-  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  const c10::SymInt hidden = hidden_of(shape, call, d), batch = batch_of(call, d);
   const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
                          c10::SymIntArrayRef sizes, const char* meaning) {
     check_same_device(name_of_op, name, x, input);
@@ -222,11 +222,13 @@ struct Backward {
       for (DirectionGradients& direction : gradients) {
         if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
         const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
-        const auto rows = [&] {
-          return at::empty({chunk.end - chunk.begin, shape.gates * sizes.hidden}, input.options());
-        };
-        const at::Tensor grad_gates = rows();
-        parts.push_back({direction, chunk, grad_gates, shape.separate ? rows() : grad_gates});
+        const int64_t count = chunk.end - chunk.begin;
+        const auto rows = [&] { return at::empty({count, shape.gates * sizes.hidden}, input.options()); };
+        // Without weight_ih the gradient of the projections is that of the input.
+        const bool is_of_input = direction.grad_input.defined() && !direction.inputs.weight_ih.defined();
+        const at::Tensor projections =
+            is_of_input ? flatten_rows(direction.grad_input).narrow(0, chunk.begin, count) : rows();
+        parts.push_back({direction, chunk, shape.separate ? rows() : projections, projections});
       }
       run_steps(parts);
       for (const DirectionChunk& part : parts) add_products(part, input_rows);
@@ -356,14 +358,16 @@ struct Backward {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     const int64_t count = chunk.end - chunk.begin;
     const Matmul matmul(input_rows);
-    matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
-                               input_rows.narrow(0, chunk.begin, count));
+    if (direction.inputs.weight_ih.defined()) {
+      matmul.add_weight_gradient(direction.grad_weight_ih, grad_projections,
+                                 input_rows.narrow(0, chunk.begin, count));
+    }
     if (shape.recurrent) {
       const at::Tensor masks = shape.resets_to_initial ? at::Tensor() : direction.reset;
       add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
                              masks, direction.steps, chunk);
     }
-    if (!direction.grad_input.defined()) return;
+    if (!direction.grad_input.defined() || !direction.inputs.weight_ih.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);
     matmul(grad_rows, grad_projections, direction.inputs.weight_ih);
   }
@@ -403,12 +407,15 @@ std::vector<Gradients> meta_backward(const CellShape& shape, const CellCall& cal
                                      bool bias_needs_grad) {
   std::vector<Gradients> results;
   for (const Direction& d : call.directions) {
-    Gradients g = {.weight_ih = empty_contiguous(d.weight_ih)};
+    Gradients g;
+    if (d.weight_ih.defined()) g.weight_ih = empty_contiguous(d.weight_ih);
     if (d.h0.defined()) g.h0 = empty_contiguous(d.h0);
     if (d.states.defined()) g.states = empty_contiguous(d.states);
     if (input_needs_grad) g.input = empty_contiguous(call.input);
     if (shape.recurrent) g.weight_hh = empty_contiguous(d.weight_hh);
-    if (bias_needs_grad) g.bias = at::empty_symint({d.weight_ih.sym_size(0)}, d.weight_ih.options());
+    if (bias_needs_grad) {
+      g.bias = at::empty_symint({shape.gates * hidden_of(shape, call, d)}, call.input.options());
+    }
     if (shape.parameters > 0) g.parameters = empty_contiguous(d.parameters);
     results.push_back(std::move(g));
   }

@@ -28,7 +28,7 @@ inline void append(variable_list& to, at::TensorList tensors) {
 // The inputs that differ between a layer's directions. An undefined tensor is one that was not given.
 struct Direction {
   at::Tensor h0, states;            // [B, H]; [S, B, H], or [B, H] of a single state; undefined: zeros
-  at::Tensor weight_ih, weight_hh;  // [G * H, I]; [G * H, H]
+  at::Tensor weight_ih, weight_hh;  // [G * H, I], undefined: the input is its product; [G * H, H]
   at::Tensor bias;                  // [G * H]
   at::Tensor parameters;            // [P, H] or [P * H]
   at::Tensor step_inputs;           // [T, B, K * H] or [N, K * H]; with K for K * H, the same for all units
@@ -49,7 +49,7 @@ using Directions = at::ArrayRef<Direction>;
 
 // Two directions are those of a bidirectional layer, forward and in reverse.
 struct CellCall {
-  at::Tensor input;  // [T, B, I], or packed rows [N, I] with their batch_sizes
+  at::Tensor input;  // [T, B, I], or packed rows [N, I] with their batch_sizes; I = G * H without weight_ih
   std::vector<Direction> directions;
   at::OptionalIntArrayRef batch_sizes;
   string_view algorithm, program;
@@ -63,7 +63,7 @@ struct CellCall {
 
 template <typename R, typename Last>
 using OneDirection = R(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                       const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                       const OptionalTensor& weight_ih, const OptionalTensor& weight_hh,
                        const OptionalTensor& bias, const OptionalTensor& parameters,
                        const OptionalTensor& step_inputs, const OptionalTensor& reset,
                        at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
@@ -89,7 +89,7 @@ template <typename R>
 using BackwardSignature = R(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
                             const OptionalTensor& grad_states_n, const at::Tensor& h, const at::Tensor& gates,
                             const at::Tensor& extra, const at::Tensor& input, const OptionalTensor& h0,
-                            const OptionalTensor& states, const at::Tensor& weight_ih,
+                            const OptionalTensor& states, const OptionalTensor& weight_ih,
                             const OptionalTensor& weight_hh, const OptionalTensor& bias,
                             const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                             const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes, bool reverse,
@@ -97,21 +97,16 @@ using BackwardSignature = R(const OptionalTensor& grad_output, const OptionalTen
                             bool bias_needs_grad);
 
 inline CellCall cell_call(const at::Tensor& input, const OptionalTensor& h0, const OptionalTensor& states,
-                          const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
+                          const OptionalTensor& weight_ih, const OptionalTensor& weight_hh,
                           const OptionalTensor& bias, const OptionalTensor& parameters,
                           const OptionalTensor& step_inputs, const OptionalTensor& reset,
                           at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm,
                           string_view program, const OptionalTensor& bias_hh) {
-  const Direction only = {or_undefined(h0),
-                          or_undefined(states),
-                          weight_ih,
-                          or_undefined(weight_hh),
-                          or_undefined(bias),
-                          or_undefined(parameters),
-                          or_undefined(step_inputs),
-                          or_undefined(reset),
-                          or_undefined(bias_hh),
-                          reverse};
+  const Direction only = {or_undefined(h0),          or_undefined(states),
+                          or_undefined(weight_ih),   or_undefined(weight_hh),
+                          or_undefined(bias),        or_undefined(parameters),
+                          or_undefined(step_inputs), or_undefined(reset),
+                          or_undefined(bias_hh),     reverse};
   return {input, {only}, batch_sizes, algorithm, program};
 }
 
@@ -119,9 +114,10 @@ inline CellCall cell_call(const at::Tensor& input, const OptionalTensor& h0, con
 template <typename Op>
 auto call_with(const Op& op, const CellCall& call) {
   const Direction& d = call.directions[0];
-  return op.call(call.input, if_defined(d.h0), if_defined(d.states), d.weight_ih, if_defined(d.weight_hh),
-                 if_defined(d.bias), if_defined(d.parameters), if_defined(d.step_inputs), if_defined(d.reset),
-                 call.batch_sizes, d.reverse, call.algorithm, call.program, if_defined(d.bias_hh));
+  return op.call(call.input, if_defined(d.h0), if_defined(d.states), if_defined(d.weight_ih),
+                 if_defined(d.weight_hh), if_defined(d.bias), if_defined(d.parameters),
+                 if_defined(d.step_inputs), if_defined(d.reset), call.batch_sizes, d.reverse, call.algorithm,
+                 call.program, if_defined(d.bias_hh));
 }
 
 // ---- the ops of both directions of a layer

@@ -54,22 +54,27 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
     check_same_device(op, states, d.states, input);
     check_cell_dtype(op, states, d.states, input);
   }
-  check_like_input("weight_ih", d.weight_ih);
+  if (d.weight_ih.defined()) check_like_input("weight_ih", d.weight_ih);
   if (shape.recurrent) check_like_input("weight_hh", d.weight_hh);
   if (d.bias.defined()) check_like_input("bias", d.bias);
   if (shape.parameters > 0) check_like_input("parameters", d.parameters);
   if (shape.step_inputs > 0) check_like_input("step_inputs", d.step_inputs);
 
+  TORCH_CHECK(shape.gates > 0 || !d.weight_ih.defined(), op,
+              ": expected weight_ih to be None, because the cell has no gates");
+  TORCH_CHECK(shape.gates > 0 || d.h0.defined(), op,
+              ": expected h0, from which a cell without gates has its hidden_size, but it is missing");
   if (shape.resets_to_initial) {
     TORCH_CHECK(d.h0.defined() && (shape.states == 0 || d.states.defined()), op, ": expected h0 and ", states,
                 " to reset to, but they are missing");
   }
   if (d.h0.defined()) {
     check_dim(op, "h0", d.h0, 2, "[batch, hidden_size]");
-  } else {
+  } else if (d.weight_ih.defined()) {
     check_dim(op, "weight_ih", d.weight_ih, 2, gates_by(shape.gates, ", input_size").c_str());
   }
-  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d), rows = shape.gates * hidden;
+  const c10::SymInt hidden = hidden_of(shape, call, d), batch = batch_of(call, d),
+                    rows = shape.gates * hidden;
   const auto check = [&](const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes,
                          const std::string& meaning) {
     if (x.defined()) check_shape(op, name, x, sizes, meaning.c_str());
@@ -78,6 +83,9 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
   check(states, d.states, states_sizes(shape, d, batch, hidden),
         d.states.defined() && d.states.dim() == 3 ? "[states, batch, hidden_size]" : "[batch, hidden_size]");
   check("weight_ih", d.weight_ih, {rows, input.sym_size(-1)}, gates_by(shape.gates, ", input_size"));
+  TORCH_CHECK_TYPE(d.weight_ih.defined() || input.sym_size(-1) == rows, op,
+                   ": expected weight_ih to be a Tensor, got None, or input of ", shape.gates,
+                   "*hidden_size = ", rows, " features, which need none, got ", input.sym_sizes());
   if (shape.recurrent) {
     check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
   }
@@ -114,6 +122,8 @@ void check(const CellOp& op, const CellCall& call) {
     check_inputs(op, name.c_str(), call, d);
     algorithm_named(name.c_str(), call.algorithm);
     const at::Tensor &first = call.directions[0].h0, &other = d.h0;
+    TORCH_CHECK(call.directions[0].weight_ih.defined() == d.weight_ih.defined(), name,
+                "_bidirectional: expected weight_ih of both directions, or none");
     TORCH_CHECK(first.defined() == other.defined(), name,
                 "_bidirectional: expected h0 of both directions, or none");
     TORCH_CHECK(!first.defined() || other.sym_sizes() == first.sym_sizes(), name,

@@ -62,8 +62,8 @@ template <typename R>
 R cell_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
                 const OptionalTensor& grad_states_n, const at::Tensor& h, const at::Tensor& gates,
                 const at::Tensor& extra, const at::Tensor& input, const OptionalTensor& h0,
-                const OptionalTensor& states, const at::Tensor& weight_ih, const OptionalTensor& weight_hh,
-                const OptionalTensor& bias, const OptionalTensor& parameters,
+                const OptionalTensor& states, const OptionalTensor& weight_ih,
+                const OptionalTensor& weight_hh, const OptionalTensor& bias, const OptionalTensor& parameters,
                 const OptionalTensor& step_inputs, const OptionalTensor& reset,
                 at::OptionalIntArrayRef batch_sizes, bool reverse, string_view algorithm, string_view program,
                 bool input_needs_grad, bool bias_needs_grad) {
@@ -98,7 +98,7 @@ variable_list both_backward(const c10::List<OptionalTensor>& grad_outputs, const
 }  // namespace
 
 std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor& h0,
-                                  const OptionalTensor& states, const at::Tensor& weight_ih,
+                                  const OptionalTensor& states, const OptionalTensor& weight_ih,
                                   const OptionalTensor& weight_hh, const OptionalTensor& bias,
                                   const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                                   const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes,
@@ -147,7 +147,7 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::string inputs =
-      "Tensor input, Tensor? h0, Tensor? states, Tensor weight_ih, Tensor? weight_hh, Tensor? bias, "
+      "Tensor input, Tensor? h0, Tensor? states, Tensor? weight_ih, Tensor? weight_hh, Tensor? bias, "
       "Tensor? parameters, Tensor? step_inputs, Tensor? reset, int[]? batch_sizes, bool reverse, "
       "str algorithm, str program";
   const std::string of_layer = "Tensor input, Tensor?[] forward_direction, Tensor?[] reverse_direction, ";

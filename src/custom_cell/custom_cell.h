@@ -16,8 +16,9 @@ inline at::ScalarType states_type(const at::Tensor& input, const Direction& d) {
   return d.states.defined() ? d.states.scalar_type() : input.scalar_type();
 }
 
-inline c10::SymInt hidden_of(const CellShape& shape, const Direction& d) {
-  return d.h0.defined() ? d.h0.sym_size(1) : d.weight_ih.sym_size(0) / shape.gates;
+inline c10::SymInt hidden_of(const CellShape& shape, const CellCall& call, const Direction& d) {
+  if (d.h0.defined()) return d.h0.sym_size(1);
+  return (d.weight_ih.defined() ? d.weight_ih.sym_size(0) : call.input.sym_size(-1)) / shape.gates;
 }
 inline c10::SymInt batch_of(const CellCall& call, const Direction& d) {
   return call.batch_sizes ? packed_batch_of(d, *call.batch_sizes) : call.input.sym_size(1);

@@ -165,9 +165,9 @@ struct CellFunction : Function<CellFunction> {
       static const auto op = find_op<BackwardSignature<variable_list>>("lltm_ext::custom_cell_backward");
       found = op.call(if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2]),
                       saved[0], saved[1], saved[2], call.input, if_defined(d.h0), if_defined(d.states),
-                      d.weight_ih, if_defined(d.weight_hh), if_defined(d.bias), if_defined(d.parameters),
-                      if_defined(d.step_inputs), if_defined(d.reset), call.batch_sizes, d.reverse,
-                      call.algorithm, call.program, needs(0), bias_needs_grad);
+                      if_defined(d.weight_ih), if_defined(d.weight_hh), if_defined(d.bias),
+                      if_defined(d.parameters), if_defined(d.step_inputs), if_defined(d.reset),
+                      call.batch_sizes, d.reverse, call.algorithm, call.program, needs(0), bias_needs_grad);
     } else {
       static const auto op = find_op<BothBackwardSignature>("lltm_ext::custom_cell_bidirectional_backward");
       c10::List<OptionalTensor> grads;
@@ -190,12 +190,12 @@ struct CellFunction : Function<CellFunction> {
   }
 };
 
-// Whether autograd must see a call. A node takes no undefined tensor for a required argument: such a call
-// goes to the op, whose checks name it.
+// Whether autograd must see a call. A node takes no undefined tensor for the input: such a call goes to the
+// op, whose checks name it.
 bool records(const CellCall& call) {
+  if (!call.input.defined()) return false;
   bool records = needs_grad(call.input);
   for (const Direction& d : call.directions) {
-    if (!call.input.defined() || !d.weight_ih.defined()) return false;
     for (const at::Tensor* x : d.tensors()) records = records || needs_grad(*x);
   }
   return records;
@@ -250,7 +250,7 @@ variable_list run_autocast(const CellCall& call) {
 
 // The algorithm for the tensors as autocast casts them.
 std::string algorithm_autocast(const at::Tensor& input, const OptionalTensor& h0,
-                               const OptionalTensor& states, const at::Tensor& weight_ih,
+                               const OptionalTensor& states, const OptionalTensor& weight_ih,
                                const OptionalTensor& weight_hh, const OptionalTensor& bias,
                                const OptionalTensor& parameters, const OptionalTensor& step_inputs,
                                const OptionalTensor& reset, at::OptionalIntArrayRef batch_sizes, bool reverse,

@@ -233,9 +233,9 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
         const int64_t place = k * s.state_stride + at;
         if (is_output) copy(from, n, s.output_apart + at);
         copy_reset(share, from, s.states0 + place, n, s.new_states + place);
-      } else if (s.saved.data && k < shape.saved_in_gates()) {
-        copy(from, n, &s.saved.at(row, k, unit));
-      } else if (s.saved.data && s.extra) {
+      } else if (k < shape.saved_in_gates()) {
+        if (s.saved.data) copy(from, n, &s.saved.at(row, k, unit));
+      } else if (s.extra) {
         copy(from, n, s.extra + (row * shape.extra() + k - shape.saved_in_gates()) * plane + unit);
       }
     }

@@ -12,14 +12,14 @@ struct Outputs {
   at::Tensor output, h_n, states_n;  // output: h of every step, as SequenceForwardArguments has it
   at::Tensor output_apart;           // the output, if it is not that; or undefined
   at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
-                     // wide, what backward needs
+                     // wide, what backward needs. If it is not overwritten, it may be the input
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
 };
 
 // The outputs of a direction, but gates and extra. Those that the cell lacks stay undefined.
 Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direction& d) {
   const at::Tensor& input = call.input;
-  const c10::SymInt hidden = hidden_of(shape, d), batch = batch_of(call, d);
+  const c10::SymInt hidden = hidden_of(shape, call, d), batch = batch_of(call, d);
   Outputs out;
   out.output = empty_like_input(input, hidden);
   if (shape.has_output_apart()) out.output_apart = empty_like_input(input, hidden);
@@ -57,15 +57,10 @@ struct Forward {
   std::vector<Outputs> outs = {};  // one for each direction
 
   void run() {
-    const at::ScalarType type = call.input.scalar_type();
     const Matmul matmul(call.input);
     for (const Direction& d : call.directions) {
       Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
-      const at::Tensor bias = d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
-      out.gates = matmul
-                      .affine(flatten_rows(call.input), d.weight_ih.t(), if_defined(bias),
-                              shape.wide ? at::toOpMathType(type) : type)
-                      .view_symint(sizes_like_input(call.input, gates * sizes.hidden));
+      out.gates = projections(matmul, d);
       if (save) out.extra = empty_like_input(call.input, extra * sizes.hidden);
     }
     if (outs[0].output.numel() > 0) return run_steps(0, outs.size());
@@ -73,6 +68,22 @@ struct Forward {
       set_values(outs[i].h_n, call.directions[i].h0);
       set_values(outs[i].states_n, call.directions[i].states);
     }
+  }
+
+  // The input's projections, in memory of their own if the steps overwrite them.
+  at::Tensor projections(const Matmul& matmul, const Direction& d) const {
+    const at::Tensor &input = call.input, bias = d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
+    const at::ScalarType type = input.scalar_type(), wanted = shape.wide ? at::toOpMathType(type) : type;
+    if (d.weight_ih.defined()) {
+      return matmul.affine(flatten_rows(input), d.weight_ih.t(), if_defined(bias), wanted)
+          .view_symint(sizes_like_input(input, gates * sizes.hidden));
+    }
+    const at::Tensor given = input.to(wanted);
+    if (bias.defined()) return given + bias.to(wanted);
+    if (!save || shape.wide) return aligned(given);
+    const at::Tensor copy = empty_contiguous(given);
+    set_values(copy, given);
+    return copy;
   }
 
   // Runs directions [first, first + count): in one launch if they fit, else side by side.
@@ -205,7 +216,7 @@ struct Forward {
 std::vector<Outputs> meta_outputs(const CellShape& shape, const CellCall& call) {
   std::vector<Outputs> outs;
   for (const Direction& d : call.directions) {
-    const c10::SymInt hidden = hidden_of(shape, d);
+    const c10::SymInt hidden = hidden_of(shape, call, d);
     Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
     out.gates = empty_like_input(call.input, shape.saved_gates() * hidden);
     out.extra = empty_like_input(call.input, shape.extra() * hidden);
@@ -285,6 +296,7 @@ bool takes_single_step(const CellOp& op, const CellCall& call) {
   const at::Tensor& input = call.input;
   const Direction& d = call.directions[0];
   if (call.directions.size() > 1 || call.batch_sizes || !has_single_step(op.shape())) return false;
+  if (!d.weight_ih.defined()) return false;
   if (!input.is_cuda() || input.sym_size(0) != 1 || input.scalar_type() == at::kDouble) return false;
   if (!d.h0.defined() || d.reset.defined() || call.algorithm != "auto") return false;
   if (op.shape().states > 0 && !d.states.defined()) return false;

@@ -87,11 +87,15 @@ struct SequenceSizes {
   SequenceSizes(const CellShape& shape, const CellCall& call)
       : length(length_of(call.input, call.batch_sizes)),
         batch(call.batch_sizes ? packed_batch_of(call.directions[0], *call.batch_sizes) : call.input.size(1)),
-        hidden(call.directions[0].weight_ih.size(0) / shape.gates),
+        hidden(hidden_of(shape, call.input, call.directions[0])),
         batch_sizes(call.batch_sizes) {}
   Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
             size_t sequences, bool side_by_side) const {
     return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side);
+  }
+  static int64_t hidden_of(const CellShape& shape, const at::Tensor& input, const Direction& d) {
+    if (d.h0.defined()) return d.h0.size(1);
+    return (d.weight_ih.defined() ? d.weight_ih.size(0) : input.size(-1)) / shape.gates;
   }
   std::vector<RowRange> steps(bool reverse) const {
     return rows_of_steps(batch_sizes, length, batch, reverse);

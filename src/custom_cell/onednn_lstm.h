@@ -31,7 +31,7 @@ struct OneDnnLstm {
     const bool is_traced = input.key_set().has(c10::DispatchKey::Python);  // a graph keeps our own op
     const at::ScalarType type = input.scalar_type();
     const bool has_type = type == at::kFloat || (type == at::kBFloat16 && onednn_multiplies(type));
-    if (is_traced || !has_type || input.numel() == 0) return false;
+    if (is_traced || !has_type || input.numel() == 0 || !d.weight_ih.defined()) return false;
     if (call.batch_sizes || d.reset.defined() || !at::globalContext().userEnabledMkldnn()) return false;
     const int64_t batch = input.size(1), hidden = d.weight_hh.size(1);
     return batch * hidden * hidden >= kLargeStep || input.size(0) * batch * hidden >= kLongSequence;

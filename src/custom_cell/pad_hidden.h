@@ -88,6 +88,7 @@ variable_list run_with_padded_hidden(const CellShape& shape, const CellCall& cal
     given.push_back({&d.weight_ih, kFirstDimension});
     given.push_back({&d.weight_hh, kFirstDimension | kLastDimension});
   }
+  if (!wide.directions[0].weight_ih.defined()) given.push_back({&wide.input, kLastDimension});
   resize_units(given, hidden, padded_hidden(hidden));
   variable_list results = run(wide);
   for (at::Tensor& x : results) found.push_back({&x, kLastDimension});

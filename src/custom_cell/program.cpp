@@ -125,7 +125,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
         CellFormulas{Formula(name, shape, /*backward=*/false, fields[3]),
                      Formula(name, shape, /*backward=*/true, fields[4])});
   }
-  TORCH_CHECK_VALUE(shape.gates > 0, name, ": expected at least one gate");
+  TORCH_CHECK_VALUE(shape.gates > 0 || !shape.recurrent, name, ": expected at least one gate");
   TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
                     shape.states, " states, got ", shape.output_state);
 }

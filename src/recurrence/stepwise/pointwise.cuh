@@ -34,7 +34,7 @@ __device__ __forceinline__ void run_pointwise(const StepBackwardArguments<T, C, 
   const int unit = threadIdx.x % kUnits, row = threadIdx.x / kUnits;
   const int64_t j = int64_t{blockIdx.x % columns} * kUnits + unit;
   const bool sums = Traits::kSumsBias && step.grad_bias;
-  A sum[kGates] = {};
+  A sum[at_least_one(kGates)] = {};
   for (int64_t b = int64_t{blockIdx.x / columns} * kRows + row; b < step.batch && j < step.hidden;
        b += kRows) {
     CellGradients<Cell, A> grads;

@@ -190,7 +190,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = narrow<T>(h);
   if (s.output) s.output[at] = narrow<T>(h);
-  if (!s.saved.data) return;
+  if (Cell::kGates > 0 && !s.saved.data) return;
   for (int g = 0; g < kGates; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
   if (!s.extra) return;
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
@@ -206,7 +206,7 @@ LLTM_HOST_DEVICE acc_t<T> projection_of(const StepForwardArguments<T, C>& s, int
 // Unit j of row b forward, given only its products: reads the projections from memory.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
-                                const acc_t<T> (&products)[Cell::kGates]) {
+                                const acc_t<T> (&products)[at_least_one(Cell::kGates)]) {
   CellInputs<Cell, acc_t<T>> in;
   const acc_t<T> mask = mask_before<Cell>(s, b);
   for (int g = 0; g < Cell::kGates; ++g) {
@@ -224,7 +224,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
 // Unit j of row b forward: reads the products from memory too.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
-  acc_t<T> products[Cell::kGates];
+  acc_t<T> products[at_least_one(Cell::kGates)];
   for (int g = 0; g < Cell::kGates; ++g) {
     products[g] = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
   }
@@ -274,7 +274,7 @@ LLTM_HOST_DEVICE void store_gradients(const StepBackwardArguments<T, C, Extra>& 
                                       const CellGradients<Cell, acc_t<T>>& grads) {
   constexpr int kGates = Cell::kGates, kSums = kCellShape<Cell>.sums();
   acc_t<T>* const to = s.grad_sums ? s.grad_sums + b * kSums * s.hidden + j : nullptr;
-  acc_t<T> sums[kSums] = {};  // loaded together, before the first store
+  acc_t<T> sums[at_least_one(kSums)] = {};  // loaded together, before the first store
   for (int i = 0; i < kSums && to; ++i) sums[i] = to[i * s.hidden];
   for (int g = 0; g < kGates; ++g) {
     s.grad_gates.at(b, g, j) = narrow<T>(grads.product(g));

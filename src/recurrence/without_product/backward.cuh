@@ -127,7 +127,7 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
 
   const SequenceBackwardArguments<T>& args_;
   A grad_h_[kUnits] = {}, grad_states_[kUnits][at_least_one(kStates)] = {};  // after the next step
-  A sums_[kUnits][kSums] = {};
+  A sums_[kUnits][at_least_one(kSums)] = {};
 };
 
 }  // namespace lltm_ext

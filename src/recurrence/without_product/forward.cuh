@@ -50,7 +50,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
   }
 
   struct Inputs {
-    Vec<projection_t<Cell, T>, kUnits> projections[kGates];
+    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kGates)];
     Values steps[at_least_one(kStepInputs)];
     A lost;  // the share that the row loses before the step
   };
