@@ -20,24 +20,24 @@ PROGRAM = """
 
 using namespace lltm_ext;
 
-// A compute capability, then batch,m,k,n,bytes,tf32,transposed_a,transposed_b,passes in each argument: the
-// choice, and its time and the library's.
+// A compute capability, then batch,m,k,n,bytes,tf32,bfloat16,transposed_a,transposed_b,passes in each
+// argument: the choice, and its time and the library's.
 int main(int count, char** questions) {
   const int capability = std::atoi(questions[1]);
   const DeviceInfo device = {capability, 132, capability == 90, {0, 132, 132, 132, 128, 120, 120, 119, 120},
                              (capability < 80 ? 64 : capability == 90 ? 227 : 99) << 10};
   for (int i = 2; i < count; ++i) {
-    long n[9];
+    long n[10];
     char* at = questions[i];
     for (long& value : n) value = std::strtol(at, &at, 10), ++at;
-    Product p = {n[0], n[1], n[3], n[2], static_cast<int>(n[4]), n[5] != 0};
+    Product p = {n[0], n[1], n[3], n[2], static_cast<int>(n[4]), n[5] != 0, n[6] != 0};
     const auto lines = [&](bool along_k, long stride) {
       return Lines{along_k, stride * p.bytes % 16 == 0, stride * p.bytes % 128 == 0};
     };
-    p.a = lines(!n[6], n[6] ? p.m : p.k);
-    p.b = lines(n[7], n[7] ? p.k : p.n);
+    p.a = lines(!n[7], n[7] ? p.m : p.k);
+    p.b = lines(n[8], n[8] ? p.k : p.n);
     p.operands = static_cast<double>(p.batch) * (p.m + p.n) * p.k;
-    p.library_passes = static_cast<int>(n[8]);
+    p.library_passes = static_cast<int>(n[9]);
     const Choice found = choose(p, device);
     std::printf("%s|%d|%d|%f|%f\\n", kKernelNames[static_cast<int>(found.kernel)], found.tile, found.splits,
                 found.time, time_of_library(p, device));
@@ -66,7 +66,8 @@ def choose(tmp_path_factory):
         layouts = [layout] * len(sizes) if isinstance(layout, str) else layout
         lines = []
         for each, stored in zip(sizes, layouts, strict=True):
-            how = [BYTES[dtype], int(dtype == "tf32"), *(int(x == "T") for x in stored), passes]
+            types = [BYTES[dtype], int(dtype == "tf32"), int(dtype == "bfloat16")]
+            how = [*types, *(int(x == "T") for x in stored), passes]
             lines.append(",".join(map(str, [*(1,) * (4 - len(each)), *each, *how])))
         command = [folder / "choice", str(capability), *lines]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,10 +1,10 @@
 // Which kernel computes a product: the one with the least estimated time, one of ours or the library's.
 //
-// The estimate is a model of cycles and bytes. A tile of c takes its slices of K one after the other. A slice
-// takes what its multiply-adds take, what its bytes take from the L2 cache, and what a block waits for them;
-// none hides all of the others, so their squares are added. Tiles run in rounds, as many at a time as the
-// multiprocessors hold. Operands cross the memory bus once, and so does c. Times are microseconds at an
-// H200's clock, and operands come from memory, as the weights of a model do.
+// The estimate is a model of cycles and bytes: the launch, then rounds of tiles, as many at a time as the
+// multiprocessors hold, then operands and results on the memory bus. A tile of c takes its slices of K one
+// after the other. A slice takes what its multiply-adds take, what its bytes take from the L2 cache, and what
+// a block waits for them; none hides all of the others, so their squares are added. The constants are fitted
+// to times on an H200, in microseconds, of operands that come from memory: see docs/design/gemm.md.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +32,7 @@ struct Product {
   int64_t batch, m, n, k;
   int bytes;  // of an element
   bool tf32;  // float32 that may be rounded to TF32
+  bool bfloat16;
   Lines a, b;
   double operands;  // elements of a and b
   // How often the library's result is read and written again, for what the library cannot add.
@@ -56,67 +57,73 @@ struct Choice {
 };
 
 constexpr double kNever = 1e30;
-constexpr double kMemory = 4e6, kL2 = 20e6;  // bytes in a microsecond
 
 // ---- Tiles, of ours and of the library
 
 struct TileShape {
   int rows, columns, depth;  // depth: of a slice of K
-  int blocks = 1;            // that a multiprocessor holds
-  int cluster = 1;           // blocks with different rows that share the columns of b
-  double speed = 1;          // of the multiply-adds, in parts of the unit's
-  double wait = 1;           // likewise: less with more stages
+  int blocks, cluster;       // blocks: that a multiprocessor holds; cluster: those that share columns of b
+  double speed;              // multiply-adds of a multiprocessor in a microsecond
+  double wait, end;          // microseconds: for the operands of a slice, and from the last slice to the end
   bool splits = true;        // whether blocks may split K
 };
 
-// A kind of kernel.
+// A kind of kernel. Microseconds, and bytes in a microsecond.
 struct Unit {
-  double speed;   // multiply-adds of a multiprocessor in a microsecond
-  double wait;    // for the operands of a slice
-  double launch;  // before the first tile and after the last
-  double ends;    // the first slice and the epilogue of a tile, for 1,000 elements
+  double launch;                 // before the first tile and after the last
+  double second;                 // the kernel that adds the sums of a split K
+  double partial;                // from the L2 cache, in lines that are not whole cache lines
+  double results;                // to memory
+  double unaligned_results = 0;  // what rows between multiples of 16 bytes add, in parts
+  double copy = 0;               // an element to shared memory, or a vector of four
+  double shared = 0;             // a short line that all blocks read at once, for each of them
 };
 
 inline int64_t tiles_in(const Product& p, const TileShape& t) {
   return p.batch * ceil_div(p.m, t.rows * t.cluster) * ceil_div(p.n, t.columns) * t.cluster;
 }
 
-// Without the sums of a split K. by_lines: whether lines that are not whole cache lines take more of the L2
-// cache's bandwidth.
 inline double time_of(const Product& p, const TileShape& t, const Unit& unit, int64_t splits,
-                      const DeviceInfo& device, bool by_lines = false) {
-  constexpr double kOfPartialLines = 1.6;
+                      const DeviceInfo& device) {
+  constexpr double kMemory = 8.51e6;
   const int64_t places = device.cluster_multiprocessors[t.cluster], blocks = tiles_in(p, t) * splits;
   const auto slices = static_cast<double>(ceil_div(ceil_div(p.k, t.depth), splits));
-  const auto traffic_of = [&](const Lines& x, double lines) {
-    return lines * t.depth * p.bytes * (by_lines && x.aligned && !x.whole ? kOfPartialLines : 1);
+  const auto rows = static_cast<double>(std::min<int64_t>(t.rows, p.m)),
+             columns = static_cast<double>(std::min<int64_t>(t.columns, p.n));
+  const auto copies = [](const Lines& x) { return x.aligned && !x.along_k ? 0.25 : 1; };
+  const double work = t.depth * (static_cast<double>(t.rows) * t.columns / t.speed +
+                                 unit.copy * (rows * copies(p.a) + columns * copies(p.b)));
+  const auto read = [&](const Lines& x, int64_t extent, int tile) {  // microseconds, for each block at once
+    const bool is_short = (x.along_k ? p.k : extent) * p.bytes < 128;
+    const auto lines = static_cast<double>(x.along_k ? extent : std::min<int64_t>(t.depth, p.k));
+    return (x.whole ? 0 : static_cast<double>(tile) * t.depth * p.bytes / unit.partial) +
+           (is_short && extent <= tile ? unit.shared * lines : 0);
   };
-  const double elements = static_cast<double>(t.rows) * t.columns;
-  const double work = elements * t.depth / (unit.speed * t.speed), ends = unit.ends * elements / 1000;
-  const double bytes = traffic_of(p.a, t.rows) + traffic_of(p.b, static_cast<double>(t.columns) / t.cluster);
+  const double reads = read(p.a, p.m, t.rows) + read(p.b, p.n, t.columns);
   const auto round = [&](int64_t sharers) {  // blocks of a multiprocessor
     const auto at_once = static_cast<double>(std::min(blocks, places * sharers)),
                each = static_cast<double>(sharers);
-    return slices * std::hypot(unit.wait * t.wait, work * each, at_once * bytes / kL2) + ends * each;
+    return slices * std::hypot(t.wait, work * each, at_once * reads) + t.end * each;
   };
   double time = static_cast<double>(blocks / (places * t.blocks)) * round(t.blocks);
   if (const int64_t last = ceil_div(blocks % (places * t.blocks), places); last > 0) time += round(last);
-  return unit.launch + ends + std::hypot(time, p.operands * p.bytes / kMemory) +
-         p.results() * p.bytes / kMemory;
+  const double stores = p.results() * p.bytes * (p.has_aligned_rows() ? 1 : 1 + unit.unaligned_results);
+  return unit.launch + t.end + time + p.operands * p.bytes / kMemory + stores / unit.results;
 }
 
 // Of partial sums that blocks leave in the workspace, and of the kernel that adds them.
-inline double time_of_sums(const Product& p, int64_t splits) {
-  constexpr double kSecondKernel = 1.3, kBytes = 2.5e6;
-  return splits == 1 ? 0 : kSecondKernel + p.results() * static_cast<double>(splits) * p.sum_bytes() / kBytes;
+inline double time_of_sums(const Product& p, int64_t splits, const Unit& unit) {
+  constexpr double kSplit = 0.0023, kBytes = 8.22e5;
+  const auto parts = static_cast<double>(splits);
+  return splits == 1 ? 0 : unit.second + parts * (kSplit + p.results() * p.sum_bytes() / kBytes);
 }
 
 // The fastest number of splits: blocks that fill the multiprocessors once, twice, and so on.
 inline Choice best_splits(const Product& p, Kernel kernel, int tile, const TileShape& t, const Unit& unit,
-                          const DeviceInfo& device, bool by_lines = false) {
+                          const DeviceInfo& device) {
   constexpr int64_t kMostRounds = 4;
   constexpr double kMostSumBytes = 64 << 20;  // in the workspace
-  Choice best = {kernel, tile, 1, time_of(p, t, unit, 1, device, by_lines)};
+  Choice best = {kernel, tile, 1, time_of(p, t, unit, 1, device)};
   const int64_t tiles = std::max<int64_t>(tiles_in(p, t), 1), slices = ceil_div(p.k, t.depth);
   const double parts = kMostSumBytes / std::max(p.results() * p.sum_bytes(), 1.0);
   const int64_t most = t.splits && parts >= 2 ? std::min(slices / 2, static_cast<int64_t>(parts)) : 1;
@@ -125,44 +132,54 @@ inline Choice best_splits(const Product& p, Kernel kernel, int tile, const TileS
     if (splits < 2) continue;
     const int64_t even = ceil_div(slices, ceil_div(slices, splits));  // as few as are as fast
     best.consider({kernel, tile, static_cast<int>(even),
-                   time_of(p, t, unit, even, device, by_lines) + time_of_sums(p, even)});
+                   time_of(p, t, unit, even, device) + time_of_sums(p, even, unit)});
   }
   return best;
 }
 
 // ---- Ours: short sums and small results, in all types
 
-// A thread has rows x columns of c, and `sharers` threads split K.
+// A thread has `columns` elements of c, and `sharers` threads split K.
 struct DirectShape {
-  int rows, columns, sharers, batch;  // batch: of K, loaded at once
+  int columns, sharers, batch;  // batch: of K, loaded at once
+  double wait[3];               // for a batch, in half types, float32 and float64
 };
-constexpr DirectShape kDirectShapes[] = {{4, 4, 1, 4}, {1, 4, 1, 4},  {1, 1, 1, 8},
-                                         {1, 1, 4, 8}, {1, 1, 32, 8}, {1, 1, 128, 8}};
+constexpr DirectShape kDirectShapes[] = {{4, 1, 4, {0.63, 0.39, 0.55}},
+                                         {1, 1, 8, {0.44, 0.29, 0.34}},
+                                         {1, 4, 8, {0.56, 1.28, 0.49}},
+                                         {1, 32, 8, {0.65, 0.82, 0.41}},
+                                         {1, 128, 8, {0.65, 0.38, 0.39}}};
 constexpr int kDirectThreads = 128;  // of a block
 
-// A chain of loads, batch after batch. Accesses are counted in warps, and each counts more the more sectors
-// of 32 bytes it touches. A thread's end takes as long as some accesses.
+// Chains of loads, batch after batch. Accesses of a warp take longer the more cache lines of 128 bytes they
+// touch, and the more of those lines start in the same bank. Microseconds of a multiprocessor.
 inline double time_of(const Product& p, const DirectShape& t, const DeviceInfo& device) {
-  constexpr double kLaunch = 1, kWait = 0.75, kAccess = 7e-4, kEnd = 20, kOfResult = 10;
-  const auto sectors = [&](int64_t lanes, bool adjacent) {
-    return adjacent ? std::max(1.0, static_cast<double>(lanes * p.bytes) / 32) : static_cast<double>(lanes);
+  constexpr double kLaunch = 0.62, kLine = 1.9e-4, kFarLine = 5.1e-4, kEnd = 0.017;
+  constexpr double kAccess[] = {15e-4, 8.9e-4, 8.1e-4}, kBank[] = {0.78e-4, 1.7e-4, 2.4e-4};
+  const int type = p.bytes / 4;
+  const int64_t groups = ceil_div(p.n, t.columns), threads = p.batch * p.m * groups * t.sharers;
+  const int64_t lanes = std::max(1, 32 / t.sharers), across = std::min(lanes, groups),
+                down = std::min(lanes / std::max<int64_t>(across, 1), p.m);
+  const int64_t k = std::min<int64_t>({t.sharers, 32, p.k});
+  // A warp reads `part` of each of `count` lines in memory of `length` elements.
+  const auto access = [&](int64_t count, int64_t length, int64_t part) {
+    constexpr int64_t kLineBytes = 128;
+    const int64_t pitch = length * p.bytes, span = part * p.bytes;
+    const auto touched = [&](int64_t apart) {
+      return std::max(1.0,
+                      static_cast<double>(count * std::max(std::min(apart, kLineBytes), span)) / kLineBytes);
+    };
+    return kAccess[type] + (t.sharers > 32 ? kFarLine : kLine) * touched(pitch) +
+           kBank[type] * touched(pitch & -pitch);
   };
-  const int64_t groups = ceil_div(p.n, t.columns), k = ceil_div(p.k, t.sharers);
-  const int64_t threads = p.batch * ceil_div(p.m, t.rows) * groups * t.sharers;
-  const int64_t lanes = std::max(1, 32 / t.sharers), across = std::max<int64_t>(std::min(lanes, groups), 1);
-  const bool vector = t.columns > 1 && !p.b.along_k && p.n % t.columns == 0;
-  const bool lines_in_a_sector = p.b.along_k && p.k * p.bytes <= 32;
-  auto of_a = static_cast<double>(std::max<int64_t>(1, lanes / across));
-  double of_b = sectors(across * (vector ? t.columns : 1), !p.b.along_k || lines_in_a_sector);
-  if (t.sharers > 1) {
-    of_a *= sectors(std::min(t.sharers, 32), p.a.along_k);
-    of_b = static_cast<double>(across) * sectors(std::min(t.sharers, 32), p.b.along_k);
-  }
-  const double loads = t.rows * (1 + of_a / 8) + (vector ? 1 : t.columns) * (1 + of_b / 8);
-  const double end = kEnd + kOfResult * t.rows * t.columns * std::max(1, p.bytes / 4);
+  const double of_a = p.a.along_k ? access(down, p.k, k) : access(k, p.m, down);
+  const double of_b = p.b.along_k ? access(across, p.k * t.columns, k) : access(k, p.n, across * t.columns);
+  const bool vector = !p.b.along_k && p.n % t.columns == 0;
   const double warps = static_cast<double>(ceil_div(threads, 32)) / device.multiprocessors;
-  return kLaunch + kWait * static_cast<double>(ceil_div(k, t.batch)) +
-         kAccess * warps * (static_cast<double>(k) * loads + end);
+  const int64_t length = ceil_div(p.k, t.sharers);
+  return kLaunch + t.wait[type] * static_cast<double>(ceil_div(length, t.batch)) +
+         warps * (static_cast<double>(length) * (of_a + of_b * (vector ? 1 : t.columns)) +
+                  kEnd * (1 + t.columns));
 }
 
 // f is called with each way to compute the product.
@@ -170,20 +187,21 @@ template <class F>
 void consider_direct(const Product& p, const DeviceInfo& device, const F& f) {
   for (int i = 0; i < static_cast<int>(std::size(kDirectShapes)); ++i) {
     const DirectShape& t = kDirectShapes[i];
-    const double tiles = p.results() / (t.rows * t.columns);
+    const double tiles = p.results() / t.columns;
     const bool fits = tiles < UINT32_MAX / 2 && tiles * t.sharers < double{INT32_MAX} * kDirectThreads;
-    if (i == 0 || fits) f(Choice{Kernel::kDirect, i, 1, time_of(p, t, device)});
+    if (fits || (i == 0 && p.k == 0)) f(Choice{Kernel::kDirect, i, 1, time_of(p, t, device)});
   }
 }
 
 // ---- Ours: float32 on the FMA units
 
 // For few columns or none, few rows, many small matrices; the last two have a multiprocessor to themselves.
-constexpr TileShape kFfmaTiles[] = {{64, 64, 16, 4, 1, 0.78},     {128, 32, 16, 5, 1, 0.74},
-                                    {16, 128, 32, 3, 1, 0.5},     {32, 32, 16, 16, 1, 0.75, 1, false},
-                                    {32, 64, 32, 1, 1, 0.9, 0.6}, {128, 64, 32, 1, 1, 0.9}};
+constexpr TileShape kFfmaTiles[] = {
+    {64, 64, 16, 4, 1, 2.14e5, 0.42, 0.16},   {128, 32, 16, 5, 1, 2.07e5, 0.58, 0.28},
+    {16, 128, 32, 3, 1, 0.999e5, 0.39, 0.14}, {32, 32, 16, 16, 1, 2.12e5, 0.72, 0.17, false},
+    {32, 64, 32, 1, 1, 2.28e5, 0.05, 0.4},    {128, 64, 32, 1, 1, 2.51e5, 0.048, 1.4}};
 constexpr int kFfmaShared[] = {26112, 32256, 58368, 9216, 79872, 76800};  // bytes of shared memory
-constexpr Unit kFfma = {2.25e5, 0.5, 1.5, 0.2};
+constexpr Unit kFfma = {2.17, 0.51, kNever, 1.74e6, 1.05, 4.6e-5};
 
 template <class F>
 void consider_ffma(const Product& p, const DeviceInfo& device, const F& f) {
@@ -207,24 +225,25 @@ void consider_few_rows(const Product& p, const DeviceInfo& device, const F& f) {
   const bool few = p.m <= 8 || (one_round && (p.m <= 16 || (p.m <= 32 && p.k <= 4096)));
   const bool fits = std::max({p.n, p.k, tiles}) <= INT32_MAX / 2;
   if (device.compute_capability < kAmpere || !loads_vectors || !few || !fits) return;
-  const double read = p.operands * p.bytes / kMemory, loop = 5e-4 * static_cast<double>(p.k);
+  constexpr double kStart = 2, kReads = 4e6, kStores = 0.8e6, kStep = 5e-4, kRound = 1.45;
+  const double read = p.operands * p.bytes / kReads, loop = kStep * static_cast<double>(p.k);
   const double rounds = static_cast<double>(tiles) / static_cast<double>(places);
   f(Choice{Kernel::kFewRows, 0, 1,
-           1.6 + p.results() * p.bytes / 1e6 + std::max({read, loop, 1.45 * (rounds - 1)})});
+           kStart + p.results() * p.bytes / kStores + std::max({read, loop, kRound * (rounds - 1)})});
 }
 
-constexpr TileShape kHopperTiles[] = {{64, 64, 64, 1, 1, 1, 1, false},
-                                      {64, 128, 64},
-                                      {128, 128, 64, 1, 1, 1, 1, false},
-                                      {128, 192, 64, 1, 1, 1, 1, false},
-                                      {128, 256, 64, 1, 2, 1, 1, false}};
-constexpr Unit kWgmma = {3.75e6, 0.16, 1.2, 0.05};
+constexpr TileShape kHopperTiles[] = {{64, 64, 64, 1, 1, 2.95e6, 0.12, 0.58, false},
+                                      {64, 128, 64, 1, 1, 3.74e6, 0.16, 0.84},
+                                      {128, 128, 64, 1, 1, 4.36e6, 0.13, 0.9, false},
+                                      {128, 192, 64, 1, 1, 4.26e6, 0.16, 0.93, false},
+                                      {128, 256, 64, 1, 2, 5.43e6, 0.18, 1.58, false}};
+constexpr Unit kWgmma = {0.53, 0.89, 6.53e6, 6.19e6, 2.16, 0, 0.55e-4};
 
 // Of operands that TMA cannot address.
 inline double time_of_copies(const Product& p, bool a, bool b) {
   const double elements = static_cast<double>(p.batch) * static_cast<double>(p.k) *
                           static_cast<double>((a ? p.m : 0) + (b ? p.n : 0));
-  return a || b ? 0.85 + 0.65e-6 * elements * p.bytes : 0;
+  return a || b ? 1.3 + 0.49e-6 * elements * p.bytes : 0;
 }
 
 // Kernels count tiles, and chunks of 8 elements of a copied operand, in an int.
@@ -241,14 +260,15 @@ inline bool hopper_fits(const Product& p, const DeviceInfo& device) {
 }
 
 template <class F>
-void consider_tiles(const Product& p, const DeviceInfo& device, const F& f) {
-  constexpr double kUnalignedRows = 0.4, kUnalignedResults = 0.17e-6;
-  double more = time_of_copies(p, !p.a.aligned, !p.b.aligned);
-  if (!p.has_aligned_rows()) more += kUnalignedRows + kUnalignedResults * p.results() * p.bytes;
+void consider_tiles(Product p, const DeviceInfo& device, const F& f) {
+  constexpr double kUnalignedRows = 0.7;
+  const double more =
+      time_of_copies(p, !p.a.aligned, !p.b.aligned) + (p.has_aligned_rows() ? 0 : kUnalignedRows);
+  p.a.whole |= !p.a.aligned, p.b.whole |= !p.b.aligned;  // their copies are
   for (int i = 0; i < static_cast<int>(std::size(kHopperTiles)); ++i) {
     TileShape t = kHopperTiles[i];
     t.splits = t.splits && p.batch == 1;
-    Choice found = best_splits(p, Kernel::kHopper, i, t, kWgmma, device, true);
+    Choice found = best_splits(p, Kernel::kHopper, i, t, kWgmma, device);
     found.time += more;
     f(found);
   }
@@ -257,26 +277,47 @@ void consider_tiles(const Product& p, const DeviceInfo& device, const F& f) {
 // ---- The library
 
 // It has tiles of many sizes, and kernels of another kind where lines do not start at multiples of 16 bytes.
-constexpr TileShape kLibraryTiles[] = {{64, 64, 8, 2}, {64, 128, 8, 2}, {128, 128, 8}, {128, 256, 8}};
-constexpr Unit kLibraryHalf = {4e6, 0.005, 3, 0.02}, kLibraryHalfUnaligned = {0.75e6, 0.15, 3, 0.02},
-               kLibraryTf32 = {1.5e6, 0.035, 3.8, 0.02}, kLibraryTf32Unaligned = {0.5e6, 0.27, 2.3, 0.02},
-               kLibraryFloat = {2.1e5, 0.45, 2.8, 0.02}, kLibraryDouble = {2.25e5, 0.05, 2.8, 0.02};
+struct LibraryKind {
+  double speed, wait, end;  // of its tiles; end: of 1,000 elements
+  Unit unit;
+  double clearly;  // ours is chosen in so much of its time: less, where that is harder to estimate
+};
+constexpr LibraryKind kLibraryHalf = {3.3e6, 0.0078, 0.0079, {1.65, 3.79, 21.1e6, 2.4e6}, 0.91},
+                      kLibraryBfloat16Unaligned = {8.86e5, 0.03, 0, {3.3, 2.69, 3.28e6, 1.45e6}, 0.89},
+                      kLibraryFloat16Unaligned = {7.73e5, 0.042, 0.014, {2.19, 3.95, 4.02e6, 1.51e6}, 0.85},
+                      kLibraryTf32 = {2.69e6, 0.027, 0.17, {1.67, 2.57, 19e6, 9.94e6}, 1.04},
+                      kLibraryTf32Unaligned = {8.14e5, 0.047, 0.11, {2.29, 5.88, 11.3e6, 3.14e6}, 0.91},
+                      kLibraryFloat = {2.14e5, 0.1, 0, {2.71, 2.41, 9.17e6, 2.28e6}, 0.88},
+                      kLibraryDouble = {3.82e5, 0, 0.074, {1.6, 3.2, 4.83e6, 1.51e6}, 0.69};
+
+inline const LibraryKind& library_kind(const Product& p) {
+  const bool aligned = p.a.aligned && p.b.aligned && p.has_aligned_rows();
+  if (p.bytes == 8) return kLibraryDouble;
+  if (p.bytes == 4 && !p.tf32) return kLibraryFloat;
+  if (p.bytes == 4) return aligned ? kLibraryTf32 : kLibraryTf32Unaligned;
+  if (aligned) return kLibraryHalf;
+  return p.bfloat16 ? kLibraryBfloat16Unaligned : kLibraryFloat16Unaligned;
+}
 
 inline double time_of_library(const Product& p, const DeviceInfo& device) {
-  constexpr double kPass = 1.5;
+  constexpr double kPass = 1.5, kPassBytes = 4e6, kVector = 2.94, kVectorBytes = 2.06e6;
+  constexpr double kSmallTiles = 0.78;  // in parts of the speed of others
   constexpr int64_t kMostSplits = 32;
-  const bool aligned = p.a.aligned && p.b.aligned && p.has_aligned_rows();
-  const Unit unit = p.bytes == 2   ? (aligned ? kLibraryHalf : kLibraryHalfUnaligned)
-                    : p.bytes == 8 ? kLibraryDouble
-                    : p.tf32       ? (aligned ? kLibraryTf32 : kLibraryTf32Unaligned)
-                                   : kLibraryFloat;
+  const LibraryKind& kind = library_kind(p);
   double best = kNever;
-  for (const TileShape& t : kLibraryTiles) {
-    for (int64_t splits = 1; splits <= kMostSplits; splits += (splits + 1) / 2) {
-      best = std::min(best, time_of(p, t, unit, splits, device) + time_of_sums(p, splits));
+  for (const int rows : {64, 128}) {
+    for (const int columns : {rows, 2 * rows}) {
+      const double speed = kind.speed * (rows == 64 ? kSmallTiles : 1),
+                   end = kind.end * rows * columns / 1000;
+      const TileShape t = {rows, columns, 8, 128 / rows, 1, speed, kind.wait, end};
+      for (int64_t splits = 1; splits <= kMostSplits; splits += (splits + 1) / 2) {
+        best = std::min(best, time_of(p, t, kind.unit, splits, device) + time_of_sums(p, splits, kind.unit));
+      }
     }
   }
-  return best + p.library_passes * (kPass + 2 * p.results() * p.bytes / kMemory);
+  // It has kernels for a matrix times a vector.
+  if (std::min(p.m, p.n) == 1) best = kVector + p.operands * p.bytes / kVectorBytes;
+  return best + p.library_passes * (kPass + 2 * p.results() * p.bytes / kPassBytes);
 }
 
 // ---- The choice
@@ -292,15 +333,14 @@ void consider_ours(const Product& p, const DeviceInfo& device, const F& f) {
   consider_tiles(p, device, f);
 }
 
-// The errors of the estimates are some 20 %, and the library's kernels are the better ones where a product
-// takes long: so ours has to be clearly faster there, less so if the library needs a pass more. Small
-// products are ours unless the library is clearly faster.
+// The estimates have errors, so ours has to be clearly faster, less so if the library needs a pass more.
+// Small products are ours unless the library is clearly faster.
 inline Choice choose(const Product& p, const DeviceInfo& device) {
-  constexpr double kClearly = 0.88, kWithPass = 0.95, kSmall = 0.55;
+  constexpr double kWithPass = 1.08, kSmall = 0.54;
   Choice best = {Kernel::kDirect, 0, 1, kNever};
   consider_ours(p, device, [&](const Choice& other) { best.consider(other); });
   const double library = p.k > 0 ? time_of_library(p, device) : kNever;
-  const double most = library * (p.library_passes > 0 ? kWithPass : kClearly) + kSmall;
+  const double most = library * library_kind(p).clearly * (p.library_passes > 0 ? kWithPass : 1) + kSmall;
   if (best.time > most) best = {Kernel::kLibrary, 0, 1, library};
   return best;
 }

@@ -22,96 +22,75 @@ __device__ __forceinline__ void load_columns(acc_t<T> (&x)[COLUMNS], const T* fr
   for (int j = 0; j < COLUMNS; ++j) x[j] = j < valid ? widen(from[j * stride]) : acc_t<T>(0);
 }
 
-// SHAPE: a place in kDirectShapes. A thread has rows x columns elements of c; the sharers, neighbours or the
-// whole block, split K. groups: of columns, in a row of c. vectors_b, vectors_c: whether a thread's columns
-// are one aligned vector.
+// SHAPE: a place in kDirectShapes. A thread has `columns` elements of a row of c; the sharers, neighbours or
+// the whole block, split K. groups: of columns, in a row of c. vectors_b, vectors_c: whether a thread's
+// columns are one aligned vector.
 template <typename T, int SHAPE>
 __global__ void __launch_bounds__(kDirectThreads)
     gemm_direct_kernel(const GemmArgs<T> args, uint32_t groups, bool vectors_b, bool vectors_c) {
   constexpr DirectShape kShape = kDirectShapes[SHAPE];
-  constexpr int R = kShape.rows, C = kShape.columns, kSharers = kShape.sharers;
+  constexpr int C = kShape.columns, kSharers = kShape.sharers;
   constexpr int kBatch = kShape.batch;  // so many k are loaded before the first is multiplied
   constexpr int kLanes = kSharers < 32 ? kSharers : 32;  // sharers in a warp
   using A = acc_t<T>;
   const int64_t thread = int64_t{blockIdx.x} * kDirectThreads + threadIdx.x;
   const uint32_t tile = static_cast<uint32_t>(thread / kSharers), sharer = threadIdx.x % kSharers;
-  const uint32_t rows = static_cast<uint32_t>((args.m + R - 1) / R), row_of_tiles = tile / groups;
-  const uint32_t matrix = row_of_tiles / rows;
-  const int64_t row = int64_t{row_of_tiles - matrix * rows} * R,
-                column = int64_t{tile - row_of_tiles * groups} * C;
+  const uint32_t rows = static_cast<uint32_t>(args.m), row_of_matrices = tile / groups;
+  const uint32_t matrix = row_of_matrices / rows;
+  const int64_t row = row_of_matrices - matrix * rows, column = int64_t{tile - row_of_matrices * groups} * C;
   const bool inside = matrix < args.batch;
-  const int valid = clamp_to_int(args.n - column, C), valid_rows = clamp_to_int(args.m - row, R);
+  const int valid = clamp_to_int(args.n - column, C);
   const T* a =
       args.a.data + matrix * args.a.batch_stride + row * args.a.row_stride + sharer * args.a.column_stride;
   const T* b =
       args.b.data + matrix * args.b.batch_stride + column * args.b.column_stride + sharer * args.b.row_stride;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  A sum[R][C] = {};
+  A sum[C] = {};
   if (inside) {
     const int64_t step_a = kSharers * args.a.column_stride, step_b = kSharers * args.b.row_stride;
-    const int64_t row_stride = args.a.row_stride, column_stride = args.b.column_stride;
     for (int64_t k = sharer; k < args.k; k += kBatch * kSharers) {
-      A x[kBatch][R], y[kBatch][C];
+      A x[kBatch], y[kBatch][C];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const bool exists = k + i * kSharers < args.k;
-#pragma unroll
-        for (int r = 0; r < R; ++r) x[i][r] = exists && r < valid_rows ? widen(a[r * row_stride]) : A(0);
-        load_columns(y[i], b, column_stride, vectors_b && exists, exists ? valid : 0);
+        x[i] = exists ? widen(*a) : A(0);
+        load_columns(y[i], b, args.b.column_stride, vectors_b && exists, exists ? valid : 0);
         a += step_a;
         b += step_b;
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-#pragma unroll
-          for (int j = 0; j < C; ++j) sum[r][j] += x[i][r] * y[i][j];
-        }
+        for (int j = 0; j < C; ++j) sum[j] += x[i] * y[i][j];
       }
     }
   }
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int j = 0; j < C; ++j) sum[r][j] += __shfl_xor_sync(~0u, sum[r][j], distance);
-    }
+    for (int j = 0; j < C; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], distance);
   }
   if constexpr (kSharers > 32) {
-    static_assert(kSharers == kDirectThreads && R * C == 1, "all warps of the block sum one element");
+    static_assert(kSharers == kDirectThreads && C == 1, "all warps of the block sum one element");
     __shared__ A sums[kDirectThreads / 32];
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum[0][0];
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum[0];
     __syncthreads();
-    sum[0][0] = sums[0];
+    sum[0] = sums[0];
 #pragma unroll
-    for (int w = 1; w < kDirectThreads / 32; ++w) sum[0][0] += sums[w];
+    for (int w = 1; w < kDirectThreads / 32; ++w) sum[0] += sums[w];
   }
   if (!inside || sharer > 0) return;
-#pragma unroll 1
-  for (int r = 0; r < valid_rows; ++r) {
-    A x[C];
+  if (args.bias != nullptr) {
 #pragma unroll
-    for (int j = 0; j < C; ++j) x[j] = sum[0][j];
-    const int64_t to = (matrix * args.m + row + r) * args.n + column;
-    // Shifting the sums, instead of indexing them, keeps the loop rolled.
-#pragma unroll
-    for (int i = 0; i < R - 1; ++i) {
-#pragma unroll
-      for (int j = 0; j < C; ++j) sum[i][j] = sum[i + 1][j];
+    for (int j = 0; j < C; ++j) {
+      if (j < valid) sum[j] += widen(args.bias[(column + j) * args.bias_stride]);
     }
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < C; ++j) {
-        if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
-      }
-    }
-    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vectors_c);
-    activate(args.activation, x);
-    write_vector(args.c + to, x, valid, vectors_c);
   }
+  const int64_t to = (matrix * args.m + row) * args.n + column;
+  if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, sum, valid, vectors_c);
+  activate(args.activation, sum);
+  write_vector(args.c + to, sum, valid, vectors_c);
 }
 
 template <int SHAPE, typename T>
@@ -126,8 +105,8 @@ cudaError_t launch_direct(const GemmArgs<T>& args, bool early, cudaStream_t stre
   const bool vectors_b =
       whole && args.b.column_stride == 1 && vectors(args.b.data, args.b.row_stride, args.b.batch_stride);
   const bool vectors_c = whole && vectors(args.c, 0, 0) && vectors(args.pre_activation, 0, 0);
-  const int64_t groups = ceil_div(args.n, kColumns),
-                tiles = args.batch * ceil_div(args.m, kShape.rows) * groups;
+  const int64_t groups = ceil_div(args.n, kColumns), tiles = args.batch * args.m * groups;
+  if (tiles > UINT32_MAX) return cudaErrorInvalidValue;
   return launch_kernel(gemm_direct_kernel<T, SHAPE>,
                        dim3(static_cast<unsigned>(ceil_div(tiles * kShape.sharers, kDirectThreads))),
                        dim3(kDirectThreads), 0, early, stream, args, static_cast<uint32_t>(groups), vectors_b,

@@ -433,13 +433,17 @@ cudaError_t launch_ffma(const GemmArgs<float>& args, int splits, bool early, boo
   const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
   const Tiles tiles = {TileOrder(ceil_div(args.m, Tile::BM), ceil_div(args.n, Tile::BN), args.batch),
                        Divisor(splits)};
+  // A block that is to have a multiprocessor to itself takes more than half of its shared memory. Else two
+  // can start on one, where the previous kernel leaves room first.
+  constexpr int kMoreThanHalf = 116 << 10;
+  const int bytes = hopper && Tile::kBlocksPerMultiprocessor == 1 ? kMoreThanHalf : Tile::kBytes;
   const auto run = [&](auto x, auto y, auto parts) {
     const auto kernel = gemm_ffma_kernel<Tile, x, y, parts>;
     cudaError_t error = cudaSuccess;
-    if (Tile::kBytes > (48 << 10) - 64) error = set_max_dynamic_shared(kernel, Tile::kBytes);
+    if (bytes > (48 << 10) - 64) error = set_max_dynamic_shared(kernel, bytes);
     if (error != cudaSuccess) return error;
     return launch_kernel(kernel, dim3(static_cast<unsigned>(tiles.order.total), splits), dim3(Tile::kThreads),
-                         Tile::kBytes, early, stream, args, tiles, a, b);
+                         bytes, early, stream, args, tiles, a, b);
   };
   if constexpr (Tile::kParts > 1) {
     constexpr Access kVectors = Access::kVectors, kDenseK = Access::kAlongDenseK;

@@ -170,6 +170,7 @@ Product product_of(const GemmArgs<T>& args) {
   };
   Product p = {args.batch, args.m, args.n, args.k, sizeof(T)};
   p.tf32 = sizeof(T) == 4 && args.precision == Precision::kTf32;
+  p.bfloat16 = std::is_same_v<T, __nv_bfloat16>;
   p.a = lines_of_a(args);
   p.b = lines_of_b(args);
   p.operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);

@@ -7,7 +7,7 @@ namespace lltm_ext {
 
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr cudaError_t cudaSuccess = 0;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
 
 struct dim3 {
   unsigned x, y, z;
