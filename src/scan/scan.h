@@ -212,7 +212,8 @@ struct ScanBackward {
   }
 };
 
-// ---- How CUDA divides the work. It depends on sizes and types only, so the same call gives the same bits.
+// ---- How CUDA divides the work. It does not depend on when blocks run, so the same call gives the same
+// bits.
 
 constexpr int kScanThreads = 256;
 
@@ -237,15 +238,15 @@ struct ScanPlan {
   int64_t blocks() const { return groups * tiles; }
 };
 
-// time_is_fastest: whether adjacent steps are neighbours in memory.
+// time_is_fastest: whether adjacent steps are neighbours in memory. With fewer than kScanManyChannels it
+// makes no difference to the plan, and so none to the results.
 inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps, bool time_is_fastest) {
-  // A warp reads 32 adjacent channels, or adjacent steps. If there are few steps, more channels keep all
-  // threads busy.
   if (channels >= kScanManyChannels && !time_is_fastest) {
     return {true, kScanSerialThreads, 0, 0, ceil_div(channels, kScanSerialThreads), 1};
   }
-  const int64_t rows = ceil_div(steps, thread_steps);
-  const int64_t most = larger<int64_t>(time_is_fastest ? 1 : 32, kScanThreads / rows);
+  // A warp reads 32 adjacent channels, or adjacent steps. If there are few steps, more channels keep all
+  // threads busy.
+  const int64_t most = larger<int64_t>(32, kScanThreads / ceil_div(steps, thread_steps));
   int width = 1;
   while (width < channels && 2 * width <= most) width *= 2;
   const int tile_steps = kScanThreads / width * thread_steps;
