@@ -266,11 +266,12 @@ def scan(
             complex128, of any strides. They broadcast against each other as in torch: a number, [H],
             [T, B, 1]. The common shape is that of the steps; its first dimension is time.
         initial: the state before the first step, of a shape that broadcasts to one step; zeros if None.
-        reset: bool, [T], [T, B] and so on: the first dimensions of the steps, or 1 there. As in the recurrent
-            layers, where it is true the state before the step is replaced by zeros, that before the first
-            step too: ``h[t] = b[t]``.
+        reset: bool, [T], [T, B] and so on: the first dimensions of the steps, or 1 there. Where it is true
+            the state that the step continues is replaced by zeros, that before the first step too:
+            ``h[t] = b[t]``.
         reverse: time runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``, with
-            ``initial`` after the last step.
+            ``initial`` after the last step. ``reset`` then marks the last step of an episode; that of the
+            recurrent layers always marks the first.
 
         The dtypes are promoted as in torch, also under autocast. A number and an ``a`` without dimensions
         keep the precision of float32 where the other tensors have half types.
