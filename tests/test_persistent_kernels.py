@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cell_examples import CELLS as FROM_PYTHON
+from cell_examples import CELLS as EXAMPLES
+from cell_examples import SURROGATES
 
 pytestmark = pytest.mark.compiles
 
@@ -19,6 +20,9 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 # longjmp would refuse the stack of another fiber.
 FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 
+# A surrogate's slope, which the backward saves, changes up to 50 times as much as the state that it is of. No
+# bound on the rounding of other cells' saved values fits it.
+FROM_PYTHON = {name: cell for name, cell in EXAMPLES.items() if name not in SURROGATES}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {
