@@ -164,6 +164,7 @@ struct ScanBlock {
   bool is_head;                  // one thread of each channel
   int64_t first_channel, first;  // of the block's channels; of the thread's steps
   int left;  // how many steps there are from `first` on, at most kSteps + 1; none if there is no such channel
+  int own;   // the column of `channel`: the thread's, or that of the last channel if it has none
   Channel channel;  // at its first step
   Channel start;    // at `first`
 
@@ -260,7 +261,7 @@ struct ScanBlock {
         const int at = k * kScanThreads + static_cast<int>(threadIdx.x), c = at >> plan.tile_bits;
         const int64_t s = tile * plan.tile_steps + (at & (plan.tile_steps - 1));
         if (!kFull && (s >= scan.steps || first_channel + c >= scan.channels.count)) continue;
-        f(k, scan.moved(scan.beside(channel, c - column), s), s == 0, s + 1 == scan.steps);
+        f(k, scan.moved(scan.beside(channel, c - own), s), s == 0, s + 1 == scan.steps);
       }
     } else {
       Channel x = start;
@@ -438,14 +439,23 @@ __device__ __forceinline__ void scan_block(const Scan& scan, const ScanPlan& pla
   const int64_t last = scan.channels.count - 1;
   const int64_t first = tile * plan.tile_steps + static_cast<int64_t>(row) * Block::kSteps;
   const int64_t left = channel <= last ? scan.steps - first : 0;
-  const typename Scan::Channel at_first_step = scan.channel(channel < last ? channel : last);
-  const Block block = {scan,          plan,
-                       links,         shared,
-                       tile,          group * plan.tiles + tile,
-                       column,        row,
-                       row == 0,      first_channel,
-                       first,         static_cast<int>(clamped<int64_t>(left, 0, Block::kSteps + 1)),
-                       at_first_step, scan.moved(at_first_step, first)};
+  const int64_t own = channel < last ? channel : last;
+  const typename Scan::Channel at_first_step = scan.channel(own);
+  const Block block = {scan,
+                       plan,
+                       links,
+                       shared,
+                       tile,
+                       group * plan.tiles + tile,
+                       column,
+                       row,
+                       row == 0,
+                       first_channel,
+                       first,
+                       static_cast<int>(clamped<int64_t>(left, 0, Block::kSteps + 1)),
+                       static_cast<int>(own - first_channel),
+                       at_first_step,
+                       scan.moved(at_first_step, first)};
   block.is_full() ? block.template run<true>() : block.template run<false>();
 }
 

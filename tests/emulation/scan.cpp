@@ -60,8 +60,9 @@ template <typename T>
 struct Tensor {
   std::vector<T> data;
   ScanOperand<T> operand;
+  bool has_rows;
 
-  Tensor(const Case& c, int layout) {
+  Tensor(const Case& c, int layout) : has_rows(c.rows > 1) {
     const int64_t steps = c.steps, rows = c.rows, columns = c.columns;
     const int64_t strides[4][3] = {
         {rows * columns, columns, 1}, {1, columns * steps, steps}, {0, columns, 1}, {0, 0, 1}};
@@ -77,7 +78,8 @@ struct Tensor {
   // For kernels, in the order of forward or of backward.
   template <typename P>
   ScanOperand<P> in_order(bool backward, int64_t steps) {
-    ScanOperand<P> result = {operand.data, operand.step, {operand.strides[0], operand.strides[1]}};
+    ScanOperand<P> result = {operand.data, operand.step};
+    std::copy(operand.strides + (has_rows ? 0 : 1), operand.strides + 2, result.strides);
     if (backward) result.data += (steps - 1) * operand.step, result.step = -operand.step;
     return result;
   }
@@ -185,11 +187,12 @@ void run_case(const std::string& name, const Case& c) {
       break;
   }
 
-  const ScanChannels sizes = {channels, 2, {c.rows, c.columns}};
+  ScanChannels sizes = {channels, 2, {c.rows, c.columns}};
+  if (c.rows == 1) sizes = {channels, 1, {c.columns}};  // as tensors' dimensions are merged
   ScanOperand<const bool> flags;
   const bool* const flag_data = reinterpret_cast<const bool*>(resets.data());
   const auto flags_of = [&](bool backward) {
-    ScanOperand<const bool> result = {flag_data, c.rows, {1, 0}};
+    ScanOperand<const bool> result = {flag_data, c.rows, {c.rows > 1, 0}};
     if (backward) result.data += (c.steps - 1) * c.rows, result.step = -c.rows;
     return c.reset ? result : ScanOperand<const bool>{};
   };
@@ -281,6 +284,8 @@ void run_all() {
       {1200, 1, 33, 2, 0, true, true},
       {300, 3, 11, 1, 1, true, true},
       {20, 2, 300, 1, 1, false, true},
+      {700, 1, 35, 1, 1, true, true},
+      {150, 1, 40, 0, 1, false, true},
       {41, 3, 6667, 0, 0, true, true},
       {5, 1, 20000, 1, 0, false, true},
       {32, 1, 20001, 2, 0, true, false},
