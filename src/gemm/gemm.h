@@ -96,7 +96,7 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args);
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream);
 
-// How an operand [rows, k] lies in memory.
+// The layout of an operand [rows, k] in memory.
 template <typename T>
 Lines lines_of(const Matrices<T>& x, int64_t batch, int64_t rows, int64_t k, int64_t row_stride,
                int64_t k_stride) {

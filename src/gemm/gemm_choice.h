@@ -20,7 +20,7 @@ namespace lltm_ext {
 enum class Kernel { kLibrary, kDirect, kFfma, kFewRows, kHopper, kBf16x6, kCpu };
 constexpr const char* kKernelNames[] = {"library", "direct", "ffma", "few rows", "hopper", "bf16x6", "cpu"};
 
-// How an operand [rows, k] lies in memory.
+// The layout of an operand [rows, k] in memory.
 struct Lines {
   bool along_k;  // whether adjacent elements are neighbours along K
   bool aligned;  // whether lines of them start at multiples of 16 bytes
