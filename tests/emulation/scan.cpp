@@ -3,8 +3,8 @@
 //
 //   scan
 //
-// prints a line for each result that differs. The exit status is 0 if none does. tests/test_scan_kernel.py
-// runs it.
+// prints a line for each result that differs. The exit status is 0 if none does.
+// tests/test_emulated_kernels.py runs it.
 #include <complex>
 #include <limits>
 #include <random>
