@@ -24,7 +24,8 @@ class SequenceCall(NamedTuple):
             holds for ``inputs`` and ``reset``. Without weight_ih I is G*H.
         states: h0 and the other states, each [B, H], a single other one also [1, B, H] as a layer has it; all
             may be None for zeros.
-        weight_ih, weight_hh, bias: [G*H, I] or None; [G*H, H], or [G*H, H/heads], or None; [G*H] or None.
+        weight_ih, weight_hh, bias: [G*H, I] or None; [R*H, H], or [R*H, H/heads], or None; [G*H] or None. R
+            is the number of the cell's ``recurrent_gates``.
         parameters, inputs: in the cell's order; parameters [H] each, or together [P * H].
         reset: [T, B] or None. A reset precedes its step in the order of computation.
         is_reverse: whether the last step is the first to be computed.

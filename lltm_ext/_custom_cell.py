@@ -106,8 +106,11 @@ def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None
     input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, *_ = call
     if reset is not None and reset.dtype != torch.bool:
         reset = reset.detach().to(compute_dtype(input.dtype))
-    if weight_hh is not None and weight_hh.shape[0] != cell.gates * weight_hh.shape[-1]:
-        weight_hh = dense(weight_hh, cell.gates)
+    own = cell.recurrent_gates
+    if weight_hh is not None and (
+        len(own) < cell.gates or weight_hh.shape[0] != cell.gates * weight_hh.shape[-1]
+    ):
+        weight_hh = of_all_gates(weight_hh, own, cell.gates)
     return (
         input,
         states[0],
@@ -135,13 +138,20 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
-def dense(weight: Tensor, gates: int) -> Tensor:
-    """[G*H, H] of a block-diagonal [G*H, H/heads]. Other shapes stay as they are, and the op refuses them."""
+def of_all_gates(weight: Tensor, own: list[int], gates: int) -> Tensor:
+    """[G*H, H] of a weight_hh. Other shapes stay as they are, and the op refuses them."""
     rows, size = weight.shape if weight.dim() == 2 else (0, 0)
-    hidden = rows // gates
-    if size in (0, hidden) or hidden % size:
-        return weight
-    return expand_blocks(weight, hidden // size)
+    hidden = rows // len(own)
+    if 0 < size < hidden and hidden % size == 0:
+        weight = expand_blocks(weight, hidden // size)
+    return weight if len(own) == gates else expand_gates(weight, own, gates)
+
+
+def expand_gates(weight: Tensor, own: list[int], gates: int) -> Tensor:
+    """[G*H, H] of the rows of its ``own`` gates: zeros for the others. torch.jit.script compiles it."""
+    blocks = list(weight.chunk(len(own)))
+    zeros = torch.zeros_like(blocks[0])
+    return torch.cat([blocks[own.index(gate)] if gate in own else zeros for gate in range(gates)])
 
 
 def expand_blocks(weight: Tensor, heads: int) -> Tensor:

@@ -330,7 +330,8 @@ class CellLayer(SequenceLayer):
         if layer_input is not None:
             shapes["weight_ih"] = (rows, layer_input)
         if self._cell.recurrent:
-            shapes["weight_hh"] = (rows, self.hidden_size // self.heads)
+            own_rows = len(self._cell.recurrent_gates) * self.hidden_size
+            shapes["weight_hh"] = (own_rows, self.hidden_size // self.heads)
         if self.bias and rows > 0:
             shapes["bias"] = (rows,)
         return shapes

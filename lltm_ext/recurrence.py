@@ -83,7 +83,8 @@ def recurrence(
     ======  ==================================================================================================
     ``x``   a value for each gate: the input's product with weight_ih, plus the bias, plus the product of the
             previous h with weight_hh. With ``separate`` the last one is not added, but in ``r``
-    ``r``   with ``separate``, for each gate the product of the previous h with weight_hh
+    ``r``   with ``separate``, for each gate the product of the previous h with weight_hh, which has no rows
+            for gates whose ``r`` the function does not read
     ``h``   the unit's previous h
     ``s``   its other states, by name (``s.c``) or position (``s[0]``)
     ``p``   its parameters, likewise
@@ -113,8 +114,8 @@ def recurrence(
         )
 
     Args:
-        gates: G, how many blocks of hidden_size rows weight_ih and weight_hh have; 0 for a cell with
-            ``inputs`` and without a product with h, whose function reads no ``x``.
+        gates: G, how many blocks of hidden_size rows weight_ih has, and weight_hh unless only the input feeds
+            some; 0 for a cell with ``inputs`` and without a product with h, whose function reads no ``x``.
         separate: whether the function sees the products with the input and with h apart.
         states: the names of the cell's states except h.
         parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
@@ -174,8 +175,9 @@ class RecurrentCell:
         hx: h0 [B, H], or for a cell with states the tuple ``(h0, *states0)``, each [B, H]; h0 in the dtype of
             ``input``, the other states also in float32, if that is a half type.
         weight_ih: [G*H, I]; None for an input [T, B, G*H] that is taken as it is, as the product with it.
-        weight_hh: [G*H, H]; or [G*H, H/heads], block-diagonal: a unit sees h of the H/heads units of its
-            head. None for a cell without recurrent product.
+        weight_hh: [R*H, H], with rows for the R ``recurrent_gates``, in their order; or [R*H, H/heads],
+            block-diagonal: a unit sees h of the H/heads units of its head. None for a cell without recurrent
+            product.
         bias: [G*H], or None.
         reset: [T, B], where an episode starts. Before such a step all states of the row become 0 (bool), or
             are multiplied by 1 - reset (numbers).
@@ -207,6 +209,8 @@ class RecurrentCell:
         function: the decorated function; None for a cell given as text.
         gates, separate, states, parameters, inputs, recurrent, output: as given to :func:`recurrence`,
             ``parameters`` as a dictionary.
+        recurrent_gates: the gates that the product with h feeds: all, with ``separate`` those whose ``r`` the
+            function reads.
     """
 
     __name__: str
@@ -263,6 +267,8 @@ class RecurrentCell:
             self.function, self.differentiable = function, True
             self.arguments = arguments_of(function, self.declared)
             self.derived = derive(function, self.declared)
+        self.recurrent_gates = self._find_recurrent_gates()
+        if self.function is not None:
             self._warn_of_unread_gates()
         self.is_compiled = False  # whether its kernels are compiled with the package
         # Done now, because torch.compile does not trace how they are made.
@@ -358,11 +364,23 @@ class RecurrentCell:
             raise RuntimeError(f"{name}: expected {argument} of shape {shapes}, got {list(steps.shape)}")
         return h0.new_empty((*steps.shape[:2], 0))
 
+    def _find_recurrent_gates(self) -> list[int]:
+        """The gates that read the product with h. Of a text nobody knows; it may read all of ``r``."""
+        if not isinstance(self.derived, Derived) or not self.separate:
+            return list(range(self.gates)) if self.recurrent else []
+        read = ancestors(self.derived.outputs)
+        found = [i for i, r in enumerate(self.derived.leaves["r"]) if r in read]
+        if not found:
+            raise ValueError(
+                f"{self.__name__}: expected the function to read r of a gate, but it reads none "
+                "(recurrent=False declares a cell without a product)"
+            )
+        return found
+
     def _warn_of_unread_gates(self) -> None:
         read = ancestors(self.derived.outputs)  # type: ignore[union-attr]
-        leaves = self.derived.leaves  # type: ignore[union-attr]
-        for i, x in enumerate(leaves["x"]):
-            if x not in read and not any(r in read for r in leaves["r"][i : i + 1]):
+        for i, x in enumerate(self.derived.leaves["x"]):  # type: ignore[union-attr]
+            if x not in read and not (self.separate and i in self.recurrent_gates):
                 warnings.warn(
                     f"{self.__name__}: the function reads no gate {i} of {self.gates}, so {self.__name__}'s "
                     "weights for it do nothing",
@@ -442,7 +460,8 @@ class RecurrentCell:
             return torch.zeros(shape, dtype=dtype, device=device, requires_grad=self.differentiable)
 
         rows = self.gates * hidden_size
-        weights = (zeros(rows, 8), zeros(rows, hidden_size) if self.recurrent else None, zeros(rows))
+        weight_hh = zeros(len(self.recurrent_gates) * hidden_size, hidden_size) if self.recurrent else None
+        weights = (zeros(rows, 8), weight_hh, zeros(rows))
         weights = weights if self.gates else (None, None, None)  # type: ignore[assignment]
         named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
@@ -503,7 +522,7 @@ class RecurrentCell:
             return torch.randn(shape, **options).to(device)
 
         states = [0.1 + 0.5 * torch.sigmoid(normal(batch, hidden)) for _ in self.state_names]
-        weight_hh = 0.5 * normal(rows, hidden) if self.recurrent else None
+        weight_hh = 0.5 * normal(len(self.recurrent_gates) * hidden, hidden) if self.recurrent else None
         hx = tuple(states) if self.states else states[0]
         args = (normal(length, batch, size), hx, normal(rows, size), weight_hh, normal(rows))
         args = args if self.gates else (None, hx)  # type: ignore[assignment]
@@ -517,6 +536,8 @@ class RecurrentCell:
     def __repr__(self) -> str:
         options = [f"{self.gates} gate{'s' * (self.gates != 1)}"]
         options += ["separate products"] * self.separate + ["no recurrent product"] * (not self.recurrent)
+        if 0 < len(self.recurrent_gates) < self.gates:
+            options.append(f"a product with h of gates {', '.join(map(str, self.recurrent_gates))}")
         for name, values in (
             ("states", self.states),
             ("parameters", self.parameters),
@@ -617,6 +638,8 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     """
     if cell.is_compiled:
         return True
+    if cell.separate and len(cell.recurrent_gates) < cell.gates:  # the op gets a weight_hh of all gates
+        return False
     input = calls[0].input
     is_known = isinstance(input, Tensor) and isinstance(calls[0].weight_ih, (Tensor, type(None)))
     if cell.function is None or not is_known:
@@ -765,8 +788,10 @@ def check_shapes(
             f"{name}: expected weight_ih to be a Tensor, got None, or input of "
             f"{cell.gates}*hidden_size = {rows} features, which need none, got {list(input.shape)}"
         )
-    if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], rows, hidden):
-        check("weight_hh", tensors["weight_hh"], f"{meaning}, hidden_size (or / heads)]", rows, hidden)
+    of_product = len(cell.recurrent_gates)
+    if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], of_product * hidden, hidden):
+        expected = f"[{of_product}*hidden_size, hidden_size (or / heads)]"
+        check("weight_hh", tensors["weight_hh"], expected, of_product * hidden, hidden)
     for argument in ("bias", "bias_hh"):
         if argument in tensors:
             check(argument, tensors[argument], f"{meaning}]", rows)

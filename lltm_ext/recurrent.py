@@ -40,8 +40,9 @@ class Recurrent(CellLayer):
 
     Attributes:
         weight_ih_l{k}: [G*H, I], none without input_size, for layers above the first [G*H, D*H];
-        weight_hh_l{k}: [G*H, H/heads], none for a cell without recurrent product; bias_l{k}: [G*H]; each
-        parameter of the cell, {name}_l{k}: [H]. Those of the other direction end in ``_reverse``.
+        weight_hh_l{k}: [R*H, H/heads] of R recurrent gates, none for a cell without recurrent product;
+        bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H]. Those of the other direction end in
+        ``_reverse``.
 
     Shapes:
         input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence; None for a cell without gates,

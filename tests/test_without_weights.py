@@ -192,6 +192,68 @@ def test_a_layer_compiles_exports_and_scripts(fresh_dynamo):
         assert_all_near(call.run(other), expected, FORWARD[DOUBLE])
 
 
+# ---- gates that only the input feeds ---------------------------------------------------------------------
+
+
+@lltm_ext.recurrence(gates=3, separate=True, inputs=("gap",))
+def star(x, r, h, u):
+    """Only gate 1 of 3 sees h."""
+    keep = torch.sigmoid(x[1] + r[1] - u.gap)
+    return torch.tanh((1 - keep) * h + keep * torch.tanh(x[0]) * x[2])
+
+
+@lltm_ext.recurrence(gates=3, separate=True, inputs=("gap",))
+def star_of_all_rows(x, r, h, u):
+    return star.function(x, r, h, u) + 0 * (r[0] + r[2])
+
+
+def by_all_rows(**how):
+    def run(input, hx, weight_ih, weight_hh, bias, **named):
+        other = torch.ones_like(weight_hh)
+        return star_of_all_rows(
+            input, hx, weight_ih, torch.cat([other, weight_hh, other]), bias, **how, **named
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["one head", "two heads"])
+def test_a_gate_whose_product_with_h_nothing_reads_has_no_rows(heads, dtype, device):
+    assert star.recurrent_gates == [1] and star_of_all_rows.recurrent_gates == [0, 1, 2]
+    assert "a product with h of gates 1," in repr(star)
+    make = Make(dtype, device)
+    weights = (make(3 * HIDDEN, 4), make(HIDDEN, HIDDEN // heads, scale=0.4), make(3 * HIDDEN))
+    call, how = Call(make(5, 3, 4), make(3, HIDDEN), *weights), steps_of(star, device)
+    assert_values_and_gradients(functools.partial(star, **how), by_all_rows(**how), call, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_has_no_weights_of_such_gates(kind, device):
+    options = KINDS[kind] | {"dtype": DOUBLE, "device": device}
+    ours, other = (lltm_ext.Recurrent(cell, 4, HIDDEN, **options) for cell in (star, star_of_all_rows))
+    state = ours.state_dict()
+    assert state["weight_hh_l0"].shape == (HIDDEN, HIDDEN)
+    with_rows = {k: torch.cat([x, x, x]) if k.startswith("weight_hh") else x for k, x in state.items()}
+    other.load_state_dict(with_rows)
+    gap = Make(DOUBLE, device)(5, 4)
+    ours, other = (functools.partial(layer, gap=gap) for layer in (ours, other))
+    assert_values_and_gradients(ours, other, Call(Make(DOUBLE, device)(5, 4, 4)))
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["one head", "two heads"])
+def test_a_layer_with_such_gates_compiles_exports_and_scripts(heads, fresh_dynamo):
+    layer = lltm_ext.Recurrent(star, 4, HIDDEN, heads=heads, dtype=DOUBLE)
+    assert star.gradcheck(device="cpu")
+    call = Call(Make(DOUBLE)(5, 3, 4), gap=Make(DOUBLE)(5, 3))
+    expected = call.run(layer)
+    for other in (
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        torch.export.export(layer, call.args, call.kwargs).module(),
+        torch.jit.script(layer),
+    ):
+        assert_all_near(call.run(other), expected, FORWARD[DOUBLE])
+
+
 # ---- cells without gates ---------------------------------------------------------------------------------
 
 
@@ -355,6 +417,16 @@ BAD_CALLS = {
         lambda: lltm_ext.recurrence(gates=0, inputs=("value",))(lambda h, u: h + u.value),
         ValueError,
         r"<lambda>: expected gates to be a positive int, got 0 \(0 needs inputs= and recurrent=False\)",
+    ),
+    "weight_hh of all gates": (
+        lambda: star(X, H0, torch.zeros(18, 12), torch.zeros(18, 6), gap=torch.zeros(5, 2)),
+        RuntimeError,
+        r"star: expected weight_hh of shape \[1\*hidden_size, hidden_size .*\] = \[6, 6\], got \[18, 6\]",
+    ),
+    "a product that nothing reads": (
+        lambda: lltm_ext.recurrence(gates=1, separate=True)(lambda x: x[0]),
+        ValueError,
+        "<lambda>: expected the function to read r of a gate, but it reads none .recurrent=False",
     ),
     "no gates and no inputs": (
         lambda: lltm_ext.recurrence(gates=0, recurrent=False)(lambda h: 0.5 * h),
