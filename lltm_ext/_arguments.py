@@ -57,7 +57,9 @@ def hidden_of(call: SequenceCall, gates: int) -> int:
     return hidden
 
 
-def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: int) -> None:
+def check_step_input(
+    name: str, argument: str, x: Any, input: Tensor, hidden: int, differentiable: bool = False
+) -> None:
     check_tensor(name, argument, x)
     if x.device != input.device:
         raise RuntimeError(f"{name}: expected {argument} on {input.device}, got {x.device}")
@@ -72,10 +74,11 @@ def check_step_input(name: str, argument: str, x: Any, input: Tensor, hidden: in
         raise RuntimeError(
             f"{name}: expected {argument} of shape {meaning} = {list(rows)}{wide}, got {list(x.shape)}"
         )
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and not differentiable and torch.is_grad_enabled():
+        what = "reset" if is_reset else "input of a step of a cell given as text"
         raise RuntimeError(
-            f"{name}: expected {argument} without a gradient, which no input of a step has, got one that "
-            f"requires it ({argument}.detach() does not)"
+            f"{name}: expected {argument} without a gradient, which no {what} has, got one that requires it "
+            f"({argument}.detach() does not)"
         )
 
 

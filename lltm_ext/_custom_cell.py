@@ -169,9 +169,12 @@ def step_inputs_of(inputs: Sequence[Tensor], input: Tensor, hidden: int) -> Tens
     ]
     if all(x.dim() < input.dim() for x in planes):
         return planes[0].unsqueeze(-1) if len(planes) == 1 else torch.stack(planes, -1)
-    return torch.cat(
-        [x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden) for x in planes], -1
-    )
+    return torch.cat([of_each_unit(x, input, hidden) for x in planes], -1)
+
+
+def of_each_unit(x: Tensor, input: Tensor, hidden: int) -> Tensor:
+    """An input of the steps as [..., H]."""
+    return x if x.dim() == input.dim() else x.unsqueeze(-1).expand(*x.shape, hidden)
 
 
 def h_of_steps(output: Tensor, h: Tensor) -> Tensor:

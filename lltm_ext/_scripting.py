@@ -106,6 +106,7 @@ def run_layers(
     planes = torch.jit.annotate(list[Tensor], [])
     for u in step_inputs:
         assert u is not None, "an input of the steps is missing"
+        assert not u.requires_grad, "a script has no gradients of the inputs of the steps"
         u = u.transpose(0, 1) if batch_first else u
         planes.append((u if u.dim() == 3 else u.unsqueeze(-1).expand(-1, -1, hidden)).to(dtype))
     steps = torch.cat(planes, -1) if len(planes) > 0 else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.gradcheck import GradcheckError
 
 from lltm_ext._arguments import (
@@ -24,12 +27,12 @@ from lltm_ext._arguments import (
     dtype_name,
     hidden_of,
 )
-from lltm_ext._custom_cell import algorithm_of, run_both_by_kernels, run_kernels, tracing_state
+from lltm_ext._custom_cell import algorithm_of, of_each_unit, run_both_by_kernels, run_kernels, tracing_state
 from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.text import CudaSource, SourceCell
-from lltm_ext._library import check_no_dtensor, check_tensor, hand_over
+from lltm_ext._library import check_no_dtensor, check_tensor, hand_over, has_tangents, transforms_active
 from lltm_ext._loop import Step, compute_dtype, zero_state
 from lltm_ext._program import serialize
 
@@ -50,6 +53,8 @@ RESERVED = (
     "backward",
     "device",
 )
+DERIVING = threading.Lock()  # a cell from another, whose graph both extend
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -120,7 +125,9 @@ def recurrence(
         states: the names of the cell's states except h.
         parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
             :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights.
-        inputs: the names of its inputs of a step, such as masks or time gaps, which have no gradients.
+        inputs: the names of its inputs of a step, such as masks or time gaps. Where one of a call requires a
+            gradient, the cell runs with all of them as further gates, [T, B, H] each, which only the input
+            feeds.
         recurrent: False for a cell without a product with h, and so without weight_hh.
         output: the name of the state that is the output of each step, if that is not h. The products see h.
         name: of a cell given as text; that of its variable, by which pickle finds it.
@@ -202,8 +209,8 @@ class RecurrentCell:
     Raises:
         TypeError: for another dtype, no tensor, or another name.
         ValueError: for another algorithm or reset_to.
-        RuntimeError: for shapes or devices that do not fit, or a step's input that requires a gradient. For a
-            cell given as text also for the CPU, a gradient without a backward, or one of a gradient.
+        RuntimeError: for shapes or devices that do not fit. For a cell given as text also for the CPU, a
+            gradient without a backward, one of an input of the steps, or one of a gradient.
 
     Attributes:
         function: the decorated function; None for a cell given as text.
@@ -271,10 +278,29 @@ class RecurrentCell:
         if self.function is not None:
             self._warn_of_unread_gates()
         self.is_compiled = False  # whether its kernels are compiled with the package
-        # Done now, because torch.compile does not trace how they are made.
+        self._of_gates: RecurrentCell | None = None
+        self._serialize()
+
+    def _serialize(self) -> None:
+        # Done when a cell is made, because torch.compile does not trace how.
         self.programs = serialize(self)
         self.program = self.programs[torch.float32]
         self.programs_to_initial = serialize(self, to_initial=True)
+
+    def with_inputs_as_gates(self) -> RecurrentCell:
+        """The cell that reads the inputs of its steps as further gates: those have gradients."""
+        with DERIVING:
+            if self._of_gates is None:
+                cell = object.__new__(RecurrentCell)
+                cell.__dict__ = dict(self.__dict__)  # copy.copy returns what pickle finds by its name
+                cell.derived = self.derived.with_inputs_as_gates()  # type: ignore[union-attr]
+                cell.declared = cell.derived.declaration
+                cell.gates, cell.inputs = cell.declared.gates, ()
+                cell._serialize()
+                self._of_gates = cell
+            return self._of_gates
+
+    with_inputs_as_gates._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it derives a cell
 
     def __call__(
         self,
@@ -495,8 +521,9 @@ class RecurrentCell:
         states = check_states(self.__name__, values["hx"], self.state_names)
         values |= dict(zip(self.state_names, states, strict=True))
         values = {name: in_float64(x) for name, x in values.items() if name not in ("hx", "named")}
-        wanted = ("input", *self.state_names, "weight_ih", "weight_hh", "bias", *self.parameters)
-        for name in (name for name in wanted if isinstance(values.get(name), Tensor)):
+        wanted = ["input", *self.state_names, "weight_ih", "weight_hh", "bias", *self.parameters]
+        wanted += self.inputs if self.function else ()
+        for name in (name for name in wanted if is_floating(values.get(name))):
 
             def of_one(x: Tensor, name: str = name) -> tuple[Tensor, ...]:
                 given = {**values, name: x}
@@ -575,11 +602,10 @@ def run(
         check_call(cell, with_states(cell, call), algorithm, reset_to)
     try:
         if reset is not None or call.inputs:
-            for name, x in zip((*cell.inputs, "reset"), (*call.inputs, reset), strict=True):
-                if x is not None:
-                    check_step_input(cell.__name__, name, x, call.input, hidden_of(call, cell.gates))
+            check_steps(cell, call, hidden_of(call, cell.gates))
         to_initial = resets_to_states(call, reset_to)
-        return run_kernels(cell, call, algorithm, dtype or call.input.dtype, to_initial)
+        of_op = with_inputs_as_gates(cell, call) if inputs_have_gradients(cell, call) else (cell, call)
+        return run_kernels(*of_op, algorithm, dtype or call.input.dtype, to_initial)
     except Exception:
         raise_named(cell, call, algorithm, reset_to)
         raise
@@ -592,6 +618,7 @@ def run_both(
     dtype = autocast_dtype(calls[0].input)
     is_plain = dtype is None or cell.is_compiled
     is_plain = is_plain and tracing_state() is None  # torch.jit.trace does not take the op's lists
+    is_plain = is_plain and not inputs_have_gradients(cell, calls[0])  # each gets an input of its own
     if is_plain and kernels_check(cell, *calls):
         calls = calls if dtype is None else [with_states(cell, call) for call in calls]  # kept in float32
         try:
@@ -602,6 +629,32 @@ def run_both(
                 raise_named(cell, call, "auto", reset_to)
             raise
     return [run(cell, call, "auto", reset_to) for call in calls]
+
+
+def inputs_have_gradients(cell: RecurrentCell, call: SequenceCall) -> bool:
+    """Whether inputs of the steps need gradients or have tangents."""
+    if not call.inputs or cell.function is None:
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs):
+        return True
+    if transforms_active():  # torch.compile does not trace the question
+        return torch.compiler.is_compiling() or any(map(is_transformed, call.inputs))
+    return has_tangents() and any(forward_ad.unpack_dual(x).tangent is not None for x in call.inputs)
+
+
+def with_inputs_as_gates(cell: RecurrentCell, call: SequenceCall) -> tuple[RecurrentCell, SequenceCall]:
+    """The same call with the inputs of the steps as further gates, after the product with weight_ih."""
+    input, weight_ih, bias, inputs = call.input, call.weight_ih, call.bias, call.inputs
+    hidden = hidden_of(call, cell.gates)
+    gates = [of_each_unit(x, input, hidden).to(input.dtype) for x in inputs]
+    if weight_ih is not None:
+        gates.insert(0, F.linear(input, weight_ih, bias))
+        bias = None
+    elif cell.gates > 0:
+        gates.insert(0, input)
+        bias = None if bias is None else F.pad(bias, (0, len(inputs) * hidden))
+    x = torch.cat(gates, -1) if len(gates) > 1 else gates[0]
+    return cell.with_inputs_as_gates(), call._replace(input=x, weight_ih=None, bias=bias, inputs=())
 
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
@@ -684,7 +737,11 @@ def lowered(dtype: torch.dtype, call: SequenceCall) -> SequenceCall:
 
 
 def in_float64(x: Any) -> Any:
-    return x.detach().to(torch.float64, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
+    return x.detach().to(torch.float64, copy=True) if is_floating(x) else x
+
+
+def is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
@@ -701,7 +758,7 @@ def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:
 
 def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
     """Raises for arguments that do not fit, as the built-in ops do."""
-    input, states, weight_ih, weight_hh, bias, parameters, inputs, reset, batch_sizes, _, bias_hh = call
+    input, states, weight_ih, weight_hh, bias, parameters, _, _, batch_sizes, _, bias_hh = call
     name = cell.__name__
     check_tensor(name, "input", input)
     if input.layout != torch.strided:
@@ -725,14 +782,20 @@ def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to
     for argument, x in zip(cell.state_names[1:], states[1:], strict=True):
         check_like(name, argument, x, input, state_dtypes)
     check_shapes(cell, input, list(states), tensors, packed=batch_sizes is not None)
-    for argument, x in zip((*cell.inputs, "reset"), (*inputs, reset), strict=True):
-        if argument != "reset" or x is not None:
-            check_step_input(name, argument, x, input, states[0].shape[1])
+    check_steps(cell, call, states[0].shape[1])
     if cell.function is None:
         differentiable = {"input": input} | dict(zip(cell.state_names, states, strict=True)) | tensors
         check_text(cell, input, differentiable)
     check_algorithm(name, algorithm, input)
     check_reset_to(name, reset_to)
+
+
+def check_steps(cell: RecurrentCell, call: SequenceCall, hidden: int) -> None:
+    for argument, x in zip((*cell.inputs, "reset"), (*call.inputs, call.reset), strict=True):
+        is_input = argument != "reset"
+        if is_input or x is not None:
+            differentiable = is_input and cell.function is not None
+            check_step_input(cell.__name__, argument, x, call.input, hidden, differentiable)
 
 
 def check_text(cell: RecurrentCell, input: Tensor, differentiable: dict[str, Tensor]) -> None:

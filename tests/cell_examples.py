@@ -94,7 +94,8 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
         input_size, bias = 0, False
     states = [make(batch, hidden, scale=0.5).abs() + 0.1 for _ in cell.state_names]
     weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5) if cell.gates > 0 else None
-    weight_hh = make(rows, hidden // heads, scale=0.5 * max(hidden, 1) ** -0.5) if cell.recurrent else None
+    rows_hh, scale = len(cell.recurrent_gates) * hidden, 0.5 * max(hidden, 1) ** -0.5
+    weight_hh = make(rows_hh, hidden // heads, scale=scale) if cell.recurrent else None
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]

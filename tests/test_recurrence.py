@@ -456,9 +456,6 @@ def changed(**changes):
     }
 
 
-NO_GRADIENT = (
-    "gap without a gradient, which no input of a step has, got one that requires it (gap.detach() does"
-)
 NO_ALGORITHM = "algorithm to be 'auto', 'stepwise', 'cluster' or 'grid', got 'fastest'"
 SPARSE = "of layout torch.strided, got torch.sparse_coo"
 
@@ -502,7 +499,6 @@ BAD_CALLS = {
     "gap transposed": of_shape("gap", torch.t, STEPS, [3, 5], "[5, 3] or, for each unit, [5, 3, 6]"),
     "gap complex": ("gap", lambda x: x + 0j, TypeError, "gap of a real dtype, got complex64"),
     "gap elsewhere": ("gap", to_meta, RuntimeError, "gap on cpu, got meta"),
-    "gap with a gradient": ("gap", lambda x: x.requires_grad_(), RuntimeError, NO_GRADIENT),
     "sparse gap": ("gap", torch.Tensor.to_sparse, RuntimeError, f"gap {SPARSE}"),
     "reset of each unit": of_shape("reset", lambda x: torch.zeros(5, 3, 6), STEPS, [5, 3, 6], [5, 3]),
     "unknown": ("gaps", lambda x: 1, TypeError, "only the names a, b, gap, mask, got gaps"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lltm_ext._formula.affine import affine
-from lltm_ext._formula.capture import capture
+from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
 from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
@@ -195,9 +195,9 @@ class Derived:
         affine: the components of the states, if the new ones are affine in the old ones; else none.
     """
 
-    def __init__(self, function: Callable[..., Any], declaration: Declaration):
+    def __init__(self, captured: Captured, declaration: Declaration):
         self.declaration = declaration
-        self.graph, self.leaves, self.outputs = capture(function, declaration)
+        self.graph, self.leaves, self.outputs = captured
         self.cotangents = [self.graph.leaf(f"grad_{name}") for name in ("h", *declaration.states)]
         inputs = [node for argument in DIFFERENTIABLE for node in self.leaves[argument]]
         found = differentiate(self.outputs, self.cotangents, inputs)
@@ -218,6 +218,18 @@ class Derived:
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
         self.affine = affine(self.leaves, self.outputs, declaration.recurrent)
+
+    def with_inputs_as_gates(self) -> Derived:
+        """The cell that reads the inputs of its steps as further gates, and so has gradients of them.
+
+        The product with h does not reach these gates.
+        """
+        declared, inputs = self.declaration, self.leaves["u"]
+        leaves = self.leaves | {"x": [*self.leaves["x"], *inputs], "u": []}
+        if declared.separate:
+            leaves["r"] = [*leaves["r"], *(self.graph.leaf(f"r of {u!r}") for u in inputs)]
+        declared = declared._replace(gates=declared.gates + len(inputs), inputs=())
+        return Derived(Captured(self.graph, leaves, self.outputs), declared)
 
     def _emit(self, saved: Sequence[Node], wide: Sequence[Node] = (), jumps: bool = False) -> Struct:
         numbers, _ = saved_numbers(saved, wide)
@@ -317,4 +329,4 @@ def derive(function: Callable[..., Any], declaration: Declaration) -> Derived:
         TypeError, ValueError, RuntimeError, IndexError, AttributeError: for what cannot be a cell, with the
             cell's name, the reason, and the line of the user's text.
     """
-    return Derived(function, declaration)
+    return Derived(capture(function, declaration), declaration)
