@@ -47,6 +47,14 @@ def four_states(x, h, s):
     return s.c + x[0], (h - s.c, s.a * 0.5, s.b + torch.relu(x[0]) * h)
 
 
+def cascade(sections, x):
+    """x [T, B] through sections [S, 6], as scipy.signal.sosfilt has them."""
+    y, zeros = x.unsqueeze(-1), x.new_zeros(x.shape[1], 1)
+    for b0, b1, b2, _, a1, a2 in sections.unsqueeze(-1):
+        y, _ = biquad(y, (zeros, zeros, zeros), b0=b0, b1=b1, b2=b2, a1=a1, a2=a2)
+    return y.squeeze(-1)
+
+
 AFFINE = {
     "mingru": (cells.mingru, [(0,)]),
     "minlstm": (cells.minlstm, [(0,)]),
@@ -146,3 +154,26 @@ def test_the_ready_cells_that_are_affine():
 def test_a_cell_says_that_it_is_affine():
     assert repr(cells.mingru).endswith(", affine in its states>")
     assert repr(biquad).endswith(", affine in its states>")
+
+
+# ---- filters ---------------------------------------------------------------------------------------------
+
+
+def test_cascaded_biquads_equal_scipys_filter(device):
+    signal = pytest.importorskip("scipy.signal")
+    sections, x = signal.butter(6, 0.3, output="sos"), Make(DOUBLE)(500, 3)
+    found = cascade(torch.tensor(sections, device=device), x.to(device))
+    torch.testing.assert_close(found.cpu(), torch.from_numpy(signal.sosfilt(sections, x.numpy(), axis=0)))
+
+
+def test_cascaded_biquads_equal_torchaudios_filter_and_its_gradient(device):
+    signal = pytest.importorskip("scipy.signal")
+    functional = pytest.importorskip("torchaudio.functional")
+    sections = torch.tensor(signal.butter(4, 0.3, output="sos"), device=device)
+    b, a = (torch.tensor(c, device=device) for c in signal.butter(4, 0.3))
+    both = [Make(DOUBLE, device)(500, 3).requires_grad_() for _ in range(2)]
+    found, expected = cascade(sections, both[0]), functional.lfilter(both[1].mT, a, b, clamp=False).mT
+    torch.testing.assert_close(found, expected)
+    for y in (found, expected):
+        y.square().sum().backward()
+    torch.testing.assert_close(both[0].grad, both[1].grad)
