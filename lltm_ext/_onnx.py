@@ -27,6 +27,7 @@ from lltm_ext._unary import UNARY_OPS, UnaryOp
 from lltm_ext.fake_quantize import fake_quantize_reference
 from lltm_ext.gemm import gemm_reference
 from lltm_ext.lltm import lltm_cell_reference
+from lltm_ext.scan import aligned, scan_reference
 
 
 @functools.cache
@@ -36,6 +37,7 @@ def functions() -> dict[Any, Callable[..., Any]]:
         "gemm": gemm,
         "fake_quantize": fake_quantize,
         "lltm_cell": lltm_cell_reference,
+        "scan": linear_scan,
         "custom_cell": custom_cell,
         "custom_cell_bidirectional": functools.partial(transformed_both, op=custom_cell),
     }
@@ -146,6 +148,28 @@ def scan(cell: Any, call: SequenceCall, to_initial: bool = False) -> Found:
     *final, output = scan_op(run_step, *([x.detach() for x in part] for part in operands))
     final = [x.to(s.dtype) for x, s in zip(final, call.states, strict=True)]
     return output.flip(0) if call.is_reverse else output, final
+
+
+def linear_scan(
+    a: Tensor, b: Tensor, initial: Tensor | None = None, reset: Tensor | None = None, reverse: bool = False
+) -> Tensor:
+    """A loop over the steps of the example in a trace, else a scan of any length."""
+    if tracing_state() is not None:
+        return scan_reference(a, b, initial, reset=reset, reverse=reverse)
+    from torch._higher_order_ops.scan import scan_op
+
+    shape, compute = torch.broadcast_shapes(a.shape, b.shape), compute_dtype(b.dtype)
+    of_steps = [x.to(compute).expand(shape) for x in (a, b)]
+    of_steps += [] if reset is None else [aligned(reset, len(shape)).expand(shape)]
+    first = of_steps[1].new_zeros(shape[1:]) if initial is None else initial.to(compute).expand(shape[1:])
+
+    def run_step(h: Tensor, a: Tensor, b: Tensor, *reset: Tensor) -> list[Tensor]:
+        h = torch.where(reset[0], b, a * h + b) if reset else a * h + b
+        return [h, h.clone()]  # a scan's results share no memory
+
+    of_steps = [(x.flip(0) if reverse else x).detach() for x in of_steps]
+    _, h = scan_op(run_step, [first.detach()], of_steps, ())
+    return (h.flip(0) if reverse else h).to(b.dtype)
 
 
 # ---- the exporters

@@ -94,7 +94,7 @@ def _promoted(a: Any, b: Any, initial: Any) -> tuple[Tensor, Tensor, Tensor | No
     return tensor(a, of_a), tensor(b, dtype), None if initial is None else tensor(initial, dtype)
 
 
-def _aligned(reset: Tensor, dim: int) -> Tensor:
+def aligned(reset: Tensor, dim: int) -> Tensor:
     """The resets with the dimensions of the steps, of which they have the first."""
     return reset.reshape(*reset.shape, *[1] * (dim - reset.dim()))
 
@@ -113,7 +113,7 @@ def scan_reference(
     shape = torch.broadcast_shapes(a.shape, b.shape)
     a, b = a.to(compute).expand(shape), b.to(compute).expand(shape)
     h = b.new_zeros(shape[1:]) if initial is None else initial.to(compute).expand(shape[1:])
-    resets = None if reset is None else _aligned(reset, len(shape)).expand(shape)
+    resets = None if reset is None else aligned(reset, len(shape)).expand(shape)
     states: dict[int, Tensor] = {}
     for t in reversed(range(shape[0])) if reverse else range(shape[0]):
         h = a[t] * h + b[t] if resets is None else torch.where(resets[t], b[t], a[t] * h + b[t])
@@ -128,7 +128,7 @@ def _before(h: Tensor, initial: Tensor | None, reset: Tensor | None, reverse: bo
     first = h.new_zeros(h.shape[1:]) if initial is None else initial.expand(h.shape[1:])
     states = [h[1:], first[None]] if reverse else [first[None], h[:-1]]
     before = torch.cat(states) if h.shape[0] else h
-    return before if reset is None else before.masked_fill(_aligned(reset, h.dim()), 0)
+    return before if reset is None else before.masked_fill(aligned(reset, h.dim()), 0)
 
 
 def _gradients(
@@ -146,7 +146,7 @@ def _gradients(
     all_a = all_a.expand(steps, *all_a.shape[1:]).conj()
     resets = None
     if reset is not None:
-        resets = _aligned(reset, grad.dim())
+        resets = aligned(reset, grad.dim())
         resets = resets.expand(steps, *resets.shape[1:])
 
     def after(x: Tensor) -> Tensor:

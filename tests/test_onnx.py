@@ -85,6 +85,14 @@ def call_lltm(layer, x, h, c):
     return lltm_ext.lltm(x, (h, c), layer.weight_ih_l0, layer.weight_hh_l0)
 
 
+def discounted(x, reset):
+    return lltm_ext.scan(0.9, x, x[0], reset=reset, reverse=True)
+
+
+def gated_scan(x):
+    return lltm_ext.scan(torch.sigmoid(x[..., :1]), x)
+
+
 # The model, and the arguments for a batch size and a length.
 OPS = {
     "elementwise": (lambda: Model(elementwise), rows),
@@ -107,6 +115,8 @@ LAYERS = {
         lambda: Model(lambda m, x, r: m(x, reset=r), lltm_ext.LSTM(INPUT, HIDDEN)),
         with_resets,
     ),
+    "scan": (lambda: Model(gated_scan), steps),
+    "scan with resets": (lambda: Model(discounted), with_resets),
     "resets to hx": (lambda: Model(reset_to_hx, lltm_ext.LLTM(INPUT, HIDDEN)), with_resets_to_initial),
 }
 
