@@ -691,16 +691,18 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     """
     if cell.is_compiled:
         return True
-    if cell.separate and len(cell.recurrent_gates) < cell.gates:  # the op gets a weight_hh of all gates
-        return False
     input = calls[0].input
     is_known = isinstance(input, Tensor) and isinstance(calls[0].weight_ih, (Tensor, type(None)))
     if cell.function is None or not is_known:
         return False
-    dtypes = (input.dtype, compute_dtype(input.dtype))
+    dtypes, of_product = (input.dtype, compute_dtype(input.dtype)), len(cell.recurrent_gates)
     for call in calls:
         if call.weight_hh is not None and not cell.recurrent:
             return False
+        if 0 < of_product < cell.gates:  # the op gets rows for the other gates too
+            rows = getattr(call.weight_hh, "shape", ())[:1]
+            if rows != (of_product * hidden_of(call, cell.gates),):
+                return False
         for x in call.states[1:]:
             if x is not None and x.dtype not in dtypes:
                 return False

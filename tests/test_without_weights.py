@@ -423,6 +423,16 @@ BAD_CALLS = {
         RuntimeError,
         r"star: expected weight_hh of shape \[1\*hidden_size, hidden_size .*\] = \[6, 6\], got \[18, 6\]",
     ),
+    "weight_hh of too few columns": (
+        lambda: star(X, H0, torch.zeros(18, 12), torch.zeros(6, 4), gap=torch.zeros(5, 2)),
+        RuntimeError,
+        r"star: expected weight_hh of shape \[1\*hidden_size, hidden_size .*\] = \[6, 6\], got \[6, 4\]",
+    ),
+    "no weight_hh of one gate": (
+        lambda: star(X, H0, torch.zeros(18, 12), gap=torch.zeros(5, 2)),
+        TypeError,
+        "star: expected weight_hh to be a Tensor, got NoneType",
+    ),
     "a product that nothing reads": (
         lambda: lltm_ext.recurrence(gates=1, separate=True)(lambda x: x[0]),
         ValueError,
