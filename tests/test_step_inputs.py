@@ -311,6 +311,26 @@ def test_a_script_refuses_them():
     assert_all_near(call.run(torch.jit.script(layer)), call.run(layer), FORWARD[DOUBLE])
 
 
+class WithGap(torch.nn.Module):
+    """A layer with its input of the steps as an argument by position."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input, gap):
+        return self.layer(input, gap=gap)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_a_trace_has_them():
+    model = WithGap(layer_of(without_product, bidirectional=True))
+    tensors = call_of_layer(model.layer).leaves().tensors
+    traced = torch.jit.trace(model, tuple(tensors), check_trace=False)
+    found, expected = (torch.autograd.grad(sum_of_squares([f(*tensors)]), tensors) for f in (traced, model))
+    assert_all_near(found, expected, BACKWARD[DOUBLE])
+
+
 def test_a_selective_scan_equals_a_loop_in_float64():
     make = Make(DOUBLE)
     x, rate, h0 = (y.requires_grad_() for y in (make(40, 3, 6), make(40, 3, 6).exp().detach(), make(3, 6)))
