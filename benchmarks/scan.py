@@ -684,7 +684,7 @@ def draw(record: Row) -> Any:
     """For each mode and size, the times over that of a copy: scans above, cells below."""
     from matplotlib import pyplot as plt
 
-    figure, grid = plt.subplots(2, 2, figsize=(10, 8), sharey="row", layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(12, 8), sharey="row", layout="constrained")
     for panels, part, draw_rows in zip(grid, ("scan", "cells"), (draw_scans, draw_cells), strict=True):
         of_part = [row for row in record["rows"] if row["part"] == part and "copy ms" in row]
         sizes = list(dict.fromkeys(row["(B, T, H)"] for row in of_part))
@@ -697,7 +697,7 @@ def draw(record: Row) -> Any:
             axes.set_title(f"{part}, {mode}, float32")
             axes.grid(axis="y", visible=False)
         panels[0].invert_yaxis()
-        panels[1].legend()
+        panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
