@@ -329,6 +329,48 @@ def cells() -> str:
     return text
 
 
+def scans() -> str:
+    """scan, GAE and cells without a product: times divided by a copy's and by the peers'."""
+    if not (RESULTS / "scan.json").is_file():
+        return ""
+    rows = [row for row in load("scan") if "/ copy" in row]
+    text = line("", *MODES) + "|---|---|---|\n"
+
+    def lines(part: str, title: str, here: Sequence[Row], peers: Iterable[str]) -> str:
+        found = ""
+        for key, peer in ((f"/ {peer}", peer) for peer in peers):
+            of_modes = [[row[key] for row in where(here, mode=mode) if key in row] for mode in MODES]
+            if any(of_modes):
+                found += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
+        return found
+
+    def beside_copy(part: str, here: Sequence[Row]) -> str:
+        large = [row for row in here if row["MB"] >= 400]
+        medium = [row for row in here if 100 <= row["MB"] < 400]
+        found = lines(part, ", from 400 MB on", large, ["copy"])
+        return found + lines(part, ", 100 to 400 MB", medium, ["copy"])
+
+    of_scan, constant = where(rows, part="scan"), where(rows, part="constant a")
+    peers = [key[2:] for row in rows for key in row if key.startswith("/ ")]
+    others = [peer for peer in dict.fromkeys(peers) if peer != "copy"]
+    text += beside_copy("scan", of_scan) + lines("scan", ", all sizes", of_scan, others)
+    text += beside_copy("scan, a number as a", constant) + lines("scan, a number as a", "", constant, others)
+    for name in dict.fromkeys(row["cell"] for row in where(rows, part="cells")):
+        text += beside_copy(f"`cells.{name}`", where(rows, part="cells", cell=name))
+    return text + of_gae(where(rows, part="GAE"))
+
+
+def of_gae(rows: Iterable[Row]) -> str:
+    """A table of its own: microseconds."""
+    rows = list(rows)
+    names = list(dict.fromkeys(key[:-3] for row in rows for key in row if key.endswith(" ms")))
+    text = "\n" + line("GAE, B 64, T 16,384: microseconds", *names) + line(*["---"] * (1 + len(names)))
+    for row in rows:
+        times = (f"{1e3 * row[key]:.1f}" if (key := f"{name} ms") in row else "" for name in names)
+        text += line(row["mode"], *times)
+    return text
+
+
 def resets_of_torchrl() -> str:
     """Times of torchrl's modules, converted and with its backends."""
     text = line("module", "mode", "converted", "the layer alone", "`pad`", "`scan`")
@@ -353,7 +395,7 @@ def libraries() -> str:
 # The tables of each page, in the order of their marks.
 PAGES = {
     "README.md": [short],
-    "docs/benchmarks.md": [sizes, layers, ops, gemm_sizes],
+    "docs/benchmarks.md": [sizes, layers, scans, ops, gemm_sizes],
     "docs/design/recurrence.md": [cells],
     "docs/libraries.md": [libraries, resets_of_torchrl],
 }

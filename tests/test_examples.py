@@ -55,7 +55,8 @@ def test_an_exported_program_computes_what_the_model_does_or_is_found(export, mo
         assert difference > 1000 * export.TOLERANCE
 
 
-def test_a_benchmark_writes_its_results_and_a_plot(tmp_path):
-    run("benchmarks/lltm.py", "--quick", cwd=tmp_path)
-    assert (tmp_path / "results/cpu/lltm.json").is_file()
-    assert (tmp_path / "plots/cpu/lltm.png").is_file()
+@pytest.mark.parametrize("op", ["lltm", "scan"])
+def test_a_benchmark_writes_its_results_and_a_plot(op, tmp_path):
+    run(f"benchmarks/{op}.py", "--quick", cwd=tmp_path)
+    assert (tmp_path / f"results/cpu/{op}.json").is_file()
+    assert (tmp_path / f"plots/cpu/{op}.png").is_file()
