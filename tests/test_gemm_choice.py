@@ -130,7 +130,7 @@ def test_float32_squares_up_to_1024_are_ours(choose):
 
 def test_blocks_without_room_in_shared_memory_are_not_chosen(choose):
     sizes = [(1024, 1024, 1024), (64, 2048, 64), (300, 4096, 20), (16, 4096, 512)]
-    bytes_of_tiles = [26_112, 32_256, 58_368, 9_216, 79_872, 76_800]
+    bytes_of_tiles = [58_368, 79_872, 76_800]
     for found in choose(*sizes, dtype="float32", capability=75):
         assert found.kernel != "ffma" or bytes_of_tiles[found.tile] <= 64 << 10
 

@@ -243,9 +243,8 @@ cudaError_t with_constant(int i, std::integer_sequence<int, I...>, const F& f) {
 }
 
 // Those of kFfmaTiles.
-using FfmaTiles = std::tuple<FfmaTile<64, 64, 16, 8, 4, 1, 3, 4>, FfmaTile<128, 32, 16, 8, 4, 1, 3, 5>,
-                             FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 32, 16, 8, 4, 1, 2, 16>,
-                             FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>, FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
+using FfmaTiles = std::tuple<FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>,
+                             FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
 constexpr int kFfmaTileCount = std::tuple_size_v<FfmaTiles>;
 
 cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const DeviceInfo& device,
