@@ -107,14 +107,10 @@ __device__ __forceinline__ int2 parts_of(int term) {
 }
 
 struct Bf16x6Arguments {
-  const float* bias;  // [n], or null
-  int64_t bias_stride;
-  float *c, *pre_activation;  // [batch, m, n], contiguous; pre_activation may be null
-  int m, n, tiles_of_k;
-  int part_stride_a, part_stride_b;  // in matrices
-  bool batched_a, batched_b;         // else one matrix serves the whole batch
+  Epilogue<float> epilogue;
+  int tiles_of_k;
+  int part_stride_a, part_stride_b;  // in matrices: 1 if one matrix serves the whole batch
   bool pairs;                        // whether two neighbours can be stored at a time
-  Activation activation;
 };
 
 template <class Mainloop>
@@ -142,8 +138,8 @@ struct Bf16x6Kernel {
         for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
           for (int term = 0; term < kTerms; ++term) {
             const int2 part = parts_of(term);
-            const int a_at = part.x * args.part_stride_a + (args.batched_a ? tile.matrix : 0),
-                      b_at = part.y * args.part_stride_b + (args.batched_b ? tile.matrix : 0);
+            const int a_at = part.x * args.part_stride_a + (args.part_stride_a > 1 ? tile.matrix : 0),
+                      b_at = part.y * args.part_stride_b + (args.part_stride_b > 1 ? tile.matrix : 0);
             for (int k = 0; k < args.tiles_of_k; ++k) {
               pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
             }
@@ -181,8 +177,9 @@ struct Bf16x6Kernel {
   // so that the code of all activations exists once.
   __device__ static __forceinline__ void store(float (&d)[kN / 2], const Bf16x6Arguments& args, int row,
                                                int column, int matrix) {
+    const Epilogue<float>& epilogue = args.epilogue;
     const auto store_chunk = [&](const float (&x)[32], float* to) {
-      store_accumulators(x, to, args.m, args.n, row, column, matrix, args.pairs);
+      store_accumulators(x, to, epilogue.m, epilogue.n, row, column, matrix, args.pairs);
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
@@ -191,16 +188,15 @@ struct Bf16x6Kernel {
       for (int i = 0; i < 32; ++i) x[i] = d[i];
 #pragma unroll
       for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
-      if (args.bias) {
+      if (epilogue.bias) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          const int s = column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-          if (s < args.n) x[i] += args.bias[s * args.bias_stride];
+          x[i] += epilogue.bias_at(column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
         }
       }
-      if (args.pre_activation) store_chunk(x, args.pre_activation);
-      activate(args.activation, x);
-      store_chunk(x, args.c);
+      if (epilogue.pre_activation) store_chunk(x, epilogue.pre_activation);
+      activate(epilogue.activation, x);
+      store_chunk(x, epilogue.c);
     }
   }
 };
@@ -252,8 +248,8 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
   const auto kernel = gemm_bf16x6_kernel<Kernel>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileOrder order(tiles_of(args.m, Mainloop::kTileM * kClusterM), tiles_of(args.n, Mainloop::kTileN),
-                        batch);
+  const TileOrder order(tiles_of(args.epilogue.m, Mainloop::kTileM * kClusterM),
+                        tiles_of(args.epilogue.n, Mainloop::kTileN), batch);
   const int64_t clusters = std::min<int64_t>(order.total, device.multiprocessors / kClusterM);
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
                          Kernel::kShared,
@@ -281,19 +277,9 @@ cudaError_t gemm_bf16x6(const GemmArgs<float>& args, const DeviceInfo& device, c
                     /*programmatic=*/true, stream, a.pack, b.pack);
   if (error != cudaSuccess) return error;
   const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
-  const Bf16x6Arguments arguments = {args.bias,
-                                     args.bias_stride,
-                                     args.c,
-                                     args.pre_activation,
-                                     static_cast<int>(args.m),
-                                     static_cast<int>(args.n),
-                                     tiles_of(args.k, kTileK),
-                                     static_cast<int>(a.matrices),
-                                     static_cast<int>(b.matrices),
-                                     a.matrices > 1,
-                                     b.matrices > 1,
-                                     args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation),
-                                     args.activation};
+  const Bf16x6Arguments arguments = {Epilogue<float>(args), tiles_of(args.k, kTileK),
+                                     static_cast<int>(a.matrices), static_cast<int>(b.matrices),
+                                     args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation)};
   // Its sums take as many registers as the accumulators: tiles of 256 columns do not fit.
   using Single = Mainloop<__nv_bfloat16, 128, 128, 6, false, false>;
   using Pair = Mainloop<__nv_bfloat16, 128, 128, 6, false, false, 2>;

@@ -160,8 +160,7 @@ cudaError_t launch_few_rows(const GemmArgs<T>& args, const DeviceInfo& device, b
                                    args.b.batch_stride,
                                    static_cast<int>(args.k),
                                    static_cast<int>(ceil_div(args.n, kFewRowsColumns)),
-                                   {args.bias, args.bias_stride, args.c, args.pre_activation,
-                                    static_cast<int>(args.m), static_cast<int>(args.n), args.activation}};
+                                   Epilogue<T>(args)};
   const auto run = [&](auto kernel, int shared_bytes) {
     return launch_few_rows_kernel<decltype(kernel)>(few, args.batch, shared_bytes, early, stream);
   };

@@ -48,15 +48,14 @@ struct TileIndex {
   int row, column, matrix;
 };
 
-// The first row and column of c that the block of this rank computes of a cluster's tiles. Ranks increase
-// down the columns of a cluster.
+// The first row and column of c that the block of this rank computes of a cluster's tiles, which are below
+// each other.
 template <class Mainloop>
 __device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64_t i, uint32_t rank) {
+  static_assert(Mainloop::kClusterN == 1);
   const TileOrder::Tile tile = order.at(i);
-  const int row = static_cast<int>(tile.row), column = static_cast<int>(tile.column);
-  return {(row * Mainloop::kClusterM + static_cast<int>(rank % Mainloop::kClusterM)) * Mainloop::kTileM,
-          (column * Mainloop::kClusterN + static_cast<int>(rank / Mainloop::kClusterM)) * Mainloop::kTileN,
-          static_cast<int>(tile.matrix)};
+  return {(static_cast<int>(tile.row) * Mainloop::kClusterM + static_cast<int>(rank)) * Mainloop::kTileM,
+          static_cast<int>(tile.column) * Mainloop::kTileN, static_cast<int>(tile.matrix)};
 }
 
 // Stores a warpgroup's accumulators from (row, column) of a matrix on, [.., m, n]. wgmma gives a thread two
@@ -119,6 +118,14 @@ struct Epilogue {
   int m, n;
   Activation activation;
 
+  explicit Epilogue(const GemmArgs<T>& args)
+      : bias(args.bias),
+        bias_stride(args.bias_stride),
+        c(args.c),
+        pre_activation(args.pre_activation),
+        m(static_cast<int>(args.m)),
+        n(static_cast<int>(args.n)),
+        activation(args.activation) {}
   __device__ __forceinline__ float bias_at(int column) const {
     return bias && column < n ? widen(bias[column * bias_stride]) : 0.f;
   }
