@@ -125,38 +125,29 @@ struct Bf16x6Kernel {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + Mainloop::kBytes);
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128;
     const int64_t step = gridDim.x / kClusterM;
     int64_t i = blockIdx.x / kClusterM;
     start_pipeline(pipeline, a, b);
     TileIndex tile = first_element<Mainloop>(order, i, rank);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters>();
-      if (threadIdx.x % 128 == 0) {
-        for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
-          for (int term = 0; term < kTerms; ++term) {
-            const int2 part = parts_of(term);
-            const int a_at = part.x * args.part_stride_a + (args.part_stride_a > 1 ? tile.matrix : 0),
-                      b_at = part.y * args.part_stride_b + (args.part_stride_b > 1 ? tile.matrix : 0);
-            for (int k = 0; k < args.tiles_of_k; ++k) {
-              pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
-            }
+    const auto produce = [&] {
+      for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
+        for (int term = 0; term < kTerms; ++term) {
+          const int2 part = parts_of(term);
+          const int a_at = part.x * args.part_stride_a + (args.part_stride_a > 1 ? tile.matrix : 0),
+                    b_at = part.y * args.part_stride_b + (args.part_stride_b > 1 ? tile.matrix : 0);
+          for (int k = 0; k < args.tiles_of_k; ++k) {
+            pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
           }
         }
       }
-      __syncwarp();
-    } else {
-      setmaxnreg_inc<kConsumerRegisters>();
+    };
+    run_warpgroups<Mainloop>(produce, [&](int warpgroup) {
       for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
         float sum[kN / 2];
         sum_terms(sum, pipeline, args.tiles_of_k * kTerms, warpgroup);
         store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
-    }
-    // Other blocks of the cluster may still write to this block's shared memory.
-    if constexpr (kClusterM > 1) cluster_sync();
+    });
   }
 
  private:

@@ -209,8 +209,7 @@ struct PersistentKernel {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + kOperandsAndOut);
     const uint32_t rank = kBlocks > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128, clusters = gridDim.x / kBlocks;
-    const int tiles = static_cast<int>(order.total);
+    const int tiles = static_cast<int>(order.total), clusters = gridDim.x / kBlocks;
     int i = blockIdx.x / kBlocks, begin = 0, end = args.tiles_of_k;  // begin, end: slices of K
     TileIndex tile;
     const auto find = [&] {
@@ -226,21 +225,15 @@ struct PersistentKernel {
     };
     start_pipeline(pipeline, a, b);
     bool more = find();
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters>();
-      if (threadIdx.x % 128 == 0) {
-        for (; more; more = find()) {
-          const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
-          for (int k = begin; k < end; ++k) {
-            pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
-          }
+    const auto produce = [&] {
+      for (; more; more = find()) {
+        const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
+        for (int k = begin; k < end; ++k) {
+          pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
         }
       }
-      __syncwarp();
-    } else {
-      setmaxnreg_inc<kConsumerRegisters>();
+    };
+    run_warpgroups<Mainloop>(produce, [&](int warpgroup) {
       Out out(shared + Mainloop::kBytes, warpgroup, kConsumers);
       for (; more; more = find()) {
         float d[Mainloop::kTileN / 2];
@@ -256,9 +249,7 @@ struct PersistentKernel {
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
       out.wait();
-    }
-    // Other blocks of the cluster may still write to this block's shared memory.
-    if constexpr (kBlocks > 1) cluster_sync();
+    });
   }
 };
 

@@ -262,6 +262,25 @@ __device__ __forceinline__ void start_pipeline(Pipeline<Mainloop>& pipeline, con
   __syncthreads();
 }
 
+// Once the previous kernel has ended: calls `produce` in one thread, and `consume`, with their number, in the
+// consumer warpgroups.
+template <class Mainloop, class Produce, class Consume>
+__device__ __forceinline__ void run_warpgroups(const Produce& produce, const Consume& consume) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == Mainloop::kConsumers) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x % 128 == 0) produce();
+    __syncwarp();
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(warpgroup);
+  }
+  // Other blocks of the cluster may still write to this block's shared memory.
+  if constexpr (Mainloop::kClusterBlocks > 1) cluster_sync();
+}
+
 template <class Mainloop>
 __device__ __forceinline__ Pipeline<Mainloop> pipeline_of(unsigned char* stages, unsigned char* barriers) {
   return {stages, *reinterpret_cast<typename Pipeline<Mainloop>::Barriers*>(barriers)};
