@@ -78,21 +78,12 @@ __device__ __forceinline__ void pack_tile(const PackArguments& x, uint32_t block
   }
 }
 
-// A pointer to the arguments of either operand would put them in local memory.
-__device__ __forceinline__ void pack_operands(const PackArguments& a, const PackArguments& b) {
-  __shared__ float tile[kPackRows][kPackColumns + 1];
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  if (blockIdx.x < a.blocks) {
-    pack_tile(a, blockIdx.x, tile);
-  } else {
-    pack_tile(b, blockIdx.x - a.blocks, tile);
-  }
-}
-
 __global__ void __launch_bounds__(kPackThreads)
     gemm_bf16x6_pack_kernel(const PackArguments a, const PackArguments b) {
-  LLTM_HOPPER(pack_operands(a, b));
+  LLTM_HOPPER({
+    __shared__ float tile[kPackRows][kPackColumns + 1];
+    for_operands(a, b, [&](const PackArguments& x, uint32_t block) { pack_tile(x, block, tile); });
+  });
 }
 
 // ---- Products
@@ -110,7 +101,6 @@ struct Bf16x6Arguments {
   Epilogue<float> epilogue;
   int tiles_of_k;
   int part_stride_a, part_stride_b;  // in matrices: 1 if one matrix serves the whole batch
-  bool pairs;                        // whether two neighbours can be stored at a time
 };
 
 template <class Mainloop>
@@ -170,7 +160,7 @@ struct Bf16x6Kernel {
                                                int column, int matrix) {
     const Epilogue<float>& epilogue = args.epilogue;
     const auto store_chunk = [&](const float (&x)[32], float* to) {
-      store_accumulators(x, to, epilogue.m, epilogue.n, row, column, matrix, args.pairs);
+      store_accumulators(x, to, epilogue.m, epilogue.n, row, column, matrix);
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
@@ -267,10 +257,8 @@ cudaError_t gemm_bf16x6(const GemmArgs<float>& args, const DeviceInfo& device, c
       launch_kernel(gemm_bf16x6_pack_kernel, dim3(a.pack.blocks + b.pack.blocks), dim3(kPackThreads), 0,
                     /*programmatic=*/true, stream, a.pack, b.pack);
   if (error != cudaSuccess) return error;
-  const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
   const Bf16x6Arguments arguments = {Epilogue<float>(args), tiles_of(args.k, kTileK),
-                                     static_cast<int>(a.matrices), static_cast<int>(b.matrices),
-                                     args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation)};
+                                     static_cast<int>(a.matrices), static_cast<int>(b.matrices)};
   // Its sums take as many registers as the accumulators: tiles of 256 columns do not fit.
   using Single = Mainloop<__nv_bfloat16, 128, 128, 6, false, false>;
   using Pair = Mainloop<__nv_bfloat16, 128, 128, 6, false, false, 2>;

@@ -50,16 +50,12 @@ struct OperandTile {
   int extent;  // how many rows or columns the tile has
 };
 
-__device__ __forceinline__ OperandTile rows_of_a(const GemmArgs<float>& args, const TilePart& at, int rows) {
-  const Matrices<float>& a = args.a;
-  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + at.begin * a.column_stride,
-          a.row_stride, a.column_stride, clamp_to_int(args.m - at.row, rows)};
-}
-__device__ __forceinline__ OperandTile columns_of_b(const GemmArgs<float>& args, const TilePart& at,
-                                                    int columns) {
-  const Matrices<float>& b = args.b;
-  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + at.begin * b.row_stride,
-          b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
+// From its `first` row or column on, of `size`.
+__device__ __forceinline__ OperandTile operand_tile(const Matrices<float>& x, const TilePart& at,
+                                                    int64_t first, int64_t size, int64_t stride,
+                                                    int64_t k_stride, int tile) {
+  return {x.data + at.matrix * x.batch_stride + first * stride + at.begin * k_stride, stride, k_stride,
+          clamp_to_int(size - first, tile)};
 }
 
 // Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
@@ -290,15 +286,9 @@ __device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const 
       write_vector(part + to, x.data, valid, vectors);
       continue;
     }
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (j < valid) x.data[j] += args.bias[(column + j) * args.bias_stride];
-      }
-    }
-    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x.data, valid, vectors);
-    if (args.activation != Activation::kNone) x = activated(args.activation, x);
-    write_vector(args.c + to, x.data, valid, vectors);
+    finish_row(args, x.data, column, to, valid, vectors, [&] {
+      if (args.activation != Activation::kNone) x = activated(args.activation, x);
+    });
   }
 }
 
@@ -326,8 +316,11 @@ __device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tile
   if (threadIdx.x == 0) at = TilePart(tiles, Tile::BM, Tile::BN, BK, args.k);
   __syncthreads();
   const int64_t size = at.size;
-  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
-  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  const Matrices<float>&all_a = args.a, &all_b = args.b;
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(
+      operand_tile(all_a, at, at.row, args.m, all_a.row_stride, all_a.column_stride, Tile::BM), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(
+      operand_tile(all_b, at, at.column, args.n, all_b.column_stride, all_b.row_stride, Tile::BN), access_b);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };

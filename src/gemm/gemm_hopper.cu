@@ -240,9 +240,8 @@ struct PersistentKernel {
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, end - begin, warpgroup);
         if constexpr (kSplitsK) {
-          const int m = args.epilogue.m, n = args.epilogue.n;
-          store_accumulators(d, args.partials, m, n, tile.row + 64 * warpgroup, tile.column, tile.matrix,
-                             n % 2 == 0);
+          store_accumulators(d, args.partials, args.epilogue.m, args.epilogue.n, tile.row + 64 * warpgroup,
+                             tile.column, tile.matrix);
           continue;
         }
         out.run(d, args.epilogue, args.tma_store ? c : nullptr, args.tma_store ? pre_activation : nullptr,
@@ -273,10 +272,9 @@ struct AlignedCopy {
   T* to;
   int64_t batch_stride, line_stride, stride, to_line_stride;
   uint32_t lines, length, chunks;  // chunks of 8 elements in a line
-  uint32_t total;                  // chunks of all matrices; 0 if there is nothing to copy
+  uint32_t total, blocks;          // chunks of all matrices, 0 if there is nothing to copy; blocks for them
 
   int64_t elements() const { return total == 0 ? 0 : int64_t{total / chunks} * to_line_stride; }
-  int64_t blocks() const { return ceil_div(total, kCopyThreads); }
 };
 
 template <typename T>
@@ -292,23 +290,10 @@ __device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t blo
   *reinterpret_cast<Vec<T, 8>*>(x.to + line * x.to_line_stride + element) = values;
 }
 
-// A pointer to the arguments of either operand would put them in local memory.
-template <typename T>
-__device__ __forceinline__ void copy_operands(const AlignedCopy<T>& a, const AlignedCopy<T>& b) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  const uint32_t blocks_of_a = (a.total + kCopyThreads - 1) / kCopyThreads;
-  if (blockIdx.x < blocks_of_a) {
-    copy_chunk(a, blockIdx.x);
-  } else {
-    copy_chunk(b, blockIdx.x - blocks_of_a);
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads)
     gemm_align_kernel(const AlignedCopy<T> a, const AlignedCopy<T> b) {
-  LLTM_HOPPER(copy_operands(a, b));
+  LLTM_HOPPER(for_operands(a, b, [](const auto& x, uint32_t block) { copy_chunk(x, block); }));
 }
 
 // ---- Launchers
@@ -398,6 +383,7 @@ struct Operand {
     copy.length = static_cast<uint32_t>(length);
     copy.chunks = static_cast<uint32_t>(chunks);
     copy.total = static_cast<uint32_t>(chunks * count * matrices);
+    copy.blocks = static_cast<uint32_t>(ceil_div(copy.total, kCopyThreads));
     tensor.row_stride = copy.to_line_stride;
     tensor.batch_stride = count * copy.to_line_stride;
   }
@@ -434,9 +420,9 @@ cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo
   using namespace hopper;
   Operand<T> a = operand_a(args), b = operand_b(args);
   args.workspace = b.place(a.place(static_cast<T*>(args.workspace)));
-  const auto blocks = static_cast<unsigned>(a.copy.blocks() + b.copy.blocks());
-  const cudaError_t error = launch_kernel(gemm_align_kernel<T>, dim3(blocks), dim3(kCopyThreads), 0,
-                                          /*programmatic=*/true, stream, a.copy, b.copy);
+  const cudaError_t error =
+      launch_kernel(gemm_align_kernel<T>, dim3(a.copy.blocks + b.copy.blocks), dim3(kCopyThreads), 0,
+                    /*programmatic=*/true, stream, a.copy, b.copy);
   if (error != cudaSuccess) return error;
   const Problem<T> problem = {a.tensor, b.tensor, args, device};
   const auto run = [&](auto mn_major_a, auto mn_major_b) {

@@ -14,8 +14,8 @@
 namespace lltm_ext {
 
 // ---- Backward of activation and bias in one pass: a thread computes the gradients of some columns of some
-// rows, and keeps their sums. Each block writes its sums, and a second kernel adds those of all blocks in a
-// fixed order.
+// rows, and keeps their sums. Each block writes its sums, and the kernel that adds the parts of a split K
+// adds them.
 
 constexpr int kWarpLanes = 32;
 // Minimum rows per block, so that a block writes far fewer sums than it reads values.
@@ -107,29 +107,6 @@ __global__ void __launch_bounds__(kThreads, kBiasBlocksPerMultiprocessor)
   }
 }
 
-// grad_bias [columns] = the sum over `parts` of sums [parts, columns]. The warps of a block split the parts.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    gemm_bias_sum_kernel(const acc_t<T>* sums, T* grad_bias, int parts, int64_t columns) {
-  constexpr int kWarps = kThreads / kWarpLanes;
-  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
-  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
-  acc_t<T> sum = 0;
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  if (column < columns) {
-#pragma unroll 8
-    for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
-  }
-  __shared__ acc_t<T> warp_sums[kWarps][kWarpLanes];
-  warp_sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || column >= columns) return;
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) sum += warp_sums[other][lane];
-  grad_bias[column] = narrow<T>(sum);
-}
-
 template <typename T>
 int width_of(const BiasBackwardArgs<T>& args) {
   const bool aligned = args.columns % kVecWidth<T> == 0 && is_vec_aligned(args.grad_output) &&
@@ -147,10 +124,10 @@ cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programma
                     /*shared_bytes=*/0, programmatic, stream, args.grad_output, args.saved, args.grad_input,
                     sums, args.activation, args.rows, args.columns, grid.rows);
   if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
-  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0,
-                       programmatic, stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
-                       static_cast<int>(grid.blocks.y), args.columns);
+  GemmArgs<T> parts = {};
+  parts.c = args.grad_bias, parts.workspace = args.workspace;
+  parts.batch = parts.m = 1, parts.n = args.columns;
+  return launch_reduce(parts, static_cast<int>(grid.blocks.y), programmatic, stream);
 }
 
 // ---- The choice
@@ -160,7 +137,7 @@ cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programma
 cudaError_t query_device(DeviceInfo& device) {
   const cudaError_t error = current_device_info(device);
   if (error != cudaSuccess) return error;
-  return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
+  return compute_capability<gemm_reduce_kernel<float, 1>>(device.compute_capability);
 }
 
 template <typename T>
@@ -245,10 +222,10 @@ cudaError_t with_constant(int i, std::integer_sequence<int, I...>, const F& f) {
 // Those of kFfmaTiles.
 using FfmaTiles = std::tuple<FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>,
                              FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
-constexpr int kFfmaTileCount = std::tuple_size_v<FfmaTiles>;
 
 cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
+  constexpr int kCount = std::tuple_size_v<FfmaTiles>;
   const TileShape& shape = kFfmaTiles[choice.tile];
   const int64_t tiles = args.batch * ceil_div(args.m, shape.rows) * ceil_div(args.n, shape.columns);
   const bool has_early = device.compute_capability >= kHopperCapability;
@@ -262,8 +239,7 @@ cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const
     return launch_ffma<Tile>(args, choice.splits, early, device.compute_capability == kHopperCapability,
                              stream);
   };
-  const cudaError_t error =
-      with_constant(choice.tile, std::make_integer_sequence<int, kFfmaTileCount>(), launch);
+  const cudaError_t error = with_constant(choice.tile, std::make_integer_sequence<int, kCount>(), launch);
   if (error != cudaSuccess || choice.splits == 1) return error;
   return launch_reduce(args, choice.splits, has_early, stream);
 }

@@ -59,11 +59,12 @@ __device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64
 }
 
 // Stores a warpgroup's accumulators from (row, column) of a matrix on, [.., m, n]. wgmma gives a thread two
-// neighbours in a row and the same two 8 rows below. pairs: whether two neighbours can be stored at a time.
+// neighbours in a row and the same two 8 rows below.
 template <int kCount>
 __device__ __forceinline__ void store_accumulators(const float (&d)[kCount], float* to, int m, int n, int row,
-                                                   int column, int matrix, bool pairs) {
+                                                   int column, int matrix) {
   const int thread = threadIdx.x % 128;
+  const bool pairs = n % 2 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(float2) == 0;
   row += thread / 32 * 16 + thread % 32 / 4;
   column += thread % 4 * 2;
   to += (int64_t{matrix} * m + row) * n + column;
@@ -81,6 +82,19 @@ __device__ __forceinline__ void store_accumulators(const float (&d)[kCount], flo
         if (rest > 1) to[8 * i + 1] = right;
       }
     }
+  }
+}
+
+// Copies of both operands in one launch: f(x, block) for each block of each. A pointer to the arguments of
+// either would put them in local memory.
+template <class X, class F>
+__device__ __forceinline__ void for_operands(const X& a, const X& b, const F& f) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  if (blockIdx.x < a.blocks) {
+    f(a, blockIdx.x);
+  } else {
+    f(b, blockIdx.x - a.blocks);
   }
 }
 
@@ -106,6 +120,21 @@ __device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, 
   for (int j = 0; j < V; ++j) {
     if (j < valid) to[j] = y.data[j];
   }
+}
+
+// Finishes the first `valid` of V neighbouring sums in a row of c, from `column` on, and stores them at `to`.
+template <typename T, int V, class Activate>
+__device__ __forceinline__ void finish_row(const GemmArgs<T>& args, acc_t<T> (&x)[V], int64_t column,
+                                           int64_t to, int valid, bool vector, const Activate& activate_all) {
+  if (args.bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
+    }
+  }
+  if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vector);
+  activate_all();
+  write_vector(args.c + to, x, valid, vector);
 }
 
 // c = activation(a @ b + bias), and where it goes.
@@ -178,10 +207,7 @@ __global__ void __launch_bounds__(kReduceThreads) gemm_reduce_kernel(const GemmA
   }
   if (element >= elements) return;
   A x[1] = {sum};
-  if (args.bias != nullptr) x[0] += widen(args.bias[element % args.n * args.bias_stride]);
-  if (args.pre_activation != nullptr) args.pre_activation[element] = narrow<T>(x[0]);
-  activate(args.activation, x);
-  args.c[element] = narrow<T>(x[0]);
+  finish_row(args, x, element % args.n, element, 1, false, [&] { activate(args.activation, x); });
 }
 
 template <typename T>
