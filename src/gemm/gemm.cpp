@@ -214,20 +214,17 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
 
 #ifdef LLTM_EXT_WITH_CUDA
 // One pass over contiguous tensors.
-at::Tensor run_bias_backward(const at::Tensor& grad_output, const at::Tensor& saved, Activation activation,
-                             const at::Tensor& grad_input) {
+at::Tensor run_bias_backward(const char* op, const at::Tensor& grad_output, const at::Tensor& saved,
+                             Activation activation, const at::Tensor& grad_input) {
   const at::Tensor grad_bias = at::empty({saved.size(-1)}, saved.options());
-  launch("gemm_activation_bias_backward", saved, [&](auto type, auto... stream) {
+  launch(op, saved, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof...(stream) > 0) {
-      BiasBackwardArgs<T> args = {pointer<T>(grad_output),
-                                  pointer<T>(saved),
-                                  mutable_pointer<T>(grad_input),
-                                  mutable_pointer<T>(grad_bias),
-                                  saved.numel() / saved.size(-1),
-                                  saved.size(-1),
-                                  activation,
-                                  nullptr};
+      BiasBackwardArgs<T> args = {};
+      args.grad_output = pointer<T>(grad_output), args.saved = pointer<T>(saved);
+      args.grad_input = mutable_pointer<T>(grad_input), args.grad_bias = mutable_pointer<T>(grad_bias);
+      args.rows = saved.numel() / saved.size(-1), args.columns = saved.size(-1);
+      args.activation = activation;
       const at::Tensor workspace =
           at::empty({gemm_bias_backward_workspace_bytes(args)}, saved.options().dtype(at::kByte));
       args.workspace = workspace.mutable_data_ptr();
@@ -250,7 +247,7 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& gr
   if (saved.is_meta()) return {grad_input, at::empty_symint({saved.sym_size(-1)}, saved.options())};
 #ifdef LLTM_EXT_WITH_CUDA
   if (saved.is_cuda() && saved.numel() > 0 && saved.is_contiguous() && grad_output.is_contiguous()) {
-    return {grad_input, run_bias_backward(grad_output, saved, f, grad_input)};
+    return {grad_input, run_bias_backward(op, grad_output, saved, f, grad_input)};
   }
 #endif
   elementwise<GemmActivationBackward, 2>(op, grad_input, {grad_output, saved}, f);
@@ -260,21 +257,18 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& gr
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
+  const auto define = [&](const std::string& op) { m.def(op.c_str(), {at::Tag::pt2_compliant_tag}); };
   // bias is not keyword-only here, because torch.library.register_vmap takes no keyword-only tensors.
-  m.def(
+  define(
       "gemm(Tensor a, Tensor b, Tensor? bias=None, *, str? activation=None, str precision=\"ieee\") -> "
-      "Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def("gemm_out(Tensor a, Tensor b, Tensor? bias, str? activation, str precision, Tensor(a!) out) -> ()",
-        {at::Tag::pt2_compliant_tag});
-  m.def("gemm_forward(Tensor a, Tensor b, Tensor? bias, str? activation, str precision) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
-  for (const std::string name : {"gemm_activation_backward", "gemm_activation_backward_composed"}) {
-    m.def((name + "(Tensor grad_output, Tensor saved, str activation) -> Tensor").c_str(),
-          {at::Tag::pt2_compliant_tag});
-  }
-  m.def("gemm_activation_bias_backward(Tensor grad_output, Tensor saved, str activation) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
+      "Tensor");
+  define("gemm_out(Tensor a, Tensor b, Tensor? bias, str? activation, str precision, Tensor(a!) out) -> ()");
+  define(
+      "gemm_forward(Tensor a, Tensor b, Tensor? bias, str? activation, str precision) -> (Tensor, Tensor)");
+  const std::string of_activation = "(Tensor grad_output, Tensor saved, str activation) -> ";
+  define("gemm_activation_backward" + of_activation + "Tensor");
+  define("gemm_activation_backward_composed" + of_activation + "Tensor");
+  define("gemm_activation_bias_backward" + of_activation + "(Tensor, Tensor)");
   implement<forward>(m, "gemm");
   implement<forward_out>(m, "gemm_out");
   implement<forward_with_pre_activation>(m, "gemm_forward");

@@ -106,8 +106,7 @@ struct Bf16x6Arguments {
 template <class Mainloop>
 struct Bf16x6Kernel {
   static constexpr int kClusterM = Mainloop::kClusterM, kN = Mainloop::kTileN;
-  static constexpr int kConsumers = Mainloop::kConsumers;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kThreads = 128 * (Mainloop::kConsumers + 1);
   static constexpr int kShared = Mainloop::kBytes + kBarrierBytes;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Bf16x6Arguments& args,
@@ -196,13 +195,12 @@ struct PackedOperand {
   PackArguments pack;  // without `to`
   int64_t matrices;
 
-  PackedOperand(const Matrices<float>& x, int64_t rows, int64_t k, int64_t row_stride, int64_t k_stride,
-                int64_t batch)
-      : matrices(x.batch_stride == 0 ? 1 : batch) {
+  explicit PackedOperand(const Rows<float>& x) : matrices(x.matrices) {
     // Rows of whole cache lines, if they are that long; TMA needs multiples of 16 bytes.
-    const int64_t multiple = k < 64 ? 8 : 64, padded = ceil_div(k, multiple) * multiple;
-    pack = {x.data, nullptr, x.batch_stride, row_stride, k_stride, rows, k, padded, matrices * rows * padded};
-    pack.row_blocks = static_cast<uint32_t>(ceil_div(rows, kPackRows));
+    const int64_t multiple = x.k < 64 ? 8 : 64, padded = ceil_div(x.k, multiple) * multiple;
+    pack = {x.data, nullptr, x.batch_stride, x.row_stride, x.k_stride, x.rows, x.k, padded};
+    pack.part_stride = matrices * x.rows * padded;
+    pack.row_blocks = static_cast<uint32_t>(ceil_div(x.rows, kPackRows));
     pack.column_blocks = static_cast<uint32_t>(ceil_div(padded, kPackColumns));
     pack.blocks = static_cast<uint32_t>(blocks());
   }
@@ -212,12 +210,6 @@ struct PackedOperand {
     return {pack.to, pack.k, pack.rows, 3 * matrices, pack.padded, pack.rows * pack.padded};
   }
 };
-inline PackedOperand packed_a(const GemmArgs<float>& args) {
-  return {args.a, args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch};
-}
-inline PackedOperand packed_b(const GemmArgs<float>& args) {
-  return {args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch};
-}
 
 template <class Mainloop>
 cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const Bf16x6Arguments& args,
@@ -240,17 +232,18 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
 }  // namespace hopper
 
 bool bf16x6_fits(const GemmArgs<float>& args) {
+  const hopper::PackedOperand a(rows_of_a(args)), b(rows_of_b(args));
   return args.k > 0 && std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= INT32_MAX / 8 &&
-         hopper::packed_a(args).blocks() + hopper::packed_b(args).blocks() <= INT32_MAX;
+         a.blocks() + b.blocks() <= INT32_MAX;
 }
 
 int64_t gemm_bf16x6_workspace_bytes(const GemmArgs<float>& args) {
-  return hopper::packed_a(args).bytes() + hopper::packed_b(args).bytes();
+  return hopper::PackedOperand(rows_of_a(args)).bytes() + hopper::PackedOperand(rows_of_b(args)).bytes();
 }
 
 cudaError_t gemm_bf16x6(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {
   using namespace hopper;
-  PackedOperand a = packed_a(args), b = packed_b(args);
+  PackedOperand a(rows_of_a(args)), b(rows_of_b(args));
   a.pack.to = static_cast<__nv_bfloat16*>(args.workspace);
   b.pack.to = a.pack.to + a.bytes() / int64_t{sizeof(__nv_bfloat16)};
   const cudaError_t error =

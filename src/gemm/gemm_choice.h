@@ -4,9 +4,8 @@
 // multiprocessors hold, then operands and results on the memory bus. A tile of c takes its slices of K one
 // after the other. A slice takes what its multiply-adds take, what its bytes take from the L2 cache, and what
 // a block waits for them; none hides all of the others, so their squares are added. The constants are fitted
-// to times on an H200, in microseconds, of operands that come from memory: ours to what our kernels take, the
-// library's to what it takes where it is fast, because no model tells where it is not: see
-// docs/design/gemm.md.
+// to times on an H200, in microseconds, of operands that come from memory: the library's to its fast
+// products, because no model tells which are slow. See docs/design/gemm.md.
 #pragma once
 
 #include <algorithm>
@@ -338,9 +337,9 @@ void consider_ours(const Product& p, const DeviceInfo& device, const F& f) {
   consider_tiles(p, device, f);
 }
 
-// The part of the library's time that ours may take to be chosen, because the estimates have errors. They are
-// smallest if no tile is partial along N and K, and largest for a long K in half types, which the library
-// splits in many ways. Where the library needs a pass more, ours need not be clearly faster.
+// The part of the library's time that ours may take to be chosen: all where the library needs a pass more.
+// The estimates' errors are smallest if no tile is partial along N and K, and largest for a long K in half
+// types, which the library splits in many ways.
 inline double clearly_faster(const Product& p, const Choice& ours) {
   constexpr double kWholeTiles = 0.94, kLongHalf = 0.72;
   if (p.library_passes > 0) return 1;

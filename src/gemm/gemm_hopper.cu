@@ -311,11 +311,11 @@ template <class Mainloop, bool kSplitsK = false, typename T>
 cudaError_t launch_persistent(const Problem<T>& problem, int splits, cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop, kSplitsK>;
   constexpr int kBlocks = Mainloop::kClusterBlocks;
-  const GemmArgs<T>& gemm = problem.args;
+  const GemmArgs<T>& product = problem.args;
   const auto result = [&](const T* data) {
-    return GlobalTensor{data, gemm.n, gemm.m, gemm.batch, gemm.n, gemm.m * gemm.n};
+    return GlobalTensor{data, product.n, product.m, product.batch, product.n, product.m * product.n};
   };
-  const GlobalTensor results = result(gemm.c), inputs = result(gemm.pre_activation);
+  const GlobalTensor results = result(product.c), inputs = result(product.pre_activation);
   const bool tma_store = tma_supports(results, sizeof(T)) && tma_supports(inputs, sizeof(T));
   CUtensorMap a, b, c = {}, pre_activation = {};
   cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
@@ -326,17 +326,13 @@ cudaError_t launch_persistent(const Problem<T>& problem, int splits, cudaStream_
   const auto kernel = gemm_persistent_kernel<Kernel, T>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileOrder order(tiles_of(gemm.m, Mainloop::kTileM * kBlocks), tiles_of(gemm.n, Mainloop::kTileN),
-                        gemm.batch * splits);
+  const TileOrder order(tiles_of(product.m, Mainloop::kTileM * kBlocks),
+                        tiles_of(product.n, Mainloop::kTileN), product.batch * splits);
   const int64_t clusters =
       std::min<int64_t>(order.total, problem.device.cluster_multiprocessors[kBlocks] / kBlocks);
-  const KernelArguments<T> args = {Epilogue<T>(gemm),
-                                   tiles_of(gemm.k, kTileK),
-                                   problem.a.batch > 1,
-                                   problem.b.batch > 1,
-                                   tma_store,
-                                   splits,
-                                   static_cast<float*>(gemm.workspace)};
+  KernelArguments<T> args = {Epilogue<T>(product), tiles_of(product.k, kTileK)};
+  args.batched_a = problem.a.batch > 1, args.batched_b = problem.b.batch > 1;
+  args.tma_store = tma_store, args.splits = splits, args.partials = static_cast<float*>(product.workspace);
   return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
                          /*programmatic=*/true, stream, a, b, c, pre_activation, args, order);
 }
@@ -369,20 +365,19 @@ struct Operand {
   GlobalTensor tensor;
   AlignedCopy<T> copy = {};
 
-  Operand(const Matrices<T>& x, const Lines& lines, int64_t batch, int64_t rows, int64_t k,
-          int64_t row_stride, int64_t k_stride)
-      : along_k(lines.along_k) {
-    const int64_t matrices = x.batch_stride == 0 ? 1 : batch, count = along_k ? rows : k,
-                  length = along_k ? k : rows;
-    tensor = {x.data, length, count, matrices, along_k ? row_stride : k_stride, x.batch_stride};
+  explicit Operand(const Rows<T>& x) {
+    const Lines lines = lines_of(x);
+    along_k = lines.along_k;
+    const int64_t count = along_k ? x.rows : x.k, length = along_k ? x.k : x.rows;
+    tensor = {x.data, length, count, x.matrices, along_k ? x.row_stride : x.k_stride, x.batch_stride};
     if (lines.aligned) return;
     const int64_t chunks = ceil_div(length, 8);
-    copy = {x.data, nullptr, x.batch_stride, tensor.row_stride, along_k ? k_stride : row_stride};
+    copy = {x.data, nullptr, x.batch_stride, tensor.row_stride, along_k ? x.k_stride : x.row_stride};
     copy.to_line_stride = length < 64 ? chunks * 8 : ceil_div(length, 64) * 64;
     copy.lines = static_cast<uint32_t>(count);
     copy.length = static_cast<uint32_t>(length);
     copy.chunks = static_cast<uint32_t>(chunks);
-    copy.total = static_cast<uint32_t>(chunks * count * matrices);
+    copy.total = static_cast<uint32_t>(chunks * count * x.matrices);
     copy.blocks = static_cast<uint32_t>(ceil_div(copy.total, kCopyThreads));
     tensor.row_stride = copy.to_line_stride;
     tensor.batch_stride = count * copy.to_line_stride;
@@ -395,22 +390,13 @@ struct Operand {
   }
 };
 
-template <typename T>
-Operand<T> operand_a(const GemmArgs<T>& args) {
-  return {args.a, lines_of_a(args), args.batch, args.m, args.k, args.a.row_stride, args.a.column_stride};
-}
-template <typename T>
-Operand<T> operand_b(const GemmArgs<T>& args) {
-  return {args.b, lines_of_b(args), args.batch, args.n, args.k, args.b.column_stride, args.b.row_stride};
-}
-
 }  // namespace hopper
 
 // The copies are at the start of the workspace, partial sums behind them.
 template <typename T>
 int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>& args, const Choice& choice) {
-  using namespace hopper;
-  return (operand_a(args).copy.elements() + operand_b(args).copy.elements()) * int64_t{sizeof(T)} +
+  const hopper::Operand a(rows_of_a(args)), b(rows_of_b(args));
+  return (a.copy.elements() + b.copy.elements()) * int64_t{sizeof(T)} +
          partial_sum_bytes(args, choice.splits);
 }
 
@@ -418,7 +404,7 @@ template <typename T>
 cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
   using namespace hopper;
-  Operand<T> a = operand_a(args), b = operand_b(args);
+  Operand a(rows_of_a(args)), b(rows_of_b(args));
   args.workspace = b.place(a.place(static_cast<T*>(args.workspace)));
   const cudaError_t error =
       launch_kernel(gemm_align_kernel<T>, dim3(a.copy.blocks + b.copy.blocks), dim3(kCopyThreads), 0,

@@ -142,15 +142,15 @@ cudaError_t query_device(DeviceInfo& device) {
 
 template <typename T>
 Product product_of(const GemmArgs<T>& args) {
-  const auto elements = [&](const Matrices<T>& x, int64_t of_matrix) {
-    return static_cast<double>(x.batch_stride == 0 ? 1 : args.batch) * static_cast<double>(of_matrix);
+  const Rows<T> a = rows_of_a(args), b = rows_of_b(args);
+  const auto elements = [](const Rows<T>& x) {
+    return static_cast<double>(x.matrices) * static_cast<double>(x.rows) * static_cast<double>(x.k);
   };
   Product p = {args.batch, args.m, args.n, args.k, sizeof(T)};
   p.tf32 = sizeof(T) == 4 && args.precision == Precision::kTf32;
   p.bfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  p.a = lines_of_a(args);
-  p.b = lines_of_b(args);
-  p.operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
+  p.a = lines_of(a), p.b = lines_of(b);
+  p.operands = elements(a) + elements(b);
   const bool adds_bias = sizeof(T) < 8 && args.batch == 1;  // as cuBLASLt does
   p.library_passes = args.activation != Activation::kNone || (args.bias != nullptr && !adds_bias);
   return p;
@@ -172,7 +172,7 @@ template <typename T>
 cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
-  using Key = std::array<int64_t, 21>;
+  using Key = std::array<int64_t, 19>;
   struct Kept {
     Key key;
     Choice choice;
@@ -186,10 +186,8 @@ cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
                    b.batch_stride, b.row_stride, b.column_stride, misalignment(a.data), misalignment(b.data),
                    static_cast<int64_t>(args.precision), args.activation != Activation::kNone,
                    args.bias != nullptr, device.compute_capability, device.multiprocessors,
-                   device.shared_bytes,
                    // of equal chips, too, different multiprocessors are switched off
-                   device.cluster_multiprocessors[2], device.cluster_multiprocessors[4],
-                   device.cluster_multiprocessors[8]};
+                   device.shared_bytes, device.cluster_multiprocessors[2]};
   uint64_t hash = 0;
   for (const int64_t part : key) hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
   Kept& place = kept[hash >> 58];
@@ -245,19 +243,16 @@ cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const
 }
 
 template <typename T>
-cudaError_t launch_direct(const GemmArgs<T>& args, int shape, bool early, cudaStream_t stream) {
-  constexpr int kCount = std::size(kDirectShapes);
-  return with_constant(shape, std::make_integer_sequence<int, kCount>(), [&](auto place) {
-    return launch_direct<decltype(place)::value>(args, early, stream);
-  });
-}
-
-template <typename T>
 cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
   const bool early = device.compute_capability >= kHopperCapability;
-  if (choice.kernel == Kernel::kDirect) return launch_direct(args, choice.tile, early, stream);
+  if (choice.kernel == Kernel::kDirect) {
+    const auto launch = [&](auto shape) {
+      return launch_direct<decltype(shape)::value>(args, early, stream);
+    };
+    return with_constant(choice.tile, std::make_integer_sequence<int, std::size(kDirectShapes)>(), launch);
+  }
   if constexpr (sizeof(T) == 2) {
     if (choice.kernel == Kernel::kFewRows) return launch_few_rows(args, device, early, stream);
 #ifdef LLTM_EXT_SM90A

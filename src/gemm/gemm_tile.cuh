@@ -158,16 +158,6 @@ struct Epilogue {
   __device__ __forceinline__ float bias_at(int column) const {
     return bias && column < n ? widen(bias[column * bias_stride]) : 0.f;
   }
-  // Calls write(to) to store x before the activation, if wanted, and after it.
-  template <int N, class Write>
-  __device__ __forceinline__ void finish(float (&x)[N], const Write& write) const {
-    if (pre_activation) write(pre_activation);
-    activate<ActivationMath<T>>(activation, x);
-    write(c);
-  }
-  __device__ __forceinline__ void write(T* to, int matrix, int row, int column, float x) const {
-    if (row < m && column < n) to[(static_cast<int64_t>(matrix) * m + row) * n + column] = narrow<T>(x);
-  }
 };
 
 // ---- Split-K: blocks that have a part of K leave partial sums in the workspace, and a second kernel adds
