@@ -8,6 +8,7 @@
 
 #include "common/hopper/ptx.cuh"
 #include "common/hopper/sizes.h"
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
 
 namespace lltm_ext {
