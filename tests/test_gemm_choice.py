@@ -130,7 +130,7 @@ def test_float32_squares_up_to_1024_are_ours(choose):
 
 def test_blocks_without_room_in_shared_memory_are_not_chosen(choose):
     sizes = [(1024, 1024, 1024), (64, 2048, 64), (300, 4096, 20), (16, 4096, 512)]
-    bytes_of_tiles = [26_112, 32_256, 58_368, 9_216, 79_872, 76_800]
+    bytes_of_tiles = [58_368, 79_872, 76_800]
     for found in choose(*sizes, dtype="float32", capability=75):
         assert found.kernel != "ffma" or bytes_of_tiles[found.tile] <= 64 << 10
 
@@ -155,5 +155,5 @@ def test_the_choice_is_good_for_the_products_that_were_measured(choose, dtype):
         1 if found.kernel == "library" else row["torch ms"] / row["lltm_ext ms"]
         for found, row in zip(choose(*sizes, dtype=dtype, layout=layouts), rows, strict=True)
     )
-    assert ratios[len(ratios) // 20] > 0.85
+    assert ratios[0] > 0.88 and ratios[len(ratios) // 20] > 0.96
     assert statistics.geometric_mean(ratios) > 1.3

@@ -4,13 +4,11 @@ import contextlib
 import copy
 import io
 import pickle
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from tooling import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -68,29 +66,6 @@ def test_a_step_counts_its_products():
     cell, input = lltm_ext.LLTMCell(SIZE, H), torch.randn(B, SIZE, requires_grad=True)
     forward = 2 * B * 3 * H * (SIZE + H)
     assert forward_and_training(cell, input, (torch.zeros(B, H), torch.zeros(B, H))) == (forward, 3 * forward)
-
-
-MODULES = {
-    "Linear": lambda: lltm_ext.Linear(SIZE, H),
-    "ReLU": lltm_ext.ReLU,
-    "Sigmoid": lltm_ext.Sigmoid,
-    "Round": lltm_ext.Round,
-    "LLTM": lambda: lltm_ext.LLTM(SIZE, H),
-    "Recurrent": lambda: lltm_ext.Recurrent(lltm_ext.cells.ugrnn, SIZE, H, bidirectional=True),
-    "LSTM": lambda: lltm_ext.LSTM(SIZE, H),
-}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_torch_fx_makes_a_node_of_a_module(module):
-    model, input = nn.Sequential(nn.Linear(SIZE, SIZE), MODULES[module]()), torch.randn(T, B, SIZE)
-    traced = torch.fx.symbolic_trace(model)
-    assert [(node.op, str(node.target)) for node in traced.graph.nodes][1:3] == [
-        ("call_module", "0"),
-        ("call_module", "1"),
-    ]
-    found, expected = traced(input), model(input)
-    torch.testing.assert_close(found, expected)
 
 
 def test_torch_fx_traces_through_a_module_with_a_forward_of_its_own():
@@ -214,21 +189,11 @@ def timed(x, h, u, p):
 
 SCRIPTED = {
     "Linear": lambda: lltm_ext.Linear(SIZE, H, bias=False),
-    "Linear with an activation": lambda: lltm_ext.Linear(SIZE, H, activation="relu"),
-    "ReLU": lltm_ext.ReLU,
     "ReLU in place": lambda: nn.Sequential(lltm_ext.Linear(SIZE, H), lltm_ext.ReLU(inplace=True)),
-    "Sigmoid": lltm_ext.Sigmoid,
-    "Round": lltm_ext.Round,
-    "Floor": lltm_ext.Floor,
-    "Ceil": lltm_ext.Ceil,
-    "Trunc": lltm_ext.Trunc,
     "Binarize": lambda: lltm_ext.Binarize(0, -1, 1, grad="tanh"),
     "FakeQuantize": lambda: lltm_ext.FakeQuantize(-8, 7, 0.1, num_channels=SIZE, axis=-1),
-    "LSTM": lambda: nn.Sequential(lltm_ext.LSTM(SIZE, H)),  # as torch's only in another module
     "GRU": lambda: nn.Sequential(lltm_ext.GRU(SIZE, H, bidirectional=True)),
-    "RNN": lambda: nn.Sequential(lltm_ext.RNN(SIZE, H)),
     "LLTM": lambda: lltm_ext.LLTM(SIZE, H, 2, bidirectional=True),
-    "Recurrent": lambda: lltm_ext.Recurrent(lltm_ext.cells.ugrnn, SIZE, H),
 }
 
 
@@ -319,21 +284,6 @@ def test_torch_script_of_a_function_with_other_arguments_is_an_error():
 
     with pytest.raises(RuntimeError, match="a script can have a layer"):
         torch.jit.script(call)
-
-
-# ---- docs/tools.md -----------------------------------------------------------------------------------------
-
-
-def test_the_page_has_all_modules_and_tools():
-    table = load("tools/tool_table.py")
-    page, results = table.PAGE.read_text(), table.on_page()
-    assert list(results) == list(table.TOOLS) and f"| {' | '.join(table.COLUMNS)} |" in page
-    named = set(re.findall(r"\w+", " ".join(table.COLUMNS)))
-    modules = {name for name, x in vars(lltm_ext).items() if isinstance(x, type) and issubclass(x, nn.Module)}
-    assert modules <= named
-    for cells in results.values():
-        for cell in cells.values():
-            assert cell == "yes" or re.search(rf"^{cell}\. \w", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize("module", ["torch.utils.flop_counter", "torch._dynamo, torch.onnx"])

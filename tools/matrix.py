@@ -24,14 +24,9 @@ FILES = (
 )
 # In torch.compile and torch.export the versions differ most, and the tests take longest.
 OPTIONS = ("-q", "-n", "2", "--dist", "loadfile", "-m", "not packaging and not compiles")
-ASK = (
-    "import json, platform, torch; "
-    "print(json.dumps([torch.__version__, torch.version.cuda, platform.python_version()]))"
-)
-HEAD = """\
-| torch | its CUDA | Python | selftest | tests of the ops on the CPU |
-|---|---|---|---|---|
-"""
+ASK = """import json, platform, torch
+print(json.dumps([torch.__version__, torch.version.cuda, platform.python_version()]))"""
+HEAD = "| torch | its CUDA | Python | selftest | tests of the ops on the CPU |\n|---|---|---|---|---|\n"
 
 
 def row(wheel: Path, torch: str, python: str) -> str:
@@ -39,20 +34,15 @@ def row(wheel: Path, torch: str, python: str) -> str:
         folder = Path(name)
         tools = environment(python, folder / "user")
         run(tools / "pip", "install", "-q", f"torch=={torch}.*", f"{wheel}[test]")
-        asked = subprocess.run([tools / "python", "-c", ASK], cwd=folder, check=True, capture_output=True)
-        version, cuda, of_python = json.loads(asked.stdout)
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        selftest = subprocess.run(
-            [tools / "python", "-m", "lltm_ext", "selftest"],
-            cwd=folder,
-            env=os.environ | hidden,
-            capture_output=True,
-            text=True,
+        version, cuda, of_python = json.loads(
+            subprocess.check_output([tools / "python", "-c", ASK], cwd=folder)
         )
-        files = [ROOT / f"tests/test_{name}.py" for name in FILES]
-        report = folder / "report.xml"
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        command = [tools / "python", "-m", "lltm_ext", "selftest"]
+        selftest = subprocess.run(command, cwd=folder, env=env, capture_output=True)
+        report, files = folder / "report.xml", [ROOT / f"tests/test_{name}.py" for name in FILES]
         command = [tools / "pytest", *OPTIONS, f"--junitxml={report}", "-p", "no:cacheprovider", *files]
-        subprocess.run(command, cwd=folder, env=os.environ | hidden, check=False)
+        subprocess.run(command, cwd=folder, env=env, check=False)
         (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
         count = {what: int(suite.attrib[what]) for what in ("tests", "failures", "errors", "skipped")}
         failed = count["failures"] + count["errors"]
@@ -63,9 +53,7 @@ def row(wheel: Path, torch: str, python: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("torch", nargs="+", help="versions such as 2.11")
     parser.add_argument("--python", default="python3")

@@ -36,6 +36,7 @@ Precision precision_of(const char* op, string_view name) {
 }
 
 struct Options {
+  at::Tensor bias;  // or undefined
   Activation activation;
   Precision precision;
 };
@@ -55,11 +56,16 @@ void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-void check_bias(const char* op, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b) {
-  if (!bias.defined()) return;
-  check_same_device(op, "bias", bias, a);
-  check_same_dtype(op, "bias", bias, a.scalar_type());
-  check_shape(op, "bias", bias, {b.sym_size(-1)}, "[N]");
+// Checks the arguments of all implementations.
+Options check(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias, OptionalName activation,
+              string_view precision) {
+  check_operands("gemm", a, b);
+  if (bias && bias->defined()) {
+    check_same_device("gemm", "bias", *bias, a);
+    check_same_dtype("gemm", "bias", *bias, a.scalar_type());
+    check_shape("gemm", "bias", *bias, {b.sym_size(-1)}, "[N]");
+  }
+  return {bias.value_or(at::Tensor()), activation_of("gemm", activation), precision_of("gemm", precision)};
 }
 
 template <typename T>
@@ -75,13 +81,13 @@ at::Tensor as_one_matrix(const at::Tensor& x) {
 
 // The arguments of the kernels, for checked arguments and a contiguous c.
 template <typename T>
-GemmArgs<T> arguments(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
-                      const Options& options, const at::Tensor& c, const at::Tensor& pre_activation) {
+GemmArgs<T> arguments(const at::Tensor& a, const at::Tensor& b, const Options& options, const at::Tensor& c,
+                      const at::Tensor& pre_activation) {
   GemmArgs<T> args = {};
   args.a = matrices<T>(a);
   args.b = matrices<T>(b);
-  args.bias = pointer<T>(bias);
-  args.bias_stride = bias.defined() ? bias.stride(0) : 0;
+  args.bias = pointer<T>(options.bias);
+  args.bias_stride = options.bias.defined() ? options.bias.stride(0) : 0;
   args.c = mutable_pointer<T>(c);
   args.pre_activation = mutable_pointer<T>(pre_activation);
   args.batch = is_batch(a) ? a.size(0) : is_batch(b) ? b.size(0) : 1;
@@ -101,14 +107,14 @@ GemmArgs<T> arguments(const at::Tensor& a, const at::Tensor& b, const at::Tensor
 #ifdef LLTM_EXT_WITH_CUDA
 // By the library, and an elementwise pass for the activation: cuBLASLt's relu would make 0 of NaN, and it
 // lacks most of the others.
-void run_library(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, const Options& options,
-                 const at::Tensor& c, const at::Tensor& pre_activation) {
+void run_library(const at::Tensor& a, const at::Tensor& b, const Options& options, const at::Tensor& c,
+                 const at::Tensor& pre_activation) {
   const at::Tensor sums = pre_activation.defined() ? pre_activation : c;
   const bool tf32 = options.precision == Precision::kTf32 && a.scalar_type() == at::kFloat;
   if (is_batch(a) || is_batch(b)) {
-    library_product(sums, a, b, bias, tf32);
+    library_product(sums, a, b, options.bias, tf32);
   } else {
-    library_product(sums.view({a.size(-2), b.size(-1)}), a, as_one_matrix(b), bias, tf32);
+    library_product(sums.view({a.size(-2), b.size(-1)}), a, as_one_matrix(b), options.bias, tf32);
   }
   if (pre_activation.defined() || options.activation != Activation::kNone) {
     elementwise<GemmActivation, 1>("gemm", c, {sums}, options.activation);
@@ -117,21 +123,19 @@ void run_library(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bia
 #endif
 
 // c = activation(a @ b + bias), for checked arguments and a contiguous c. pre_activation, if defined, gets a
-// @ b + bias.
-void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& options, const at::Tensor& c,
-         const at::Tensor& pre_activation = {}) {
-  if (c.is_meta() || c.numel() == 0) return;
+// @ b + bias. Returns which kernel computes it; without a c this is all.
+Kernel run(at::Tensor a, at::Tensor b, const Options& options, const at::Tensor& c,
+           const at::Tensor& pre_activation = {}) {
+  Choice choice = {Kernel::kCpu};
+  if (a.is_meta() || (c.defined() && c.numel() == 0)) return choice.kernel;
   if (!is_batch(b)) a = as_one_matrix(a);
-  bool by_library = false;
   launch("gemm", a, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
-    GemmArgs<T> args = arguments<T>(a, b, bias, options, c, pre_activation);
+    GemmArgs<T> args = arguments<T>(a, b, options, c, pre_activation);
 #ifdef LLTM_EXT_WITH_CUDA
     if constexpr (sizeof...(stream) > 0) {
-      Choice choice;
       const cudaError_t error = gemm_choice(args, choice);
-      by_library = choice.kernel == Kernel::kLibrary;
-      if (error != cudaSuccess || by_library) return error;
+      if (error != cudaSuccess || !c.defined() || choice.kernel == Kernel::kLibrary) return error;
       at::Tensor workspace;
       if (const int64_t bytes = gemm_workspace_bytes(args, choice); bytes > 0) {
         workspace = at::empty({bytes}, a.options().dtype(at::kByte));
@@ -140,72 +144,62 @@ void run(at::Tensor a, at::Tensor b, const at::Tensor& bias, const Options& opti
       return gemm(args, choice, stream...);
     }
 #endif
-    if constexpr (sizeof...(stream) == 0) return gemm(args);
+    if constexpr (sizeof...(stream) == 0) {
+      if (c.defined()) gemm(args);
+    }
   });
 #ifdef LLTM_EXT_WITH_CUDA
-  if (by_library) run_library(a, b, bias, options, c, pre_activation);
+  if (c.defined() && choice.kernel == Kernel::kLibrary) run_library(a, b, options, c, pre_activation);
 #endif
+  return choice.kernel;
 }
 
 // ---- The implementations.
 
-// Checks the arguments of all implementations.
-Options check(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, OptionalName activation,
-              string_view precision) {
-  check_operands("gemm", a, b);
-  check_bias("gemm", bias, a, b);
-  return {activation_of("gemm", activation), precision_of("gemm", precision)};
-}
-
-at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
+at::Tensor forward(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                    OptionalName activation, string_view precision) {
-  const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
-  if (at::Tensor c = onednn_gemm(a, b, optional_bias, options.activation); c.defined()) return c;
+  if (at::Tensor c = onednn_gemm(a, b, bias, options.activation); c.defined()) return c;
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-  run(a, b, bias, options, c);
+  run(a, b, options, c);
   return c;
 }
 
 // (c, a @ b + bias), for the activations whose backward needs the latter.
 std::tuple<at::Tensor, at::Tensor> forward_with_pre_activation(const at::Tensor& a, const at::Tensor& b,
-                                                               const OptionalTensor& optional_bias,
+                                                               const OptionalTensor& bias,
                                                                OptionalName activation,
                                                                string_view precision) {
-  const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const Options options = check(a, b, bias, activation, precision);
   const KernelGuard guard(a);
-  if (const at::Tensor sums = onednn_gemm(a, b, optional_bias, Activation::kNone); sums.defined()) {
+  if (const at::Tensor sums = onednn_gemm(a, b, bias, Activation::kNone); sums.defined()) {
     if (const at::Tensor c = apply(options.activation, sums); c.defined()) return {c, sums};
   }
   at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
   at::Tensor pre_activation = at::empty_like(c);
-  run(a, b, bias, options, c, pre_activation);
+  run(a, b, options, c, pre_activation);
   return {c, pre_activation};
 }
 
-void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& optional_bias,
+void forward_out(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                  OptionalName activation, string_view precision, at::Tensor out) {
-  const at::Tensor bias = optional_bias.value_or(at::Tensor());
   const Options options = check(a, b, bias, activation, precision);
   CHECK_SAME("gemm", out, a);
   check_result("gemm", "out", out, a, b);
   check_writable("gemm", "out", out);
   check_no_overlap("gemm", "out", out);
   const KernelGuard guard(a);
-  if (const at::Tensor c = onednn_gemm(a, b, optional_bias, options.activation); c.defined()) {
-    out.copy_(c);
-    return;
+  at::Tensor c = onednn_gemm(a, b, bias, options.activation);
+  if (!c.defined()) {
+    const bool overlaps =
+        out.is_alias_of(a) || out.is_alias_of(b) || (options.bias.defined() && out.is_alias_of(options.bias));
+    const bool in_place = out.is_contiguous() && !overlaps;
+    c = in_place ? out : at::empty_symint(output_sizes(a, b), a.options());
+    run(a, b, options, c);
+    if (in_place) return;
   }
-  const bool overlaps = out.is_alias_of(a) || out.is_alias_of(b) || (bias.defined() && out.is_alias_of(bias));
-  if (out.is_contiguous() && !overlaps) {
-    run(a, b, bias, options, out);
-  } else {
-    const at::Tensor c = at::empty_symint(output_sizes(a, b), a.options());
-    run(a, b, bias, options, c);
-    out.copy_(c);
-  }
+  out.copy_(c);
 }
 
 at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& saved,
@@ -220,20 +214,17 @@ at::Tensor activation_backward(const at::Tensor& grad_output, const at::Tensor& 
 
 #ifdef LLTM_EXT_WITH_CUDA
 // One pass over contiguous tensors.
-at::Tensor run_bias_backward(const at::Tensor& grad_output, const at::Tensor& saved, Activation activation,
-                             const at::Tensor& grad_input) {
+at::Tensor run_bias_backward(const char* op, const at::Tensor& grad_output, const at::Tensor& saved,
+                             Activation activation, const at::Tensor& grad_input) {
   const at::Tensor grad_bias = at::empty({saved.size(-1)}, saved.options());
-  launch("gemm_activation_bias_backward", saved, [&](auto type, auto... stream) {
+  launch(op, saved, [&](auto type, auto... stream) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof...(stream) > 0) {
-      BiasBackwardArgs<T> args = {pointer<T>(grad_output),
-                                  pointer<T>(saved),
-                                  mutable_pointer<T>(grad_input),
-                                  mutable_pointer<T>(grad_bias),
-                                  saved.numel() / saved.size(-1),
-                                  saved.size(-1),
-                                  activation,
-                                  nullptr};
+      BiasBackwardArgs<T> args = {};
+      args.grad_output = pointer<T>(grad_output), args.saved = pointer<T>(saved);
+      args.grad_input = mutable_pointer<T>(grad_input), args.grad_bias = mutable_pointer<T>(grad_bias);
+      args.rows = saved.numel() / saved.size(-1), args.columns = saved.size(-1);
+      args.activation = activation;
       const at::Tensor workspace =
           at::empty({gemm_bias_backward_workspace_bytes(args)}, saved.options().dtype(at::kByte));
       args.workspace = workspace.mutable_data_ptr();
@@ -256,7 +247,7 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& gr
   if (saved.is_meta()) return {grad_input, at::empty_symint({saved.sym_size(-1)}, saved.options())};
 #ifdef LLTM_EXT_WITH_CUDA
   if (saved.is_cuda() && saved.numel() > 0 && saved.is_contiguous() && grad_output.is_contiguous()) {
-    return {grad_input, run_bias_backward(grad_output, saved, f, grad_input)};
+    return {grad_input, run_bias_backward(op, grad_output, saved, f, grad_input)};
   }
 #endif
   elementwise<GemmActivationBackward, 2>(op, grad_input, {grad_output, saved}, f);
@@ -266,21 +257,18 @@ std::tuple<at::Tensor, at::Tensor> activation_bias_backward(const at::Tensor& gr
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
+  const auto define = [&](const std::string& op) { m.def(op.c_str(), {at::Tag::pt2_compliant_tag}); };
   // bias is not keyword-only here, because torch.library.register_vmap takes no keyword-only tensors.
-  m.def(
+  define(
       "gemm(Tensor a, Tensor b, Tensor? bias=None, *, str? activation=None, str precision=\"ieee\") -> "
-      "Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def("gemm_out(Tensor a, Tensor b, Tensor? bias, str? activation, str precision, Tensor(a!) out) -> ()",
-        {at::Tag::pt2_compliant_tag});
-  m.def("gemm_forward(Tensor a, Tensor b, Tensor? bias, str? activation, str precision) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
-  for (const std::string name : {"gemm_activation_backward", "gemm_activation_backward_composed"}) {
-    m.def((name + "(Tensor grad_output, Tensor saved, str activation) -> Tensor").c_str(),
-          {at::Tag::pt2_compliant_tag});
-  }
-  m.def("gemm_activation_bias_backward(Tensor grad_output, Tensor saved, str activation) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
+      "Tensor");
+  define("gemm_out(Tensor a, Tensor b, Tensor? bias, str? activation, str precision, Tensor(a!) out) -> ()");
+  define(
+      "gemm_forward(Tensor a, Tensor b, Tensor? bias, str? activation, str precision) -> (Tensor, Tensor)");
+  const std::string of_activation = "(Tensor grad_output, Tensor saved, str activation) -> ";
+  define("gemm_activation_backward" + of_activation + "Tensor");
+  define("gemm_activation_backward_composed" + of_activation + "Tensor");
+  define("gemm_activation_bias_backward" + of_activation + "(Tensor, Tensor)");
   implement<forward>(m, "gemm");
   implement<forward_out>(m, "gemm_out");
   implement<forward_with_pre_activation>(m, "gemm_forward");
@@ -290,25 +278,11 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 
 #ifdef TORCH_EXTENSION_NAME
 // Which kernel computes a product: for benchmarks and tests.
-std::string kernel_of(const at::Tensor& given_a, const at::Tensor& b, const OptionalTensor& optional_bias,
+std::string kernel_of(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& bias,
                       const std::optional<std::string>& activation, const std::string& precision) {
-  const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  const Options options =
-      check(given_a, b, bias, activation ? OptionalName(*activation) : std::nullopt, precision);
-  Choice choice = {Kernel::kCpu};
-#ifdef LLTM_EXT_WITH_CUDA
-  if (given_a.is_cuda()) {
-    const KernelGuard guard(given_a);
-    const at::Tensor a = is_batch(b) ? given_a : as_one_matrix(given_a);
-    launch("gemm", a, [&](auto type, auto... stream) {
-      using T = typename decltype(type)::type;
-      if constexpr (sizeof...(stream) > 0) {
-        return gemm_choice(arguments<T>(a, b, bias, options, at::Tensor(), at::Tensor()), choice);
-      }
-    });
-  }
-#endif
-  return kKernelNames[static_cast<int>(choice.kernel)];
+  const Options options = check(a, b, bias, activation ? OptionalName(*activation) : std::nullopt, precision);
+  const KernelGuard guard(a);
+  return kKernelNames[static_cast<int>(run(a, b, options, {}))];
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -326,7 +300,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           TORCH_CHECK(!c.is_alias_of(a) && !c.is_alias_of(b),
                       "gemm.gemm: expected c to share no memory with a or b");
           const KernelGuard guard(a);
-          run(a, b, at::Tensor(), {Activation::kNone, Precision::kIeee}, c);
+          run(a, b, {{}, Activation::kNone, Precision::kIeee}, c);
           // Tells autograd, which may have saved c, that it has changed.
           if (!c.is_inference()) c.unsafeGetTensorImpl()->bump_version();
         }),

@@ -44,6 +44,26 @@ struct GemmArgs {
   void* workspace;  // gemm_workspace_bytes of it
 };
 
+// An operand as matrices of [rows, k]: a, or b transposed.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t rows, k, row_stride, k_stride;
+  int64_t matrices, batch_stride;  // matrices: 1 if one serves the whole batch
+};
+template <typename T>
+LLTM_HOST_DEVICE Rows<T> rows_of_a(const GemmArgs<T>& args) {
+  const Matrices<T>& a = args.a;
+  return {a.data,        args.m, args.k, a.row_stride, a.column_stride, a.batch_stride == 0 ? 1 : args.batch,
+          a.batch_stride};
+}
+template <typename T>
+LLTM_HOST_DEVICE Rows<T> rows_of_b(const GemmArgs<T>& args) {
+  const Matrices<T>& b = args.b;
+  return {b.data,        args.n, args.k, b.column_stride, b.row_stride, b.batch_stride == 0 ? 1 : args.batch,
+          b.batch_stride};
+}
+
 // c = activation(a @ b + bias), computed in the accumulate type and rounded once.
 template <typename T>
 void gemm(const GemmArgs<T>& args);
@@ -96,32 +116,21 @@ int64_t gemm_bias_backward_workspace_bytes(const BiasBackwardArgs<T>& args);
 template <typename T>
 cudaError_t gemm_bias_backward(const BiasBackwardArgs<T>& args, cudaStream_t stream);
 
-// The layout of an operand [rows, k] in memory.
 template <typename T>
-Lines lines_of(const Matrices<T>& x, int64_t batch, int64_t rows, int64_t k, int64_t row_stride,
-               int64_t k_stride) {
+Lines lines_of(const Rows<T>& x) {
   const auto multiple = [&](int64_t stride, int64_t size, int64_t bytes) {
     return size == 1 || (stride > 0 && stride * static_cast<int64_t>(sizeof(T)) % bytes == 0);
   };
   const auto lines = [&](bool along_k, int64_t stride, int64_t length, int64_t line_stride, int64_t count) {
     const auto start_at = [&](int64_t bytes) {
       return (stride == 1 || length == 1) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
-             multiple(line_stride, count, bytes) &&
-             (x.batch_stride == 0 || multiple(x.batch_stride, batch, 16));
+             multiple(line_stride, count, bytes) && multiple(x.batch_stride, x.matrices, 16);
     };
     return Lines{along_k, start_at(16), start_at(128)};
   };
-  if (const Lines found = lines(true, k_stride, k, row_stride, rows); found.aligned) return found;
-  if (const Lines found = lines(false, row_stride, rows, k_stride, k); found.aligned) return found;
-  return {rows == 1 || (k > 1 && k_stride <= row_stride), false, false};
-}
-template <typename T>
-Lines lines_of_a(const GemmArgs<T>& args) {
-  return lines_of(args.a, args.batch, args.m, args.k, args.a.row_stride, args.a.column_stride);
-}
-template <typename T>
-Lines lines_of_b(const GemmArgs<T>& args) {
-  return lines_of(args.b, args.batch, args.n, args.k, args.b.column_stride, args.b.row_stride);
+  if (const Lines found = lines(true, x.k_stride, x.k, x.row_stride, x.rows); found.aligned) return found;
+  if (const Lines found = lines(false, x.row_stride, x.rows, x.k_stride, x.k); found.aligned) return found;
+  return {x.rows == 1 || (x.k > 1 && x.k_stride <= x.row_stride), false, false};
 }
 
 // Of args, without their workspace, on the current device. The library's products are the binding's.

@@ -57,27 +57,13 @@ at::Tensor with_dim(const at::Tensor& x, int64_t dim) {
   return x.dim() == dim ? x : dim == 2 ? x.squeeze(0) : x.unsqueeze(0);
 }
 
-// grad @ b^T, for an a of `dim` dimensions. If one a served a whole batch, its gradient is the sum over the
-// batch, computed as one product.
-at::Tensor gradient_of_a(bool a_is_batch, int64_t dim, const at::Tensor& b, const at::Tensor& grad,
-                         string_view precision) {
-  if (a_is_batch || !is_batch(grad)) {
-    return with_dim(call_forward(grad, b.transpose(-2, -1), {}, {}, precision), dim);
-  }
-  const at::Tensor side_by_side = grad.transpose(0, 1).flatten(1);  // [M, B * N]
-  const at::Tensor stacked = b.transpose(-2, -1).flatten(0, 1);     // [B * N, K]
+// x @ y, the gradient of an operand of `dim` dimensions. of_batch: if one matrix served a whole batch, x and
+// y are batches, and its gradient is the sum over them, computed as one product.
+at::Tensor gradient_of(bool of_batch, int64_t dim, const at::Tensor& x, const at::Tensor& y,
+                       string_view precision) {
+  if (!of_batch) return with_dim(call_forward(x, y, {}, {}, precision), dim);
+  const at::Tensor side_by_side = x.transpose(0, 1).flatten(1), stacked = y.flatten(0, 1);
   return with_dim(call_forward(side_by_side, stacked, {}, {}, precision), dim);
-}
-
-// a^T @ grad, in the same way.
-at::Tensor gradient_of_b(const at::Tensor& a, bool b_is_batch, int64_t dim, const at::Tensor& grad,
-                         string_view precision) {
-  if (b_is_batch || !is_batch(grad)) {
-    return with_dim(call_forward(a.transpose(-2, -1), grad, {}, {}, precision), dim);
-  }
-  const at::Tensor stacked = grad.flatten(0, 1);  // [B * M, N]
-  // Here b is one matrix and grad a batch, so a is a batch.
-  return with_dim(call_forward(a.flatten(0, 1).t(), stacked, {}, {}, precision), dim);
 }
 
 // {c}, or {c, a @ b + bias} for activations whose backward needs the latter. It is an output of the node, so
@@ -135,8 +121,14 @@ struct GemmNode : Function<GemmNode> {
       grad = grad.defined() ? grad + grad_pre_activation : grad_pre_activation;
     variable_list gradients(5);
     if (!grad.defined()) return gradients;
-    if (ctx->needs_input_grad(0)) gradients[0] = gradient_of_a(a_is_batch, a_dim, saved[1], grad, precision);
-    if (ctx->needs_input_grad(1)) gradients[1] = gradient_of_b(saved[0], b_is_batch, b_dim, grad, precision);
+    if (ctx->needs_input_grad(0)) {
+      const bool of_batch = is_batch(grad) && !a_is_batch;
+      gradients[0] = gradient_of(of_batch, a_dim, grad, saved[1].transpose(-2, -1), precision);
+    }
+    if (ctx->needs_input_grad(1)) {
+      const bool of_batch = is_batch(grad) && !b_is_batch;
+      gradients[1] = gradient_of(of_batch, b_dim, saved[0].transpose(-2, -1), grad, precision);
+    }
     if (wants_bias) gradients[2] = grad_bias.defined() ? grad_bias : sum_of_rows(grad);
     return gradients;
   }

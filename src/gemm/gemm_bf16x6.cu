@@ -78,21 +78,12 @@ __device__ __forceinline__ void pack_tile(const PackArguments& x, uint32_t block
   }
 }
 
-// A pointer to the arguments of either operand would put them in local memory.
-__device__ __forceinline__ void pack_operands(const PackArguments& a, const PackArguments& b) {
-  __shared__ float tile[kPackRows][kPackColumns + 1];
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  if (blockIdx.x < a.blocks) {
-    pack_tile(a, blockIdx.x, tile);
-  } else {
-    pack_tile(b, blockIdx.x - a.blocks, tile);
-  }
-}
-
 __global__ void __launch_bounds__(kPackThreads)
     gemm_bf16x6_pack_kernel(const PackArguments a, const PackArguments b) {
-  LLTM_HOPPER(pack_operands(a, b));
+  LLTM_HOPPER({
+    __shared__ float tile[kPackRows][kPackColumns + 1];
+    for_operands(a, b, [&](const PackArguments& x, uint32_t block) { pack_tile(x, block, tile); });
+  });
 }
 
 // ---- Products
@@ -107,21 +98,15 @@ __device__ __forceinline__ int2 parts_of(int term) {
 }
 
 struct Bf16x6Arguments {
-  const float* bias;  // [n], or null
-  int64_t bias_stride;
-  float *c, *pre_activation;  // [batch, m, n], contiguous; pre_activation may be null
-  int m, n, tiles_of_k;
-  int part_stride_a, part_stride_b;  // in matrices
-  bool batched_a, batched_b;         // else one matrix serves the whole batch
-  bool pairs;                        // whether two neighbours can be stored at a time
-  Activation activation;
+  Epilogue<float> epilogue;
+  int tiles_of_k;
+  int part_stride_a, part_stride_b;  // in matrices: 1 if one matrix serves the whole batch
 };
 
 template <class Mainloop>
 struct Bf16x6Kernel {
   static constexpr int kClusterM = Mainloop::kClusterM, kN = Mainloop::kTileN;
-  static constexpr int kConsumers = Mainloop::kConsumers;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kThreads = 128 * (Mainloop::kConsumers + 1);
   static constexpr int kShared = Mainloop::kBytes + kBarrierBytes;
 
   __device__ static void run(const CUtensorMap* a, const CUtensorMap* b, const Bf16x6Arguments& args,
@@ -129,38 +114,29 @@ struct Bf16x6Kernel {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + Mainloop::kBytes);
     const uint32_t rank = kClusterM > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128;
     const int64_t step = gridDim.x / kClusterM;
     int64_t i = blockIdx.x / kClusterM;
     start_pipeline(pipeline, a, b);
     TileIndex tile = first_element<Mainloop>(order, i, rank);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters>();
-      if (threadIdx.x % 128 == 0) {
-        for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
-          for (int term = 0; term < kTerms; ++term) {
-            const int2 part = parts_of(term);
-            const int a_at = part.x * args.part_stride_a + (args.batched_a ? tile.matrix : 0),
-                      b_at = part.y * args.part_stride_b + (args.batched_b ? tile.matrix : 0);
-            for (int k = 0; k < args.tiles_of_k; ++k) {
-              pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
-            }
+    const auto produce = [&] {
+      for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
+        for (int term = 0; term < kTerms; ++term) {
+          const int2 part = parts_of(term);
+          const int a_at = part.x * args.part_stride_a + (args.part_stride_a > 1 ? tile.matrix : 0),
+                    b_at = part.y * args.part_stride_b + (args.part_stride_b > 1 ? tile.matrix : 0);
+          for (int k = 0; k < args.tiles_of_k; ++k) {
+            pipeline.load(a, b, tile.row, tile.column, k * Mainloop::kTileK, a_at, b_at, rank);
           }
         }
       }
-      __syncwarp();
-    } else {
-      setmaxnreg_inc<kConsumerRegisters>();
+    };
+    run_warpgroups<Mainloop>(produce, [&](int warpgroup) {
       for (; i < order.total; tile = first_element<Mainloop>(order, i += step, rank)) {
         float sum[kN / 2];
         sum_terms(sum, pipeline, args.tiles_of_k * kTerms, warpgroup);
         store(sum, args, tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
-    }
-    // Other blocks of the cluster may still write to this block's shared memory.
-    if constexpr (kClusterM > 1) cluster_sync();
+    });
   }
 
  private:
@@ -181,8 +157,9 @@ struct Bf16x6Kernel {
   // so that the code of all activations exists once.
   __device__ static __forceinline__ void store(float (&d)[kN / 2], const Bf16x6Arguments& args, int row,
                                                int column, int matrix) {
+    const Epilogue<float>& epilogue = args.epilogue;
     const auto store_chunk = [&](const float (&x)[32], float* to) {
-      store_accumulators(x, to, args.m, args.n, row, column, matrix, args.pairs);
+      store_accumulators(x, to, epilogue.m, epilogue.n, row, column, matrix);
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < kN / 64; ++chunk, column += 64) {
@@ -191,16 +168,15 @@ struct Bf16x6Kernel {
       for (int i = 0; i < 32; ++i) x[i] = d[i];
 #pragma unroll
       for (int i = 0; i < kN / 2 - 32; ++i) d[i] = d[i + 32];
-      if (args.bias) {
+      if (epilogue.bias) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          const int s = column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-          if (s < args.n) x[i] += args.bias[s * args.bias_stride];
+          x[i] += epilogue.bias_at(column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
         }
       }
-      if (args.pre_activation) store_chunk(x, args.pre_activation);
-      activate(args.activation, x);
-      store_chunk(x, args.c);
+      if (epilogue.pre_activation) store_chunk(x, epilogue.pre_activation);
+      activate(epilogue.activation, x);
+      store_chunk(x, epilogue.c);
     }
   }
 };
@@ -219,13 +195,12 @@ struct PackedOperand {
   PackArguments pack;  // without `to`
   int64_t matrices;
 
-  PackedOperand(const Matrices<float>& x, int64_t rows, int64_t k, int64_t row_stride, int64_t k_stride,
-                int64_t batch)
-      : matrices(x.batch_stride == 0 ? 1 : batch) {
+  explicit PackedOperand(const Rows<float>& x) : matrices(x.matrices) {
     // Rows of whole cache lines, if they are that long; TMA needs multiples of 16 bytes.
-    const int64_t multiple = k < 64 ? 8 : 64, padded = ceil_div(k, multiple) * multiple;
-    pack = {x.data, nullptr, x.batch_stride, row_stride, k_stride, rows, k, padded, matrices * rows * padded};
-    pack.row_blocks = static_cast<uint32_t>(ceil_div(rows, kPackRows));
+    const int64_t multiple = x.k < 64 ? 8 : 64, padded = ceil_div(x.k, multiple) * multiple;
+    pack = {x.data, nullptr, x.batch_stride, x.row_stride, x.k_stride, x.rows, x.k, padded};
+    pack.part_stride = matrices * x.rows * padded;
+    pack.row_blocks = static_cast<uint32_t>(ceil_div(x.rows, kPackRows));
     pack.column_blocks = static_cast<uint32_t>(ceil_div(padded, kPackColumns));
     pack.blocks = static_cast<uint32_t>(blocks());
   }
@@ -235,12 +210,6 @@ struct PackedOperand {
     return {pack.to, pack.k, pack.rows, 3 * matrices, pack.padded, pack.rows * pack.padded};
   }
 };
-inline PackedOperand packed_a(const GemmArgs<float>& args) {
-  return {args.a, args.m, args.k, args.a.row_stride, args.a.column_stride, args.batch};
-}
-inline PackedOperand packed_b(const GemmArgs<float>& args) {
-  return {args.b, args.n, args.k, args.b.column_stride, args.b.row_stride, args.batch};
-}
 
 template <class Mainloop>
 cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const Bf16x6Arguments& args,
@@ -252,8 +221,8 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
   const auto kernel = gemm_bf16x6_kernel<Kernel>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileOrder order(tiles_of(args.m, Mainloop::kTileM * kClusterM), tiles_of(args.n, Mainloop::kTileN),
-                        batch);
+  const TileOrder order(tiles_of(args.epilogue.m, Mainloop::kTileM * kClusterM),
+                        tiles_of(args.epilogue.n, Mainloop::kTileN), batch);
   const int64_t clusters = std::min<int64_t>(order.total, device.multiprocessors / kClusterM);
   return launch_clusters(kernel, dim3(clusters * kClusterM), dim3(kClusterM), Kernel::kThreads,
                          Kernel::kShared,
@@ -263,37 +232,26 @@ cudaError_t launch_products(const GlobalTensor& a, const GlobalTensor& b, const 
 }  // namespace hopper
 
 bool bf16x6_fits(const GemmArgs<float>& args) {
+  const hopper::PackedOperand a(rows_of_a(args)), b(rows_of_b(args));
   return args.k > 0 && std::max({args.m, args.n, args.k}) <= INT32_MAX / 4 && args.batch <= INT32_MAX / 8 &&
-         hopper::packed_a(args).blocks() + hopper::packed_b(args).blocks() <= INT32_MAX;
+         a.blocks() + b.blocks() <= INT32_MAX;
 }
 
 int64_t gemm_bf16x6_workspace_bytes(const GemmArgs<float>& args) {
-  return hopper::packed_a(args).bytes() + hopper::packed_b(args).bytes();
+  return hopper::PackedOperand(rows_of_a(args)).bytes() + hopper::PackedOperand(rows_of_b(args)).bytes();
 }
 
 cudaError_t gemm_bf16x6(const GemmArgs<float>& args, const DeviceInfo& device, cudaStream_t stream) {
   using namespace hopper;
-  PackedOperand a = packed_a(args), b = packed_b(args);
+  PackedOperand a(rows_of_a(args)), b(rows_of_b(args));
   a.pack.to = static_cast<__nv_bfloat16*>(args.workspace);
   b.pack.to = a.pack.to + a.bytes() / int64_t{sizeof(__nv_bfloat16)};
   const cudaError_t error =
       launch_kernel(gemm_bf16x6_pack_kernel, dim3(a.pack.blocks + b.pack.blocks), dim3(kPackThreads), 0,
                     /*programmatic=*/true, stream, a.pack, b.pack);
   if (error != cudaSuccess) return error;
-  const auto pairs = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 8 == 0; };
-  const Bf16x6Arguments arguments = {args.bias,
-                                     args.bias_stride,
-                                     args.c,
-                                     args.pre_activation,
-                                     static_cast<int>(args.m),
-                                     static_cast<int>(args.n),
-                                     tiles_of(args.k, kTileK),
-                                     static_cast<int>(a.matrices),
-                                     static_cast<int>(b.matrices),
-                                     a.matrices > 1,
-                                     b.matrices > 1,
-                                     args.n % 2 == 0 && pairs(args.c) && pairs(args.pre_activation),
-                                     args.activation};
+  const Bf16x6Arguments arguments = {Epilogue<float>(args), tiles_of(args.k, kTileK),
+                                     static_cast<int>(a.matrices), static_cast<int>(b.matrices)};
   // Its sums take as many registers as the accumulators: tiles of 256 columns do not fit.
   using Single = Mainloop<__nv_bfloat16, 128, 128, 6, false, false>;
   using Pair = Mainloop<__nv_bfloat16, 128, 128, 6, false, false, 2>;

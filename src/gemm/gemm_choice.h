@@ -4,7 +4,8 @@
 // multiprocessors hold, then operands and results on the memory bus. A tile of c takes its slices of K one
 // after the other. A slice takes what its multiply-adds take, what its bytes take from the L2 cache, and what
 // a block waits for them; none hides all of the others, so their squares are added. The constants are fitted
-// to times on an H200, in microseconds, of operands that come from memory: see docs/design/gemm.md.
+// to times on an H200, in microseconds, of operands that come from memory: the library's to its fast
+// products, because no model tells which are slow. See docs/design/gemm.md.
 #pragma once
 
 #include <algorithm>
@@ -77,6 +78,7 @@ struct Unit {
   double unaligned_results = 0;  // what rows between multiples of 16 bytes add, in parts
   double copy = 0;               // an element to shared memory, or a vector of four
   double shared = 0;             // a short line that all blocks read at once, for each of them
+  double late = 0;               // a launch that waits for the end of the previous kernel
 };
 
 inline int64_t tiles_in(const Product& p, const TileShape& t) {
@@ -85,7 +87,7 @@ inline int64_t tiles_in(const Product& p, const TileShape& t) {
 
 inline double time_of(const Product& p, const TileShape& t, const Unit& unit, int64_t splits,
                       const DeviceInfo& device) {
-  constexpr double kMemory = 8.51e6;
+  constexpr double kMemory = 4.8e6;
   const int64_t places = device.cluster_multiprocessors[t.cluster], blocks = tiles_in(p, t) * splits;
   const auto slices = static_cast<double>(ceil_div(ceil_div(p.k, t.depth), splits));
   const auto rows = static_cast<double>(std::min<int64_t>(t.rows, p.m)),
@@ -107,6 +109,7 @@ inline double time_of(const Product& p, const TileShape& t, const Unit& unit, in
   };
   double time = static_cast<double>(blocks / (places * t.blocks)) * round(t.blocks);
   if (const int64_t last = ceil_div(blocks % (places * t.blocks), places); last > 0) time += round(last);
+  if (blocks > places * t.blocks) time += unit.late;
   const double stores = p.results() * p.bytes * (p.has_aligned_rows() ? 1 : 1 + unit.unaligned_results);
   return unit.launch + t.end + time + p.operands * p.bytes / kMemory + stores / unit.results;
 }
@@ -144,18 +147,18 @@ struct DirectShape {
   int columns, sharers, batch;  // batch: of K, loaded at once
   double wait[3];               // for a batch, in half types, float32 and float64
 };
-constexpr DirectShape kDirectShapes[] = {{4, 1, 4, {0.63, 0.39, 0.55}},
-                                         {1, 1, 8, {0.44, 0.29, 0.34}},
-                                         {1, 4, 8, {0.56, 1.28, 0.49}},
-                                         {1, 32, 8, {0.65, 0.82, 0.41}},
-                                         {1, 128, 8, {0.65, 0.38, 0.39}}};
+constexpr DirectShape kDirectShapes[] = {{4, 1, 4, {0.7, 0.32, 0.54}},
+                                         {1, 1, 8, {0.47, 0.24, 0.34}},
+                                         {1, 4, 8, {0.53, 0.72, 0.37}},
+                                         {1, 32, 8, {0.63, 0.82, 0.45}},
+                                         {1, 128, 8, {0.6, 0.35, 0.45}}};
 constexpr int kDirectThreads = 128;  // of a block
 
 // Chains of loads, batch after batch. Accesses of a warp take longer the more cache lines of 128 bytes they
 // touch, and the more of those lines start in the same bank. Microseconds of a multiprocessor.
 inline double time_of(const Product& p, const DirectShape& t, const DeviceInfo& device) {
-  constexpr double kLaunch = 0.62, kLine = 1.9e-4, kFarLine = 5.1e-4, kEnd = 0.017;
-  constexpr double kAccess[] = {15e-4, 8.9e-4, 8.1e-4}, kBank[] = {0.78e-4, 1.7e-4, 2.4e-4};
+  constexpr double kLaunch = 0.83, kAccess = 11.1e-4, kLine = 1.6e-4, kFarLine = 4.4e-4, kEnd = 0.0135;
+  const double bank = 3.7e-6 * p.bytes * p.bytes;
   const int type = p.bytes / 4;
   const int64_t groups = ceil_div(p.n, t.columns), threads = p.batch * p.m * groups * t.sharers;
   const int64_t lanes = std::max(1, 32 / t.sharers), across = std::min(lanes, groups),
@@ -169,8 +172,7 @@ inline double time_of(const Product& p, const DirectShape& t, const DeviceInfo& 
       return std::max(1.0,
                       static_cast<double>(count * std::max(std::min(apart, kLineBytes), span)) / kLineBytes);
     };
-    return kAccess[type] + (t.sharers > 32 ? kFarLine : kLine) * touched(pitch) +
-           kBank[type] * touched(pitch & -pitch);
+    return kAccess + (t.sharers > 32 ? kFarLine : kLine) * touched(pitch) + bank * touched(pitch & -pitch);
   };
   const double of_a = p.a.along_k ? access(down, p.k, k) : access(k, p.m, down);
   const double of_b = p.b.along_k ? access(across, p.k * t.columns, k) : access(k, p.n, across * t.columns);
@@ -182,26 +184,28 @@ inline double time_of(const Product& p, const DirectShape& t, const DeviceInfo& 
                   kEnd * (1 + t.columns));
 }
 
-// f is called with each way to compute the product.
+// f is called with each way to compute the product. The estimate is of operands that stay in caches, so of
+// matrices whose product is short.
 template <class F>
 void consider_direct(const Product& p, const DeviceInfo& device, const F& f) {
+  constexpr double kLongest = 10;
   for (int i = 0; i < static_cast<int>(std::size(kDirectShapes)); ++i) {
     const DirectShape& t = kDirectShapes[i];
     const double tiles = p.results() / t.columns;
+    const double time = time_of(p, t, device), most = kLongest * static_cast<double>(p.batch);
     const bool fits = tiles < UINT32_MAX / 2 && tiles * t.sharers < double{INT32_MAX} * kDirectThreads;
-    if (fits || (i == 0 && p.k == 0)) f(Choice{Kernel::kDirect, i, 1, time_of(p, t, device)});
+    if ((fits && time < most) || (i == 0 && p.k == 0)) f(Choice{Kernel::kDirect, i, 1, time});
   }
 }
 
 // ---- Ours: float32 on the FMA units
 
-// For few columns or none, few rows, many small matrices; the last two have a multiprocessor to themselves.
-constexpr TileShape kFfmaTiles[] = {
-    {64, 64, 16, 4, 1, 2.14e5, 0.42, 0.16},   {128, 32, 16, 5, 1, 2.07e5, 0.58, 0.28},
-    {16, 128, 32, 3, 1, 0.999e5, 0.39, 0.14}, {32, 32, 16, 16, 1, 2.12e5, 0.72, 0.17, false},
-    {32, 64, 32, 1, 1, 2.28e5, 0.05, 0.4},    {128, 64, 32, 1, 1, 2.51e5, 0.048, 1.4}};
-constexpr int kFfmaShared[] = {26112, 32256, 58368, 9216, 79872, 76800};  // bytes of shared memory
-constexpr Unit kFfma = {2.17, 0.51, kNever, 1.74e6, 1.05, 4.6e-5};
+// For few rows, few tiles, and many.
+constexpr TileShape kFfmaTiles[] = {{16, 128, 32, 3, 1, 1.47e5, 0.42, 0},
+                                    {32, 64, 32, 1, 1, 1.74e5, 0, 0.11},
+                                    {128, 64, 32, 1, 1, 2.53e5, 0.38, 1.46}};
+constexpr int kFfmaShared[] = {58368, 79872, 76800};  // bytes of shared memory
+constexpr Unit kFfma = {1.91, 1.05, kNever, 2.5e6, 0.58, 4.66e-5, 0, 2.05};
 
 template <class F>
 void consider_ffma(const Product& p, const DeviceInfo& device, const F& f) {
@@ -225,25 +229,25 @@ void consider_few_rows(const Product& p, const DeviceInfo& device, const F& f) {
   const bool few = p.m <= 8 || (one_round && (p.m <= 16 || (p.m <= 32 && p.k <= 4096)));
   const bool fits = std::max({p.n, p.k, tiles}) <= INT32_MAX / 2;
   if (device.compute_capability < kAmpere || !loads_vectors || !few || !fits) return;
-  constexpr double kStart = 2, kReads = 4e6, kStores = 0.8e6, kStep = 5e-4, kRound = 1.45;
-  const double read = p.operands * p.bytes / kReads, loop = kStep * static_cast<double>(p.k);
-  const double rounds = static_cast<double>(tiles) / static_cast<double>(places);
+  constexpr double kStart = 1.6, kRound = 0.8, kReads = 4.4e6, kStores = 8.8e4, kStep = 6.9e-4;
+  const auto rounds = static_cast<double>(ceil_div(tiles, places));
+  const double read = p.operands * p.bytes / kReads, loop = kStep * static_cast<double>(p.k) * rounds;
   f(Choice{Kernel::kFewRows, 0, 1,
-           kStart + p.results() * p.bytes / kStores + std::max({read, loop, kRound * (rounds - 1)})});
+           kStart + kRound * (rounds - 1) + p.results() * p.bytes / kStores + std::max(read, loop)});
 }
 
-constexpr TileShape kHopperTiles[] = {{64, 64, 64, 1, 1, 2.95e6, 0.12, 0.58, false},
-                                      {64, 128, 64, 1, 1, 3.74e6, 0.16, 0.84},
-                                      {128, 128, 64, 1, 1, 4.36e6, 0.13, 0.9, false},
-                                      {128, 192, 64, 1, 1, 4.26e6, 0.16, 0.93, false},
-                                      {128, 256, 64, 1, 2, 5.43e6, 0.18, 1.58, false}};
-constexpr Unit kWgmma = {0.53, 0.89, 6.53e6, 6.19e6, 2.16, 0, 0.55e-4};
+constexpr TileShape kHopperTiles[] = {{64, 64, 64, 1, 1, 4.06e6, 0.12, 0.61, false},
+                                      {64, 128, 64, 1, 1, 4.06e6, 0.136, 0.78},
+                                      {128, 128, 64, 1, 1, 4.06e6, 0, 0.99, false},
+                                      {128, 192, 64, 1, 1, 4.06e6, 0, 1.25, false},
+                                      {128, 256, 64, 1, 2, 4.06e6, 0, 1.59, false}};
+constexpr Unit kWgmma = {0.5, 1.02, 12.4e6, 6.75e6, 2.44, 0, 0.42e-4};
 
 // Of operands that TMA cannot address.
 inline double time_of_copies(const Product& p, bool a, bool b) {
   const double elements = static_cast<double>(p.batch) * static_cast<double>(p.k) *
                           static_cast<double>((a ? p.m : 0) + (b ? p.n : 0));
-  return a || b ? 1.3 + 0.49e-6 * elements * p.bytes : 0;
+  return a || b ? 1.4 + 0.49e-6 * elements * p.bytes : 0;
 }
 
 // Kernels count tiles, and chunks of 8 elements of a copied operand, in an int.
@@ -261,7 +265,7 @@ inline bool hopper_fits(const Product& p, const DeviceInfo& device) {
 
 template <class F>
 void consider_tiles(Product p, const DeviceInfo& device, const F& f) {
-  constexpr double kUnalignedRows = 0.7;
+  constexpr double kUnalignedRows = 0.53;
   const double more =
       time_of_copies(p, !p.a.aligned, !p.b.aligned) + (p.has_aligned_rows() ? 0 : kUnalignedRows);
   p.a.whole |= !p.a.aligned, p.b.whole |= !p.b.aligned;  // their copies are
@@ -280,15 +284,15 @@ void consider_tiles(Product p, const DeviceInfo& device, const F& f) {
 struct LibraryKind {
   double speed, wait, end;  // of its tiles; end: of 1,000 elements
   Unit unit;
-  double clearly;  // ours is chosen in so much of its time: less, where that is harder to estimate
+  double clearly;  // see clearly_faster: less, where its time is harder to estimate
 };
-constexpr LibraryKind kLibraryHalf = {3.3e6, 0.0078, 0.0079, {1.65, 3.79, 21.1e6, 2.4e6}, 0.91},
-                      kLibraryBfloat16Unaligned = {8.86e5, 0.03, 0, {3.3, 2.69, 3.28e6, 1.45e6}, 0.89},
-                      kLibraryFloat16Unaligned = {7.73e5, 0.042, 0.014, {2.19, 3.95, 4.02e6, 1.51e6}, 0.85},
-                      kLibraryTf32 = {2.69e6, 0.027, 0.17, {1.67, 2.57, 19e6, 9.94e6}, 1.04},
-                      kLibraryTf32Unaligned = {8.14e5, 0.047, 0.11, {2.29, 5.88, 11.3e6, 3.14e6}, 0.91},
-                      kLibraryFloat = {2.14e5, 0.1, 0, {2.71, 2.41, 9.17e6, 2.28e6}, 0.88},
-                      kLibraryDouble = {3.82e5, 0, 0.074, {1.6, 3.2, 4.83e6, 1.51e6}, 0.69};
+constexpr LibraryKind kLibraryHalf = {4.06e6, 0.0097, 0.0087, {2.36, 3.42, kNever, 2.88e6}, 0.85},
+                      kLibraryBfloat16Unaligned = {8.64e5, 0.081, 0, {3.36, 2.31, 4.31e6, 1.46e6}, 0.86},
+                      kLibraryFloat16Unaligned = {8.96e5, 0.041, 0.118, {2.32, 3.71, 4.3e6, 4.8e6}, 0.79},
+                      kLibraryTf32 = {2.03e6, 0.042, 0.053, {3.38, 1.59, kNever, 4.8e6}, 0.86},
+                      kLibraryTf32Unaligned = {6.82e5, 0.076, 0.129, {2.87, 3.13, 12.6e6, 4.8e6}, 0.83},
+                      kLibraryFloat = {2.27e5, 0.124, 0.0012, {2.54, 3.26, kNever, 2.75e6}, 0.81},
+                      kLibraryDouble = {2.54e5, 0.032, 0.235, {1.91, 3.64, kNever, 4.8e6}, 0.8};
 
 inline const LibraryKind& library_kind(const Product& p) {
   const bool aligned = p.a.aligned && p.b.aligned && p.has_aligned_rows();
@@ -300,14 +304,14 @@ inline const LibraryKind& library_kind(const Product& p) {
 }
 
 inline double time_of_library(const Product& p, const DeviceInfo& device) {
-  constexpr double kPass = 1.5, kPassBytes = 4e6, kVector = 2.94, kVectorBytes = 2.06e6;
+  constexpr double kPass = 1.5, kPassBytes = 4e6, kVector = 2.7, kVectorBytes = 2.8e6;
   constexpr double kSmallTiles = 0.78;  // in parts of the speed of others
   constexpr int64_t kMostSplits = 32;
   const LibraryKind& kind = library_kind(p);
   double best = kNever;
-  for (const int rows : {64, 128}) {
+  for (const int rows : {32, 64, 128}) {
     for (const int columns : {rows, 2 * rows}) {
-      const double speed = kind.speed * (rows == 64 ? kSmallTiles : 1),
+      const double speed = kind.speed * (rows < 128 ? kSmallTiles : 1),
                    end = kind.end * rows * columns / 1000;
       const TileShape t = {rows, columns, 8, 128 / rows, 1, speed, kind.wait, end};
       for (int64_t splits = 1; splits <= kMostSplits; splits += (splits + 1) / 2) {
@@ -333,16 +337,22 @@ void consider_ours(const Product& p, const DeviceInfo& device, const F& f) {
   consider_tiles(p, device, f);
 }
 
-// The estimates have errors, so ours has to be clearly faster, less so if the library needs a pass more.
-// Small products are ours unless the library is clearly faster.
+// The part of the library's time that ours may take to be chosen: all where the library needs a pass more.
+// The estimates' errors are smallest if no tile is partial along N and K, and largest for a long K in half
+// types, which the library splits in many ways.
+inline double clearly_faster(const Product& p, const Choice& ours) {
+  constexpr double kWholeTiles = 0.94, kLongHalf = 0.72;
+  if (p.library_passes > 0) return 1;
+  if (p.n % 128 == 0 && p.k % 128 == 0 && ours.splits == 1) return kWholeTiles;
+  return p.bytes == 2 && p.k > 1024 ? kLongHalf : library_kind(p).clearly;
+}
+
 inline Choice choose(const Product& p, const DeviceInfo& device) {
-  constexpr double kWithPass = 1.08, kSmall = 0.54;
   Choice best = {Kernel::kDirect, 0, 1, kNever};
   consider_ours(p, device, [&](const Choice& other) { best.consider(other); });
-  const double library = p.k > 0 ? time_of_library(p, device) : kNever;
-  const double most = library * library_kind(p).clearly * (p.library_passes > 0 ? kWithPass : 1) + kSmall;
-  if (best.time > most) best = {Kernel::kLibrary, 0, 1, library};
-  return best;
+  if (p.k == 0) return best;
+  const double library = time_of_library(p, device);
+  return best.time < clearly_faster(p, best) * library ? best : Choice{Kernel::kLibrary, 0, 1, library};
 }
 
 }  // namespace lltm_ext

@@ -66,18 +66,16 @@ __attribute__((target("avx512f"))) void multiply_avx512(const A* a, const A* b, 
                                                         int64_t pitch) {
   multiply_panels<64>(a, b, depth, sums, pitch);
 }
+#endif
+
 template <typename A>
 Multiply<A> choose_multiply() {
+#ifdef __x86_64__
   if (__builtin_cpu_supports("avx512f")) return multiply_avx512<A>;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return multiply_avx2<A>;
-  return multiply_any<A>;
-}
-#else
-template <typename A>
-Multiply<A> choose_multiply() {
-  return multiply_any<A>;
-}
 #endif
+  return multiply_any<A>;
+}
 
 // Packs `extent` x `depth` elements of x into panels of WIDTH, k by k, and pads the last panel with zeros.
 template <int WIDTH, typename T>

@@ -81,16 +81,8 @@ __global__ void __launch_bounds__(kDirectThreads)
     for (int w = 1; w < kDirectThreads / 32; ++w) sum[0] += sums[w];
   }
   if (!inside || sharer > 0) return;
-  if (args.bias != nullptr) {
-#pragma unroll
-    for (int j = 0; j < C; ++j) {
-      if (j < valid) sum[j] += widen(args.bias[(column + j) * args.bias_stride]);
-    }
-  }
-  const int64_t to = (matrix * args.m + row) * args.n + column;
-  if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, sum, valid, vectors_c);
-  activate(args.activation, sum);
-  write_vector(args.c + to, sum, valid, vectors_c);
+  finish_row(args, sum, column, (matrix * args.m + row) * args.n + column, valid, vectors_c,
+             [&] { activate(args.activation, sum); });
 }
 
 template <int SHAPE, typename T>

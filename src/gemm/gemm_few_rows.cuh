@@ -32,8 +32,7 @@ constexpr int kFewRowsColumns = 16;  // of c, per block
 // c [m, n] = a [m, k] @ weights [n, k]^T for each matrix of a batch; strides in elements.
 template <typename T>
 struct FewRowsArguments {
-  const T *a, *weights;
-  int64_t a_stride, weights_stride, a_batch_stride, weights_batch_stride;
+  Rows<T> a, weights;
   int k, tiles;  // tiles: per matrix, along n
   Epilogue<T> epilogue;
 };
@@ -66,12 +65,16 @@ struct FewRowsKernel {
       }
     }
     __syncthreads();
-    for (int row = threadIdx.x / kColumns; row < kRows; row += kThreads / kColumns) {
+    const Epilogue<T>& epilogue = args.epilogue;
+    if (column + column_of_thread >= epilogue.n) return;
+    for (int row = threadIdx.x / kColumns; row < min(kRows, epilogue.m); row += kThreads / kColumns) {
       float x[1] = {bias};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) x[0] += sums[w][row][column_of_thread];
-      args.epilogue.finish(
-          x, [&](T* to) { args.epilogue.write(to, matrix, row, column + column_of_thread, x[0]); });
+      const int64_t to = (int64_t{matrix} * epilogue.m + row) * epilogue.n + column + column_of_thread;
+      if (epilogue.pre_activation) epilogue.pre_activation[to] = narrow<T>(x[0]);
+      activate<ActivationMath<T>>(epilogue.activation, x);
+      epilogue.c[to] = narrow<T>(x[0]);
     }
   }
 
@@ -87,13 +90,13 @@ struct FewRowsKernel {
     const auto row_of = [&](const T* first, int64_t stride, int row, int rows) {
       return first + min(row + lane / 4, rows - 1) * stride + k + in_slice;
     };
-    const T* const weights = args.weights + matrix * args.weights_batch_stride;
-    const T* const a = args.a + matrix * args.a_batch_stride;
-    const T* upper = row_of(weights, args.weights_stride, column, args.epilogue.n);
-    const T* lower = row_of(weights, args.weights_stride, column + 8, args.epilogue.n);
+    const T* const weights = args.weights.data + matrix * args.weights.batch_stride;
+    const T* const a = args.a.data + matrix * args.a.batch_stride;
+    const T* upper = row_of(weights, args.weights.row_stride, column, args.epilogue.n);
+    const T* lower = row_of(weights, args.weights.row_stride, column + 8, args.epilogue.n);
     const T* row[EIGHTS];
 #pragma unroll
-    for (int e = 0; e < EIGHTS; ++e) row[e] = row_of(a, args.a_stride, 8 * e, args.epilogue.m);
+    for (int e = 0; e < EIGHTS; ++e) row[e] = row_of(a, args.a.row_stride, 8 * e, args.epilogue.m);
 
     Slice loaded[kSlices];
     const auto load = [&](int i) {
@@ -152,16 +155,8 @@ cudaError_t launch_few_rows_kernel(const FewRowsArguments<T>& args, int64_t batc
 template <typename T>
 cudaError_t launch_few_rows(const GemmArgs<T>& args, const DeviceInfo& device, bool early,
                             cudaStream_t stream) {
-  const FewRowsArguments<T> few = {args.a.data,
-                                   args.b.data,
-                                   args.a.row_stride,
-                                   args.b.column_stride,
-                                   args.a.batch_stride,
-                                   args.b.batch_stride,
-                                   static_cast<int>(args.k),
-                                   static_cast<int>(ceil_div(args.n, kFewRowsColumns)),
-                                   {args.bias, args.bias_stride, args.c, args.pre_activation,
-                                    static_cast<int>(args.m), static_cast<int>(args.n), args.activation}};
+  const FewRowsArguments<T> few = {rows_of_a(args), rows_of_b(args), static_cast<int>(args.k),
+                                   static_cast<int>(ceil_div(args.n, kFewRowsColumns)), Epilogue<T>(args)};
   const auto run = [&](auto kernel, int shared_bytes) {
     return launch_few_rows_kernel<decltype(kernel)>(few, args.batch, shared_bytes, early, stream);
   };

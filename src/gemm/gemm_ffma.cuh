@@ -50,22 +50,11 @@ struct OperandTile {
   int extent;  // how many rows or columns the tile has
 };
 
-__device__ __forceinline__ OperandTile rows_of_a(const GemmArgs<float>& args, const TilePart& at, int rows) {
-  const Matrices<float>& a = args.a;
-  return {a.data + at.matrix * a.batch_stride + at.row * a.row_stride + at.begin * a.column_stride,
-          a.row_stride, a.column_stride, clamp_to_int(args.m - at.row, rows)};
-}
-__device__ __forceinline__ OperandTile columns_of_b(const GemmArgs<float>& args, const TilePart& at,
-                                                    int columns) {
-  const Matrices<float>& b = args.b;
-  return {b.data + at.matrix * b.batch_stride + at.column * b.column_stride + at.begin * b.row_stride,
-          b.column_stride, b.row_stride, clamp_to_int(args.n - at.column, columns)};
-}
-
-// Whether an operand's lines are whole 16-byte vectors: `stride` is 1, the others are multiples of a vector.
-inline bool has_vectors(const float* data, int64_t stride, int64_t line_stride, int64_t batch_stride) {
-  constexpr int V = kVecWidth<float>;
-  return stride == 1 && is_vec_aligned(data) && line_stride % V == 0 && batch_stride % V == 0;
+// From its `first` row or column on.
+__device__ __forceinline__ OperandTile operand_tile(const Rows<float>& x, const TilePart& at, int64_t first,
+                                                    int size) {
+  return {x.data + at.matrix * x.batch_stride + first * x.row_stride + at.begin * x.k_stride, x.row_stride,
+          x.k_stride, clamp_to_int(x.rows - first, size)};
 }
 
 // ---- Copies to shared memory
@@ -290,29 +279,22 @@ __device__ __forceinline__ void write_staged(const GemmArgs<float>& args, const 
       write_vector(part + to, x.data, valid, vectors);
       continue;
     }
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (j < valid) x.data[j] += args.bias[(column + j) * args.bias_stride];
-      }
-    }
-    if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x.data, valid, vectors);
-    if (args.activation != Activation::kNone) x = activated(args.activation, x);
-    write_vector(args.c + to, x.data, valid, vectors);
+    finish_row(args, x.data, column, to, valid, vectors, [&] {
+      if (args.activation != Activation::kNone) x = activated(args.activation, x);
+    });
   }
 }
 
 // ---- The kernel
 
-// What a block does. ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. Copies of a
-// slice are made in PARTS, spread over the FMAs. at: in shared memory, because the mainloop needs all
-// registers.
-template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS>
+// What a block does. ACCESS_A and ACCESS_B: kAtRunTime, or the values of access_a and access_b. at: in shared
+// memory, because the mainloop needs all registers.
+template <typename Tile, Access ACCESS_A, Access ACCESS_B>
 __device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tiles& tiles, Access access_a,
                                          Access access_b, float* shared, TilePart& at) {
   constexpr int BK = Tile::BK, TM = Tile::TM, TN = Tile::TN, V = Tile::V, kStages = Tile::kStages;
   constexpr int kDepth = BK / Tile::kGroups;  // of K in a slice, per group
-  constexpr int kEvery = kDepth / PARTS;
+  constexpr int kParts = ACCESS_A == Access::kAtRunTime ? 1 : Tile::kParts, kEvery = kDepth / kParts;
   if (ACCESS_A != Access::kAtRunTime) access_a = ACCESS_A;
   if (ACCESS_B != Access::kAtRunTime) access_b = ACCESS_B;
 
@@ -326,8 +308,9 @@ __device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tile
   if (threadIdx.x == 0) at = TilePart(tiles, Tile::BM, Tile::BN, BK, args.k);
   __syncthreads();
   const int64_t size = at.size;
-  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(rows_of_a(args, at, Tile::BM), access_a);
-  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(columns_of_b(args, at, Tile::BN), access_b);
+  SliceCopy<Tile::BM, Tile::kPitchA, Tile> a(operand_tile(rows_of_a(args), at, at.row, Tile::BM), access_a);
+  SliceCopy<Tile::BN, Tile::kPitchB, Tile> b(operand_tile(rows_of_b(args), at, at.column, Tile::BN),
+                                             access_b);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const auto slice_a = [&](int stage) { return shared + stage * Tile::kStage; };
@@ -368,8 +351,8 @@ __device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tile
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i % kEvery == 0) {
-        a.copy(has_next, slice_a(free), i / kEvery, PARTS);
-        b.copy(has_next, slice_b(free), i / kEvery, PARTS);
+        a.copy(has_next, slice_a(free), i / kEvery, kParts);
+        b.copy(has_next, slice_b(free), i / kEvery, kParts);
       }
       if (i == kDepth - 1) {
         cp_async_commit_group();
@@ -404,24 +387,25 @@ __device__ __forceinline__ void run_ffma(const GemmArgs<float>& args, const Tile
   }
 }
 
-template <typename Tile, Access ACCESS_A, Access ACCESS_B, int PARTS>
+template <typename Tile, Access ACCESS_A, Access ACCESS_B>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     gemm_ffma_kernel(const GemmArgs<float> args, const Tiles tiles, Access access_a, Access access_b) {
   if constexpr (!kForHopper && ACCESS_A != Access::kAtRunTime) {
     __trap();  // launched on Hopper only
   } else {
     __shared__ TilePart at;
-    run_ffma<Tile, ACCESS_A, ACCESS_B, PARTS>(args, tiles, access_a, access_b, dynamic_shared_floats(), at);
+    run_ffma<Tile, ACCESS_A, ACCESS_B>(args, tiles, access_a, access_b, dynamic_shared_floats(), at);
   }
 }
 
 // ---- The launcher
 
-// `stride` is along the operand's extent.
-inline Access access_of(const float* data, int64_t stride, int64_t k_stride, int64_t batch_stride) {
-  if (has_vectors(data, stride, k_stride, batch_stride)) return Access::kVectors;
-  if (k_stride >= stride) return Access::kAlongExtent;
-  return k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
+inline Access access_of(const Rows<float>& x) {
+  constexpr int V = kVecWidth<float>;
+  const bool aligned = is_vec_aligned(x.data) && x.k_stride % V == 0 && x.batch_stride % V == 0;
+  if (x.row_stride == 1 && aligned) return Access::kVectors;
+  if (x.k_stride >= x.row_stride) return Access::kAlongExtent;
+  return x.k_stride == 1 ? Access::kAlongDenseK : Access::kAlongK;
 }
 
 // early: whether blocks may start while the previous kernel still runs. hopper: that has kernels of its own
@@ -429,16 +413,15 @@ inline Access access_of(const float* data, int64_t stride, int64_t k_stride, int
 template <class Tile>
 cudaError_t launch_ffma(const GemmArgs<float>& args, int splits, bool early, bool hopper,
                         cudaStream_t stream) {
-  const Access a = access_of(args.a.data, args.a.row_stride, args.a.column_stride, args.a.batch_stride);
-  const Access b = access_of(args.b.data, args.b.column_stride, args.b.row_stride, args.b.batch_stride);
+  const Access a = access_of(rows_of_a(args)), b = access_of(rows_of_b(args));
   const Tiles tiles = {TileOrder(ceil_div(args.m, Tile::BM), ceil_div(args.n, Tile::BN), args.batch),
                        Divisor(splits)};
   // A block that is to have a multiprocessor to itself takes more than half of its shared memory. Else two
   // can start on one, where the previous kernel leaves room first.
   constexpr int kMoreThanHalf = 116 << 10;
   const int bytes = hopper && Tile::kBlocksPerMultiprocessor == 1 ? kMoreThanHalf : Tile::kBytes;
-  const auto run = [&](auto x, auto y, auto parts) {
-    const auto kernel = gemm_ffma_kernel<Tile, x, y, parts>;
+  const auto run = [&](auto x, auto y) {
+    const auto kernel = gemm_ffma_kernel<Tile, x, y>;
     cudaError_t error = cudaSuccess;
     if (bytes > (48 << 10) - 64) error = set_max_dynamic_shared(kernel, bytes);
     if (error != cudaSuccess) return error;
@@ -450,14 +433,13 @@ cudaError_t launch_ffma(const GemmArgs<float>& args, int splits, bool early, boo
     const auto is = [&](Access x, Access y) { return hopper && a == x && b == y; };
     constexpr std::integral_constant<Access, kVectors> vectors;
     constexpr std::integral_constant<Access, kDenseK> dense_k;
-    constexpr std::integral_constant<int, Tile::kParts> parts;
-    if (is(kVectors, kVectors)) return run(vectors, vectors, parts);
-    if (is(kVectors, kDenseK)) return run(vectors, dense_k, parts);
-    if (is(kDenseK, kVectors)) return run(dense_k, vectors, parts);
-    if (is(kDenseK, kDenseK)) return run(dense_k, dense_k, parts);
+    if (is(kVectors, kVectors)) return run(vectors, vectors);
+    if (is(kVectors, kDenseK)) return run(vectors, dense_k);
+    if (is(kDenseK, kVectors)) return run(dense_k, vectors);
+    if (is(kDenseK, kDenseK)) return run(dense_k, dense_k);
   }
   constexpr std::integral_constant<Access, Access::kAtRunTime> at_run_time;
-  return run(at_run_time, at_run_time, std::integral_constant<int, 1>());
+  return run(at_run_time, at_run_time);
 }
 
 }  // namespace lltm_ext

@@ -209,10 +209,8 @@ struct PersistentKernel {
     unsigned char* shared = dynamic_shared();
     auto pipeline = pipeline_of<Mainloop>(shared, shared + kOperandsAndOut);
     const uint32_t rank = kBlocks > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128;
-    const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
-    const int tiles = static_cast<int>(order.total);
-    int i = cluster, begin = 0, end = args.tiles_of_k;  // begin, end: slices of K
+    const int tiles = static_cast<int>(order.total), clusters = gridDim.x / kBlocks;
+    int i = blockIdx.x / kBlocks, begin = 0, end = args.tiles_of_k;  // begin, end: slices of K
     TileIndex tile;
     const auto find = [&] {
       if (i >= tiles) return false;
@@ -227,39 +225,30 @@ struct PersistentKernel {
     };
     start_pipeline(pipeline, a, b);
     bool more = find();
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (warpgroup == kConsumers) {
-      setmaxnreg_dec<kProducerRegisters>();
-      if (threadIdx.x % 128 == 0) {
-        for (; more; more = find()) {
-          const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
-          for (int k = begin; k < end; ++k) {
-            pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
-          }
+    const auto produce = [&] {
+      for (; more; more = find()) {
+        const int matrix_a = args.batched_a ? tile.matrix : 0, matrix_b = args.batched_b ? tile.matrix : 0;
+        for (int k = begin; k < end; ++k) {
+          pipeline.load(a, b, tile.row, tile.column, k * kTileK, matrix_a, matrix_b, rank);
         }
       }
-      __syncwarp();
-    } else {
-      setmaxnreg_inc<kConsumerRegisters>();
+    };
+    run_warpgroups<Mainloop>(produce, [&](int warpgroup) {
       Out out(shared + Mainloop::kBytes, warpgroup, kConsumers);
       for (; more; more = find()) {
         float d[Mainloop::kTileN / 2];
         out.prefetch_bias(args.epilogue, tile.column);
         pipeline.mma(d, end - begin, warpgroup);
         if constexpr (kSplitsK) {
-          const int m = args.epilogue.m, n = args.epilogue.n;
-          store_accumulators(d, args.partials, m, n, tile.row + 64 * warpgroup, tile.column, tile.matrix,
-                             n % 2 == 0);
+          store_accumulators(d, args.partials, args.epilogue.m, args.epilogue.n, tile.row + 64 * warpgroup,
+                             tile.column, tile.matrix);
           continue;
         }
         out.run(d, args.epilogue, args.tma_store ? c : nullptr, args.tma_store ? pre_activation : nullptr,
                 tile.row + 64 * warpgroup, tile.column, tile.matrix);
       }
       out.wait();
-    }
-    // Other blocks of the cluster may still write to this block's shared memory.
-    if constexpr (kBlocks > 1) cluster_sync();
+    });
   }
 };
 
@@ -274,6 +263,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 
 // ---- Copies of operands that TMA cannot address
 
+constexpr int kCopyThreads = 256;
+
 // Copies an operand's lines: the rows of [lines, length] of each matrix.
 template <typename T>
 struct AlignedCopy {
@@ -281,12 +272,10 @@ struct AlignedCopy {
   T* to;
   int64_t batch_stride, line_stride, stride, to_line_stride;
   uint32_t lines, length, chunks;  // chunks of 8 elements in a line
-  uint32_t total;                  // chunks of all matrices; 0 if there is nothing to copy
+  uint32_t total, blocks;          // chunks of all matrices, 0 if there is nothing to copy; blocks for them
 
   int64_t elements() const { return total == 0 ? 0 : int64_t{total / chunks} * to_line_stride; }
 };
-
-constexpr int kCopyThreads = 256;
 
 template <typename T>
 __device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t block) {
@@ -301,46 +290,32 @@ __device__ __forceinline__ void copy_chunk(const AlignedCopy<T>& x, uint32_t blo
   *reinterpret_cast<Vec<T, 8>*>(x.to + line * x.to_line_stride + element) = values;
 }
 
-// A pointer to the arguments of either operand would put them in local memory.
-template <typename T>
-__device__ __forceinline__ void copy_operands(const AlignedCopy<T>& a, const AlignedCopy<T>& b) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  const uint32_t blocks_of_a = (a.total + kCopyThreads - 1) / kCopyThreads;
-  if (blockIdx.x < blocks_of_a) {
-    copy_chunk(a, blockIdx.x);
-  } else {
-    copy_chunk(b, blockIdx.x - blocks_of_a);
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads)
     gemm_align_kernel(const AlignedCopy<T> a, const AlignedCopy<T> b) {
-  LLTM_HOPPER(copy_operands(a, b));
+  LLTM_HOPPER(for_operands(a, b, [](const auto& x, uint32_t block) { copy_chunk(x, block); }));
 }
 
 // ---- Launchers
 
-// A product of TMA operands.
+// A product of operands that TMA can address.
 template <typename T>
 struct Problem {
   GlobalTensor a, b;
-  int m, n, k, batch;
-  Epilogue<T> epilogue;
-  int64_t multiprocessors, pairs;  // that run at once; pairs: clusters of two
+  const GemmArgs<T>& args;
+  const DeviceInfo& device;
 };
 
 // splits: of K, whose sums are left in the workspace if there are several.
 template <class Mainloop, bool kSplitsK = false, typename T>
-cudaError_t launch_persistent(const Problem<T>& problem, int splits, void* workspace, cudaStream_t stream) {
+cudaError_t launch_persistent(const Problem<T>& problem, int splits, cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop, kSplitsK>;
   constexpr int kBlocks = Mainloop::kClusterBlocks;
+  const GemmArgs<T>& product = problem.args;
   const auto result = [&](const T* data) {
-    const int64_t rows = problem.m, columns = problem.n;
-    return GlobalTensor{data, columns, rows, problem.batch, columns, rows * columns};
+    return GlobalTensor{data, product.n, product.m, product.batch, product.n, product.m * product.n};
   };
-  const GlobalTensor results = result(problem.epilogue.c), inputs = result(problem.epilogue.pre_activation);
+  const GlobalTensor results = result(product.c), inputs = result(product.pre_activation);
   const bool tma_store = tma_supports(results, sizeof(T)) && tma_supports(inputs, sizeof(T));
   CUtensorMap a, b, c = {}, pre_activation = {};
   cudaError_t error = encode_operands<Mainloop>(a, b, problem.a, problem.b);
@@ -351,30 +326,28 @@ cudaError_t launch_persistent(const Problem<T>& problem, int splits, void* works
   const auto kernel = gemm_persistent_kernel<Kernel, T>;
   if (error == cudaSuccess) error = set_max_dynamic_shared(kernel, Kernel::kShared);
   if (error != cudaSuccess) return error;
-  const TileOrder order(tiles_of(problem.m, Mainloop::kTileM * kBlocks),
-                        tiles_of(problem.n, Mainloop::kTileN), int64_t{problem.batch} * splits);
-  const int64_t clusters = std::min(order.total, kBlocks == 1 ? problem.multiprocessors : problem.pairs);
-  const KernelArguments<T> args = {
-      problem.epilogue, tiles_of(problem.k, kTileK),   problem.a.batch > 1, problem.b.batch > 1, tma_store,
-      splits,           static_cast<float*>(workspace)};
+  const TileOrder order(tiles_of(product.m, Mainloop::kTileM * kBlocks),
+                        tiles_of(product.n, Mainloop::kTileN), product.batch * splits);
+  const int64_t clusters =
+      std::min<int64_t>(order.total, problem.device.cluster_multiprocessors[kBlocks] / kBlocks);
+  KernelArguments<T> args = {Epilogue<T>(product), tiles_of(product.k, kTileK)};
+  args.batched_a = problem.a.batch > 1, args.batched_b = problem.b.batch > 1;
+  args.tma_store = tma_store, args.splits = splits, args.partials = static_cast<float*>(product.workspace);
   return launch_clusters(kernel, dim3(clusters * kBlocks), dim3(kBlocks), Kernel::kThreads, Kernel::kShared,
                          /*programmatic=*/true, stream, a, b, c, pre_activation, args, order);
 }
 
 // The place of a tile in kHopperTiles is its case here.
 template <typename T, bool kMnMajorA, bool kMnMajorB>
-cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, void* workspace,
-                         cudaStream_t stream) {
-  const auto run = [&](auto mainloop) {
-    return launch_persistent<decltype(mainloop)>(problem, 1, nullptr, stream);
-  };
+cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, cudaStream_t stream) {
+  const auto run = [&](auto mainloop) { return launch_persistent<decltype(mainloop)>(problem, 1, stream); };
   switch (choice.tile) {
     case 0:
       return run(Mainloop<T, 64, 64, 8, kMnMajorA, kMnMajorB>());
     case 1: {
       using M = Mainloop<T, 64, 128, 8, kMnMajorA, kMnMajorB>;
       if (choice.splits == 1) return run(M());
-      return launch_persistent<M, true>(problem, choice.splits, workspace, stream);
+      return launch_persistent<M, true>(problem, choice.splits, stream);
     }
     case 2:
       return run(Mainloop<T, 128, 128, 6, kMnMajorA, kMnMajorB>());
@@ -385,69 +358,45 @@ cudaError_t launch_tiles(const Problem<T>& problem, const Choice& choice, void* 
   }
 }
 
-// An operand [rows, k], and the copy of it that TMA can address, if it needs one.
+// An operand [rows, k] as TMA sees it, and the copy that it is of, if it needs one.
 template <typename T>
 struct Operand {
-  const T* data;
-  int64_t rows, k, matrices, row_stride, k_stride, batch_stride;
-  Lines lines;
+  bool along_k;
+  GlobalTensor tensor;
+  AlignedCopy<T> copy = {};
 
-  Operand(const Matrices<T>& x, Lines lines_, int64_t batch, int64_t rows_, int64_t k_, int64_t row_stride_,
-          int64_t k_stride_)
-      : data(x.data),
-        rows(rows_),
-        k(k_),
-        matrices(x.batch_stride == 0 ? 1 : batch),
-        row_stride(row_stride_),
-        k_stride(k_stride_),
-        batch_stride(x.batch_stride),
-        lines(lines_) {}
-
-  // Without memory; of nothing if there is no need.
-  AlignedCopy<T> copy() const {
-    if (lines.aligned) return {};
-    const int64_t count = lines.along_k ? rows : k, length = lines.along_k ? k : rows,
-                  chunks = ceil_div(length, 8);
-    return {data,
-            nullptr,
-            batch_stride,
-            lines.along_k ? row_stride : k_stride,
-            lines.along_k ? k_stride : row_stride,
-            length < 64 ? chunks * 8 : ceil_div(length, 64) * 64,
-            static_cast<uint32_t>(count),
-            static_cast<uint32_t>(length),
-            static_cast<uint32_t>(chunks),
-            static_cast<uint32_t>(chunks * count * matrices)};
+  explicit Operand(const Rows<T>& x) {
+    const Lines lines = lines_of(x);
+    along_k = lines.along_k;
+    const int64_t count = along_k ? x.rows : x.k, length = along_k ? x.k : x.rows;
+    tensor = {x.data, length, count, x.matrices, along_k ? x.row_stride : x.k_stride, x.batch_stride};
+    if (lines.aligned) return;
+    const int64_t chunks = ceil_div(length, 8);
+    copy = {x.data, nullptr, x.batch_stride, tensor.row_stride, along_k ? x.k_stride : x.row_stride};
+    copy.to_line_stride = length < 64 ? chunks * 8 : ceil_div(length, 64) * 64;
+    copy.lines = static_cast<uint32_t>(count);
+    copy.length = static_cast<uint32_t>(length);
+    copy.chunks = static_cast<uint32_t>(chunks);
+    copy.total = static_cast<uint32_t>(chunks * count * x.matrices);
+    copy.blocks = static_cast<uint32_t>(ceil_div(copy.total, kCopyThreads));
+    tensor.row_stride = copy.to_line_stride;
+    tensor.batch_stride = count * copy.to_line_stride;
   }
-  void become(const AlignedCopy<T>& copy) {
-    if (copy.total == 0) return;
-    data = copy.to;
-    (lines.along_k ? row_stride : k_stride) = copy.to_line_stride;
-    batch_stride = copy.lines * copy.to_line_stride;
-  }
-  // As TMA sees it.
-  GlobalTensor tensor() const {
-    if (lines.along_k) return {data, k, rows, matrices, row_stride, batch_stride};
-    return {data, rows, k, matrices, k_stride, batch_stride};
+  // The memory behind the copy.
+  T* place(T* memory) {
+    copy.to = memory;
+    if (copy.total > 0) tensor.data = memory;
+    return memory + copy.elements();
   }
 };
-
-template <typename T>
-Operand<T> operand_a(const GemmArgs<T>& args) {
-  return {args.a, lines_of_a(args), args.batch, args.m, args.k, args.a.row_stride, args.a.column_stride};
-}
-template <typename T>
-Operand<T> operand_b(const GemmArgs<T>& args) {
-  return {args.b, lines_of_b(args), args.batch, args.n, args.k, args.b.column_stride, args.b.row_stride};
-}
 
 }  // namespace hopper
 
 // The copies are at the start of the workspace, partial sums behind them.
 template <typename T>
 int64_t gemm_hopper_workspace_bytes(const GemmArgs<T>& args, const Choice& choice) {
-  using namespace hopper;
-  return (operand_a(args).copy().elements() + operand_b(args).copy().elements()) * int64_t{sizeof(T)} +
+  const hopper::Operand a(rows_of_a(args)), b(rows_of_b(args));
+  return (a.copy.elements() + b.copy.elements()) * int64_t{sizeof(T)} +
          partial_sum_bytes(args, choice.splits);
 }
 
@@ -455,36 +404,20 @@ template <typename T>
 cudaError_t gemm_hopper(GemmArgs<T> args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
   using namespace hopper;
-  Operand<T> a = operand_a(args), b = operand_b(args);
-  AlignedCopy<T> copy_a = a.copy(), copy_b = b.copy();
-  copy_a.to = static_cast<T*>(args.workspace);
-  copy_b.to = copy_a.to + copy_a.elements();
-  args.workspace = copy_b.to + copy_b.elements();
-  const int64_t blocks = ceil_div(copy_a.total, kCopyThreads) + ceil_div(copy_b.total, kCopyThreads);
+  Operand a(rows_of_a(args)), b(rows_of_b(args));
+  args.workspace = b.place(a.place(static_cast<T*>(args.workspace)));
   const cudaError_t error =
-      launch_kernel(gemm_align_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kCopyThreads), 0,
-                    /*programmatic=*/true, stream, copy_a, copy_b);
+      launch_kernel(gemm_align_kernel<T>, dim3(a.copy.blocks + b.copy.blocks), dim3(kCopyThreads), 0,
+                    /*programmatic=*/true, stream, a.copy, b.copy);
   if (error != cudaSuccess) return error;
-  a.become(copy_a);
-  b.become(copy_b);
-  const int m = static_cast<int>(args.m), n = static_cast<int>(args.n);
-  const Problem<T> problem = {
-      a.tensor(),
-      b.tensor(),
-      m,
-      n,
-      static_cast<int>(args.k),
-      static_cast<int>(args.batch),
-      {args.bias, args.bias_stride, args.c, args.pre_activation, m, n, args.activation},
-      device.multiprocessors,
-      device.cluster_multiprocessors[2] / 2};
+  const Problem<T> problem = {a.tensor, b.tensor, args, device};
   const auto run = [&](auto mn_major_a, auto mn_major_b) {
-    return launch_tiles<T, mn_major_a, mn_major_b>(problem, choice, args.workspace, stream);
+    return launch_tiles<T, mn_major_a, mn_major_b>(problem, choice, stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
-  const cudaError_t launched = a.lines.along_k ? (b.lines.along_k ? run(No(), No()) : run(No(), Yes()))
-                                               : (b.lines.along_k ? run(Yes(), No()) : run(Yes(), Yes()));
+  const cudaError_t launched = a.along_k ? (b.along_k ? run(No(), No()) : run(No(), Yes()))
+                                         : (b.along_k ? run(Yes(), No()) : run(Yes(), Yes()));
   if (launched != cudaSuccess || choice.splits == 1) return launched;
   return launch_reduce(args, choice.splits, /*programmatic=*/true, stream);
 }

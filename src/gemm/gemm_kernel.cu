@@ -14,8 +14,8 @@
 namespace lltm_ext {
 
 // ---- Backward of activation and bias in one pass: a thread computes the gradients of some columns of some
-// rows, and keeps their sums. Each block writes its sums, and a second kernel adds those of all blocks in a
-// fixed order.
+// rows, and keeps their sums. Each block writes its sums, and the kernel that adds the parts of a split K
+// adds them.
 
 constexpr int kWarpLanes = 32;
 // Minimum rows per block, so that a block writes far fewer sums than it reads values.
@@ -107,29 +107,6 @@ __global__ void __launch_bounds__(kThreads, kBiasBlocksPerMultiprocessor)
   }
 }
 
-// grad_bias [columns] = the sum over `parts` of sums [parts, columns]. The warps of a block split the parts.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    gemm_bias_sum_kernel(const acc_t<T>* sums, T* grad_bias, int parts, int64_t columns) {
-  constexpr int kWarps = kThreads / kWarpLanes;
-  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
-  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + lane;
-  acc_t<T> sum = 0;
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  if (column < columns) {
-#pragma unroll 8
-    for (int part = warp; part < parts; part += kWarps) sum += sums[part * columns + column];
-  }
-  __shared__ acc_t<T> warp_sums[kWarps][kWarpLanes];
-  warp_sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || column >= columns) return;
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) sum += warp_sums[other][lane];
-  grad_bias[column] = narrow<T>(sum);
-}
-
 template <typename T>
 int width_of(const BiasBackwardArgs<T>& args) {
   const bool aligned = args.columns % kVecWidth<T> == 0 && is_vec_aligned(args.grad_output) &&
@@ -147,10 +124,10 @@ cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programma
                     /*shared_bytes=*/0, programmatic, stream, args.grad_output, args.saved, args.grad_input,
                     sums, args.activation, args.rows, args.columns, grid.rows);
   if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(args.columns, kWarpLanes));
-  return launch_kernel(gemm_bias_sum_kernel<T>, dim3(blocks), dim3(kThreads), /*shared_bytes=*/0,
-                       programmatic, stream, static_cast<const acc_t<T>*>(sums), args.grad_bias,
-                       static_cast<int>(grid.blocks.y), args.columns);
+  GemmArgs<T> parts = {};
+  parts.c = args.grad_bias, parts.workspace = args.workspace;
+  parts.batch = parts.m = 1, parts.n = args.columns;
+  return launch_reduce(parts, static_cast<int>(grid.blocks.y), programmatic, stream);
 }
 
 // ---- The choice
@@ -160,20 +137,20 @@ cudaError_t launch_bias_backward(const BiasBackwardArgs<T>& args, bool programma
 cudaError_t query_device(DeviceInfo& device) {
   const cudaError_t error = current_device_info(device);
   if (error != cudaSuccess) return error;
-  return compute_capability<gemm_bias_sum_kernel<float>>(device.compute_capability);
+  return compute_capability<gemm_reduce_kernel<float, 1>>(device.compute_capability);
 }
 
 template <typename T>
 Product product_of(const GemmArgs<T>& args) {
-  const auto elements = [&](const Matrices<T>& x, int64_t of_matrix) {
-    return static_cast<double>(x.batch_stride == 0 ? 1 : args.batch) * static_cast<double>(of_matrix);
+  const Rows<T> a = rows_of_a(args), b = rows_of_b(args);
+  const auto elements = [](const Rows<T>& x) {
+    return static_cast<double>(x.matrices) * static_cast<double>(x.rows) * static_cast<double>(x.k);
   };
   Product p = {args.batch, args.m, args.n, args.k, sizeof(T)};
   p.tf32 = sizeof(T) == 4 && args.precision == Precision::kTf32;
   p.bfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  p.a = lines_of_a(args);
-  p.b = lines_of_b(args);
-  p.operands = elements(args.a, args.m * args.k) + elements(args.b, args.k * args.n);
+  p.a = lines_of(a), p.b = lines_of(b);
+  p.operands = elements(a) + elements(b);
   const bool adds_bias = sizeof(T) < 8 && args.batch == 1;  // as cuBLASLt does
   p.library_passes = args.activation != Activation::kNone || (args.bias != nullptr && !adds_bias);
   return p;
@@ -195,7 +172,7 @@ template <typename T>
 cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
-  using Key = std::array<int64_t, 21>;
+  using Key = std::array<int64_t, 19>;
   struct Kept {
     Key key;
     Choice choice;
@@ -209,10 +186,8 @@ cudaError_t gemm_choice(const GemmArgs<T>& args, Choice& choice) {
                    b.batch_stride, b.row_stride, b.column_stride, misalignment(a.data), misalignment(b.data),
                    static_cast<int64_t>(args.precision), args.activation != Activation::kNone,
                    args.bias != nullptr, device.compute_capability, device.multiprocessors,
-                   device.shared_bytes,
                    // of equal chips, too, different multiprocessors are switched off
-                   device.cluster_multiprocessors[2], device.cluster_multiprocessors[4],
-                   device.cluster_multiprocessors[8]};
+                   device.shared_bytes, device.cluster_multiprocessors[2]};
   uint64_t hash = 0;
   for (const int64_t part : key) hash = (hash ^ static_cast<uint64_t>(part)) * 0x9e3779b97f4a7c15u;
   Kept& place = kept[hash >> 58];
@@ -243,13 +218,12 @@ cudaError_t with_constant(int i, std::integer_sequence<int, I...>, const F& f) {
 }
 
 // Those of kFfmaTiles.
-using FfmaTiles = std::tuple<FfmaTile<64, 64, 16, 8, 4, 1, 3, 4>, FfmaTile<128, 32, 16, 8, 4, 1, 3, 5>,
-                             FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 32, 16, 8, 4, 1, 2, 16>,
-                             FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>, FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
-constexpr int kFfmaTileCount = std::tuple_size_v<FfmaTiles>;
+using FfmaTiles = std::tuple<FfmaTile<16, 128, 32, 4, 4, 1, 3, 3>, FfmaTile<32, 64, 32, 8, 4, 4, 6, 1>,
+                             FfmaTile<128, 64, 32, 16, 8, 4, 3, 1>>;
 
 cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const DeviceInfo& device,
                         cudaStream_t stream) {
+  constexpr int kCount = std::tuple_size_v<FfmaTiles>;
   const TileShape& shape = kFfmaTiles[choice.tile];
   const int64_t tiles = args.batch * ceil_div(args.m, shape.rows) * ceil_div(args.n, shape.columns);
   const bool has_early = device.compute_capability >= kHopperCapability;
@@ -263,18 +237,9 @@ cudaError_t launch_ffma(const GemmArgs<float>& args, const Choice& choice, const
     return launch_ffma<Tile>(args, choice.splits, early, device.compute_capability == kHopperCapability,
                              stream);
   };
-  const cudaError_t error =
-      with_constant(choice.tile, std::make_integer_sequence<int, kFfmaTileCount>(), launch);
+  const cudaError_t error = with_constant(choice.tile, std::make_integer_sequence<int, kCount>(), launch);
   if (error != cudaSuccess || choice.splits == 1) return error;
   return launch_reduce(args, choice.splits, has_early, stream);
-}
-
-template <typename T>
-cudaError_t launch_direct(const GemmArgs<T>& args, int shape, bool early, cudaStream_t stream) {
-  constexpr int kCount = std::size(kDirectShapes);
-  return with_constant(shape, std::make_integer_sequence<int, kCount>(), [&](auto place) {
-    return launch_direct<decltype(place)::value>(args, early, stream);
-  });
 }
 
 template <typename T>
@@ -282,7 +247,12 @@ cudaError_t gemm(const GemmArgs<T>& args, const Choice& choice, cudaStream_t str
   DeviceInfo device;
   if (const cudaError_t error = query_device(device); error != cudaSuccess) return error;
   const bool early = device.compute_capability >= kHopperCapability;
-  if (choice.kernel == Kernel::kDirect) return launch_direct(args, choice.tile, early, stream);
+  if (choice.kernel == Kernel::kDirect) {
+    const auto launch = [&](auto shape) {
+      return launch_direct<decltype(shape)::value>(args, early, stream);
+    };
+    return with_constant(choice.tile, std::make_integer_sequence<int, std::size(kDirectShapes)>(), launch);
+  }
   if constexpr (sizeof(T) == 2) {
     if (choice.kernel == Kernel::kFewRows) return launch_few_rows(args, device, early, stream);
 #ifdef LLTM_EXT_SM90A

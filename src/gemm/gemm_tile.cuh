@@ -48,23 +48,23 @@ struct TileIndex {
   int row, column, matrix;
 };
 
-// The first row and column of c that the block of this rank computes of a cluster's tiles. Ranks increase
-// down the columns of a cluster.
+// The first row and column of c that the block of this rank computes of a cluster's tiles, which are below
+// each other.
 template <class Mainloop>
 __device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64_t i, uint32_t rank) {
+  static_assert(Mainloop::kClusterN == 1);
   const TileOrder::Tile tile = order.at(i);
-  const int row = static_cast<int>(tile.row), column = static_cast<int>(tile.column);
-  return {(row * Mainloop::kClusterM + static_cast<int>(rank % Mainloop::kClusterM)) * Mainloop::kTileM,
-          (column * Mainloop::kClusterN + static_cast<int>(rank / Mainloop::kClusterM)) * Mainloop::kTileN,
-          static_cast<int>(tile.matrix)};
+  return {(static_cast<int>(tile.row) * Mainloop::kClusterM + static_cast<int>(rank)) * Mainloop::kTileM,
+          static_cast<int>(tile.column) * Mainloop::kTileN, static_cast<int>(tile.matrix)};
 }
 
 // Stores a warpgroup's accumulators from (row, column) of a matrix on, [.., m, n]. wgmma gives a thread two
-// neighbours in a row and the same two 8 rows below. pairs: whether two neighbours can be stored at a time.
+// neighbours in a row and the same two 8 rows below.
 template <int kCount>
 __device__ __forceinline__ void store_accumulators(const float (&d)[kCount], float* to, int m, int n, int row,
-                                                   int column, int matrix, bool pairs) {
+                                                   int column, int matrix) {
   const int thread = threadIdx.x % 128;
+  const bool pairs = n % 2 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(float2) == 0;
   row += thread / 32 * 16 + thread % 32 / 4;
   column += thread % 4 * 2;
   to += (int64_t{matrix} * m + row) * n + column;
@@ -82,6 +82,19 @@ __device__ __forceinline__ void store_accumulators(const float (&d)[kCount], flo
         if (rest > 1) to[8 * i + 1] = right;
       }
     }
+  }
+}
+
+// Copies of both operands in one launch: f(x, block) for each block of each. A pointer to the arguments of
+// either would put them in local memory.
+template <class X, class F>
+__device__ __forceinline__ void for_operands(const X& a, const X& b, const F& f) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  if (blockIdx.x < a.blocks) {
+    f(a, blockIdx.x);
+  } else {
+    f(b, blockIdx.x - a.blocks);
   }
 }
 
@@ -109,6 +122,21 @@ __device__ __forceinline__ void write_vector(T* to, const A (&x)[V], int valid, 
   }
 }
 
+// Finishes the first `valid` of V neighbouring sums in a row of c, from `column` on, and stores them at `to`.
+template <typename T, int V, class Activate>
+__device__ __forceinline__ void finish_row(const GemmArgs<T>& args, acc_t<T> (&x)[V], int64_t column,
+                                           int64_t to, int valid, bool vector, const Activate& activate_all) {
+  if (args.bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (j < valid) x[j] += widen(args.bias[(column + j) * args.bias_stride]);
+    }
+  }
+  if (args.pre_activation != nullptr) write_vector(args.pre_activation + to, x, valid, vector);
+  activate_all();
+  write_vector(args.c + to, x, valid, vector);
+}
+
 // c = activation(a @ b + bias), and where it goes.
 template <typename T>
 struct Epilogue {
@@ -119,18 +147,16 @@ struct Epilogue {
   int m, n;
   Activation activation;
 
+  explicit Epilogue(const GemmArgs<T>& args)
+      : bias(args.bias),
+        bias_stride(args.bias_stride),
+        c(args.c),
+        pre_activation(args.pre_activation),
+        m(static_cast<int>(args.m)),
+        n(static_cast<int>(args.n)),
+        activation(args.activation) {}
   __device__ __forceinline__ float bias_at(int column) const {
     return bias && column < n ? widen(bias[column * bias_stride]) : 0.f;
-  }
-  // Calls write(to) to store x before the activation, if wanted, and after it.
-  template <int N, class Write>
-  __device__ __forceinline__ void finish(float (&x)[N], const Write& write) const {
-    if (pre_activation) write(pre_activation);
-    activate<ActivationMath<T>>(activation, x);
-    write(c);
-  }
-  __device__ __forceinline__ void write(T* to, int matrix, int row, int column, float x) const {
-    if (row < m && column < n) to[(static_cast<int64_t>(matrix) * m + row) * n + column] = narrow<T>(x);
   }
 };
 
@@ -171,10 +197,7 @@ __global__ void __launch_bounds__(kReduceThreads) gemm_reduce_kernel(const GemmA
   }
   if (element >= elements) return;
   A x[1] = {sum};
-  if (args.bias != nullptr) x[0] += widen(args.bias[element % args.n * args.bias_stride]);
-  if (args.pre_activation != nullptr) args.pre_activation[element] = narrow<T>(x[0]);
-  activate(args.activation, x);
-  args.c[element] = narrow<T>(x[0]);
+  finish_row(args, x, element % args.n, element, 1, false, [&] { activate(args.activation, x); });
 }
 
 template <typename T>

@@ -8,6 +8,7 @@
 
 #include "common/hopper/ptx.cuh"
 #include "common/hopper/sizes.h"
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
 
 namespace lltm_ext {
@@ -260,6 +261,25 @@ __device__ __forceinline__ void start_pipeline(Pipeline<Mainloop>& pipeline, con
   }
   if constexpr (Mainloop::kClusterBlocks > 1) cluster_sync();
   __syncthreads();
+}
+
+// Once the previous kernel has ended: calls `produce` in one thread, and `consume`, with their number, in the
+// consumer warpgroups.
+template <class Mainloop, class Produce, class Consume>
+__device__ __forceinline__ void run_warpgroups(const Produce& produce, const Consume& consume) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == Mainloop::kConsumers) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x % 128 == 0) produce();
+    __syncwarp();
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(warpgroup);
+  }
+  // Other blocks of the cluster may still write to this block's shared memory.
+  if constexpr (Mainloop::kClusterBlocks > 1) cluster_sync();
 }
 
 template <class Mainloop>
